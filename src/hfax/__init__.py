@@ -1,0 +1,70 @@
+"""hfax: any Hugging Face transformers model on TPUs, GPUs and CPUs, through JAX and XLA.
+
+    from hfax import AutoModelForTPU
+    model = AutoModelForTPU.from_pretrained("demo")
+    model.generate([[1, 2, 3]], max_new_tokens=20)
+
+Importing this package imports neither jax nor torch; names are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hfax.auto import AutoModelForTPU
+    from hfax.backends.pytrees import register_pytrees
+    from hfax.errors import (
+        BackendNotAvailableError,
+        CheckpointAccessError,
+        CheckpointCorruptError,
+        CheckpointNotFoundError,
+        HfaxError,
+        InvalidInputError,
+        OutOfMemoryError,
+        UnsupportedModelError,
+        UnsupportedOptionError,
+    )
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AutoModelForTPU": "hfax.auto",
+    "BackendNotAvailableError": "hfax.errors",
+    "CheckpointAccessError": "hfax.errors",
+    "CheckpointCorruptError": "hfax.errors",
+    "CheckpointNotFoundError": "hfax.errors",
+    "HfaxError": "hfax.errors",
+    "InvalidInputError": "hfax.errors",
+    "OutOfMemoryError": "hfax.errors",
+    "UnsupportedModelError": "hfax.errors",
+    "UnsupportedOptionError": "hfax.errors",
+    "register_pytrees": "hfax.backends.pytrees",
+}
+
+__all__ = [
+    "AutoModelForTPU",
+    "BackendNotAvailableError",
+    "CheckpointAccessError",
+    "CheckpointCorruptError",
+    "CheckpointNotFoundError",
+    "HfaxError",
+    "InvalidInputError",
+    "OutOfMemoryError",
+    "UnsupportedModelError",
+    "UnsupportedOptionError",
+    "__version__",
+    "register_pytrees",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

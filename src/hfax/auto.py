@@ -1,0 +1,241 @@
+"""`AutoModelForTPU`: the whole way from a name to a model that runs, on one screen.
+
+    name → source (files) → config → class → skeleton → weights on the device → model
+
+Each arrow is a module of `hfax.load`; this one only puts them in order.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hfax.errors import BackendNotAvailableError, InvalidInputError, UnsupportedModelError, UnsupportedOptionError
+from hfax.phases import phase
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig
+
+    from hfax.load.source import CheckpointSource
+    from hfax.model import JaxModel
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class AutoModelForTPU:
+    """Any transformers model on XLA. Use `from_pretrained` or `from_config`; the class has no instances."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: the class only holds constructors."""
+        raise InvalidInputError(
+            "AutoModelForTPU cannot be instantiated.",
+            "It only chooses the model's class.",
+            "Call AutoModelForTPU.from_pretrained(name_or_path) or AutoModelForTPU.from_config(config).",
+        )
+
+    @staticmethod
+    def from_pretrained(
+        name_or_path: str | Path,
+        *,
+        backend: str = "jax",
+        task: str | None = None,
+        dtype: str | torch.dtype = "auto",
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        trust_remote_code: bool = False,
+        attn_implementation: str | None = None,
+        strict: bool = True,
+    ) -> JaxModel:
+        """Load a checkpoint from a local folder or the Hugging Face Hub.
+
+        Args:
+            name_or_path: a folder, a Hub id such as "Qwen/Qwen3-0.6B", or "demo" for the model that hfax carries.
+            backend: "jax".
+            task: a pipeline task name, to choose another class than the checkpoint's own, for instance
+                "text-classification".
+            dtype: "auto" for the checkpoint's own, or "float32", "bfloat16", "float16", or a torch dtype.
+            revision: branch, tag or commit on the Hub.
+            token: Hub token; None uses the one of `hf auth login`.
+            cache_dir: Hub cache folder; None for huggingface_hub's own.
+            local_files_only: never use the network.
+            trust_remote_code: run modelling code that the checkpoint carries.
+            attn_implementation: "eager" for transformers' own eager attention; None for hfax's.
+            strict: missing and unexpected tensors are errors; False initialises the missing ones as transformers does.
+
+        Returns:
+            A model whose weights are on the default device; nothing is compiled yet.
+
+        Raises:
+            HfaxError: one of its subclasses, which says what to do.
+        """
+        _require_jax(backend)
+        from hfax.load.source import resolve_checkpoint
+
+        source = resolve_checkpoint(
+            name_or_path,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+            allow_code=trust_remote_code,
+        )
+        with phase("load", str(name_or_path)):
+            return _load(source, task, dtype, trust_remote_code, attn_implementation, strict)
+
+    @staticmethod
+    def from_config(
+        config: PretrainedConfig,
+        *,
+        backend: str = "jax",
+        task: str | None = None,
+        dtype: str | torch.dtype = "auto",
+        seed: int = 0,
+        attn_implementation: str | None = None,
+    ) -> JaxModel:
+        """A model with random weights: the same that transformers draws after `torch.manual_seed(seed)`.
+
+        Args:
+            config: a transformers configuration.
+            backend: "jax".
+            task: a pipeline task name, to choose the class; else `config.architectures`, else a language model.
+            dtype: "auto" for the config's dtype (float32 if it has none).
+            seed: of torch's generator, which is put back afterwards.
+            attn_implementation: as in `from_pretrained`.
+
+        Raises:
+            UnsupportedModelError: no class for this config, or it cannot be built.
+        """
+        _require_jax(backend)
+        import torch
+
+        from hfax.load.random_weights import draw_weights
+
+        config = copy.deepcopy(config)
+        resolved = _resolve_dtype(dtype, config, None)
+        skeleton = _skeleton(config, task, resolved, None, attn_implementation)
+        with phase("load", f"{type(skeleton.module).__name__} with random weights"), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            params = draw_weights(skeleton, config, resolved, _default_device())
+        return _finish(skeleton, params, skeleton.tied, folder=None, name=type(config).__name__, task=task)
+
+
+def _load(
+    source: CheckpointSource,
+    task: str | None,
+    dtype: str | torch.dtype,
+    trust_remote_code: bool,
+    attn_implementation: str | None,
+    strict: bool,
+) -> JaxModel:
+    from hfax.load.config import read_config
+    from hfax.load.store import open_store
+    from hfax.load.weights import load_weights
+
+    config = read_config(source, trust_remote_code=trust_remote_code)
+    store = open_store(source)
+    resolved = _resolve_dtype(dtype, config, store.float_dtype)
+    code_folder = str(source.folder) if trust_remote_code else None
+    skeleton = _skeleton(config, task, resolved, code_folder, attn_implementation)
+    params, tied = load_weights(skeleton, store, _default_device(), resolved, strict=strict)
+    return _finish(skeleton, params, tied, folder=source.folder, name=str(source.name), task=task)
+
+
+def _skeleton(
+    config: PretrainedConfig,
+    task: str | None,
+    dtype: torch.dtype,
+    code_folder: str | None,
+    attn_implementation: str | None,
+) -> Any:
+    from hfax.backends.torchax import ATTENTION_NAME, register_interfaces
+    from hfax.load.skeleton import build_skeleton, resolve_model_class
+
+    if attn_implementation not in (None, "eager"):
+        raise UnsupportedOptionError(
+            f"attn_implementation={attn_implementation!r} is not available.",
+            "Kernels written for torch devices do not run on XLA; hfax brings its own attention.",
+            'Leave it out, or pass "eager" for transformers\' reference implementation.',
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModelError(
+            "The checkpoint is quantized.",
+            "Its weights are packed for a kernel library that does not run on XLA.",
+            "Use the unquantized checkpoint of the same model, with dtype='bfloat16'.",
+        )
+    register_interfaces()
+    model_class = resolve_model_class(config, task, code_folder=code_folder)
+    return build_skeleton(
+        model_class, config, dtype, attention=attn_implementation or ATTENTION_NAME, experts=ATTENTION_NAME
+    )
+
+
+def _finish(
+    skeleton: Any, params: dict[str, Any], tied: dict[str, str], *, folder: Path | None, name: str, task: str | None
+) -> JaxModel:
+    from hfax.load.config import read_generation_config
+    from hfax.model import JaxModel
+
+    return JaxModel(
+        skeleton,
+        params,
+        tied,
+        device=_default_device(),
+        generation_config=read_generation_config(folder, skeleton.module),
+        name_or_path=name,
+        task=task,
+    )
+
+
+def _resolve_dtype(dtype: str | torch.dtype, config: PretrainedConfig, stored: torch.dtype | None) -> torch.dtype:
+    """The dtype asked for; for "auto" the config's, else that of the stored weights, else float32."""
+    import torch
+
+    if dtype == "auto":
+        chosen: Any = getattr(config, "dtype", None) or stored or torch.float32
+    else:
+        chosen = dtype
+    name = str(chosen).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise InvalidInputError(
+            f"dtype={dtype!r} is not available.",
+            "Models run in one of the floating-point types that every XLA device has.",
+            f"Use 'auto' or one of {', '.join(_DTYPES)}.",
+        )
+    return getattr(torch, name)
+
+
+def _default_device() -> Any:
+    import jax
+
+    try:
+        return jax.devices()[0]
+    except RuntimeError as error:
+        raise BackendNotAvailableError(
+            "JAX found no device.",
+            str(error).splitlines()[0],
+            "Check JAX_PLATFORMS and the installed extra (hfax[tpu], hfax[cuda] or hfax[cpu]); `hfax env` shows both.",
+        ) from error
+
+
+def _require_jax(backend: str) -> None:
+    if backend != "jax":
+        raise UnsupportedOptionError(
+            f"backend={backend!r} is not available.",
+            "This version of hfax runs models through JAX.",
+            'Use backend="jax".',
+        )
+    try:
+        import jax  # noqa: F401
+        import torchax  # noqa: F401
+    except ImportError as error:
+        raise BackendNotAvailableError(
+            "The JAX backend is not installed.",
+            str(error),
+            "Install one of the extras: pip install 'hfax[tpu]', 'hfax[cuda]' or 'hfax[cpu]'.",
+        ) from error
+
+

@@ -1,0 +1,87 @@
+"""transformers' result and cache classes as JAX pytrees.
+
+Registration is by class, on demand, and once a process; it adds to JAX's registry and changes no class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any
+
+import jax
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, EncoderDecoderCache, LinearAttentionCacheLayerMixin
+from transformers.utils import ModelOutput
+
+from hfax.backends.structure import Structure, flatten, make_model_output, unflatten
+
+_registered: set[type] = {dict, list, tuple, type(None)}
+_lock = threading.Lock()
+
+
+def register_pytrees() -> None:
+    """Register every `ModelOutput` and cache class that is defined so far, `None` fields kept.
+
+    For users of plain torchax: afterwards `jax.jit` and `jax.tree` take and return these objects. transformers imports modelling
+    files when they are first needed, so call it after the model's class is imported; calling it again is harmless.
+    """
+    for root in (ModelOutput, Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin):
+        for cls in _with_subclasses(root):
+            register_output_class(cls)
+    for cls in (EncoderDecoderCache, DummyLayer):
+        register_output_class(cls)
+
+
+def register_output_class(cls: type) -> None:
+    """Register one class, if it is a `ModelOutput`, a cache or a cache's layer and not registered yet."""
+    with _lock:
+        if cls in _registered:
+            return
+        if issubclass(cls, ModelOutput):
+            if not dataclasses.is_dataclass(cls):
+                return
+            names = tuple(f.name for f in dataclasses.fields(cls))
+            _register(cls, *_model_output_functions(cls, names))
+        elif issubclass(cls, (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin, EncoderDecoderCache, DummyLayer)):
+            _register(cls, _flatten_cache, _unflatten_cache, None)
+
+
+def _register(cls: type, flatten_function: Any, unflatten_function: Any, with_keys: Any) -> None:
+    try:
+        jax.tree_util.register_pytree_with_keys(
+            cls, with_keys or _flatten_cache_with_keys, unflatten_function, flatten_function
+        )
+    except ValueError as error:
+        if "Duplicate" not in str(error):
+            raise
+    _registered.add(cls)
+
+
+def _model_output_functions(cls: type, names: tuple[str, ...]) -> tuple[Any, Any, Any]:
+    def flatten_output(output: Any) -> tuple[tuple[Any, ...], None]:
+        return tuple(getattr(output, n) for n in names), None
+
+    def flatten_with_keys(output: Any) -> tuple[tuple[Any, ...], None]:
+        return tuple((jax.tree_util.GetAttrKey(n), getattr(output, n)) for n in names), None
+
+    def unflatten_output(_: None, children: Any) -> Any:
+        return make_model_output(cls, dict(zip(names, children, strict=True)))
+
+    return flatten_output, unflatten_output, flatten_with_keys
+
+
+def _flatten_cache(cache: Any) -> tuple[list[Any], Structure]:
+    return flatten(cache)
+
+
+def _flatten_cache_with_keys(cache: Any) -> tuple[list[Any], Structure]:
+    arrays, structure = flatten(cache)
+    return [(jax.tree_util.SequenceKey(i), a) for i, a in enumerate(arrays)], structure
+
+
+def _unflatten_cache(structure: Structure, arrays: Any) -> Any:
+    return unflatten(structure, list(arrays))
+
+
+def _with_subclasses(cls: type) -> set[type]:
+    return {cls}.union(*(_with_subclasses(sub) for sub in cls.__subclasses__()))

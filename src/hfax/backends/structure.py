@@ -1,0 +1,129 @@
+"""The shape of a call's arguments and results: which leaves are arrays, and everything around them.
+
+Splits nested Python values into a flat list of arrays and a `Structure` that says how to put them back. A structure holds no
+array, can be compared, hashed through its `repr`, and pickled, so it is part of a program's key and is kept with it on disk. It
+knows transformers' `ModelOutput` and cache classes, and nothing of how arrays are made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """Stands for array number `index` of the flat list."""
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """A value that is part of the program."""
+
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A container.
+
+    Args:
+        cls: its class.
+        keys: names of the children; None for lists and tuples.
+        children: what it holds.
+    """
+
+    cls: type
+    keys: tuple[Any, ...] | None
+    children: tuple[Any, ...]
+
+
+Structure = Leaf | Static | Node
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is traced: a numpy, jax or torch array."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return True
+    module = type(value).__module__
+    return hasattr(value, "shape") and hasattr(value, "dtype") and module.split(".")[0] in ("jax", "jaxlib", "torch", "torchax")
+
+
+def flatten(value: Any, is_leaf: Callable[[Any], bool] = is_array) -> tuple[list[Any], Structure]:
+    """Split `value` into its arrays and its structure.
+
+    Lists, tuples (named ones too), mappings, `ModelOutput`s, dataclasses and transformers' cache objects are gone through;
+    anything else is static.
+    """
+    arrays: list[Any] = []
+
+    def visit(item: Any) -> Structure:
+        if is_leaf(item):
+            arrays.append(item)
+            return Leaf(len(arrays) - 1)
+        if is_model_output(item):
+            names = tuple(field.name for field in dataclasses.fields(item))
+            return Node(type(item), names, tuple(visit(getattr(item, n)) for n in names))
+        if isinstance(item, Mapping):
+            return Node(type(item), tuple(item), tuple(visit(v) for v in item.values()))
+        if isinstance(item, (list, tuple)):
+            return Node(type(item), None, tuple(visit(v) for v in item))
+        if _is_state_object(item):
+            names = tuple(vars(item))
+            return Node(type(item), names, tuple(visit(vars(item)[n]) for n in names))
+        return Static(item)
+
+    return arrays, visit(value)
+
+
+def unflatten(structure: Structure, arrays: list[Any]) -> Any:
+    """Put arrays back; the inverse of `flatten`."""
+    if isinstance(structure, Leaf):
+        return arrays[structure.index]
+    if isinstance(structure, Static):
+        return structure.value
+    children = [unflatten(child, arrays) for child in structure.children]
+    cls, keys = structure.cls, structure.keys
+    if keys is None:
+        return cls(*children) if hasattr(cls, "_fields") else cls(children)
+    items = dict(zip(keys, children, strict=True))
+    if issubclass(cls, Mapping):
+        return make_model_output(cls, items) if dataclasses.is_dataclass(cls) else cls(items)
+    instance = cls.__new__(cls)
+    instance.__dict__.update(items)
+    return instance
+
+
+def is_model_output(item: Any) -> bool:
+    """Whether a value is an instance of a `ModelOutput` class of transformers."""
+    return isinstance(item, Mapping) and dataclasses.is_dataclass(item)
+
+
+def make_model_output(cls: type, fields: Mapping[str, Any]) -> Any:
+    """A `ModelOutput` from all of its fields, None ones included.
+
+    Its constructor is passed by, because that looks into its first field to guess what it was given.
+    """
+    output = cls.__new__(cls)
+    for name, value in fields.items():
+        object.__setattr__(output, name, value)
+        if value is not None:
+            OrderedDict.__setitem__(output, name, value)
+    return output
+
+
+def _is_state_object(item: Any) -> bool:
+    """Caches and their layers, and plain dataclass results that are not mappings."""
+    if isinstance(item, (type, enum.Enum)):
+        return False
+    if dataclasses.is_dataclass(item):
+        return not dataclasses.fields(item) or not type(item).__dataclass_params__.frozen  # type: ignore[attr-defined]
+    names = {cls.__name__ for cls in type(item).__mro__}
+    return bool(names & {"Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "EncoderDecoderCache", "DummyLayer"})

@@ -1,0 +1,257 @@
+"""The only module that knows torchax: running a torch module on JAX arrays, inside a trace.
+
+Turns `(module, weights, arguments)` into a pure call whose tensors are `jax.Array`s or tracers. torchax is used through a private
+environment that is entered for one call at a time, so nothing outside of `call_module` sees its modes. The operations that hfax
+lowers by itself, and the attention, mask and experts functions that it registers with transformers, are attached here; what they
+compute is in `hfax.patches`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from transformers import masking_utils, modeling_utils
+from transformers.integrations import moe
+
+from hfax.patches import attention as attention_math
+from hfax.patches import ops as op_math
+from hfax.patches.scoped import patched_transformers
+
+ATTENTION_NAME = "hfax"
+"""The name under which hfax's functions stand in transformers' attention, mask and experts interfaces."""
+
+
+def _import_torchax() -> Any:
+    """torchax, without the switch that its import throws for the whole process (the fused transformer-encoder path)."""
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    import torchax.tensor
+
+    torch.backends.mha.set_fastpath_enabled(fast_path)
+    return torchax.tensor
+
+
+_tensor = _import_torchax()
+_Tensor, _View = _tensor.Tensor, _tensor.View
+
+
+@functools.cache
+def _environment() -> Any:
+    """hfax's own torchax environment, with hfax's lowerings in it."""
+    environment = _tensor.Environment()
+    lowerings: dict[Any, Callable[..., Any]] = {
+        torch.nn.functional.linear: lambda input, weight, bias=None: op_math.linear(input, weight, bias),
+        torch.ops.aten.linear: lambda input, weight, bias=None: op_math.linear(input, weight, bias),
+    }
+    for op, lowering in lowerings.items():
+        environment.override_op_definition(op, functools.partial(call_jax, lowering))
+    _register_interfaces()
+    return environment
+
+
+def wrap(tree: Any) -> Any:
+    """Every `jax.Array` or tracer of a pytree as the tensor that torch code sees. Costs nothing."""
+    environment = _environment()
+    return jax.tree.map(lambda leaf: _Tensor(leaf, environment) if isinstance(leaf, jax.Array) else leaf, tree)
+
+
+def unwrap(value: Any) -> Any:
+    """The `jax.Array` inside of a tensor of a trace; a torch tensor of constants becomes an array; all else is returned as is."""
+    if isinstance(value, (_Tensor, _View)):
+        return value.jax()
+    if isinstance(value, torch.Tensor):
+        from hfax.load.placement import to_numpy
+
+        return jnp.asarray(to_numpy(value))
+    return value
+
+
+def call_jax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a JAX function from torch code of a trace: tensors in, tensors out."""
+    out = function(*(unwrap(a) for a in args), **{name: unwrap(a) for name, a in kwargs.items()})
+    environment = _environment()
+    if isinstance(out, tuple):
+        return tuple(_Tensor(o, environment) for o in out)
+    return _Tensor(out, environment)
+
+
+_module_locks: dict[int, threading.RLock] = {}
+_locks_lock = threading.Lock()
+
+
+def call_module(
+    module: torch.nn.Module,
+    weights: Mapping[str, jax.Array],
+    call: Callable[[torch.nn.Module], Any],
+    *,
+    key: jax.Array | None = None,
+) -> Any:
+    """Run `call(module)` with the module's parameters and buffers replaced by `weights`.
+
+    Args:
+        module: a skeleton's module; used by one trace at a time.
+        weights: every parameter and buffer by name, tied aliases included.
+        call: gets the module; builds its arguments with `wrap` and reads its results with `unwrap`.
+        key: a PRNG key for random operations such as dropout; a fixed one if None.
+
+    Returns:
+        What `call` returns.
+    """
+    environment = _environment()
+    with _locks_lock:
+        lock = _module_locks.setdefault(id(module), threading.RLock())
+    tensors = {name: _Tensor(array, environment) for name, array in weights.items()}
+    with (
+        lock,
+        environment.override_property(prng=jax.random.key(0) if key is None else key),
+        patched_transformers(),
+        torch.no_grad(),
+        torch.nn.utils.stateless._reparametrize_module(module, tensors, tie_weights=False),
+        _entered(environment),
+    ):
+        return call(module)
+
+
+@contextlib.contextmanager
+def _entered(environment: Any) -> Iterator[None]:
+    environment.enable_torch_modes()
+    try:
+        yield
+    finally:
+        environment.disable_torch_modes()
+
+
+@contextlib.contextmanager
+def decoder_padding(attention_mask: jax.Array | None) -> Iterator[None]:
+    """Within the block, masks made without an `attention_mask` leave out the keys where this one, [batch, capacity], is 0.
+
+    For models with recurrent layers: given a mask longer than the tokens of a step, these apply its last columns to the step,
+    which are not the step's.
+    """
+    previous = getattr(_decoding, "attention_mask", None)
+    _decoding.attention_mask = attention_mask
+    try:
+        yield
+    finally:
+        _decoding.attention_mask = previous
+
+
+_decoding = threading.local()
+
+
+class JaxCacheOps:
+    """`hfax.kv_cache.CacheOps` on the tensors of a trace."""
+
+    def write(self, buffer: Any, new: Any, start: Any) -> Any:
+        """See `CacheOps.write`; a dynamic_update_slice, in place where the buffer is donated."""
+
+        def update(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), start, axis=buffer.ndim - 2)
+
+        return call_jax(update, buffer, new, start)
+
+    def pad_to(self, new: Any, capacity: int) -> Any:
+        """See `CacheOps.pad_to`."""
+
+        def pad(new: jax.Array) -> jax.Array:
+            widths = [(0, 0)] * new.ndim
+            widths[-2] = (0, capacity - new.shape[-2])
+            return jnp.pad(new, widths)
+
+        return call_jax(pad, new)
+
+    def ring_positions(self, length: Any, window: int) -> Any:
+        """See `CacheOps.ring_positions`."""
+
+        def positions(length: jax.Array) -> jax.Array:
+            slots = jnp.arange(window, dtype=jnp.int32)
+            last = length.astype(jnp.int32) - 1
+            return last - jnp.mod(last - slots, window) - slots
+
+        return call_jax(positions, length)
+
+    def ring_slot(self, length: Any, window: int) -> Any:
+        """See `CacheOps.ring_slot`."""
+        return call_jax(lambda length: jnp.mod(length.astype(jnp.int32), window), length)
+
+
+def _attention_forward(
+    module: torch.nn.Module,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Any = None,
+    softcap: float | None = None,
+    s_aux: Any = None,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
+    """transformers' attention interface: [batch, heads, length, dim] in, [batch, length, heads, dim] and probabilities out."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+
+    def compute(query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, bias: Any, sinks: Any) -> Any:
+        if mask is None and causal and num_queries > 1:
+            mask = attention_math.causal_positions(num_queries, num_keys)
+        return attention_math.attention(
+            query, key, value, mask, scale=scale, softcap=softcap, position_bias=bias, sinks=sinks
+        )
+
+    return call_jax(compute, query, key, value, attention_mask, position_bias, s_aux)
+
+
+def _attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Any = None,
+    allow_is_bidirectional_skip: bool = False,
+    device: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """transformers' mask interface: bool, [batch, 1, queries, keys], from positions and padding; values are never looked at.
+
+    `kv_offset` may be a vector over the keys, for a cache whose slots are not in the order of their positions.
+    """
+    is_ring = isinstance(kv_offset, torch.Tensor) and kv_offset.ndim == 1
+    if attention_mask is None:
+        attention_mask = getattr(_decoding, "attention_mask", None)
+    if attention_mask is None and allow_is_bidirectional_skip and not is_ring:
+        return None
+    queries = torch.arange(q_length, device=device) + q_offset
+    keys = torch.arange(kv_length, device=device) + kv_offset
+    batch = torch.arange(batch_size, device=device)
+    heads = torch.arange(1, device=device)
+    mask = mask_function(
+        batch[:, None, None, None], heads[None, :, None, None], queries[None, None, :, None], keys[None, None, None, :]
+    )
+    mask = mask.expand(batch_size, -1, q_length, kv_length)
+    if attention_mask is not None:
+        return mask & call_jax(attention_math.key_padding, attention_mask, keys)
+    return mask & (keys >= 0)[None, None, None, :] if is_ring else mask
+
+
+@functools.cache
+def _register_interfaces() -> None:
+    """Add hfax's functions under their own name; the names of transformers are left alone."""
+    modeling_utils.ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention_forward)
+    masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention_mask)
+    moe.ALL_EXPERTS_FUNCTIONS.register(ATTENTION_NAME, moe.batched_mm_experts_forward)
+
+
+def register_interfaces() -> None:
+    """Make the names known before a model is built: transformers checks them in the model's constructor."""
+    _register_interfaces()

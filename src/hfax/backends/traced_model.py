@@ -1,0 +1,222 @@
+"""A transformers module as pure functions of its weights.
+
+Turns a skeleton into `apply` (one forward call) and the two functions that generation compiles, `prefill` and `decode_step`. All
+of them take a flat dict of arrays and return arrays; inside, the module's own PyTorch code is traced. This module knows nothing
+of programs, devices or sampling.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from transformers.modeling_outputs import BaseModelOutput
+
+from hfax.backends import torchax as tracing
+from hfax.backends.pytrees import register_output_class
+from hfax.errors import UnsupportedModelError
+from hfax.kv_cache.cache import cache_arrays, make_cache
+from hfax.load.skeleton import Skeleton
+from hfax.backends.structure import Leaf, Node, Static, flatten, is_array, unflatten
+
+Arrays = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelTraits:
+    """What a module's forward takes, read off its signature and config.
+
+    Args:
+        is_encoder_decoder: an encoder whose output a decoder attends to.
+        cache_argument: the name under which forward takes a cache; None if it takes none.
+        takes_position_ids: forward has `position_ids`.
+        takes_attention_mask: forward has `attention_mask`.
+        takes_logits_to_keep: forward can compute the last positions' logits alone.
+        has_recurrent_layers: some layers keep a state instead of keys and values.
+        main_input: the name of its first input.
+    """
+
+    is_encoder_decoder: bool
+    cache_argument: str | None
+    takes_position_ids: bool
+    takes_attention_mask: bool
+    takes_logits_to_keep: bool
+    has_recurrent_layers: bool
+    main_input: str
+
+
+def read_traits(module: torch.nn.Module) -> ModelTraits:
+    """The traits of a transformers model."""
+    names = inspect.signature(module.forward).parameters
+    config: Any = module.config
+    layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or []
+    cache_argument = next((n for n in ("past_key_values", "cache_params") if n in names), None)
+    return ModelTraits(
+        is_encoder_decoder=bool(getattr(config, "is_encoder_decoder", False)),
+        cache_argument=cache_argument,
+        takes_position_ids="position_ids" in names,
+        takes_attention_mask="attention_mask" in names,
+        takes_logits_to_keep="logits_to_keep" in names,
+        has_recurrent_layers=cache_argument == "cache_params"
+        or any(t in ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba") for t in layer_types),
+        main_input=getattr(module, "main_input_name", "input_ids"),
+    )
+
+
+class TracedModel:
+    """The pure functions of one module.
+
+    Args:
+        skeleton: the module; it is only used inside traces.
+        tied: alias to name, for weights that share an array.
+        buffers: arrays that no checkpoint holds.
+    """
+
+    def __init__(self, skeleton: Skeleton, tied: Mapping[str, str], buffers: Mapping[str, jax.Array]) -> None:
+        self.module = skeleton.module
+        self.traits = read_traits(skeleton.module)
+        self._tied = dict(tied)
+        self._buffers = dict(buffers)
+
+    def apply(self, params: Mapping[str, jax.Array], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """One forward call; results with `jax.Array`s in the place of tensors, their classes registered as pytrees."""
+        arrays, structure = flatten((args, dict(kwargs)), is_array)
+
+        def call(module: torch.nn.Module) -> Any:
+            call_args, call_kwargs = unflatten(structure, tracing.wrap([jnp.asarray(a) for a in arrays]))
+            outputs, out_structure = flatten(module(*call_args, **call_kwargs), lambda v: isinstance(v, torch.Tensor))
+            return [tracing.unwrap(o) for o in outputs], out_structure
+
+        outputs, out_structure = tracing.call_module(self.module, self._all(params), call)
+        _register(out_structure)
+        return unflatten(out_structure, outputs)
+
+    def prefill(
+        self, params: Mapping[str, jax.Array], inputs: Mapping[str, jax.Array], static: Mapping[str, Any], capacity: int
+    ) -> tuple[jax.Array, Arrays]:
+        """Run the prompts and fill a new cache.
+
+        Args:
+            params: the weights.
+            inputs: the model's inputs; for decoders `input_ids` and `attention_mask`, both [batch, length], padding on the left.
+            static: further keyword arguments that are not arrays.
+            capacity: of the cache, tokens.
+
+        Returns:
+            Logits of the last position, [batch, vocab] float32, and the cache's arrays (with the encoder's output, if any).
+        """
+        traits = self.traits
+        inputs = dict(inputs)
+        ids = inputs["decoder_input_ids" if traits.is_encoder_decoder else "input_ids"]
+        if traits.takes_position_ids and not traits.is_encoder_decoder and "position_ids" not in inputs:
+            inputs["position_ids"] = jnp.maximum(jnp.cumsum(inputs["attention_mask"], axis=1, dtype=jnp.int32) - 1, 0)
+        if not traits.takes_attention_mask:
+            inputs.pop("attention_mask", None)
+
+        def call(module: torch.nn.Module) -> tuple[jax.Array, Arrays]:
+            cache = make_cache(
+                module.config, tracing.JaxCacheOps(), capacity, has_encoder=traits.is_encoder_decoder
+            )  # type: ignore[arg-type]
+            out = module(
+                **tracing.wrap(inputs), **static, **self._cache_arguments(cache), **self._keep_last(ids.shape[1])
+            )
+            arrays = {name: tracing.unwrap(a) for name, a in cache_arrays(cache).items()}
+            if traits.is_encoder_decoder:
+                arrays["encoder.hidden"] = tracing.unwrap(out.encoder_last_hidden_state)
+            return _last(tracing.unwrap(out.logits)), arrays
+
+        return tracing.call_module(self.module, self._all(params), call)
+
+    def decode_step(
+        self,
+        params: Mapping[str, jax.Array],
+        cache: Arrays,
+        tokens: jax.Array,
+        *,
+        length: jax.Array,
+        positions: jax.Array,
+        attention_mask: jax.Array,
+        capacity: int,
+        static: Mapping[str, Any],
+    ) -> tuple[jax.Array, Arrays]:
+        """Run one token of every sequence.
+
+        Args:
+            params: the weights.
+            cache: what `prefill` or the step before returned.
+            tokens: [batch] int32.
+            length: scalar int32, tokens in the cache.
+            positions: [batch] int32, the position of each token among its sequence's real tokens.
+            attention_mask: for decoders [batch, capacity], 0 at the prompts' padding; for encoder-decoders the encoder's mask.
+            capacity: of the cache.
+            static: as given to `prefill`.
+
+        Returns:
+            Logits [batch, vocab] float32, and the cache's arrays.
+        """
+        traits = self.traits
+        state = {name: a for name, a in cache.items() if not name.startswith("encoder.")}
+        inputs: dict[str, Any] = {}
+        if traits.is_encoder_decoder:
+            inputs["decoder_input_ids"] = tokens[:, None]
+            inputs["attention_mask"] = attention_mask
+        else:
+            inputs["input_ids"] = tokens[:, None]
+            if traits.takes_position_ids:
+                inputs["position_ids"] = positions[:, None]
+            if traits.takes_attention_mask and not traits.has_recurrent_layers:
+                inputs["attention_mask"] = attention_mask
+
+        def call(module: torch.nn.Module) -> tuple[jax.Array, Arrays]:
+            cache_object = make_cache(
+                module.config,  # type: ignore[arg-type]
+                tracing.JaxCacheOps(),
+                capacity,
+                length=tracing.wrap(length),
+                arrays=tracing.wrap(state),
+                has_encoder=traits.is_encoder_decoder,
+            )
+            arguments = {**tracing.wrap(inputs), **static, **self._cache_arguments(cache_object)}
+            if traits.is_encoder_decoder:
+                arguments["encoder_outputs"] = BaseModelOutput(last_hidden_state=tracing.wrap(cache["encoder.hidden"]))
+            with tracing.decoder_padding(None if traits.is_encoder_decoder else attention_mask):
+                out = module(**arguments)
+            arrays = {name: tracing.unwrap(a) for name, a in cache_arrays(cache_object).items()}
+            return _last(tracing.unwrap(out.logits)), cache | arrays
+
+        return tracing.call_module(self.module, self._all(params), call)
+
+    def _cache_arguments(self, cache: Any) -> dict[str, Any]:
+        if self.traits.cache_argument is None:
+            raise UnsupportedModelError(
+                f"{type(self.module).__name__} takes no cache in its forward.",
+                "Compiled decoding keeps the keys and values of past tokens between steps.",
+                "Use a model with a language-modelling head, or call the model itself instead of generate().",
+            )
+        return {self.traits.cache_argument: cache, "use_cache": True, "return_dict": True}
+
+    def _keep_last(self, length: int) -> dict[str, int]:
+        return {"logits_to_keep": 1} if self.traits.takes_logits_to_keep and length > 1 else {}
+
+    def _all(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        weights = {**self._buffers, **params}
+        for alias, name in self._tied.items():
+            weights.setdefault(alias, weights[name])
+        return weights
+
+
+def _last(logits: jax.Array) -> jax.Array:
+    return logits[:, -1].astype(jnp.float32)
+
+
+def _register(structure: Leaf | Static | Node) -> None:
+    """Make every class of a result a pytree, so that it may leave `jax.jit`."""
+    if isinstance(structure, Node):
+        register_output_class(structure.cls)
+        for child in structure.children:
+            _register(child)

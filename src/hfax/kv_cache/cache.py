@@ -1,0 +1,110 @@
+"""The KV cache of a whole model: built from its config, and turned to and from a flat dict of arrays.
+
+A program carries a cache as `dict[str, array]` (`layers.3.keys`, `layers.3.conv_states.0`, …); inside a trace the same arrays
+stand in the objects that transformers' modelling code expects. It does not know which backend's arrays they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+from transformers.cache_utils import Cache, DummyLayer, EncoderDecoderCache, get_layer_types_and_kwargs
+
+from hfax.errors import UnsupportedModelError
+from hfax.kv_cache.layers import (
+    CacheOps,
+    CrossAttentionLayer,
+    FullAttentionLayer,
+    HybridLayer,
+    RecurrentLayer,
+    SlidingWindowLayer,
+    Tensor,
+)
+
+
+def make_cache(
+    config: PretrainedConfig,
+    ops: CacheOps,
+    capacity: int,
+    *,
+    length: Tensor | None = None,
+    arrays: dict[str, Tensor] | None = None,
+    has_encoder: bool = False,
+) -> Cache:
+    """A cache object for one trace.
+
+    Args:
+        config: the model's configuration (for composite models its text part is used).
+        ops: the backend's array operations.
+        capacity: most tokens that full-attention layers can hold.
+        length: tokens held so far, a scalar array; None for an empty cache that a prefill fills.
+        arrays: what `cache_arrays` gave, to continue; required with `length`.
+        has_encoder: the model is an encoder-decoder whose cross-attention is cached too.
+
+    Raises:
+        UnsupportedModelError: the config has a kind of layer that hfax has no cache for.
+    """
+    text_config = config.get_text_config(decoder=True)
+    types, kwargs = get_layer_types_and_kwargs(text_config)
+    own = Cache(layers=[_make_layer(t, k, ops, capacity, length) for t, k in zip(types, kwargs, strict=True)])
+    if not has_encoder:
+        _restore(own, arrays or {}, "layers")
+        return own
+    _restore(own, arrays or {}, "layers")
+    cross = Cache(layers=[CrossAttentionLayer(ops, capacity, None) for _ in types])
+    _restore(cross, arrays or {}, "cross_layers")
+    return EncoderDecoderCache(own, cross)
+
+
+def cache_arrays(cache: Cache | EncoderDecoderCache) -> dict[str, Tensor]:
+    """The arrays a cache holds, by name; the inverse of `make_cache(arrays=…)`."""
+    if isinstance(cache, EncoderDecoderCache):
+        return _collect(cache.self_attention_cache, "layers") | _collect(cache.cross_attention_cache, "cross_layers")
+    return _collect(cache, "layers")
+
+
+def _make_layer(kind: str, kwargs: dict[str, Any], ops: CacheOps, capacity: int, length: Tensor | None) -> Any:
+    if kind == "full_attention":
+        return FullAttentionLayer(ops, capacity, length)
+    if kind in ("sliding_attention", "chunked_attention"):
+        return SlidingWindowLayer(ops, capacity, length, window=kwargs["sliding_window"])
+    if kind in ("linear_attention", "conv"):
+        return RecurrentLayer(length, num_states=kwargs["number_of_states"])
+    if kind == "hybrid":
+        return HybridLayer(ops, capacity, length, num_states=kwargs["number_of_states"])
+    if kind == "dummy":
+        return DummyLayer()
+    raise UnsupportedModelError(
+        f"The model has layers of kind {kind!r}, for which hfax has no cache.",
+        "Cached decoding needs a cache class for each kind of layer.",
+        "Call the model with use_cache=False, or report the model at the project's issue tracker.",
+    )
+
+
+def _collect(cache: Cache, prefix: str) -> dict[str, Tensor]:
+    arrays: dict[str, Tensor] = {}
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, FullAttentionLayer) and layer.keys is not None:
+            arrays[f"{prefix}.{index}.keys"] = layer.keys
+            arrays[f"{prefix}.{index}.values"] = layer.values
+        if isinstance(layer, RecurrentLayer):
+            for kind in ("conv_states", "recurrent_states"):
+                for state, array in getattr(layer, kind).items():
+                    if array is not None:
+                        arrays[f"{prefix}.{index}.{kind}.{state}"] = array
+    return arrays
+
+
+def _restore(cache: Cache, arrays: dict[str, Tensor], prefix: str) -> None:
+    for name, array in arrays.items():
+        first, index, kind, *state = name.split(".")
+        if first != prefix:
+            continue
+        layer = cache.layers[int(index)]
+        if state:
+            getattr(layer, kind)[int(state[0])] = array
+            getattr(layer, f"is_{kind}_initialized")[int(state[0])] = True
+        else:
+            setattr(layer, kind, array)
+            layer.is_initialized = True

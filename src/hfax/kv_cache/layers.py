@@ -1,0 +1,192 @@
+"""One layer's part of the KV cache, for each kind of layer: full attention, sliding window, recurrent state, cross-attention.
+
+Each class speaks the protocol that transformers' modelling code calls (`update`, `get_seq_length`, `get_mask_sizes`, …) and holds
+its state as plain attributes that are replaced, never changed in place. A layer lives for one trace. It is either being filled
+from empty (prefill: the layer holds nothing, lengths are Python ints, attention sees just the new keys) or continued (decode: the
+layer holds fixed-size arrays, the length is a scalar array). It knows nothing of JAX: writing at a traced position and padding
+come from the backend as `CacheOps`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+
+Tensor = Any
+"""A backend's tensor: in a trace, what the modelling code takes for a torch.Tensor."""
+
+
+class CacheOps(Protocol):
+    """What a backend provides to the cache."""
+
+    def write(self, buffer: Tensor, new: Tensor, start: Tensor) -> Tensor:
+        """`buffer` with `new` written from position `start` (a scalar) on axis -2."""
+        ...
+
+    def pad_to(self, new: Tensor, capacity: int) -> Tensor:
+        """`new` padded with zeros to `capacity` at the end of axis -2."""
+        ...
+
+    def ring_positions(self, length: Tensor, window: int) -> Tensor:
+        """For a ring that holds `length` tokens, last one included: the position held by each slot less the slot, [window].
+
+        Slots not yet written get a position below zero.
+        """
+        ...
+
+    def ring_slot(self, length: Tensor, window: int) -> Tensor:
+        """The slot that the token at position `length` takes: `length` modulo `window`."""
+        ...
+
+
+class FullAttentionLayer(CacheLayerMixin):
+    """Keys and values of every token, [batch, heads, capacity, head_dim]."""
+
+    is_compileable = True
+    is_sliding = False
+    supports_early_init = False
+    state_names = ("keys", "values")
+
+    def __init__(self, ops: CacheOps, capacity: int, length: Tensor | None) -> None:
+        super().__init__()
+        self.ops = ops
+        self.capacity = capacity
+        self.base_length = length
+        self.num_new = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the arrays are made by the first `update`."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store new keys and values; return those that attention reads: the new ones in prefill, else the whole buffer."""
+        self.is_initialized = True
+        start, self.num_new = self.num_new, self.num_new + key_states.shape[-2]
+        if self.base_length is None:
+            self._require_one_prefill(start)
+            self.keys = self.ops.pad_to(key_states, self.capacity)
+            self.values = self.ops.pad_to(value_states, self.capacity)
+            return key_states, value_states
+        position = self.base_length + start if start else self.base_length
+        self.keys = self.ops.write(self.keys, key_states, position)
+        self.values = self.ops.write(self.values, value_states, position)
+        return self.keys, self.values
+
+    def _require_one_prefill(self, num_before: int) -> None:
+        if num_before:
+            raise NotImplementedError("a layer's cache was filled twice in one prefill")
+
+    def get_seq_length(self) -> Tensor | int:
+        """Tokens held: a Python int in prefill, a scalar array in decode."""
+        if self.base_length is None:
+            return self.num_new
+        return self.base_length + self.num_new if self.num_new else self.base_length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, Tensor | int]:
+        """Length of what attention reads, and the position of its first entry (or, for a ring, of each entry)."""
+        return (query_length if self.base_length is None else self.capacity), 0
+
+    def get_max_length(self) -> int:
+        """Capacity, tokens."""
+        return self.capacity
+
+    def reset(self) -> None:
+        """Not used: a layer lives for one trace."""
+
+
+class SlidingWindowLayer(FullAttentionLayer):
+    """Keys and values of the last `window` tokens, in a ring: the token at position p is in slot p modulo window."""
+
+    is_sliding = True
+
+    def __init__(self, ops: CacheOps, capacity: int, length: Tensor | None, *, window: int) -> None:
+        super().__init__(ops, capacity, length)
+        self.window = min(window, capacity)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As `FullAttentionLayer.update`; in prefill attention sees all new keys, and the last `window` are kept."""
+        if self.window == self.capacity:
+            return super().update(key_states, value_states)
+        self.is_initialized = True
+        start, self.num_new = self.num_new, self.num_new + key_states.shape[-2]
+        if self.base_length is None:
+            self._require_one_prefill(start)
+            self.keys, self.values = self._ring(key_states), self._ring(value_states)
+            return key_states, value_states
+        if key_states.shape[-2] != 1:
+            raise NotImplementedError("several tokens at once onto a sliding-window cache")
+        slot = self.ops.ring_slot(self.base_length, self.window)
+        self.keys = self.ops.write(self.keys, key_states, slot)
+        self.values = self.ops.write(self.values, value_states, slot)
+        return self.keys, self.values
+
+    def _ring(self, states: Tensor) -> Tensor:
+        """The last `window` of [batch, heads, length, head_dim], each in its slot."""
+        length = states.shape[-2]
+        if length <= self.window:
+            return self.ops.pad_to(states, self.window)
+        last = states[:, :, length - self.window :]
+        shift = length % self.window
+        return torch.cat([last[:, :, self.window - shift :], last[:, :, : self.window - shift]], dim=-2) if shift else last
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, Tensor | int]:
+        """In decode the second value is a vector: each slot's position less the slot."""
+        if self.base_length is None or self.window == self.capacity:
+            return super().get_mask_sizes(query_length)
+        return self.window, self.ops.ring_positions(self.base_length + 1, self.window)
+
+
+class RecurrentLayer(LinearAttentionLayer):
+    """Convolution and recurrent states of a state-space or linear-attention layer, whose size does not grow."""
+
+    def __init__(self, length: Tensor | None, *, num_states: int) -> None:
+        super().__init__(number_of_states=num_states)
+        if length is not None:
+            self.has_previous_state = dict.fromkeys(range(num_states), True)
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Keep the last `conv_kernel_size` columns; return what the convolution reads (with the old ones in front)."""
+        if self.has_previous_state[state_idx]:
+            old = self.conv_states[state_idx]
+            kernel = old.shape[-1]
+            full = torch.cat([old, conv_states], dim=-1)
+        else:
+            kernel = conv_kernel_size or conv_states.shape[-1]
+            full = conv_states
+            self.has_previous_state[state_idx] = True
+            if full.shape[-1] < kernel:
+                full = torch.nn.functional.pad(full, (kernel - full.shape[-1], 0))
+        self.conv_states[state_idx] = full[..., full.shape[-1] - kernel :] + 0
+        self.is_conv_states_initialized[state_idx] = True
+        return full
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Replace the state."""
+        self.recurrent_states[state_idx] = recurrent_states
+        self.is_recurrent_states_initialized[state_idx] = True
+        return recurrent_states
+
+
+class HybridLayer(RecurrentLayer, FullAttentionLayer):
+    """Attention keys and values beside recurrent states, for layers that have both."""
+
+    def __init__(self, ops: CacheOps, capacity: int, length: Tensor | None, *, num_states: int) -> None:
+        FullAttentionLayer.__init__(self, ops, capacity, length)
+        RecurrentLayer.__init__(self, length, num_states=num_states)
+
+
+class CrossAttentionLayer(FullAttentionLayer):
+    """Keys and values of an encoder's output: written once, as long as they are, then only read."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store the encoder's keys and values as they are."""
+        self.is_initialized = True
+        self.keys, self.values = key_states, value_states
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Encoder tokens held; 0 before the first update."""
+        return 0 if self.keys is None else self.keys.shape[-2]

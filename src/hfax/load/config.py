@@ -1,0 +1,72 @@
+"""A checkpoint's config.json and generation_config.json as transformers' objects. It reads no weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from hfax.errors import CheckpointCorruptError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from hfax.load.source import CheckpointSource
+
+
+def read_config(source: CheckpointSource, *, trust_remote_code: bool) -> PretrainedConfig:
+    """The configuration of a checkpoint.
+
+    Raises:
+        CheckpointCorruptError: config.json is not valid.
+        UnsupportedModelError: the model type is unknown to transformers, or its own code would have to run untrusted.
+    """
+    path = source.folder / "config.json"
+    try:
+        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise CheckpointCorruptError(
+            f"{path} could not be read.", f"{type(error).__name__}: {error}", "Download or save the checkpoint again."
+        ) from error
+    if raw.get("auto_map") and not trust_remote_code and not _is_known(raw):
+        raise UnsupportedModelError(
+            f"{source.name} brings its own code for model type {raw.get('model_type')!r}, which was not run.",
+            "Code from a checkpoint can do anything that you can.",
+            "Read the .py files of the repository; if you trust them, pass trust_remote_code=True.",
+        )
+    try:
+        return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code and bool(raw.get("auto_map")))
+    except Exception as error:
+        if raw.get("model_type") and not _is_known(raw) and not raw.get("auto_map"):
+            import transformers
+
+            raise UnsupportedModelError(
+                f"transformers {transformers.__version__} does not know model type {raw['model_type']!r} of {source.name}.",
+                "The model is newer than the installed transformers, or its type is misspelt.",
+                "Update transformers (pip install -U transformers), or check model_type in config.json.",
+            ) from error
+        raise CheckpointCorruptError(
+            f"The config of {source.name} is not valid.",
+            f"{type(error).__name__}: {error}",
+            "Check config.json; it must name a model_type and have that type's fields.",
+        ) from error
+
+
+def _is_known(raw: dict[str, Any]) -> bool:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return raw.get("model_type") in CONFIG_MAPPING
+
+
+def read_generation_config(folder: Path | None, module: PreTrainedModel) -> GenerationConfig:
+    """generation_config.json of a checkpoint; without one, what the model's config says about tokens."""
+    if folder is not None and (folder / "generation_config.json").is_file():
+        try:
+            return GenerationConfig.from_pretrained(folder)
+        except Exception as error:
+            raise CheckpointCorruptError(
+                f"{folder / 'generation_config.json'} is not valid.",
+                f"{type(error).__name__}: {error}",
+                "Correct the file, or remove it to use the defaults.",
+            ) from error
+    return getattr(module, "generation_config", None) or GenerationConfig.from_model_config(module.config)

@@ -1,0 +1,147 @@
+"""Which tensors of a checkpoint become which weights of a model.
+
+Turns the names found in the checkpoint's files and a skeleton into an ordered list of steps, each reading one or a few stored
+tensors and yielding one or a few weights. The renaming, splitting, merging and stacking rules are transformers' own
+(`transformers.conversion_mapping`); this module only runs them one weight at a time, so that no second copy of the model exists.
+It reads no file itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from hfax.errors import CheckpointCorruptError
+from hfax.load.skeleton import Skeleton
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConversionStep:
+    """One unit of loading.
+
+    Args:
+        sources: names in the checkpoint that are read.
+        target: the first weight it yields.
+        converter: transformers' rule, its source names already collected; None where the single source is the weight as it is.
+    """
+
+    sources: tuple[tuple[str, str], ...]
+    target: str
+    converter: WeightConverter | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConversionPlan:
+    """All steps for one model, and the names that found no partner."""
+
+    steps: tuple[ConversionStep, ...]
+    unexpected: tuple[str, ...]
+
+
+def plan_conversion(skeleton: Skeleton, checkpoint_names: Iterable[str]) -> ConversionPlan:
+    """Pair the names of a checkpoint with the weights of a skeleton."""
+    module = skeleton.module
+    rules = get_model_conversion_mapping(module)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    state = {**skeleton.shapes, **{alias: skeleton.shapes[name] for alias, name in skeleton.tied.items()}}
+
+    plain: dict[str, str] = {}
+    merged: dict[str, tuple[WeightConverter, list[tuple[str, str]]]] = {}
+    unexpected: list[str] = []
+    for name in sorted(checkpoint_names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, module.base_model_prefix, state)
+        if target not in state and name in state:
+            target, pattern = rename_source_key(name, [], [], module.base_model_prefix, state)
+        if target not in state:
+            unexpected.append(name)
+        elif pattern is None:
+            plain[target] = name
+        else:
+            _, sources = merged.setdefault(target, (copy.deepcopy(by_pattern[pattern]), []))
+            sources.append((name, pattern))
+    steps = [ConversionStep(sources=((name, name),), target=target, converter=None) for target, name in plain.items()]
+    steps += [
+        ConversionStep(sources=tuple(sources), target=target, converter=converter)
+        for target, (converter, sources) in merged.items()
+    ]
+    return ConversionPlan(steps=tuple(steps), unexpected=tuple(_not_ignored(skeleton, unexpected)))
+
+
+def run_step(
+    step: ConversionStep, read: Callable[[str], torch.Tensor], module: PreTrainedModel
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read the sources of a step and yield `(weight name, tensor)`, the tensors in the dtype they are stored in.
+
+    Raises:
+        CheckpointCorruptError: the stored tensors do not fit transformers' conversion rule.
+    """
+    if step.converter is None:
+        yield step.target, read(step.sources[0][0])
+        return
+    converter = step.converter
+    for name, pattern in step.sources:
+        converter.add_tensor(step.target, name, pattern, lambda name=name: read(name))
+    try:
+        converted = converter.convert(step.target, model=module, config=module.config)
+    except Exception as error:
+        raise CheckpointCorruptError(
+            f"{len(step.sources)} stored tensors could not be merged into {step.target!r}: "
+            f"{', '.join(name for name, _ in step.sources[:4])}…",
+            f"{type(error).__name__}: {error}",
+            "The checkpoint is incomplete or was written by a tool that lays experts or fused weights out differently; "
+            "save it again with transformers.",
+        ) from error
+    for name, tensor in converted.items():
+        yield name, tensor[0] if isinstance(tensor, list) else tensor
+
+
+def check_complete(skeleton: Skeleton, loaded: set[str], unexpected: tuple[str, ...], *, strict: bool) -> list[str]:
+    """The weights that the checkpoint does not hold; an error unless `strict` is off.
+
+    Raises:
+        CheckpointCorruptError: weights are missing, or the checkpoint holds tensors that the model has no place for.
+    """
+    ignore = _pattern(skeleton.module._keys_to_ignore_on_load_missing)
+    missing = sorted(name for name in skeleton.shapes if name not in loaded and not (ignore and ignore.search(name)))
+    kind = type(skeleton.module).__name__
+    if strict and (missing or unexpected):
+        parts = [
+            f"{len(names)} {what}: {', '.join(names[:6])}{', …' if len(names) > 6 else ''}"
+            for what, names in (("missing", missing), ("unexpected", unexpected))
+            if names
+        ]
+        raise CheckpointCorruptError(
+            f"The checkpoint does not fit {kind}; tensors {'; '.join(parts)}.",
+            "Its weights were written for another class or configuration, or a file of it is incomplete.",
+            "Pass the task= that the checkpoint was made for; or strict=False to drop unexpected tensors and to "
+            "initialise missing ones at random, for instance a new classification head before training.",
+        )
+    for what, names in (("initialised at random", missing), ("dropped", unexpected)):
+        if names:
+            logger.warning("%s: %d tensors %s: %s", kind, len(names), what, ", ".join(names))
+    return missing
+
+
+def _not_ignored(skeleton: Skeleton, unexpected: list[str]) -> Iterator[str]:
+    """Leave out what transformers ignores, and stored copies of buffers that the model computes by itself."""
+    ignore = _pattern(skeleton.module._keys_to_ignore_on_load_unexpected)
+    computed = {name.rpartition(".")[2] for name in skeleton.buffers}
+    for name in unexpected:
+        if name.rpartition(".")[2] not in computed and not (ignore and ignore.search(name)):
+            yield name
+
+
+def _pattern(patterns: Iterable[str] | None) -> re.Pattern[str] | None:
+    return re.compile("|".join(f"({p})" for p in patterns)) if patterns else None

@@ -1,0 +1,268 @@
+"""A Hub repository's checkpoint into huggingface_hub's cache.
+
+Turns a repository id into a snapshot folder that holds the configuration, the tokenizer and one weight format, and
+nothing else of the repository. Downloading, resuming after a broken connection, progress bars and the cache's layout
+are huggingface_hub's: a file appears in the cache only when it is complete. This module reads no tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fnmatch
+import logging
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+
+import huggingface_hub
+from huggingface_hub.errors import (
+    DisabledRepoError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HTTPError,  # pyright: ignore[reportPrivateImportUsage]  (httpx's in huggingface_hub 1, httpx2's in 2)
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from hfax.errors import CheckpointAccessError, CheckpointNotFoundError, HfaxError
+from hfax.load.weight_files import check_shards, choose_weight_files, listing, read_weight_map
+from hfax.phases import phase
+
+logger = logging.getLogger(__name__)
+
+_COMPANIONS = (
+    *("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.spm", "*.bpe", "*.vocab", "*.codes"),
+    "additional_chat_templates/*.jinja",
+)
+_NOT_COMPANIONS = ("*.index.json", "trainer_state.json", "*_results.json", "LICENSE*", "README*", "requirements*.txt")
+
+
+def fetch_checkpoint(
+    repo_id: str,
+    *,
+    revision: str | None,
+    token: str | bool | None,
+    cache_dir: Path | None,
+    local_files_only: bool,
+    allow_code: bool,
+) -> Path:
+    """The snapshot folder, named by its commit, with everything hfax needs of the repository.
+
+    The Hub is asked for the revision's commit each time; where it cannot be reached, the cached one is used and a
+    warning logged. Arguments and errors are those of `resolve_checkpoint`. Ctrl-C leaves complete files in the cache
+    and no others.
+    """
+    if local_files_only:
+        return _cached_snapshot(repo_id, revision, cache_dir, "local_files_only=True was passed", None)
+    try:
+        api = huggingface_hub.HfApi(token=token)
+        info = api.model_info(repo_id, revision=revision, files_metadata=True)
+        assert info.sha is not None, "the Hub names a commit with every revision"
+        sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
+        with _Fetcher(repo_id, revision or "main", info.sha, token, cache_dir) as fetcher:
+            return _fetch_files(fetcher, repo_id, sizes, allow_code)
+    except OfflineModeIsEnabled as error:
+        return _cached_snapshot(repo_id, revision, cache_dir, "HF_HUB_OFFLINE is set", error)
+    except HfHubHTTPError as error:
+        if error.response.status_code < 500:
+            raise _refused(repo_id, revision, token, error) from error
+        return _cached_snapshot(repo_id, revision, cache_dir, f"the Hub failed: {_first_line(error)}", error)
+    except (LocalEntryNotFoundError, HTTPError) as error:
+        reason = _first_line(error.__cause__ or error)
+        return _cached_snapshot(repo_id, revision, cache_dir, f"the Hub could not be reached: {reason}", error)
+    except OSError as error:
+        raise _cannot_download(repo_id, cache_dir, error) from error
+
+
+class _Fetcher:
+    """Files of one commit, from the cache or the Hub; the phase "download" begins with the first that is not cached."""
+
+    def __init__(
+        self, repo_id: str, revision: str, commit: str, token: str | bool | None, cache_dir: Path | None
+    ) -> None:
+        self._repo_id = repo_id
+        self._revision = revision
+        self._commit = commit
+        self._token = token
+        self._cache_dir = cache_dir
+        self._phase: contextlib.ExitStack | None = None
+        self._stack = contextlib.ExitStack()
+
+    def get(self, name: str, *, is_first: bool = False) -> Path:
+        """The local path. `is_first` asks for the revision by its name, so that the cache remembers its commit."""
+        if cached := self.cached(name):
+            return cached
+        if self._phase is None:
+            self._phase = self._stack
+            self._stack.enter_context(phase("download", self._repo_id))
+        return Path(
+            huggingface_hub.hf_hub_download(
+                self._repo_id,
+                name,
+                revision=self._revision if is_first else self._commit,
+                token=self._token,
+                cache_dir=self._cache_dir,
+            )
+        )
+
+    def cached(self, name: str) -> Path | None:
+        """The local path if the file is cached."""
+        return _cached_file(self._repo_id, name, self._commit, self._cache_dir)
+
+    def check_free(self, missing_bytes: int) -> None:
+        """Raise `OSError` if the cache's disk has no room for so many bytes."""
+        cache = _cache_folder(self._cache_dir)
+        cache.mkdir(parents=True, exist_ok=True)
+        if (free := shutil.disk_usage(cache).free) < missing_bytes:
+            raise OSError(errno.ENOSPC, f"{missing_bytes / 1e9:.2f} GB to download, {free / 1e9:.2f} GB free")
+
+    def __enter__(self) -> _Fetcher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._stack.__exit__(kind, error, trace)
+
+
+def _fetch_files(fetcher: _Fetcher, repo_id: str, sizes: dict[str, int], allow_code: bool) -> Path:
+    """Fetch one file after another: huggingface_hub's thread pool would hold up Ctrl-C until its files are there."""
+    if "config.json" not in sizes:
+        raise CheckpointNotFoundError(
+            f"The Hub repository {repo_id!r} has no config.json.",
+            f"It is not a checkpoint in transformers' format. It has: {listing(sizes)}.",
+            "Look for the model's repository for transformers, often named with -hf.",
+        )
+    weights = choose_weight_files([name for name in sizes if "/" not in name], f"The Hub repository {repo_id!r}")
+    folder = fetcher.get("config.json", is_first=True).parent
+    shards: tuple[str, ...] = (weights.main,)
+    if weights.is_index:
+        index = fetcher.get(weights.main)
+        weight_map = read_weight_map(index.read_text(encoding="utf-8", errors="replace"), f"{repo_id}/{weights.main}")
+        shards = check_shards(weight_map, sizes, f"the Hub repository {repo_id!r}")
+    wanted = [name for name in (*_companions(sizes, allow_code), *shards) if fetcher.cached(name) is None]
+    if wanted:
+        fetcher.check_free(sum(sizes[name] for name in wanted))
+    for name in wanted:
+        fetcher.get(name)
+    return folder
+
+
+def _companions(names: Iterable[str], allow_code: bool) -> list[str]:
+    """Configuration, tokenizer and chat template files, and code if it is allowed."""
+
+    def is_wanted(name: str) -> bool:
+        if name.endswith(".py"):
+            return allow_code
+        patterns = [pattern for pattern in _COMPANIONS if pattern.count("/") == name.count("/")]
+        return _matches(name, patterns) and not _matches(name, _NOT_COMPANIONS)
+
+    return sorted(filter(is_wanted, names))
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _cached_snapshot(
+    repo_id: str, revision: str | None, cache_dir: Path | None, reason: str, error: BaseException | None
+) -> Path:
+    """The snapshot that an earlier call left, for when the Hub is not asked or does not answer."""
+    cache = _cache_folder(cache_dir)
+    config = _cached_file(repo_id, "config.json", revision or "main", cache_dir)
+    if config is None:
+        raise CheckpointNotFoundError(
+            f"{repo_id!r} ({revision or 'main'}) is neither a local folder nor in the cache {cache}.",
+            f"It was not looked up on the Hub: {reason}.",
+            "Run once with network access, or pass the folder that the checkpoint lies in.",
+        ) from error
+    folder = config.parent
+    # Only the revision's folder is known to be there; a download that was cut short may lack weights, shards included.
+    names = {path.name for path in folder.iterdir()}
+    try:
+        weights = choose_weight_files(names, str(folder))
+        if weights.is_index:
+            index = (folder / weights.main).read_text(encoding="utf-8", errors="replace")
+            check_shards(
+                read_weight_map(index, weights.main),
+                {path.relative_to(folder).as_posix() for path in folder.rglob("*")},
+                str(folder),
+            )
+    except HfaxError as incomplete:
+        raise CheckpointNotFoundError(
+            f"{repo_id!r} ({revision or 'main'}) is only partly in the cache {cache}.",
+            f"An earlier download was cut short ({incomplete.what}), and it was not continued: {reason}.",
+            "Run once more with network access; files already complete are not fetched again.",
+        ) from error
+    if error is not None:
+        logger.warning("%s: using the cached commit %s, since %s", repo_id, folder.name[:12], reason)
+    return folder
+
+
+def _cached_file(repo_id: str, name: str, revision: str, cache_dir: Path | None) -> Path | None:
+    found = huggingface_hub.try_to_load_from_cache(repo_id, name, cache_dir=cache_dir, revision=revision)
+    return Path(found) if isinstance(found, str) else None
+
+
+def _cache_folder(cache_dir: Path | None) -> Path:
+    return cache_dir or Path(huggingface_hub.constants.HF_HUB_CACHE)
+
+
+def _refused(repo_id: str, revision: str | None, token: str | bool | None, error: HfHubHTTPError) -> HfaxError:
+    """The Hub's refusals, in our words."""
+    has_token = token is not False and (isinstance(token, str) or huggingface_hub.get_token() is not None)
+    status = error.response.status_code
+    page = f"https://huggingface.co/{repo_id}"
+    if isinstance(error, GatedRepoError):
+        why = "The token's account has not been granted access to it." if has_token else "No token was sent."
+        return CheckpointAccessError(
+            f"The Hub repository {repo_id!r} is gated (HTTP {status}).",
+            f"Its authors ask everybody to accept a licence first. {why}",
+            f"Accept the licence at {page}, then log in with `hf auth login`, or pass token= or set HF_TOKEN.",
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return CheckpointNotFoundError(
+            f"The Hub repository {repo_id!r} has no revision {revision or 'main'!r}.",
+            "There is no branch, tag or commit of that name.",
+            f"Choose one of those listed at {page}/tree/main, or leave revision out.",
+        )
+    if isinstance(error, RepositoryNotFoundError):
+        private = "or the token's account may not see it" if has_token else "or it is private and no token was sent"
+        return CheckpointNotFoundError(
+            f"{repo_id!r} is neither a local folder nor a repository on the Hub (HTTP {status}).",
+            f"No folder of that name lies in {Path.cwd()}; on the Hub no model has it, {private}.",
+            "Check the spelling (owner/name); for a private repository log in with `hf auth login` or pass token=.",
+        )
+    if isinstance(error, DisabledRepoError) or status in (401, 403):
+        return CheckpointAccessError(
+            f"The Hub refused access to {repo_id!r} (HTTP {status}).",
+            _first_line(error),
+            "Check that the token is valid and may read this repository: `hf auth whoami`, `hf auth login`.",
+        )
+    return HfaxError(
+        f"The Hub did not serve {repo_id!r} (HTTP {status}).", _first_line(error), "Try again in a few minutes."
+    )
+
+
+def _cannot_download(repo_id: str, cache_dir: Path | None, error: OSError) -> HfaxError:
+    cache = _cache_folder(cache_dir)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return HfaxError(
+            f"{repo_id!r} does not fit on the disk of {cache}: {error.strerror}.",
+            "huggingface_hub keeps downloaded models there; complete files stay, the one in progress was removed.",
+            "Free some space (`hf cache prune`), or pass cache_dir= or set HF_HOME to a larger disk.",
+        )
+    return HfaxError(
+        f"Downloading {repo_id!r} to {cache} failed.",
+        f"{type(error).__name__}: {_first_line(error)}",
+        "Try again: complete files are kept. If it fails again, check the folder's permissions and the network.",
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return (lines[0].strip() if lines else type(error).__name__).rstrip(".")

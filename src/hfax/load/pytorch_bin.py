@@ -1,0 +1,61 @@
+"""Legacy PyTorch checkpoints (`pytorch_model*.bin`) as torch tensors.
+
+These files are pickles, and unpickling can run any code; only torch's restricted unpickler is used, which knows tensors
+and a few plain types. This module does not know names or models.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from hfax.errors import CheckpointCorruptError
+
+
+def read_pytorch_bin(paths: Sequence[Path]) -> dict[str, torch.Tensor]:
+    """All tensors of the files, mapped from disk where their format allows it.
+
+    Raises:
+        CheckpointCorruptError: a file is truncated, holds something other than tensors by name, or needs code to be
+            unpickled.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for path in paths:
+        content = _load(path)
+        if isinstance(content, dict) and set(content) == {"state_dict"}:
+            content = content["state_dict"]
+        if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+            raise CheckpointCorruptError(
+                f"{path} does not hold tensors by name.",
+                f"It is a {type(content).__name__}; neither training checkpoints nor pickled modules are weights.",
+                "Save the model with `save_pretrained`, or its `state_dict()` with `torch.save`.",
+            )
+        tensors.update(content)
+    return tensors
+
+
+def _load(path: Path) -> object:
+    try:
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            if "mmap can only be used" not in str(error):
+                raise
+        return torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
+    except pickle.UnpicklingError as error:
+        raise CheckpointCorruptError(
+            f"{path} was not loaded, since unpickling it could run code.",
+            "A .bin checkpoint is a pickle, which may carry any program; hfax has torch read tensors and nothing else. "
+            f"torch refused: {str(error).splitlines()[0]}",
+            "Use the repository's safetensors files. If you trust the file's author, convert it once elsewhere with "
+            "transformers (`save_pretrained` writes safetensors).",
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        raise CheckpointCorruptError(
+            f"{path} ({path.stat().st_size if path.exists() else 0} bytes) cannot be read.",
+            f"It is truncated or not a PyTorch checkpoint ({' '.join(str(error).split()[:30])}).",
+            f"Delete {path.name} and download or save it again.",
+        ) from error

@@ -1,0 +1,28 @@
+"""Random weights for a skeleton, drawn as transformers draws them."""
+
+from __future__ import annotations
+
+import copy
+
+import jax
+import torch
+from transformers import PretrainedConfig
+
+from hfax.load.placement import check_fits, place
+from hfax.load.skeleton import Skeleton
+
+
+def draw_weights(
+    skeleton: Skeleton, config: PretrainedConfig, dtype: torch.dtype, device: jax.Device
+) -> dict[str, jax.Array]:
+    """Build the module for real once and take its weights over; uses torch's global generator.
+
+    Raises:
+        OutOfMemoryError: the weights do not fit the device.
+    """
+    needed = sum(t.numel() * t.element_size() for t in skeleton.shapes.values())
+    check_fits(needed, device, "The model", "Use a smaller configuration or dtype.")
+    module = type(skeleton.module)._from_config(copy.deepcopy(config), dtype=dtype)
+    state = module.state_dict()
+    del module
+    return {name: place(state.pop(name), device) for name in skeleton.shapes}

@@ -1,0 +1,193 @@
+"""Tensors of a safetensors file as numpy arrays that XLA can adopt without a copy.
+
+Where a tensor lies at a multiple of 64 bytes in the file, its array is a private mapping of the page cache: nothing is
+copied, and processes that load the same file share the memory. Elsewhere (the usual case in files that hfax did not
+write, whose headers are padded to 8 bytes) it is read once, straight into aligned anonymous memory. Either way the
+array is writable, and writing to it changes neither the file nor another array. This module does not know names, dtypes
+wanted, or devices.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import mmap
+import os
+import sys
+import threading
+import weakref
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hfax.load.host_buffers import HostBuffers
+from hfax.load.safetensors_header import ALIGNMENT, TensorInfo, corrupt, read_header
+
+if TYPE_CHECKING:
+    import torch
+
+# One call's worth: long enough that its cost does not show, short enough that Ctrl-C is served at once.
+_READ_BYTES = 8 << 20
+# linux/mman.h since 5.14; Python's mmap module does not name it.
+_MADV_POPULATE_READ = 22
+
+
+class SafetensorsFile:
+    """An open safetensors file, its header read and checked. Reads are safe from several threads.
+
+    Args:
+        path: the file.
+        mapped: whether tensors that are aligned in the file may be mapped rather than copied. A mapped file must not be
+            changed in place while its arrays live (replacing it by another file, as `save_safetensors` does, is fine):
+            the arrays would change with it, and if it was truncated the process would be killed.
+        alignment: bytes, a power of two; of every array's address. 64 is what XLA's CPU platform adopts; a device that
+            copies from host memory needs none, and with 1 every tensor is mapped.
+
+    Raises:
+        CheckpointCorruptError: see `read_header`.
+
+    The arrays keep what they need alive; closing the file does not touch them.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, mapped: bool = True, alignment: int = ALIGNMENT) -> None:
+        self.path = Path(path)
+        self._alignment = alignment
+        self._fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        self._close = weakref.finalize(self, os.close, self._fd)
+        try:
+            header = read_header(self._fd, self.path)
+        except BaseException:
+            self.close()
+            raise
+        self.tensors: dict[str, TensorInfo] = header.tensors
+        self.metadata: dict[str, str] = header.metadata
+        self._buffers = HostBuffers(ALIGNMENT)
+        self._lock = threading.Lock()
+        self._mapping: mmap.mmap | None = None
+        self._may_map = mapped
+
+    def read(self, name: str) -> np.ndarray:
+        """The whole tensor.
+
+        Raises:
+            KeyError: no such tensor.
+            CheckpointCorruptError: the file became shorter since it was opened, or the disk fails.
+            UnsupportedOptionError: a dtype of less than a byte a value.
+        """
+        info = self.tensors[name]
+        return self._rows(name, info, info.begin, info.end, info.shape)
+
+    def read_slice(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A part of the tensor, as `read(name)[index]` gives it, in memory of its own size.
+
+        Args:
+            name: of the tensor.
+            index: one slice for each axis, of step 1. A range of the leading axis alone reads only those bytes; other
+                parts cost the page-cache reads that they touch and one strided copy.
+
+        Raises:
+            ValueError: not one slice an axis, or a step other than 1.
+            KeyError, CheckpointCorruptError, UnsupportedOptionError: as `read`.
+        """
+        info = self.tensors[name]
+        if len(index) != len(info.shape) or any(part.step not in (None, 1) for part in index):
+            raise ValueError(f"{name!r} of shape {info.shape} takes one slice of step 1 an axis, got {index}")
+        ranges = [part.indices(size)[:2] for part, size in zip(index, info.shape, strict=True)]
+        shape = tuple(max(stop - start, 0) for start, stop in ranges)
+        if shape[1:] == info.shape[1:] and 0 not in shape:
+            row_bytes = info.num_bytes // info.shape[0] if shape else info.num_bytes
+            begin = info.begin + (ranges[0][0] * row_bytes if shape else 0)
+            return self._rows(name, info, begin, begin + row_bytes * (shape[0] if shape else 1), shape)
+        whole = self._view(info, info.begin, info.end, info.shape) if self._map() else self.read(name)
+        part = self._allocate(shape, info.numpy_dtype)
+        np.copyto(part, whole[index])
+        return part
+
+    def close(self) -> None:
+        """Close the file; arrays read from it stay valid."""
+        self._close()
+
+    def __enter__(self) -> SafetensorsFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _rows(self, name: str, info: TensorInfo, begin: int, end: int, shape: tuple[int, ...]) -> np.ndarray:
+        """The bytes `begin` to `end` of the file as an array, mapped where that is allowed."""
+        if not self._close.alive:
+            raise ValueError(f"{self.path} is closed; tensor {name!r} can no longer be read")
+        dtype = info.numpy_dtype
+        if begin == end:
+            return np.empty(shape, dtype)
+        if self._may_map and begin % max(self._alignment, dtype.itemsize) == 0 and (mapping := self._map()):
+            self._populate(mapping, name, begin, end)
+            return self._view(info, begin, end, shape)
+        array = self._allocate(shape, dtype)
+        self._read_into(array.reshape(-1).view(np.uint8).data, name, begin)
+        return array
+
+    def _allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes == 0:
+            return np.empty(shape, dtype)
+        return np.frombuffer(self._buffers.take(num_bytes), dtype).reshape(shape)
+
+    def _view(self, info: TensorInfo, begin: int, end: int, shape: tuple[int, ...]) -> np.ndarray:
+        mapping = self._map()
+        assert mapping is not None
+        return np.frombuffer(mapping, np.uint8, end - begin, begin).view(info.numpy_dtype).reshape(shape)
+
+    def _read_into(self, buffer: memoryview, name: str, begin: int) -> None:
+        done = 0
+        while done < len(buffer):
+            try:
+                count = os.preadv(self._fd, [buffer[done : done + _READ_BYTES]], begin + done)
+            except OSError as error:
+                raise corrupt(self.path, f"reading tensor {name!r} failed: {error}") from error
+            if count == 0:
+                end = begin + len(buffer)
+                raise corrupt(self.path, f"tensor {name!r} ends at byte {end}, and the file now at byte {begin + done}")
+            done += count
+
+    def _map(self) -> mmap.mmap | None:
+        """The whole file, mapped once; None where its file system cannot."""
+        with self._lock:
+            if self._mapping is None:
+                try:
+                    # Writable, so that torch and XLA take the arrays as ordinary memory; private, so that the file
+                    # never changes.
+                    self._mapping = mmap.mmap(
+                        self._fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+                    )
+                except OSError as error:
+                    if error.errno not in (errno.ENODEV, errno.EACCES, errno.EPERM):
+                        raise
+                    self._may_map = False
+            return self._mapping
+
+    def _populate(self, mapping: mmap.mmap, name: str, begin: int, end: int) -> None:
+        """Bring the pages in now: loading is where disk errors and waiting belong, not the first forward pass."""
+        if sys.platform != "linux":
+            return
+        for start in range(begin - begin % mmap.PAGESIZE, end, _READ_BYTES):
+            try:
+                mapping.madvise(_MADV_POPULATE_READ, start, min(_READ_BYTES, end - start))
+            except OSError as error:
+                if error.errno == errno.EINVAL:
+                    return  # a kernel before 5.14: the pages come in when they are first touched
+                raise corrupt(self.path, f"reading tensor {name!r} failed: {error}") from error
+
+
+def as_torch(array: np.ndarray) -> torch.Tensor:
+    """The array as a torch tensor that shares its memory (bfloat16 and float8 too). The array must be writable."""
+    import torch
+
+    if array.dtype.kind != "V" and array.dtype.isbuiltin == 1:
+        return torch.from_numpy(array)
+    bits = np.int16 if array.dtype.itemsize == 2 else np.uint8
+    return torch.from_numpy(array.view(bits)).view(getattr(torch, array.dtype.name))

@@ -1,0 +1,221 @@
+"""The structure of a model without its weights: a transformers module whose parameters are on torch's meta device.
+
+Turns a config into a module ready to be traced, the list of the names its weights go by, and the values of the buffers that no
+checkpoint holds (rotary frequencies, causal masks). It does not read checkpoints and knows nothing of jax.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from hfax.errors import UnsupportedModelError, UnsupportedOptionError
+
+TASK_TO_AUTO_CLASS = {
+    "text-generation": "AutoModelForCausalLM",
+    "text2text-generation": "AutoModelForSeq2SeqLM",
+    "summarization": "AutoModelForSeq2SeqLM",
+    "translation": "AutoModelForSeq2SeqLM",
+    "text-classification": "AutoModelForSequenceClassification",
+    "sentiment-analysis": "AutoModelForSequenceClassification",
+    "zero-shot-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "ner": "AutoModelForTokenClassification",
+    "question-answering": "AutoModelForQuestionAnswering",
+    "fill-mask": "AutoModelForMaskedLM",
+    "feature-extraction": "AutoModel",
+    "image-classification": "AutoModelForImageClassification",
+    "object-detection": "AutoModelForObjectDetection",
+    "image-segmentation": "AutoModelForImageSegmentation",
+    "depth-estimation": "AutoModelForDepthEstimation",
+    "video-classification": "AutoModelForVideoClassification",
+    "image-text-to-text": "AutoModelForImageTextToText",
+    "image-to-text": "AutoModelForImageTextToText",
+    "automatic-speech-recognition": "AutoModelForSpeechSeq2Seq",
+    "audio-classification": "AutoModelForAudioClassification",
+}
+"""transformers' pipeline task names, and the auto class that each stands for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Skeleton:
+    """A module without weights.
+
+    Args:
+        module: in eval mode; every parameter is on the meta device, every buffer holds its real values on the CPU.
+        shapes: name to meta tensor, for everything a checkpoint is expected to hold, tied names left out.
+        tied: alias to the name in `shapes` whose array it shares.
+        buffers: name to value, for the buffers that a checkpoint does not hold.
+    """
+
+    module: PreTrainedModel
+    shapes: dict[str, torch.Tensor]
+    tied: dict[str, str]
+    buffers: dict[str, torch.Tensor]
+
+
+def resolve_model_class(config: PretrainedConfig, task: str | None, *, code_folder: str | None) -> type[PreTrainedModel]:
+    """The transformers class for a config: its `architectures` entry, or the auto class that `task` names.
+
+    Args:
+        config: the model's configuration.
+        task: a pipeline task name of `TASK_TO_AUTO_CLASS`, or None for the checkpoint's own architecture.
+        code_folder: where to import custom modelling code from; None if such code is not trusted.
+
+    Raises:
+        UnsupportedOptionError: `task` is not a pipeline name, or this model type has no class for it.
+        UnsupportedModelError: the config names no architecture that transformers has, and no trusted code provides it.
+    """
+    if task is not None and task not in TASK_TO_AUTO_CLASS:
+        raise UnsupportedOptionError(
+            f"Unknown task {task!r}.",
+            "task= takes a pipeline name of transformers.",
+            f"Use one of: {', '.join(sorted(TASK_TO_AUTO_CLASS))}; or leave it out for the checkpoint's own class.",
+        )
+    auto_name = TASK_TO_AUTO_CLASS[task] if task else None
+    architectures = getattr(config, "architectures", None) or []
+    if code_folder is not None and (remote := _remote_class(config, auto_name, architectures, code_folder)) is not None:
+        return remote
+    if auto_name is not None:
+        mapping = getattr(transformers, auto_name)._model_mapping
+        if type(config) not in mapping:
+            raise UnsupportedOptionError(
+                f"task={task!r} does not fit a {config.model_type!r} model.",
+                f"transformers has no {auto_name} class for {type(config).__name__}.",
+                f"Leave task out to use {', '.join(architectures) or 'the default class'}.",
+            )
+        found = mapping[type(config)]
+        return found[0] if isinstance(found, tuple) else found
+    for name in architectures:
+        if (cls := getattr(transformers, name, None)) is not None:
+            return cls
+    for auto in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModel"):
+        mapping = getattr(transformers, auto)._model_mapping
+        if not architectures and type(config) in mapping:
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    raise UnsupportedModelError(
+        f"No model class for architectures {architectures} (model type {config.model_type!r}).",
+        f"transformers {transformers.__version__} has no class of that name, and custom code was not trusted or is not there.",
+        "Update transformers, or, if the repository carries its own modelling code and you trust it, pass "
+        "trust_remote_code=True.",
+    )
+
+
+def _remote_class(
+    config: PretrainedConfig, auto_name: str | None, architectures: list[str], code_folder: str
+) -> type[PreTrainedModel] | None:
+    """The class that the checkpoint's own code provides (`auto_map`), if it does."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    auto_map = getattr(config, "auto_map", None) or {}
+    wanted = [auto_name] if auto_name else [n for n in auto_map if n.startswith("AutoModel")]
+    references = [auto_map[n] for n in wanted if n in auto_map]
+    if not references:
+        return None
+    own = [r for r in references if r.rpartition(".")[2] in architectures]
+    return get_class_from_dynamic_module((own or references)[0], code_folder)
+
+
+def build_skeleton(
+    model_class: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype, *, attention: str, experts: str
+) -> Skeleton:
+    """Build `model_class(config)` without allocating its weights.
+
+    Args:
+        model_class: the transformers class.
+        config: copied, not changed.
+        dtype: of the floating-point parameters.
+        attention: the name of the attention function to use where the class goes through transformers' interface.
+        experts: the name of the experts function, likewise.
+
+    Raises:
+        UnsupportedModelError: the class cannot be built from this config.
+    """
+    config = copy.deepcopy(config)
+    try:
+        with _parameters_on_meta(), no_init_weights():
+            module = model_class._from_config(
+                config, dtype=dtype, **_implementations(model_class, attention=attention, experts=experts)
+            )
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{model_class.__name__} could not be built from its config.",
+            f"{type(error).__name__}: {error}",
+            "Check config.json against the version of transformers (`hfax env` shows it); custom code may need another one.",
+        ) from error
+    module.eval()
+    module.requires_grad_(False)
+    tied = _tied_names(module)
+    persistent = module.state_dict(keep_vars=True)
+    held = {name: t for name, t in persistent.items() if name not in tied and isinstance(t, torch.Tensor)}
+    buffers = {name: b for name, b in module.named_buffers(remove_duplicate=False) if name not in persistent}
+    return Skeleton(module=module, shapes=held, tied=tied, buffers=buffers)
+
+
+def _implementations(model_class: type[PreTrainedModel], *, attention: str, experts: str) -> dict[str, Any]:
+    """Keyword arguments that choose the attention and experts functions, as far as the class goes through them."""
+    chosen: dict[str, Any] = {"experts_implementation": experts}
+    if attention == "eager" or not model_class._supports_attention_backend:
+        # A class outside the interface looks its own names up, so only transformers' names are safe there.
+        chosen["attn_implementation"] = "eager" if attention == "eager" or not model_class._supports_sdpa else "sdpa"
+    else:
+        chosen["attn_implementation"] = attention
+    return chosen
+
+
+def _tied_names(module: PreTrainedModel) -> dict[str, str]:
+    """Alias to canonical name, for weights that transformers ties and for modules that are shared objects."""
+    tied = dict(getattr(module, "all_tied_weights_keys", None) or {})
+    first: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name not in tied and (canonical := first.setdefault(id(parameter), name)) != name:
+            tied[name] = canonical
+    for alias in tied:
+        while tied[alias] in tied:
+            tied[alias] = tied[tied[alias]]
+    return tied
+
+
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Send every parameter that this thread registers to the meta device; buffers keep their real values.
+
+    torch's own `torch.device("meta")` context would lose the buffers too, and with them every table a model computes in its
+    constructor.
+    """
+    original = torch.nn.Module.register_parameter
+
+    def register_parameter(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        original(self, name, param)
+        if param is not None and getattr(_local, "depth", 0) and param.device.type != "meta":
+            flags = param.__dict__
+            meta = torch.nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+            meta.__dict__.update(flags)
+            self._parameters[name] = meta
+
+    with _install_lock:
+        _installed.append(original)
+        torch.nn.Module.register_parameter = register_parameter
+        _local.depth = getattr(_local, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            _local.depth -= 1
+            torch.nn.Module.register_parameter = _installed.pop()
+
+
+_install_lock = threading.RLock()
+_installed: list[Any] = []

@@ -1,0 +1,145 @@
+"""A checkpoint's name into the files that hold it.
+
+Turns a local folder, the id of a Hub repository, or "demo" into a `CheckpointSource`: a folder on this machine with the
+configuration, the tokenizer and one weight format. It reads no tensor and no configuration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from hfax.errors import CheckpointNotFoundError
+from hfax.load.weight_files import WeightFormat, check_shards, choose_weight_files, listing, read_weight_map
+
+DEMO_NAME = "demo"
+"""The name of the checkpoint that the package carries. A folder of that name is meant by "./demo"."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointSource:
+    """Where a checkpoint lies on this machine.
+
+    Args:
+        name: as it was asked for.
+        folder: holds config.json, tokenizer files and the weights; transformers' `from_pretrained` classes accept it.
+        revision: the commit of a Hub repository; None for a local folder.
+        format: of the weights.
+        files: the weight files, in order.
+        weight_map: tensor name to the name of its file in `folder`, from the index; None for a single file.
+    """
+
+    name: str
+    folder: Path
+    revision: str | None
+    format: WeightFormat
+    files: tuple[Path, ...]
+    weight_map: Mapping[str, str] | None
+
+
+def resolve_checkpoint(
+    name_or_path: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    allow_code: bool = False,
+) -> CheckpointSource:
+    """Find a checkpoint, downloading what is not on this machine yet.
+
+    Args:
+        name_or_path: a folder, a Hub repository id ("Qwen/Qwen3-0.6B"), or "demo".
+        revision: branch, tag or commit of a Hub repository; its main branch if None. Ignored for folders.
+        token: for private and gated repositories; None uses the one that `hf auth login` stored, False none.
+        cache_dir: huggingface_hub's cache if None.
+        local_files_only: use the cache alone.
+        allow_code: also fetch the repository's Python files.
+
+    Raises:
+        CheckpointNotFoundError: no such folder, repository or revision; no config.json; no weights that hfax reads; or
+            not in the cache while the Hub may not or cannot be reached.
+        CheckpointAccessError: the repository is gated or private and the token does not open it.
+        CheckpointCorruptError: an index of shards is unreadable or names files that do not exist.
+        HfaxError: the disk is full.
+    """
+    name = os.fspath(name_or_path)
+    if name == DEMO_NAME:
+        return _open_folder(name, Path(str(importlib.resources.files("hfax").joinpath("demo"))), None)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return _open_folder(name, folder, None)
+    if folder.exists():
+        raise CheckpointNotFoundError(
+            f"{name} is a file, not a checkpoint's folder.",
+            "A checkpoint is a folder with config.json, tokenizer files and weights.",
+            f"Pass {folder.parent} if the rest lies beside the file.",
+        )
+    if _is_path(name):
+        raise CheckpointNotFoundError(
+            f"There is no folder {folder.absolute()}.",
+            "The name has the form of a path, not of a Hub repository (owner/name).",
+            f"Check the spelling and the working folder. {_beside(folder)}",
+        )
+    from hfax.load.hub import fetch_checkpoint
+
+    snapshot = fetch_checkpoint(
+        name,
+        revision=revision,
+        token=token,
+        cache_dir=None if cache_dir is None else Path(cache_dir),
+        local_files_only=local_files_only,
+        allow_code=allow_code,
+    )
+    return _open_folder(name, snapshot, snapshot.name)
+
+
+def _open_folder(name: str, folder: Path, commit: str | None) -> CheckpointSource:
+    names = {path.relative_to(folder).as_posix() for path in folder.glob("*") if path.is_file()}
+    where = f"{name} ({folder})" if commit or name == DEMO_NAME else str(folder)
+    if "config.json" not in names:
+        raise CheckpointNotFoundError(
+            f"{where} has no config.json.",
+            f"It is not a checkpoint in transformers' format. It has: {listing(names)}.",
+            "Pass the folder that config.json lies in; original and consolidated weights need converting first.",
+        )
+    weights = choose_weight_files(names, where)
+    weight_map = None
+    shards: tuple[str, ...] = (weights.main,)
+    if weights.is_index:
+        index = folder / weights.main
+        weight_map = read_weight_map(index.read_text(encoding="utf-8", errors="replace"), str(index))
+        present = {shard for shard in set(weight_map.values()) if (folder / shard).is_file()}
+        shards = check_shards(weight_map, present, where)
+    return CheckpointSource(
+        name=name,
+        folder=folder,
+        revision=commit,
+        format=weights.format,
+        files=tuple(folder / shard for shard in shards),
+        weight_map=weight_map,
+    )
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name that is no existing folder can only have meant one."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    if name.startswith(("/", ".", "~")) or name.endswith(("/", "\\")):
+        return True
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return True
+    return False
+
+
+def _beside(folder: Path) -> str:
+    parent = folder.parent
+    if not parent.is_dir():
+        return f"{parent} does not exist either."
+    return f"{parent.absolute()} has: {listing([path.name for path in parent.iterdir() if path.is_dir()])}."

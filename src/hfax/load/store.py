@@ -1,0 +1,30 @@
+"""The tensors of a checkpoint's files as one store, whatever their format. It does not know what they are for."""
+
+from __future__ import annotations
+
+import torch
+
+from hfax.load.safetensors_file import SafetensorsFile, as_torch, read_pytorch_bin
+from hfax.load.source import CheckpointSource
+from hfax.load.weights import TensorStore
+
+
+def open_store(source: CheckpointSource) -> TensorStore:
+    """Index the checkpoint's weight files.
+
+    Raises:
+        CheckpointCorruptError: a file is not what its name says.
+    """
+    if source.format == "pytorch_bin":
+        tensors = read_pytorch_bin(source.weight_files)
+        dtypes = [t.dtype for t in tensors.values() if t.is_floating_point()]
+        return TensorStore(names=tuple(tensors), read=lambda n: tensors[n].clone(), float_dtype=next(iter(dtypes), None))
+    files = [SafetensorsFile(path) for path in source.weight_files]
+    where = {name: file for file in files for name in file.tensors}
+    floats = (name for name, file in where.items() if "F" in file.tensors[name].dtype)
+    first = next(floats, None)
+    stored = None if first is None else _TORCH_DTYPES.get(where[first].tensors[first].dtype)
+    return TensorStore(names=tuple(where), read=lambda name: as_torch(where[name].read(name)), float_dtype=stored)
+
+
+_TORCH_DTYPES = {"F64": torch.float32, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

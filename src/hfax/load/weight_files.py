@@ -1,0 +1,118 @@
+"""Which files of a checkpoint hold its weights, decided by their names alone.
+
+Turns the file names of a folder or a Hub repository into the one weight format that hfax reads, safetensors before
+PyTorch's pickles, as transformers chooses. It opens nothing but an index's text given to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import json
+from collections.abc import Collection
+from typing import Literal
+
+from hfax.errors import CheckpointCorruptError, CheckpointNotFoundError
+
+WeightFormat = Literal["safetensors", "pytorch_bin"]
+
+_CANDIDATES: tuple[tuple[str, WeightFormat], ...] = (
+    ("model.safetensors", "safetensors"),
+    ("model.safetensors.index.json", "safetensors"),
+    ("pytorch_model.bin", "pytorch_bin"),
+    ("pytorch_model.bin.index.json", "pytorch_bin"),
+)
+_OTHER_FORMATS = (
+    ("flax_model*.msgpack", "Flax", "Load it in transformers 4 with from_flax=True and call save_pretrained there"),
+    ("tf_model*.h5", "TensorFlow", "Load it in transformers 4 with from_tf=True and call save_pretrained there"),
+    ("*.ckpt*", "TensorFlow 1", "Convert it with the model's conversion script in transformers"),
+    ("*.gguf", "GGUF", "Use the repository that the GGUF file was made from"),
+    ("*.onnx", "ONNX", "Use the repository that the ONNX file was made from"),
+    ("adapter_model.*", "an adapter (PEFT)", "Merge it into its base model with peft's merge_and_unload and save that"),
+    ("consolidated*", "the author's own", "Use the author's repository for transformers, often named with -hf"),
+    ("model-*-of-*.safetensors", "shards without their index", "Fetch model.safetensors.index.json too"),
+    ("pytorch_model-*-of-*.bin", "shards without their index", "Fetch pytorch_model.bin.index.json too"),
+    ("*.safetensors", "safetensors under another name", "Rename it to model.safetensors if it is the whole model"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightFiles:
+    """The chosen format, and the file that holds the weights or lists the shards that do."""
+
+    format: WeightFormat
+    main: str
+    is_index: bool
+
+
+def choose_weight_files(names: Collection[str], where: str) -> WeightFiles:
+    """Choose among the file names at a checkpoint's root; `where` is for messages.
+
+    Raises:
+        CheckpointNotFoundError: no weights, or only in formats that hfax does not read.
+    """
+    for main, weight_format in _CANDIDATES:
+        if main in names:
+            return WeightFiles(format=weight_format, main=main, is_index=main.endswith(".index.json"))
+    for pattern, kind, fix in _OTHER_FORMATS:
+        if found := sorted(name for name in names if fnmatch.fnmatchcase(name.rpartition("/")[2], pattern)):
+            raise CheckpointNotFoundError(
+                f"{where} has no weights that hfax reads; it has {found[0]}{' and more' if len(found) > 1 else ''}.",
+                f"Its weights are in another form: {kind}. This version reads model.safetensors and pytorch_model.bin, "
+                "whole or in shards.",
+                f"{fix}.",
+            )
+    raise CheckpointNotFoundError(
+        f"{where} has no weights.",
+        f"None of {', '.join(main for main, _ in _CANDIDATES)} is there. It has: {listing(names)}.",
+        "Check the name; or build the model with random weights by AutoModelForTPU.from_config.",
+    )
+
+
+def read_weight_map(text: str, where: str) -> dict[str, str]:
+    """Tensor name to the name of its shard, from the text of an index file; `where` is for messages.
+
+    Raises:
+        CheckpointCorruptError: it is no index, or names a shard outside its folder.
+    """
+    try:
+        weight_map = json.loads(text)["weight_map"]
+        names = {*weight_map.values()} if isinstance(weight_map, dict) else {None}
+    except (ValueError, KeyError, TypeError) as error:
+        raise _corrupt_index(where, f"{type(error).__name__}: {error}") from error
+    for name in names:
+        if not isinstance(name, str) or not name or name.startswith(("/", ".")) or "/../" in name or "\\" in name:
+            raise _corrupt_index(where, f"its weight_map names the shard {name!r}")
+    if not names:
+        raise _corrupt_index(where, "its weight_map is empty")
+    return weight_map
+
+
+def check_shards(weight_map: dict[str, str], names: Collection[str], where: str) -> tuple[str, ...]:
+    """The shards that an index names, in order, all of which must be among `names`.
+
+    Raises:
+        CheckpointCorruptError: one is missing.
+    """
+    shards = sorted(set(weight_map.values()))
+    if missing := [shard for shard in shards if shard not in names]:
+        raise CheckpointCorruptError(
+            f"{len(missing)} of {len(shards)} shards that the index names are missing in {where}: {listing(missing)}.",
+            "The checkpoint was not copied or uploaded completely, or shards were renamed.",
+            "Fetch the missing files into the same folder, or save the checkpoint again.",
+        )
+    return tuple(shards)
+
+
+def listing(names: Collection[str]) -> str:
+    """At most eight names, for a message."""
+    shown = sorted(names)[:8]
+    return (", ".join(shown) + (", …" if len(names) > 8 else "")) or "nothing"
+
+
+def _corrupt_index(where: str, found: str) -> CheckpointCorruptError:
+    return CheckpointCorruptError(
+        f"{where} is not an index of shards: {found}.",
+        'An index is JSON with a "weight_map" from tensor names to file names beside it.',
+        "Download or save it again.",
+    )

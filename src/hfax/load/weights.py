@@ -1,0 +1,171 @@
+"""A checkpoint's tensors into a model's weights, on the device.
+
+Turns a source (files on disk) and a skeleton into `dict[str, jax.Array]`, one conversion step at a time: at no moment does host
+memory hold more than the tensors of one step beside what is already placed. It does not know how the weights are used.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable
+
+import jax
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from hfax.errors import CheckpointCorruptError
+from hfax.load.conversion import ConversionStep, check_complete, plan_conversion, run_step
+from hfax.load.placement import check_fits, place
+from hfax.load.skeleton import Skeleton
+
+logger = logging.getLogger(__name__)
+
+_READERS = 2
+"""Threads that read steps side by side; what they hold at once is bounded by the tensors of as many steps."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorStore:
+    """Stored tensors by name.
+
+    Args:
+        names: all of them.
+        read: gives one, in host memory that nobody else uses.
+        float_dtype: of the floating-point tensors, None if there are none.
+    """
+
+    names: Iterable[str]
+    read: Callable[[str], torch.Tensor]
+    float_dtype: torch.dtype | None
+
+
+def load_weights(
+    skeleton: Skeleton, store: TensorStore, device: jax.Device, dtype: torch.dtype, *, strict: bool
+) -> tuple[dict[str, jax.Array], dict[str, str]]:
+    """Read, convert, cast and place every weight.
+
+    Args:
+        skeleton: what is wanted.
+        store: what there is.
+        device: where the arrays go.
+        dtype: the floating-point dtype asked for; modules that transformers keeps in float32 stay so.
+        strict: missing and unexpected tensors are errors.
+
+    Returns:
+        The weights under their names, and the aliases that share them (fewer than the skeleton's, where the checkpoint stores two
+        tied weights with different values).
+
+    Raises:
+        CheckpointCorruptError: tensors are missing, unexpected, misshapen or cannot be merged.
+        OutOfMemoryError: the weights do not fit the device.
+    """
+    plan = plan_conversion(skeleton, store.names)
+    needed = sum(t.numel() * t.element_size() for t in skeleton.shapes.values())
+    check_fits(needed, device, "Loading the weights", "Use a smaller dtype (dtype='bfloat16') or a larger device.")
+    target_dtype = _dtype_rule(skeleton.module, dtype)
+    expected = {**skeleton.shapes, **{alias: skeleton.shapes[name] for alias, name in skeleton.tied.items()}}
+
+    def load_step(step: ConversionStep) -> list[tuple[str, jax.Array]]:
+        placed = []
+        for name, tensor in run_step(step, store.read, skeleton.module):
+            if name not in expected:
+                raise CheckpointCorruptError(
+                    f"{step.sources[0][0]!r} was converted to {name!r}, which the model does not have.",
+                    "The conversion rule of transformers does not fit this checkpoint.",
+                    "Save the checkpoint again with a current version of transformers.",
+                )
+            _check_shape(name, tensor, expected[name], step)
+            wanted = target_dtype(name, expected[name])
+            placed.append((name, place(tensor.to(wanted) if tensor.is_floating_point() else tensor, device)))
+        return placed
+
+    weights: dict[str, jax.Array] = {}
+    with concurrent.futures.ThreadPoolExecutor(_READERS, thread_name_prefix="hfax-load") as pool:
+        try:
+            for placed in pool.map(load_step, plan.steps):
+                weights.update(placed)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    tied = _settle_ties(weights, skeleton.tied)
+    missing = check_complete(skeleton, set(weights), plan.unexpected, strict=strict)
+    weights.update(initialise(skeleton, missing, device))
+    return weights, tied
+
+
+def initialise(skeleton: Skeleton, names: list[str], device: jax.Device) -> dict[str, jax.Array]:
+    """Random values for weights that no checkpoint holds, drawn as transformers' own initialisation does (torch's seed)."""
+    if not names:
+        return {}
+    wanted = set(names)
+    materialised: dict[str, torch.Tensor] = {}
+    for prefix, module in skeleton.module.named_modules():
+        own = [n for n in module._parameters if f"{prefix}.{n}".lstrip(".") in wanted]
+        if not own:
+            continue
+        meta = {n: module._parameters[n] for n in own}
+        for name in own:
+            module._parameters[name] = torch.nn.Parameter(torch.empty_like(meta[name], device="cpu"), requires_grad=False)
+        owner = _owning_model(skeleton.module, prefix)
+        owner._init_weights(module)
+        for name in own:
+            materialised[f"{prefix}.{name}".lstrip(".")] = module._parameters[name].detach()
+            module._parameters[name] = meta[name]
+    return {name: place(tensor, device) for name, tensor in materialised.items()}
+
+
+def _owning_model(root: PreTrainedModel, prefix: str) -> PreTrainedModel:
+    """The innermost PreTrainedModel around a submodule, whose `_init_weights` is the one that counts."""
+    owner, module = root, root
+    for part in prefix.split(".") if prefix else []:
+        module = getattr(module, part)
+        if isinstance(module, PreTrainedModel):
+            owner = module
+    return owner
+
+
+def _check_shape(name: str, tensor: torch.Tensor, expected: torch.Tensor, step: ConversionStep) -> None:
+    if tensor.shape != expected.shape:
+        raise CheckpointCorruptError(
+            f"{name!r} has shape {tuple(tensor.shape)} in the checkpoint; the model wants {tuple(expected.shape)}.",
+            f"config.json and the weights do not belong together (stored as {step.sources[0][0]!r}).",
+            "Use the config.json that was saved with these weights.",
+        )
+
+
+def _dtype_rule(module: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, torch.Tensor], torch.dtype]:
+    """Which dtype a weight gets: as transformers decides, the class's float32 exceptions first."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = module._get_dtype_plan(dtype)
+    if not plan:
+        return lambda name, meta: meta.dtype
+    search, groups, _ = build_glob_alternation(list(plan))
+
+    def rule(name: str, meta: torch.Tensor) -> torch.dtype:
+        match = search.search(name)
+        return plan[groups[match.lastgroup]] if match and match.lastgroup else meta.dtype
+
+    return rule
+
+
+def _settle_ties(weights: dict[str, jax.Array], tied: dict[str, str]) -> dict[str, str]:
+    """Drop stored copies of tied weights, move a weight stored only under its alias, and untie those that differ."""
+    kept: dict[str, str] = {}
+    for alias, name in tied.items():
+        if alias in weights and name not in weights:
+            weights[name] = weights.pop(alias)
+        elif alias in weights:
+            if not _equal(weights[alias], weights[name]):
+                logger.warning("%s and %s are tied in the config but stored with different values: not tied", alias, name)
+                continue
+            del weights[alias]
+        kept[alias] = name
+    return kept
+
+
+def _equal(a: jax.Array, b: jax.Array) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes()

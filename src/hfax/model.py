@@ -1,0 +1,339 @@
+"""The object that `from_pretrained` gives on the JAX backend: weights, and the ways to run them.
+
+Ties together a traced module, its weights on a device and its compiled programs. What each of them does is in `backends` and
+`programs`; here is only what a user calls.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from transformers import GenerationConfig, PretrainedConfig
+
+from hfax.backends.structure import flatten, is_array, unflatten
+from hfax.backends.traced_model import TracedModel
+from hfax.errors import InvalidInputError, UnsupportedOptionError
+from hfax.load.placement import narrow, place, to_numpy
+from hfax.load.skeleton import Skeleton
+from hfax.programs import generation_request as requests
+from hfax.programs.generate import GenerationOptions, Streamer, run_generation
+from hfax.programs.program_cache import ProgramCache
+from hfax.programs.results import as_sequences, as_torch_tree, has_torch, make_stop_check
+
+_ID_INPUTS = ("input_ids", "decoder_input_ids")
+_SAMPLING_EXTRAS = ("presence_penalty", "frequency_penalty")
+
+
+class JaxModel:
+    """A transformers model whose weights are `jax.Array`s and whose calls are compiled by XLA.
+
+    Made by `AutoModelForTPU`. Calling it runs one forward pass, `generate` writes tokens, `apply` is the pure function.
+
+    Attributes:
+        params: weights by their names in the checkpoint; tied weights once. May be replaced by arrays of the same shapes.
+        config: transformers' configuration.
+        generation_config: defaults of `generate`.
+        name_or_path: where the weights came from.
+        task: the pipeline task it was loaded for, if one was given.
+    """
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        params: dict[str, jax.Array],
+        tied: Mapping[str, str],
+        *,
+        device: jax.Device,
+        generation_config: GenerationConfig,
+        name_or_path: str,
+        task: str | None,
+    ) -> None:
+        self.params = params
+        self.buffers = {name: place(b, device) for name, b in skeleton.buffers.items()}
+        self.config: PretrainedConfig = skeleton.module.config
+        self.generation_config = generation_config
+        self.name_or_path = name_or_path
+        self.task = task
+        self._device = device
+        self._skeleton = skeleton
+        self._tied = dict(tied)
+        self._traced = TracedModel(skeleton, tied, self.buffers)
+        self._programs = ProgramCache(_model_key(skeleton, tied), device)
+
+    @property
+    def device(self) -> jax.Device:
+        """Where the weights are."""
+        return self._device
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the first floating-point weight."""
+        return next(p.dtype for p in self.params.values() if jax.numpy.issubdtype(p.dtype, jax.numpy.floating))
+
+    @property
+    def num_parameters(self) -> int:
+        """How many numbers the weights hold."""
+        return sum(p.size for p in self.params.values())
+
+    def apply(self, params: Mapping[str, jax.Array], *args: Any, **inputs: Any) -> Any:
+        """The forward pass as a pure function, for `jax.jit`, `jax.grad`, `jax.vmap` and `jax.checkpoint`.
+
+        Args:
+            params: weights by name, as `self.params`.
+            args, inputs: what the transformers class takes; arrays (jax, numpy) are traced, all else is static.
+
+        Returns:
+            The model's own result (a `ModelOutput`, or a tuple with `return_dict=False`) with `jax.Array`s in it. Called outside
+            of `jax.jit` it runs one operation at a time; call the model itself for a compiled pass.
+
+        Example:
+            >>> loss = lambda params: model.apply(params, input_ids=ids, labels=ids).loss  # doctest: +SKIP
+            >>> gradients = jax.jit(jax.grad(loss))(model.params)  # doctest: +SKIP
+        """
+        return self._traced.apply(params, args, inputs)
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        """One compiled forward pass.
+
+        Args:
+            args, inputs: what the transformers class takes. torch tensors, numpy and jax arrays, and lists of numbers are traced:
+                a call with other values of the same shapes compiles nothing. Everything else (`use_cache=False`,
+                `output_hidden_states=True`, …) becomes part of the program. 64-bit numbers become 32-bit ones.
+
+        Returns:
+            The model's own result, with torch tensors if any input was one, else with jax arrays.
+
+        Raises:
+            InvalidInputError: ids outside of the vocabulary.
+            OutOfMemoryError: the program does not fit the device.
+        """
+        names = [n for n in inspect.signature(self._skeleton.module.forward).parameters]
+        inputs = {**dict(zip(names, args, strict=False)), **inputs}
+        to_torch = has_torch(inputs)
+        inputs = {name: self._as_input(name, value) for name, value in inputs.items()}
+        arrays, structure = flatten(inputs, is_array)
+        arrays = jax.device_put(arrays, self._device)
+
+        def forward(params: dict[str, jax.Array], arrays: list[jax.Array]) -> tuple[list[jax.Array], Any]:
+            outputs = self._traced.apply(params, (), unflatten(structure, arrays))
+            return flatten(outputs, is_array)
+
+        shapes = ", ".join(str(list(a.shape)) for a in arrays[:3])
+        program = self._programs.get(f"forward {shapes}", structure, forward, (self.params, arrays))
+        outputs = program.run(self.params, arrays)
+        return unflatten(program.note, as_torch_tree(outputs) if to_torch else outputs)
+
+    def generate(
+        self,
+        inputs: Any = None,
+        *,
+        generation_config: GenerationConfig | None = None,
+        streamer: Streamer | None = None,
+        tokenizer: Any = None,
+        seed: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """Write tokens after each prompt, with the names and defaults of `transformers.GenerationMixin.generate`.
+
+        Args:
+            inputs: prompts, [batch, length] token ids (torch, numpy, jax or lists), padded on the left; or pass `input_ids=`.
+                For encoder-decoders the encoder's input.
+            generation_config: options; else the model's own.
+            streamer: `TextStreamer` or `TextIteratorStreamer` of transformers, for one prompt.
+            tokenizer: needed with `stop_strings`.
+            seed: of the random draws; None draws one from torch's generator, so `transformers.set_seed` decides.
+            options: any generation option by name, and the model's other inputs (`attention_mask`, `pixel_values`, …); beyond
+                transformers': `presence_penalty` and `frequency_penalty` (subtracted from the logits of tokens already written,
+                once and a time), and `output_log_probs=True` (the drawn tokens' log-probabilities as `log_probs`).
+
+        Returns:
+            [batch · num_return_sequences, prompt + new] ids, prompts first; int64 torch for torch prompts, else int32 jax. With
+            `return_dict_in_generate=True` transformers' output class with `sequences`, `scores`, `logits`.
+
+        Raises:
+            InvalidInputError: a prompt or an option is out of range.
+            UnsupportedOptionError: an option that hfax does not implement; it is never ignored.
+        """
+        given = options.pop("input_ids", None)
+        prompt = given if inputs is None else inputs
+        keep_log_probs = bool(options.pop("output_log_probs", False))
+        extras = {n: options.pop(n) for n in _SAMPLING_EXTRAS if options.get(n) is not None}
+        config, model_inputs = requests.resolve_generation_config(self.generation_config, generation_config, options)
+        requests.reject_unknown(model_inputs, set(inspect.signature(self._skeleton.module.forward).parameters))
+        to_torch = has_torch([prompt, model_inputs])
+        arrays = {n: self._host_array(n, v) for n, v in model_inputs.items() if is_array(v) or isinstance(v, list)}
+        static = {n: v for n, v in model_inputs.items() if n not in arrays and v is not None}
+        prompts = self._prompts(prompt, arrays, config)
+        real = prompts.inputs["attention_mask"].sum(axis=1).max() if not self._traced.traits.is_encoder_decoder else 0
+        prompt_length = max(int(real), prompts.given.shape[1] if self._traced.traits.is_encoder_decoder else int(real))
+        eos = config.eos_token_id
+        eos_ids = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
+        keep = [n for n, on in (("scores", config.output_scores), ("logits", config.output_logits)) if on]
+        options_resolved = GenerationOptions(
+            config=config,
+            max_new_tokens=requests.resolve_max_new_tokens(config, prompt_length, self._context()),
+            seed=_draw_seed() if seed is None else int(seed),
+            eos_token_ids=eos_ids,
+            pad_token_id=config.pad_token_id if config.pad_token_id is not None else (eos_ids or (0,))[0],
+            keep=(*keep, *(("log_probs",) if keep_log_probs else ())),
+            extra_sampling=extras,
+        )
+        generated = run_generation(
+            self._traced,
+            self._programs,
+            self.params,
+            self._device,
+            prompts,
+            options_resolved,
+            static=static,
+            vocab_size=self._num_logits(),
+            streamer=streamer,
+            stop_check=make_stop_check(config.stop_strings, tokenizer),
+        )
+        return as_sequences(
+            generated,
+            prompts.given,
+            num_return_sequences=config.num_return_sequences or 1,
+            is_encoder_decoder=self._traced.traits.is_encoder_decoder,
+            as_dict=bool(config.return_dict_in_generate) or bool(options_resolved.keep),
+            to_torch=to_torch,
+        )
+
+    def save_pretrained(self, folder: str | Path, *, max_shard_size: str = "50GB") -> None:
+        """Write a folder that plain transformers loads back bit for bit: config, generation config, safetensors.
+
+        Args:
+            folder: made if it is not there; an interrupted save leaves what was there before.
+            max_shard_size: of one file.
+        """
+        from hfax.load.save import save_model
+
+        save_model(Path(folder), self._skeleton, self._tied, self.params, self.generation_config, max_shard_size)
+
+    def _prompts(self, prompt: Any, arrays: dict[str, np.ndarray], config: GenerationConfig) -> requests.Prompts:
+        traits = self._traced.traits
+        if traits.is_encoder_decoder:
+            main = traits.main_input
+            encoder = {**arrays, **({main: self._host_array(main, prompt)} if prompt is not None else {})}
+            decoder = encoder.pop("decoder_input_ids", None)
+            if main not in encoder:
+                raise InvalidInputError(
+                    f"generate() got no {main}.",
+                    f"{type(self._skeleton.module).__name__} is an encoder-decoder: it writes from its encoder's input.",
+                    f"Pass {main}=… (the tokenizer's or processor's output).",
+                )
+            if decoder is None:
+                decoder = self._decoder_start(config, len(encoder[main]))
+            return requests.pad_encoder_inputs(
+                encoder, decoder, main_input=main, vocab_size=self._vocab_size(), pad_token_id=config.pad_token_id
+            )
+        if prompt is None:
+            if config.bos_token_id is None:
+                raise InvalidInputError(
+                    "generate() got no prompt.",
+                    "The model has no bos token to start from.",
+                    "Pass input_ids=…, [batch, length].",
+                )
+            prompt = np.full((1, 1), config.bos_token_id)
+        prompts = requests.pad_decoder_prompts(
+            self._host_array("input_ids", prompt),
+            arrays.pop("attention_mask", None),
+            vocab_size=self._vocab_size(),
+            pad_token_id=config.pad_token_id,
+            context=self._context(),
+        )
+        if arrays:
+            raise UnsupportedOptionError(
+                f"generate() does not take {', '.join(sorted(arrays))} for this model yet.",
+                "Prompts of decoder-only models are token ids; images and audio come with a later version.",
+                "Leave them out, or run the forward pass by calling the model.",
+            )
+        return prompts
+
+    def _decoder_start(self, config: GenerationConfig, rows: int) -> np.ndarray:
+        start: Any = config.decoder_start_token_id
+        start = config.bos_token_id if start is None else start
+        if start is None:
+            raise InvalidInputError(
+                "generate() does not know the decoder's first token.",
+                "Neither decoder_start_token_id nor bos_token_id is set in generation_config.json.",
+                "Pass decoder_start_token_id=… or decoder_input_ids=….",
+            )
+        return np.full((rows, 1), start, np.int32)
+
+    def _as_input(self, name: str, value: Any) -> Any:
+        """A forward argument with its arrays on the host (jax arrays stay), lists of numbers made arrays."""
+        if isinstance(value, list) and value and _is_numeric(value):
+            value = self._host_array(name, value)
+        arrays, structure = flatten(value, is_array)
+        arrays = [a if isinstance(a, jax.Array) else self._host_array(name, a) for a in arrays]
+        if name in _ID_INPUTS:
+            for array in arrays:
+                requests.check_vocabulary(name, np.asarray(array), self._vocab_size())
+        return unflatten(structure, arrays)
+
+    def _host_array(self, name: str, value: Any) -> np.ndarray:
+        import torch
+
+        if isinstance(value, torch.Tensor):
+            return to_numpy(value.cpu())
+        try:
+            return narrow(np.asarray(value))
+        except ValueError as error:
+            raise InvalidInputError(
+                f"{name} is not rectangular.", str(error), "Pad its rows to one length and pass an attention_mask."
+            ) from error
+
+    def _vocab_size(self) -> int | None:
+        """Ids must be below the rows of the embedding table; XLA would clamp others in silence."""
+        try:
+            return getattr(self._skeleton.module.get_input_embeddings(), "num_embeddings", None)
+        except (NotImplementedError, AttributeError):
+            return None
+
+    def _num_logits(self) -> int:
+        head = self._skeleton.module.get_output_embeddings()
+        size = getattr(head, "out_features", None) or self._vocab_size()
+        if size is None:
+            raise UnsupportedOptionError(
+                f"{type(self._skeleton.module).__name__} cannot generate.",
+                "It has no language-modelling head.",
+                'Load it with task="text-generation" if the checkpoint has one.',
+            )
+        return int(size)
+
+    def _context(self) -> int | None:
+        """The most positions the text part of the model has; None where positions are not bound (T5, Mamba)."""
+        config: Any = self.config.get_text_config(decoder=True)
+        if self._traced.traits.is_encoder_decoder:
+            return getattr(config, "max_target_positions", None) or getattr(config, "max_position_embeddings", None)
+        return getattr(config, "max_position_embeddings", None)
+
+
+def _is_numeric(value: list[Any]) -> bool:
+    return all(_is_numeric(v) if isinstance(v, list) else isinstance(v, (int, float, np.number)) for v in value)
+
+
+def _draw_seed() -> int:
+    import torch
+
+    return int(torch.randint(0, 1 << 32, (), dtype=torch.int64))
+
+
+def _model_key(skeleton: Skeleton, tied: Mapping[str, str]) -> str:
+    """Everything about the module that a trace depends on."""
+    module = skeleton.module
+    cls = type(module)
+    config = json.dumps(module.config.to_dict(), sort_keys=True, default=str)
+    implementations = (module.config._attn_implementation, getattr(module.config, "_experts_implementation", None))
+    source = ""
+    if not cls.__module__.startswith("transformers."):
+        source = hashlib.sha256(Path(inspect.getfile(cls)).read_bytes()).hexdigest()
+    return repr((cls.__module__, cls.__qualname__, config, implementations, sorted(tied.items()), source))

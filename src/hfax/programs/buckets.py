@@ -1,0 +1,29 @@
+"""Sizes that programs are compiled for, so that prompts of many lengths share few programs. Plain arithmetic."""
+
+from __future__ import annotations
+
+_SMALLEST_PROMPT = 16
+_SMALLEST_CAPACITY = 128
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least `n` (and at least 1)."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def prompt_bucket(length: int, limit: int | None = None) -> int:
+    """The padded length of a prompt: a power of two from 16 up, or `limit` (the model's context) where that is smaller."""
+    bucket = max(power_of_two(length), _SMALLEST_PROMPT)
+    return max(min(bucket, limit), length) if limit is not None else bucket
+
+
+def batch_bucket(size: int) -> int:
+    """The padded number of prompts: a power of two."""
+    return power_of_two(size)
+
+
+def capacity_bucket(length: int) -> int:
+    """The cache's capacity for `length` tokens: a power of two from 128 up to 1024, then a multiple of 1024."""
+    if length <= 1024:
+        return max(power_of_two(length), _SMALLEST_CAPACITY)
+    return -(-length // 1024) * 1024

@@ -1,0 +1,140 @@
+"""The two programs of generation: `start` runs the prompts and draws the first token, `advance` runs the decoding loop.
+
+Both are pure functions of arrays, compiled by `generate`. Everything a loop carries is in one dict, the state; everything a
+request chooses but the program does not depend on (temperature, seed, end-of-sequence ids, …) is in another, the request. The
+loop runs on the device until every sequence has ended or `limit` tokens exist. This module does not know tokenizers, streamers
+or files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hfax.backends.traced_model import TracedModel
+from hfax.programs.sampling import choose_token, init_sampling_state, process_logits, update_sampling_state
+from hfax.programs.sampling_config import SamplingSpec
+
+State = dict[str, Any]
+"""Keys: tokens [batch, capacity] int32, length () int32 (tokens in the cache), step () int32 (tokens drawn), positions [batch]
+int32, finished [batch] bool, mask [batch, …] int32, cache, sampling, and, where asked for, scores, logits and log_probs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopSpec:
+    """What the two programs are made for, beside their arguments' shapes.
+
+    Args:
+        capacity: tokens a sequence can have, prompt and padding included.
+        num_return_sequences: sequences drawn for each prompt.
+        max_steps: length of the per-step records, if any are kept; else 0.
+        keep: which records are kept: "scores" and "logits" ([max_steps, batch, vocab]), "log_probs" ([max_steps, batch]).
+        sampling: which processors are active.
+    """
+
+    capacity: int
+    num_return_sequences: int
+    max_steps: int
+    keep: tuple[str, ...]
+    sampling: SamplingSpec
+
+
+def start(
+    model: TracedModel,
+    spec: LoopSpec,
+    params: Mapping[str, jax.Array],
+    inputs: Mapping[str, jax.Array],
+    static: Mapping[str, Any],
+    request: Mapping[str, Any],
+) -> State:
+    """Run the prompts and draw each sequence's first token.
+
+    Args:
+        model: the traced module.
+        spec: what the program is made for.
+        params: the weights.
+        inputs: the model's inputs, [batch, …]; decoders' prompts padded on the left.
+        static: forward's arguments that are not arrays.
+        request: `seed` uint32, `pad` int32, `eos` [n] int32, `unused` [batch] bool (rows that only fill the batch's bucket),
+            `sampling`: the values of `make_sampling_spec`.
+    """
+    logits, cache = model.prefill(params, inputs, static, spec.capacity)
+    seq2seq = model.traits.is_encoder_decoder
+    prompt = inputs["decoder_input_ids" if seq2seq else "input_ids"].astype(jnp.int32)
+    prompt_mask = jnp.ones_like(prompt) if seq2seq else inputs["attention_mask"].astype(jnp.int32)
+    mask = inputs["attention_mask"].astype(jnp.int32) if "attention_mask" in inputs else prompt_mask
+    if not seq2seq:
+        mask = jnp.pad(mask, ((0, 0), (0, spec.capacity - mask.shape[1])), constant_values=1)
+    batch, length = prompt.shape
+    state: State = {
+        "tokens": jnp.pad(prompt, ((0, 0), (0, spec.capacity - length))),
+        "positions": prompt_mask.sum(axis=1, dtype=jnp.int32),
+        "finished": request["unused"],
+        "mask": mask,
+        "cache": cache,
+    }
+    if (repeats := spec.num_return_sequences) > 1:
+        repeat = lambda a: jnp.repeat(a, repeats, axis=0)  # noqa: E731
+        state, logits, prompt, prompt_mask = jax.tree.map(repeat, (state, logits, prompt, prompt_mask))
+    state["sampling"] = init_sampling_state(spec.sampling, prompt, prompt_mask != 0)
+    state["length"] = jnp.int32(length)
+    state["step"] = jnp.int32(0)
+    for name in spec.keep:
+        shape = (spec.max_steps, batch * repeats, *(() if name == "log_probs" else (logits.shape[-1],)))
+        state[name] = jnp.zeros(shape, jnp.float32)
+    return _draw(spec, state, logits, request)
+
+
+def advance(
+    model: TracedModel,
+    spec: LoopSpec,
+    params: Mapping[str, jax.Array],
+    state: State,
+    static: Mapping[str, Any],
+    request: Mapping[str, Any],
+    limit: jax.Array,
+) -> State:
+    """Draw tokens until `limit` exist or every sequence has ended. The state's memory is taken over."""
+
+    def unfinished(state: State) -> jax.Array:
+        return (state["step"] < limit) & ~jnp.all(state["finished"])
+
+    def step(state: State) -> State:
+        logits, cache = model.decode_step(
+            params,
+            state["cache"],
+            jax.lax.dynamic_index_in_dim(state["tokens"], state["length"], axis=1, keepdims=False),
+            length=state["length"],
+            positions=state["positions"],
+            attention_mask=state["mask"],
+            capacity=spec.capacity,
+            static=static,
+        )
+        state = state | {"cache": cache, "length": state["length"] + 1, "positions": state["positions"] + 1}
+        return _draw(spec, state, logits, request)
+
+    return jax.lax.while_loop(unfinished, step, state)
+
+
+def _draw(spec: LoopSpec, state: State, logits: jax.Array, request: Mapping[str, Any]) -> State:
+    """Choose the next token of every sequence from the logits at its end, and write it behind the `length` cached tokens."""
+    step = state["step"]
+    scores = process_logits(spec.sampling, request["sampling"], state["sampling"], logits, state["tokens"], step)
+    token = choose_token(spec.sampling, scores, request["seed"], step)
+    token = jnp.where(state["finished"], request["pad"], token).astype(jnp.int32)
+    records = {"scores": scores, "logits": logits}
+    if "log_probs" in spec.keep:
+        log_probs = jax.nn.log_softmax(logits, axis=-1)
+        records["log_probs"] = jnp.take_along_axis(log_probs, token[:, None], axis=1)[:, 0]
+    for name in spec.keep:
+        state[name] = jax.lax.dynamic_update_index_in_dim(state[name], records[name], step, axis=0)
+    return state | {
+        "tokens": jax.lax.dynamic_update_index_in_dim(state["tokens"], token, state["length"], axis=1),
+        "sampling": update_sampling_state(spec.sampling, state["sampling"], token),
+        "finished": state["finished"] | jnp.isin(token, request["eos"]),
+        "step": step + 1,
+    }

@@ -1,0 +1,294 @@
+"""`generate`: from prompts to token ids, with transformers' names and defaults.
+
+Turns checked prompts into the two programs' arguments, runs them, and gives the tokens to streamers as they come. The device is
+left alone between chunks of tokens: without a streamer and stop strings there is one chunk. This module does not know how a
+program is traced or where it is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from transformers import GenerationConfig
+
+from hfax.backends.traced_model import TracedModel
+from hfax.errors import InvalidInputError
+from hfax.programs.decoding import LoopSpec, State, advance, start
+from hfax.programs.generation_request import Prompts, choose_capacity
+from hfax.programs.program_cache import Program, ProgramCache
+from hfax.programs.sampling_config import make_sampling_spec
+
+_CHUNK_SECONDS = 0.05
+"""How often a streamer gets its tokens."""
+_MAX_CHUNK = 64
+_STOP_STRING_CHUNK = 8
+
+
+class Streamer(Protocol):
+    """transformers' streamer protocol."""
+
+    def put(self, value: Any) -> None:
+        """Take the prompt's ids, then each new token."""
+
+    def end(self) -> None:
+        """The text is complete."""
+
+
+StopCheck = Callable[[np.ndarray], bool]
+"""Gets the ids drawn for one sequence so far; whether a stop string stands in their text."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generated:
+    """What was drawn.
+
+    Args:
+        new_tokens: [sequences, steps] int32; the pad token after a sequence's end.
+        lengths: [sequences], tokens drawn, the end-of-sequence token included.
+        scores, logits: [steps, sequences, vocab] float32, processed and raw, or None.
+        log_probs: [sequences, steps] float32 of the drawn tokens under the raw logits, or None.
+    """
+
+    new_tokens: np.ndarray
+    lengths: np.ndarray
+    scores: np.ndarray | None
+    logits: np.ndarray | None
+    log_probs: np.ndarray | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationOptions:
+    """Options of one call, resolved.
+
+    Args:
+        config: every generation option.
+        max_new_tokens: most tokens to draw.
+        seed: of the random draws, 32 bits.
+        eos_token_ids: tokens that end a sequence.
+        pad_token_id: follows a sequence's end.
+        keep: records of `LoopSpec.keep`.
+        extra_sampling: options that GenerationConfig lacks (presence_penalty, frequency_penalty).
+    """
+
+    config: GenerationConfig
+    max_new_tokens: int
+    seed: int
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int
+    keep: tuple[str, ...]
+    extra_sampling: Mapping[str, float]
+
+
+def run_generation(
+    model: TracedModel,
+    programs: ProgramCache,
+    params: Mapping[str, jax.Array],
+    device: jax.Device,
+    prompts: Prompts,
+    options: GenerationOptions,
+    *,
+    static: Mapping[str, Any],
+    vocab_size: int,
+    streamer: Streamer | None,
+    stop_check: StopCheck | None,
+) -> Generated:
+    """Draw tokens for a batch of prompts.
+
+    Args:
+        model: the traced module.
+        programs: where its programs are kept.
+        params: the weights.
+        device: where to run.
+        prompts: checked and padded.
+        options: what to draw.
+        static: forward's arguments that are not arrays.
+        vocab_size: of the logits.
+        streamer: gets the prompt and every new token; for a single sequence.
+        stop_check: ends a sequence when it says so.
+
+    Raises:
+        InvalidInputError: a streamer with several sequences.
+        OutOfMemoryError: the cache does not fit.
+    """
+    repeats = options.config.num_return_sequences or 1
+    sequences = len(prompts.given) * repeats
+    if streamer is not None and sequences > 1:
+        raise InvalidInputError(
+            f"A streamer was given for {sequences} sequences.",
+            "A streamer prints one text.",
+            "Generate one prompt at a time, or leave the streamer out.",
+        )
+    sampling, values = make_sampling_spec(
+        options.config,
+        vocab_size=vocab_size,
+        prompt_length=prompts.padded_length,
+        max_new_tokens=options.max_new_tokens,
+        **options.extra_sampling,
+    )
+    spec = LoopSpec(
+        capacity=choose_capacity(prompts.padded_length, options.max_new_tokens),
+        num_return_sequences=repeats,
+        max_steps=options.max_new_tokens if options.keep else 0,
+        keep=options.keep,
+        sampling=sampling,
+    )
+    unused = np.arange(prompts.num_padded_rows) >= len(prompts.given)
+    request = {
+        "seed": np.uint32(options.seed & 0xFFFFFFFF),
+        "pad": np.int32(options.pad_token_id),
+        "eos": np.asarray(options.eos_token_ids, np.int32),
+        "unused": unused,
+        "sampling": values,
+    }
+    request = jax.device_put(request, device)
+    inputs = jax.device_put(prompts.inputs, device)
+    loop = _Loop(model, programs, params, spec, static, request, device)
+    state = loop.start(inputs)
+    return _drive(loop, state, prompts, options, sequences, streamer, stop_check)
+
+
+class _Loop:
+    """The two programs of one request."""
+
+    def __init__(
+        self,
+        model: TracedModel,
+        programs: ProgramCache,
+        params: Mapping[str, jax.Array],
+        spec: LoopSpec,
+        static: Mapping[str, Any],
+        request: Mapping[str, Any],
+        device: jax.Device,
+    ) -> None:
+        self._model, self._programs, self._params = model, programs, dict(params)
+        self._spec, self._static, self._request, self._device = spec, dict(static), request, device
+        self._advance: Program | None = None
+
+    def start(self, inputs: Mapping[str, jax.Array]) -> State:
+        main = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+        assert main is not None
+        name = f"prefill{list(main.shape)}"
+        args = (self._params, dict(inputs), self._request)
+        program = self._programs.get(
+            name,
+            (self._spec, self._static),
+            lambda params, inputs, request: (
+                start(self._model, self._spec, params, inputs, self._static, request),
+                None,
+            ),
+            args,
+        )
+        return program.run(*args)
+
+    def advance(self, state: State, limit: int) -> State:
+        args = (self._params, state, self._request, jax.device_put(np.int32(limit), self._device))
+        if self._advance is None:
+            batch, capacity = state["tokens"].shape
+            self._advance = self._programs.get(
+                f"decode[{batch}, {capacity}]",
+                (self._spec, self._static),
+                lambda params, state, request, limit: (
+                    advance(self._model, self._spec, params, state, self._static, request, limit),
+                    None,
+                ),
+                args,
+                donate=(1,),
+                is_loop=True,
+            )
+        return self._advance.run(*args)
+
+
+def _drive(
+    loop: _Loop,
+    state: State,
+    prompts: Prompts,
+    options: GenerationOptions,
+    sequences: int,
+    streamer: Streamer | None,
+    stop_check: StopCheck | None,
+) -> Generated:
+    """Run chunks until everything has ended; in between, feed the streamer and look for stop strings."""
+    first, most = prompts.padded_length, options.max_new_tokens
+    if streamer is not None:
+        streamer.put(_for_streamer(prompts.given))
+    lengths = np.full(sequences, -1, np.int64)
+    seen, chunk, started = 0, 1, time.perf_counter()
+    while True:
+        steps = int(state["step"])
+        tokens = np.array(state["tokens"])[:sequences, first : first + steps]
+        finished = np.array(state["finished"])[:sequences]
+        lengths = _ended(tokens, seen, lengths, options, stop_check)
+        stopped = (lengths >= 0) & ~finished
+        if streamer is not None:
+            last = steps if lengths[0] < 0 else int(lengths[0])
+            for column in range(seen, last):
+                streamer.put(_for_streamer(tokens[:, column]))
+        if steps >= most or (lengths >= 0).all():
+            break
+        if stopped.any():
+            rows = np.array(state["finished"])
+            rows[:sequences] |= stopped
+            state["finished"] = jax.device_put(rows, state["finished"].sharding)
+        seconds = time.perf_counter() - started
+        chunk = _next_chunk(chunk, seconds, most - steps, streamer is not None, stop_check is not None)
+        seen, started = steps, time.perf_counter()
+        state = loop.advance(state, steps + chunk)
+    if streamer is not None:
+        streamer.end()
+    lengths = np.where(lengths < 0, tokens.shape[1], lengths)
+    return _collect(state, tokens, lengths, sequences, options)
+
+
+def _ended(
+    tokens: np.ndarray, seen: int, lengths: np.ndarray, options: GenerationOptions, stop_check: StopCheck | None
+) -> np.ndarray:
+    """Where each sequence ended, -1 if it did not: at its first end-of-sequence token, or where a stop string is complete."""
+    lengths = lengths.copy()
+    is_eos = np.isin(tokens, options.eos_token_ids)
+    for row in np.flatnonzero(lengths < 0):
+        for column in range(seen, tokens.shape[1]):
+            if is_eos[row, column] or (stop_check is not None and stop_check(tokens[row, : column + 1])):
+                lengths[row] = column + 1
+                break
+    return lengths
+
+
+def _next_chunk(last: int, seconds: float, left: int, is_streaming: bool, has_stop_strings: bool) -> int:
+    """Tokens to draw before the host looks again."""
+    if is_streaming:
+        chunk = max(1, min(2 * last, int(last * _CHUNK_SECONDS / max(seconds, 1e-6)), _MAX_CHUNK))
+    else:
+        chunk = _STOP_STRING_CHUNK if has_stop_strings else left
+    return min(chunk, left)
+
+
+def _for_streamer(ids: np.ndarray) -> Any:
+    """Streamers of transformers take torch tensors."""
+    import torch
+
+    return torch.from_numpy(np.asarray(ids, np.int64))
+
+
+def _collect(
+    state: State, tokens: np.ndarray, lengths: np.ndarray, sequences: int, options: GenerationOptions
+) -> Generated:
+    steps = int(lengths.max())
+    past_end = np.arange(steps)[None] >= lengths[:, None]
+    new_tokens = np.where(past_end, options.pad_token_id, tokens[:, :steps])
+    record: Callable[[str], np.ndarray | None] = lambda name: (  # noqa: E731
+        np.array(state[name])[:steps, :sequences] if name in state else None
+    )
+    log_probs = record("log_probs")
+    return Generated(
+        new_tokens=new_tokens.astype(np.int32),
+        lengths=lengths,
+        scores=record("scores"),
+        logits=record("logits"),
+        log_probs=None if log_probs is None else np.where(past_end, 0.0, log_probs.T),
+    )
+

@@ -1,0 +1,282 @@
+"""What a call of `generate` asks for, checked and padded to the sizes that programs are compiled for.
+
+Turns the user's arguments into host arrays and numbers; nothing here touches a device. Every rule about what a prompt, a mask or
+a length may be is in this file.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from transformers import GenerationConfig
+
+from hfax.errors import InvalidInputError, UnsupportedOptionError
+from hfax.load.placement import narrow
+from hfax.programs.buckets import batch_bucket, capacity_bucket, prompt_bucket
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """A batch of prompts as they were given, and as programs take them.
+
+    Args:
+        given: [batch, length] int, the user's ids (for encoder-decoders the decoder's).
+        inputs: the padded model inputs.
+        padded_length: of the (decoder's) prompt.
+        num_padded_rows: rows of `inputs`, a power of two; those past `len(given)` only fill it.
+    """
+
+    given: np.ndarray
+    inputs: dict[str, np.ndarray]
+    padded_length: int
+    num_padded_rows: int
+
+
+def resolve_generation_config(
+    model_config: GenerationConfig, given: GenerationConfig | None, overrides: Mapping[str, Any]
+) -> tuple[GenerationConfig, dict[str, Any]]:
+    """The options in force, by transformers' precedence: overrides, then `given`, then the model's own, then the defaults.
+
+    Returns:
+        The config, and the overrides that are not generation options.
+
+    Raises:
+        InvalidInputError: transformers finds the options contradictory.
+    """
+    config = copy.deepcopy(given) if given is not None else GenerationConfig()
+    defaults = model_config._get_default_generation_params()
+    has_own_length = _has_length(given, overrides)
+    try:
+        config.update(**model_config.to_dict(), defaults_only=True, allow_custom_entries=True)
+        config.update(**defaults, defaults_only=True)
+        if has_own_length:
+            config.max_new_tokens = config.max_length = None
+            for source in (vars(given) if given is not None else {}, overrides):
+                if source.get("max_length") is not None:
+                    config.max_length = source["max_length"]
+                if source.get("max_new_tokens") is not None:
+                    config.max_new_tokens = source["max_new_tokens"]
+        rest = config.update(**{k: v for k, v in overrides.items() if k not in ("max_length", "max_new_tokens")})
+    except ValueError as error:
+        raise InvalidInputError(
+            "The generation options do not go together.", str(error), "Change the options that the message names."
+        ) from error
+    if not has_own_length and config.max_new_tokens is None and model_config.max_length is None:
+        config.max_new_tokens, config.max_length = defaults["max_length"], None
+    return config, rest
+
+
+def _has_length(given: GenerationConfig | None, overrides: Mapping[str, Any]) -> bool:
+    names = ("max_length", "max_new_tokens")
+    return any(overrides.get(n) is not None or (given is not None and getattr(given, n) is not None) for n in names)
+
+
+def resolve_max_new_tokens(config: GenerationConfig, prompt_length: int, context: int | None) -> int:
+    """How many tokens to draw at most.
+
+    Args:
+        config: from `resolve_generation_config`.
+        prompt_length: of the longest prompt, padding left out.
+        context: the most positions the model has; None if it is not bound.
+
+    Raises:
+        InvalidInputError: no room for a single token, or more asked for than the context holds.
+    """
+    if config.max_new_tokens is not None:
+        wanted, name = config.max_new_tokens, f"max_new_tokens={config.max_new_tokens}"
+    else:
+        wanted, name = config.max_length - prompt_length, f"max_length={config.max_length}"
+    if not isinstance(wanted, (int, np.integer)) or wanted < 1:
+        raise InvalidInputError(
+            f"{name} leaves nothing to generate after a prompt of {prompt_length} tokens.",
+            "At least one new token must be asked for.",
+            "Pass max_new_tokens of 1 or more; to score a prompt without generating, call the model itself.",
+        )
+    if context is not None and prompt_length >= context:
+        raise InvalidInputError(
+            f"The prompt has {prompt_length} tokens; the model's context holds {context}.",
+            "There is no room for even one new token.",
+            f"Shorten the prompt to at most {context - 1} tokens, for instance with truncation in the tokenizer.",
+        )
+    if context is not None and prompt_length + wanted > context:
+        room = context - prompt_length
+        raise InvalidInputError(
+            f"A prompt of {prompt_length} tokens and {name} exceed the model's context of {context} tokens.",
+            "Positions past the context have no trained (or no stored) embedding, and would give wrong text in silence.",
+            f"Pass max_new_tokens={room} or less, or shorten the prompt.",
+        )
+    return int(wanted)
+
+
+def pad_decoder_prompts(
+    input_ids: Any, attention_mask: Any | None, *, vocab_size: int | None, pad_token_id: int | None, context: int | None
+) -> Prompts:
+    """Check a batch of prompts and pad it on the left to its buckets.
+
+    Args:
+        input_ids: [batch, length] or [length] token ids.
+        attention_mask: [batch, length], 0 at padding, which must be on the left; None: transformers' rule, that is padding where
+            the pad token stands (if that is no end-of-sequence token), else none.
+        vocab_size: ids must be below it.
+        pad_token_id: fills the padding (never read).
+        context: the model's longest sequence.
+
+    Raises:
+        InvalidInputError: see the messages.
+    """
+    ids = as_ids("input_ids", input_ids, vocab_size)
+    mask = np.ones_like(ids) if attention_mask is None else _as_mask(attention_mask, ids.shape)
+    rows, length = ids.shape
+    bucket = prompt_bucket(length, None if context is None else max(context - 1, length))
+    padded_rows = batch_bucket(rows)
+    fill = 0 if pad_token_id is None else pad_token_id
+    full_ids = np.full((padded_rows, bucket), fill, np.int32)
+    full_mask = np.zeros((padded_rows, bucket), np.int32)
+    full_ids[:rows, bucket - length :] = ids
+    full_mask[:rows, bucket - length :] = mask
+    full_mask[rows:, -1] = 1
+    return Prompts(
+        given=ids,
+        inputs={"input_ids": full_ids, "attention_mask": full_mask},
+        padded_length=bucket,
+        num_padded_rows=padded_rows,
+    )
+
+
+def pad_encoder_inputs(
+    inputs: Mapping[str, Any], decoder_input_ids: np.ndarray, *, main_input: str, vocab_size: int | None, pad_token_id: int | None
+) -> Prompts:
+    """Check an encoder's inputs and pad token ids on the right to their bucket; other inputs (audio, pixels) only in rows.
+
+    Args:
+        inputs: the encoder's inputs by name; `main_input` must be among them.
+        decoder_input_ids: [batch, length] int.
+        main_input: the name of the encoder's first input.
+        vocab_size: bound of token ids.
+        pad_token_id: fills the padding.
+
+    Raises:
+        InvalidInputError: see the messages.
+    """
+    arrays = {name: narrow(np.asarray(value)) for name, value in inputs.items()}
+    if main_input == "input_ids":
+        ids = as_ids("input_ids", arrays.pop("input_ids"), vocab_size)
+        mask = arrays.pop("attention_mask", None)
+        mask = np.ones_like(ids) if mask is None else _as_mask(mask, ids.shape, side=None)
+        bucket = prompt_bucket(ids.shape[1])
+        widths = ((0, 0), (0, bucket - ids.shape[1]))
+        arrays["input_ids"] = np.pad(ids, widths, constant_values=pad_token_id or 0)
+        arrays["attention_mask"] = np.pad(mask, widths)
+    rows = len(arrays[main_input])
+    padded_rows = batch_bucket(rows)
+    arrays["decoder_input_ids"] = decoder_input_ids.astype(np.int32)
+    arrays = {
+        name: np.concatenate([a, np.repeat(a[:1], padded_rows - rows, axis=0)]) if padded_rows > rows else a
+        for name, a in arrays.items()
+    }
+    return Prompts(
+        given=decoder_input_ids,
+        inputs=arrays,
+        padded_length=decoder_input_ids.shape[1],
+        num_padded_rows=padded_rows,
+    )
+
+
+def choose_capacity(padded_prompt: int, max_new_tokens: int) -> int:
+    """The cache's capacity, tokens."""
+    return capacity_bucket(padded_prompt + max_new_tokens)
+
+
+def as_ids(name: str, value: Any, vocab_size: int | None) -> np.ndarray:
+    """Token ids as [batch, length] int32.
+
+    Raises:
+        InvalidInputError: empty, not integers, not one or two axes, rows of unequal length, or ids outside of the vocabulary.
+    """
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise InvalidInputError(
+            f"{name} is not rectangular.", str(error), "Pad the prompts on the left and pass an attention_mask."
+        ) from error
+    if array.ndim == 1:
+        array = array[None]
+    if array.ndim != 2 or array.size == 0:
+        raise InvalidInputError(
+            f"{name} has shape {array.shape}; expected [batch, length] with at least one token.",
+            "An empty prompt gives the model nothing to continue."
+            if array.size == 0
+            else "generate() takes token ids with a batch axis and a length axis.",
+            "Pass at least one token, for instance the tokenizer's bos token."
+            if array.size == 0
+            else "Reshape the ids, or tokenize with return_tensors.",
+        )
+    if not np.issubdtype(array.dtype, np.integer):
+        raise InvalidInputError(
+            f"{name} has dtype {array.dtype}; expected integers.", "Token ids are integers.", "Tokenize the text first."
+        )
+    check_vocabulary(name, array, vocab_size)
+    return array.astype(np.int32)
+
+
+def check_vocabulary(name: str, ids: np.ndarray, vocab_size: int | None) -> None:
+    """Raise `InvalidInputError` if an id is negative or not below `vocab_size`; XLA would read another row in silence."""
+    if vocab_size is None or ids.size == 0:
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        row, column = np.argwhere(ids == bad)[0][:2] if ids.ndim >= 2 else (0, 0)
+        raise InvalidInputError(
+            f"{name} holds the id {bad} (row {row}, column {column}); the model's vocabulary has ids 0 to {vocab_size - 1}.",
+            "The tokenizer and the model do not belong together, or a token was added without resizing the embeddings.",
+            "Use the tokenizer that was saved with this model.",
+        )
+
+
+def _as_mask(value: Any, shape: tuple[int, ...], side: str | None = "left") -> np.ndarray:
+    mask = np.asarray(value)
+    mask = (mask[None] if mask.ndim == 1 else mask) != 0
+    if mask.shape != shape:
+        raise InvalidInputError(
+            f"attention_mask has shape {mask.shape}; input_ids have {shape}.",
+            "The mask says for each token whether it is real or padding.",
+            "Pass the attention_mask that the tokenizer returned with the ids; 4-D masks are not taken by generate().",
+        )
+    empty = np.flatnonzero(~mask.any(axis=1))
+    if empty.size:
+        raise InvalidInputError(
+            f"Prompt {empty[0]} is empty: its attention_mask is all 0.",
+            "An empty prompt gives the model nothing to continue.",
+            "Pass at least one token, for instance the tokenizer's bos token.",
+        )
+    if side == "left" and not mask[:, -1].all():
+        row = int(np.flatnonzero(~mask[:, -1])[0])
+        raise InvalidInputError(
+            f"Prompt {row} is padded on the right: its attention_mask ends in 0.",
+            "New tokens are appended at the end; after padding they would continue the wrong text.",
+            'Tokenize with padding_side="left".',
+        )
+    return mask.astype(np.int32)
+
+
+def reject_unknown(unknown: Mapping[str, Any], known: set[str]) -> None:
+    """Raise for keyword arguments that are neither generation options nor inputs of the model.
+
+    Raises:
+        UnsupportedOptionError: naming them, with the nearest known name.
+    """
+    import difflib
+
+    for name in unknown:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise UnsupportedOptionError(
+                f"generate() got an argument {name!r} that it does not know.",
+                "It is no generation option of transformers, and the model's forward does not take it.",
+                f"Did you mean {near[0]!r}?" if near else "Remove it, or correct its spelling.",
+            )

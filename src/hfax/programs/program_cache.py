@@ -1,0 +1,285 @@
+"""Compiled programs: made once, kept in memory and on disk.
+
+Turns a pure function and example arguments into an executable, unless one with the same key is at hand already. The key covers
+everything that shapes the program: the versions of what traces and compiles it, the device, the model's class and configuration,
+and the arguments' shapes. A program found on disk is loaded without tracing or compiling anything. This module does not know what
+a program computes.
+
+A file is a pickle, as JAX's own serialization of executables is. The folder is made readable by its owner alone, and a file that
+belongs to somebody else is not opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import logging
+import os
+import pickle
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+from hfax.errors import OutOfMemoryError
+from hfax.home import hfax_home
+from hfax.load.placement import check_fits
+from hfax.phases import phase
+
+logger = logging.getLogger(__name__)
+
+_VERSIONED = ("hfax", "jax", "jaxlib", "libtpu", "torch", "torchax", "transformers")
+_MAX_BYTES = 4 << 30
+"""Size of the folder above which the programs unused for longest are removed."""
+
+_CHECKED_BYTES = 64 << 20
+"""Programs that take less are run without asking how much memory is free."""
+
+_OUT_OF_MEMORY_FIX = "Use a smaller batch, a shorter prompt, fewer max_new_tokens, or a smaller dtype (dtype='bfloat16')."
+
+_CPU_DECODE_OPTIONS = {
+    "xla_disable_hlo_passes": "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion"
+}
+"""Without it XLA hoists the conversion of all weights to float32 out of a decoding loop: twice the model's size in temporaries and
+half the speed, measured on CPU (docs/performance.md)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """An executable, and what its trace had to say about its results.
+
+    Args:
+        run: takes and returns pytrees of arrays, as the function it was made from.
+        note: whatever the traced function left in its `note` argument (picklable).
+    """
+
+    run: Callable[..., Any]
+    note: Any
+
+
+class ProgramCache:
+    """The programs of one model on one device.
+
+    Args:
+        model_key: identifies the traced module: class, configuration, dtype, source of custom code.
+        device: where the programs run.
+    """
+
+    def __init__(self, model_key: str, device: jax.Device) -> None:
+        self._model_key = model_key
+        self._device = device
+        self._programs: dict[str, Program] = {}
+
+    def get(
+        self,
+        name: str,
+        static_key: Any,
+        function: Callable[..., tuple[Any, Any]],
+        args: tuple[Any, ...],
+        *,
+        donate: tuple[int, ...] = (),
+        is_loop: bool = False,
+    ) -> Program:
+        """The program for `function` on arguments shaped like `args`.
+
+        Args:
+            name: what it is, for logs and phases, for instance `prefill[1, 64]`.
+            static_key: everything beside the arguments' shapes that the trace depends on; its repr must say it all.
+            function: pure; returns `(results, note)`, the note being static.
+            args: example arguments: builtin containers of arrays, or `jax.ShapeDtypeStruct`s.
+            donate: positions of arguments whose memory the results may take.
+            is_loop: the program is a decoding loop over the weights, compiled without hoisting out of it on CPU.
+
+        Raises:
+            OutOfMemoryError: the compiler found that the program does not fit the device.
+        """
+        leaves, tree = jax.tree.flatten(args)
+        shapes = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves]
+        memory_key = repr((name, static_key, tree, shapes, donate, is_loop))
+        if (program := self._programs.get(memory_key)) is None:
+            path = program_folder() / f"{_digest(environment_key(self._device), self._model_key, memory_key)}.program"
+            program = _read(path, name, self._device)
+            if program is None:
+                program = self._compile(name, function, args, donate, is_loop, path)
+            self._programs[memory_key] = program
+        return program
+
+    def _compile(
+        self,
+        name: str,
+        function: Callable[..., tuple[Any, Any]],
+        args: tuple[Any, ...],
+        donate: tuple[int, ...],
+        is_loop: bool,
+        path: Path,
+    ) -> Program:
+        notes: list[Any] = []
+
+        def traced(*args: Any) -> Any:
+            results, note = function(*args)
+            notes.append(note)
+            return results
+
+        with phase("trace", name):
+            lowered = jax.jit(traced, donate_argnums=donate).lower(*args)
+        options = _CPU_DECODE_OPTIONS if is_loop and self._device.platform == "cpu" else None
+        with phase("compile", name):
+            try:
+                compiled = lowered.compile(compiler_options=options)
+            except jax.errors.JaxRuntimeError as error:
+                raise _as_out_of_memory(error, name) or error from error
+        program = Program(run=_guarded(compiled, name, self._device), note=notes[-1])
+        _write(path, compiled, program.note)
+        return program
+
+
+def program_folder() -> Path:
+    """Where compiled programs are kept; it need not exist."""
+    return hfax_home() / "programs"
+
+
+@functools.cache
+def environment_key(device: jax.Device) -> str:
+    """What a program depends on besides the model: versions, device, compiler flags."""
+    versions = [f"{name}={_version(name)}" for name in _VERSIONED]
+    devices = f"{device.platform}/{device.device_kind}x{jax.device_count()}/{jax.process_count()}"
+    settings = [
+        str(jax.config.jax_enable_x64),
+        str(jax.config.jax_default_matmul_precision),
+        os.environ.get("XLA_FLAGS", ""),
+        os.environ.get("LIBTPU_INIT_ARGS", ""),
+        sys.version.split()[0],
+        platform.machine(),
+        _cpu_features() if device.platform == "cpu" else "",
+    ]
+    return _digest(*versions, devices, *settings, _source_digest())
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _cpu_features() -> str:
+    """A CPU executable holds the instructions of the machine that compiled it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return line
+    return platform.processor()
+
+
+@functools.cache
+def _source_digest() -> str:
+    """hfax's own source, so that a change to a lowering is never hidden by an old program."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        if "cli" not in path.relative_to(root).parts:
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _guarded(compiled: Any, name: str, device: jax.Device) -> Callable[..., Any]:
+    needed = _new_bytes(compiled)
+
+    def run(*args: Any) -> Any:
+        if needed > _CHECKED_BYTES:
+            check_fits(needed, device, f"{name} (results and temporaries)", _OUT_OF_MEMORY_FIX)
+        try:
+            return compiled(*args)
+        except jax.errors.JaxRuntimeError as error:
+            raise _as_out_of_memory(error, name) or error from error
+
+    return run
+
+
+def _new_bytes(compiled: Any) -> int:
+    """Memory that a program takes beside its arguments; 0 where the runtime does not say."""
+    try:
+        stats = compiled.memory_analysis()
+        return stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    except (NotImplementedError, AttributeError, jax.errors.JaxRuntimeError):
+        return 0
+
+
+def _as_out_of_memory(error: Exception, name: str) -> OutOfMemoryError | None:
+    if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
+        return None
+    return OutOfMemoryError(
+        f"{name} does not fit the device's memory.",
+        str(error).splitlines()[0],
+        _OUT_OF_MEMORY_FIX,
+    )
+
+
+def _read(path: Path, name: str, device: jax.Device) -> Program | None:
+    """A program from disk; None if there is none or it cannot be used (then it is removed)."""
+    if os.environ.get("HFAX_PROGRAM_CACHE") == "0":
+        return None
+    try:
+        if hasattr(os, "getuid") and path.stat().st_uid != os.getuid():
+            logger.warning("%s belongs to another user and is not used", path)
+            return None
+        payload, in_tree, out_tree, note = pickle.loads(path.read_bytes())  # noqa: S301 (our own file, see the module)
+        compiled = serialize_executable.deserialize_and_load(
+            payload, in_tree, out_tree, backend=device.client, execution_devices=[device]
+        )
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return Program(run=_guarded(compiled, name, device), note=note)
+    except FileNotFoundError:
+        return None
+    except Exception as error:
+        logger.warning("%s could not be used and is compiled again (%s: %s)", path, type(error).__name__, error)
+        path.unlink(missing_ok=True)
+        return None
+
+
+def _write(path: Path, compiled: Any, note: Any) -> None:
+    """Keep a program on disk, whole or not at all; a disk that is full or read-only costs a warning, no more."""
+    if os.environ.get("HFAX_PROGRAM_CACHE") == "0":
+        return
+    try:
+        data = pickle.dumps((*serialize_executable.serialize(compiled), note))
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".writing-", delete=False) as file:
+            try:
+                file.write(data)
+                file.close()
+                Path(file.name).replace(path)
+            except BaseException:
+                Path(file.name).unlink(missing_ok=True)
+                raise
+        _prune(path.parent)
+    except Exception as error:
+        logger.warning("program not kept in %s (%s: %s)", path.parent, type(error).__name__, error)
+
+
+def _prune(folder: Path) -> None:
+    """Remove the programs unused for longest while the folder is too large, and files of writers that died."""
+    with contextlib.suppress(OSError):
+        for orphan in folder.glob(".writing-*"):
+            if time.time() - orphan.stat().st_mtime > 3600:
+                orphan.unlink(missing_ok=True)
+        files = sorted(folder.glob("*.program"), key=lambda p: p.stat().st_mtime, reverse=True)
+        total = 0
+        for file in files:
+            total += file.stat().st_size
+            if total > _MAX_BYTES:
+                file.unlink(missing_ok=True)
