@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 import huggingface_hub
+from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import (
     DisabledRepoError,
     GatedRepoError,
@@ -195,7 +196,7 @@ def _cached_snapshot(
     except HfaxError as incomplete:
         raise CheckpointNotFoundError(
             f"{repo_id!r} ({revision or 'main'}) is only partly in the cache {cache}.",
-            f"An earlier download was cut short ({incomplete.what}), and it was not continued: {reason}.",
+            f"A download was cut short, and did not go on: {reason}. {incomplete.what}",
             "Run once more with network access; files already complete are not fetched again.",
         ) from error
     if error is not None:
@@ -209,7 +210,7 @@ def _cached_file(repo_id: str, name: str, revision: str, cache_dir: Path | None)
 
 
 def _cache_folder(cache_dir: Path | None) -> Path:
-    return cache_dir or Path(huggingface_hub.constants.HF_HUB_CACHE)
+    return cache_dir or Path(HF_HUB_CACHE)
 
 
 def _refused(repo_id: str, revision: str | None, token: str | bool | None, error: HfHubHTTPError) -> HfaxError:

@@ -46,16 +46,33 @@ def _load(path: Path) -> object:
                 raise
         return torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
     except pickle.UnpicklingError as error:
-        raise CheckpointCorruptError(
-            f"{path} was not loaded, since unpickling it could run code.",
-            "A .bin checkpoint is a pickle, which may carry any program; hfax has torch read tensors and nothing else. "
-            f"torch refused: {str(error).splitlines()[0]}",
-            "Use the repository's safetensors files. If you trust the file's author, convert it once elsewhere with "
-            "transformers (`save_pretrained` writes safetensors).",
-        ) from error
+        reason = _reason(error)
+        if "GLOBAL" in reason or "blocked" in reason or "Can only" in reason:
+            raise _needs_code(path, reason) from error
+        raise _unreadable(path, reason) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise CheckpointCorruptError(
-            f"{path} ({path.stat().st_size if path.exists() else 0} bytes) cannot be read.",
-            f"It is truncated or not a PyTorch checkpoint ({' '.join(str(error).split()[:30])}).",
-            f"Delete {path.name} and download or save it again.",
-        ) from error
+        raise _unreadable(path, _reason(error)) from error
+
+
+def _reason(error: BaseException) -> str:
+    """The line of torch's message that says what was wrong with the file."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    advice = ("Weights only load failed", "Please file an issue", "Check the documentation")
+    return next((line for line in lines if line and not line.startswith(advice)), type(error).__name__)
+
+
+def _needs_code(path: Path, reason: str) -> CheckpointCorruptError:
+    return CheckpointCorruptError(
+        f"{path} was not loaded, since unpickling it could run code.",
+        f"A .bin checkpoint is a pickle, which may carry any program; torch may read tensors only, and said: {reason}",
+        "Use the repository's safetensors files. If you trust the file's author, convert it once elsewhere with "
+        "transformers (`save_pretrained` writes safetensors).",
+    )
+
+
+def _unreadable(path: Path, reason: str) -> CheckpointCorruptError:
+    return CheckpointCorruptError(
+        f"{path} ({path.stat().st_size if path.exists() else 0} bytes) cannot be read.",
+        f"It is truncated or not a PyTorch checkpoint; torch said: {reason}",
+        f"Delete {path.name} and download or save it again.",
+    )

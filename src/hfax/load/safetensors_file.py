@@ -158,12 +158,16 @@ class SafetensorsFile:
         """The whole file, mapped once; None where its file system cannot."""
         with self._lock:
             if self._mapping is None:
+                file_bytes = max(info.end for info in self.tensors.values())
                 try:
                     # Writable, so that torch and XLA take the arrays as ordinary memory; private, so that the file
                     # never changes.
                     self._mapping = mmap.mmap(
-                        self._fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+                        self._fd, file_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
                     )
+                except ValueError as error:
+                    found = os.fstat(self._fd).st_size
+                    raise corrupt(self.path, f"it had {file_bytes} bytes when opened and has {found} now") from error
                 except OSError as error:
                     if error.errno not in (errno.ENODEV, errno.EACCES, errno.EPERM):
                         raise

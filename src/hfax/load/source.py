@@ -28,7 +28,7 @@ class CheckpointSource:
         folder: holds config.json, tokenizer files and the weights; transformers' `from_pretrained` classes accept it.
         revision: the commit of a Hub repository; None for a local folder.
         format: of the weights.
-        files: the weight files, in order.
+        weight_files: in order.
         weight_map: tensor name to the name of its file in `folder`, from the index; None for a single file.
     """
 
@@ -36,7 +36,7 @@ class CheckpointSource:
     folder: Path
     revision: str | None
     format: WeightFormat
-    files: tuple[Path, ...]
+    weight_files: tuple[Path, ...]
     weight_map: Mapping[str, str] | None
 
 
@@ -119,7 +119,7 @@ def _open_folder(name: str, folder: Path, commit: str | None) -> CheckpointSourc
         folder=folder,
         revision=commit,
         format=weights.format,
-        files=tuple(folder / shard for shard in shards),
+        weight_files=tuple(folder / shard for shard in shards),
         weight_map=weight_map,
     )
 
