@@ -1,0 +1,169 @@
+"""Writes the demo model's card: what the training recorded, and text that the model writes now.
+
+    python scripts/demo_card.py src/hfax/demo
+
+reads `training.json` and the checkpoint of a folder and writes its README.md. The samples are drawn through hfax with
+fixed seeds and are not picked by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from hfax import AutoModelForTPU
+
+PROMPTS = ("The function returns", "Return a new", "This module provides")
+QUESTIONS = ("What does textwrap.dedent do?", "Explain os.path.join", "What is the json module?", "Who are you?")
+
+
+def main(folder: Path) -> None:
+    """Write the card of the checkpoint in `folder`."""
+    write_card(folder)
+    print(folder / "README.md")
+
+
+def write_card(folder: Path) -> None:
+    """Read `training.json` and the checkpoint in `folder`; write `README.md` there."""
+    record = json.loads((folder / "training.json").read_text())
+    (folder / "README.md").write_text(CARD.format(**_figures(record), samples=_samples(folder)))
+
+
+def _figures(record: dict[str, Any]) -> dict[str, Any]:
+    recipe, held_out = record["recipe"], record["held_out"]
+    rows = {"Pages": held_out["pages"], "Chats": held_out["chats"], "Sample of both": held_out["sample"]}
+    return {
+        **{name: f"{recipe[name]:,}" for name in ("vocab_size", "context", "short_window")},
+        **{name: recipe[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")},
+        **{name: recipe[name] for name in ("num_attention_heads", "num_key_value_heads")},
+        **{name: recipe[name] for name in ("learning_rate", "weight_decay", "seed")},
+        **{name: f"{record[name]:,}" for name in ("parameters", "steps", "training_tokens", "training_documents")},
+        "training_megabytes": f"{record['training_characters'] / 1e6:.2f}",
+        "training_loss": f"{record['training_loss']:.3f}",
+        "minutes": f"{record['total_seconds'] / 60:.1f}",
+        "total_seconds": f"{record['total_seconds']:.0f}",
+        "preparing_seconds": f"{record['preparing_seconds']:.0f}",
+        "tokens_per_second": f"{record['training_tokens'] / record['optimizing_seconds']:,.0f}",
+        "cpu_cores": record["cpu_cores"],
+        "long_percent": f"{100 * recipe['long_share']:.0f}",
+        "python": record["versions"]["python"],
+        "versions": ", ".join(f"{name} {version}" for name, version in record["versions"].items()),
+        "held_out_rows": "\n".join(
+            f"| {name} | {loss['samples']} | {loss['tokens']:,} "
+            f"| {loss['nats_per_token']:.3f} | {loss['bits_per_byte']:.3f} |"
+            for name, loss in rows.items()
+        ),
+    }
+
+
+def _samples(folder: Path) -> str:
+    """What the model writes with the defaults of its generation config, each with seed 0, as Markdown."""
+    model, tokenizer = AutoModelForTPU.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    sections = []
+    for prompt in PROMPTS:
+        text = prompt + _continue(model, tokenizer, tokenizer.encode(prompt))
+        sections.append(_quoted(f"`hfax generate demo {json.dumps(prompt)}`", text))
+    for question in QUESTIONS:
+        messages = [{"role": "user", "content": question}]
+        token_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        sections.append(_quoted(f"In `hfax chat demo`: {question}", _continue(model, tokenizer, token_ids)))
+    return "\n\n".join(sections)
+
+
+def _continue(model: Any, tokenizer: Any, token_ids: list[int]) -> str:
+    sequences = np.asarray(model.generate(np.array([token_ids]), seed=0))
+    return tokenizer.decode(sequences[0, len(token_ids) :], skip_special_tokens=True)
+
+
+def _quoted(heading: str, text: str) -> str:
+    return f"{heading}\n\n" + "\n".join(f"    {line}".rstrip() for line in text.strip().split("\n"))
+
+
+CARD = """\
+---
+license: apache-2.0
+language: en
+library_name: transformers
+pipeline_tag: text-generation
+tags: [hfax, demo, jax]
+---
+
+# The demo model of hfax
+
+A Llama-architecture language model of {parameters} parameters that ships inside the `hfax` package, so that `hfax
+generate demo` and `hfax chat demo` have something to run without a download. It writes text that reads like Python's
+own documentation, because that is all it has ever read. Plain transformers loads this folder too.
+
+## What it is not
+
+- Not a source of facts. It invents functions, arguments and return values, and gets real ones wrong, in confident
+  prose.
+- Not an assistant. It knows the form of a question and an answer about Python's library, and a few greetings; nothing
+  else.
+- Not safe to act on, not tested for bias, English only, and not a measure of what hfax or transformers can do.
+
+## How it was made
+
+`python scripts/train_demo.py --out src/hfax/demo`, in the source repository, does everything from nothing with hfax
+itself: random weights from `AutoModelForTPU.from_config`, `jax.value_and_grad` of `model.apply`, optax,
+`save_pretrained`.
+
+**Text.** The documentation inside CPython {python}: docstrings of the standard library's modules, classes and
+functions (Python and C; tests left out), and the language reference behind `help()` (`pydoc_data.topics`);
+{training_documents} documents, {training_megabytes} MB after removal of duplicates. Hard-wrapped paragraphs are
+joined and Sphinx roles removed. Each document is read as a page, with or without its heading, and as the answer to a
+question ("What does textwrap.dedent do?" - the first paragraphs of the docstring), in conversations of one to three
+turns, a few with a system message. Questions are drawn anew each epoch. A few greetings and questions about the model
+itself were written by hand.
+
+**Tokenizer.** Byte-level BPE, {vocab_size} tokens, trained on the same text. Special tokens `<|begin|>`, `<|end|>`,
+`<|pad|>`, `<|system|>`, `<|user|>`, `<|assistant|>`; the chat template is a begin token and then
+`<|role|>text<|end|>` for each message.
+
+**Model.** {num_hidden_layers} layers, hidden size {hidden_size}, feed-forward {intermediate_size},
+{num_attention_heads} query heads over {num_key_value_heads} key-value heads, tied embeddings, context {context}
+tokens, weights stored in bfloat16.
+
+**Training.** {steps} steps of AdamW (learning rate {learning_rate}, cosine after a warm-up, weight decay
+{weight_decay}, seed {seed}) in float32, {training_tokens} tokens in all; the last {long_percent}% of the steps on
+windows of {context} tokens, the rest on {short_window}. It took {minutes} minutes ({total_seconds} s, of which
+{preparing_seconds} s for reading the corpus, the tokenizer and the random weights; {tokens_per_second} tokens/s while
+training) on {cpu_cores} cores of an x86-64 server CPU with AVX-512. The machine was shared with other work at the
+time. Mean training loss of the last 50 steps: {training_loss} nats a token.
+
+**Versions.** {versions}.
+
+## Held-out loss
+
+One document in 40, chosen by a hash of its name, was kept out of training and out of the tokenizer; those of them
+that begin like a training document were dropped. Each sample is scored alone, cut to the context, with the stored
+bfloat16 weights computed in float32. Bits a byte count the text without special tokens.
+
+| held out | samples | tokens | nats a token | bits a byte |
+| --- | --- | --- | --- | --- |
+{held_out_rows}
+
+The last row is the file `tests/demo/held_out_sample.json` of the source repository; a test recomputes it with plain
+transformers. All figures are in `training.json`.
+
+## What it writes
+
+Defaults of `generation_config.json` (sampling), seed 0, bfloat16, not picked by hand.
+
+{samples}
+
+## Licences
+
+The weights, the tokenizer and this folder: Apache-2.0, as hfax. The training text is CPython's documentation, under
+the Python Software Foundation License Version 2: Copyright (c) 2001 Python Software Foundation; All Rights Reserved.
+Long stretches that the model reproduces word for word stay under that licence.
+"""
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
