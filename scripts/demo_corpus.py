@@ -179,10 +179,12 @@ def _c_documents() -> Iterator[Document]:
     for module_name in sorted(extensions.union(sys.builtin_module_names) & sys.stdlib_module_names):
         if re.match(r"_?(test|xx)|_ctypes_test|_testcapi", module_name):
             continue
-        try:
-            module = importlib.import_module(module_name)
-        except ImportError:  # an extension whose system library is missing
-            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # some are deprecated
+            try:
+                module = importlib.import_module(module_name)
+            except ImportError:  # an extension whose system library is missing
+                continue
         public = _public_module(module_name)
         prefix = "" if module_name == "builtins" else f"{public}."
         yield from _live(module, public, "module")

@@ -69,7 +69,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, sample: Sample) -> list[int]:
     if isinstance(sample, str):
         text = f"{BEGIN}{sample}{END}"
     else:
-        text = tokenizer.apply_chat_template(sample, tokenize=False)
+        text = str(tokenizer.apply_chat_template(sample, tokenize=False))
     return tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
 

@@ -30,7 +30,7 @@ from demo_card import write_card
 from demo_chats import Sample, epoch_samples, held_out_samples, plain_page
 from demo_corpus import Corpus, read_corpus
 from demo_tokenizer import BEGIN, PAD, ROLES, encode, special_token_ids, train_tokenizer
-from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from hfax import AutoModelForTPU
 
@@ -242,7 +242,7 @@ def pick_sample(held_out: dict[str, list[Sample]]) -> list[Sample]:
 
 
 def save(
-    config: LlamaConfig,
+    config: PretrainedConfig,
     params: Params,
     tokenizer: PreTrainedTokenizerFast,
     recipe: Recipe,
