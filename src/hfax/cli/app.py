@@ -1,0 +1,91 @@
+"""The `hfax` command: its verbs, and what an error or Ctrl-C does to the exit code.
+
+Turns a command line into a call of one verb. Exit codes: 0 success, 1 failure, 2 usage, 130 Ctrl-C. This module knows
+neither models nor devices, and imports nothing heavy, so that `--help` and completion are quick.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from hfax.cli.chat import chat
+from hfax.cli.classify import classify
+from hfax.cli.env import env
+from hfax.cli.error_display import is_debugging, show_error
+from hfax.cli.generate import generate
+from hfax.errors import HfaxError
+
+_EXAMPLES = """[bold]Examples[/bold]
+
+  hfax generate demo "Return a new"
+  hfax chat Qwen/Qwen3-0.6B
+  hfax classify demo "What a lovely day" --labels POSITIVE,NEGATIVE
+  hfax env
+
+MODEL is a Hugging Face id, a local folder, or demo: a tiny model that hfax carries.
+Exit codes: 0 success, 1 failure, 2 wrong usage, 130 Ctrl-C."""
+
+app = typer.Typer(
+    name="hfax",
+    help="Run any Hugging Face transformers model on TPUs, GPUs and CPUs through JAX and XLA.",
+    epilog=_EXAMPLES,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from hfax import __version__
+
+        typer.echo(f"hfax {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _top(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+for _verb in (generate, chat, classify, env):
+    app.command(epilog=sys.modules[_verb.__module__].EXAMPLES)(_verb)
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line.
+
+    Args:
+        arguments: without the program's name; those of this process if None.
+
+    Returns:
+        The exit code. An unexpected exception passes through, with its traceback.
+    """
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="hfax")
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except HfaxError as error:
+        if is_debugging():
+            raise
+        show_error(error)
+        return 1
+    return 0
+
+
+def main() -> NoReturn:
+    """The entry point of the `hfax` script."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    sys.exit(run())

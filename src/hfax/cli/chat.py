@@ -1,0 +1,105 @@
+"""`hfax chat`: a conversation with a model, at a terminal or through a pipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hfax.cli import generation_options as writing_options
+from hfax.cli import model_options
+from hfax.cli.error_display import make_console, reporting
+from hfax.cli.generation_options import WritingOptions
+from hfax.cli.model_options import Dtype, ModelOptions, open_checkpoint
+from hfax.cli.phase_display import PhaseDisplay
+
+EXAMPLES = """[bold]Examples[/bold]
+
+  hfax chat demo
+  hfax chat Qwen/Qwen3-0.6B --system "Answer in French." --temperature 0.7
+  hfax chat Qwen/Qwen3-0.6B --history talk.json
+  printf 'Hello\\n/save talk.json\\n' | hfax chat demo
+
+Commands: /reset, /system TEXT, /save FILE, /help, /exit.
+A message of several lines stands between two lines of three double quotes,
+or has a backslash at the end of each line but the last.
+Ctrl-C stops a reply, Ctrl-D leaves."""
+
+
+def chat(
+    model: model_options.ModelArgument,
+    system: Annotated[
+        str | None, typer.Option(help="System message: how the model should answer.", show_default=False)
+    ] = None,
+    history: Annotated[
+        Path | None, typer.Option(help="Go on with a conversation that /save wrote.", show_default=False)
+    ] = None,
+    max_new_tokens: writing_options.MaxNewTokensOption = None,
+    temperature: writing_options.TemperatureOption = None,
+    top_k: writing_options.TopKOption = None,
+    top_p: writing_options.TopPOption = None,
+    min_p: writing_options.MinPOption = None,
+    seed: writing_options.SeedOption = None,
+    stop: writing_options.StopOption = [],  # noqa: B006 (typer copies it)
+    dtype: model_options.DtypeOption = Dtype.AUTO,
+    revision: model_options.RevisionOption = None,
+    token: model_options.TokenOption = None,
+    trust_remote_code: model_options.TrustOption = False,
+    local_files_only: model_options.LocalOption = False,
+    backend: model_options.BackendOption = "jax",
+    verbose: model_options.VerboseOption = False,
+) -> None:
+    """Talk with a model, by its own chat template.
+
+    Replies go to stdout, everything else to stderr.
+    Up to 1024 tokens a reply, unless --max-new-tokens says otherwise.
+    Through a pipe each line is a message, and the exit code is 1 if one failed.
+    """
+    which = ModelOptions(
+        name=model,
+        dtype=dtype,
+        revision=revision,
+        token=token,
+        trust_remote_code=trust_remote_code,
+        local_files_only=local_files_only,
+        backend=backend,
+    )
+    how = WritingOptions(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=tuple(stop),
+    )
+    with reporting(verbose):
+        _chat(which, how, system, history)
+
+
+def _chat(which: ModelOptions, how: WritingOptions, system: str | None, history: Path | None) -> None:
+    from hfax.cli.conversation import check_template, load_messages
+
+    messages = load_messages(history) if history is not None else []
+    console = make_console()
+    phases = PhaseDisplay(console)
+    with phases.following("starting"):
+        checkpoint = open_checkpoint(which)
+        tokenizer = checkpoint.load_tokenizer()
+        check_template(tokenizer, which.name)
+        model = checkpoint.load_model()
+
+    from hfax.cli.chat_input import is_interactive, make_line_reader, read_entries
+    from hfax.cli.chat_session import ChatSession
+
+    session = ChatSession(model, tokenizer, which.name, how, phases, console, messages=messages, saved_to=history)
+    if system is not None:
+        session.set_system(system)
+    if is_interactive():
+        session.greet()
+    for entry in read_entries(make_line_reader(console)):
+        if not session.take(entry):
+            break
+    if session.num_failures and not is_interactive():
+        raise typer.Exit(1)

@@ -1,0 +1,181 @@
+"""`hfax env`: what to paste into a bug report.
+
+Reads versions, devices, settings and cache sizes of this machine. It never shows the value of a variable that may hold
+a secret, and a part that cannot be read says so instead of failing the rest.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from hfax.cli import model_options
+from hfax.cli.error_display import reporting
+from hfax.home import hfax_home
+
+EXAMPLES = """[bold]Examples[/bold]
+
+  hfax env
+  hfax env --json | jq .packages"""
+
+_PACKAGES = (
+    "torch",
+    "jax",
+    "jaxlib",
+    "libtpu",
+    "torchax",
+    "torch_xla",
+    "transformers",
+    "safetensors",
+    "huggingface_hub",
+    "tokenizers",
+)
+_SHOWN_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_HUB_OFFLINE",
+    "HFAX_DEBUG",
+    "HFAX_HOME",
+    "JAX_COMPILATION_CACHE_DIR",
+    "JAX_PLATFORMS",
+    "LIBTPU_INIT_ARGS",
+    "PJRT_DEVICE",
+    "TPU_VISIBLE_CHIPS",
+    "TRANSFORMERS_OFFLINE",
+    "XDG_CACHE_HOME",
+    "XLA_FLAGS",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+)
+_HIDDEN_VARIABLES = ("HF_ENDPOINT", "HF_TOKEN", "HTTPS_PROXY", "https_proxy")
+"""May hold a secret: only whether they are set is shown."""
+
+
+def env(json_output: model_options.JsonOption = False, verbose: model_options.VerboseOption = False) -> None:
+    """Show versions, devices, settings and caches, to paste into a bug report.
+
+    Tokens are never shown, only whether one is set.
+    """
+    with reporting(verbose):
+        report = read_environment()
+        typer.echo(json.dumps(report, indent=2) if json_output else _as_text(report))
+
+
+def read_environment() -> dict[str, Any]:
+    """The report as nested dictionaries of plain values."""
+    from hfax import __version__
+
+    return {
+        "hfax": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": {"model": _cpu_model(), "usable_cores": _usable_cores(), "memory_bytes": _memory_bytes()},
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "jax": _jax_devices(),
+        "variables": {
+            **{name: os.environ[name] for name in _SHOWN_VARIABLES if name in os.environ},
+            **{name: "set" if os.environ.get(name) else "not set" for name in _HIDDEN_VARIABLES},
+        },
+        "caches": {"hfax": _cache(hfax_home()), "huggingface_hub": _cache(_hub_cache())},
+    }
+
+
+def _as_text(report: dict[str, Any]) -> str:
+    lines = [f"{name}: {report[name]}" for name in ("hfax", "python", "platform")]
+    cpu, devices = report["cpu"], report["jax"]
+    memory = "unknown memory" if cpu["memory_bytes"] is None else _size(cpu["memory_bytes"])
+    lines.append(f"cpu: {cpu['model']}, {cpu['usable_cores']} usable cores, {memory}")
+    lines += [f"{name}: {version or 'not installed'}" for name, version in report["packages"].items()]
+    if devices["error"] is not None:
+        lines.append(f"jax devices: none ({devices['error']})")
+    else:
+        lines.append(f"jax backend: {devices['backend']}")
+        lines.append(f"jax devices: {', '.join(devices['devices'])}")
+    lines += [f"{name}={value}" for name, value in report["variables"].items()]
+    for name, cache in report["caches"].items():
+        held = f"{_size(cache['bytes'])} in {cache['files']} files" if cache["exists"] else "does not exist yet"
+        lines.append(f"{name} cache: {cache['path']} ({held})")
+    return "\n".join(lines)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _jax_devices() -> dict[str, Any]:
+    try:
+        import jax
+
+        devices = jax.devices()
+        return {
+            "backend": jax.default_backend(),
+            "devices": [f"{d.platform}:{d.id} {d.device_kind}" for d in devices],
+            "error": None,
+        }
+    except Exception as error:  # a missing package, a broken plugin, a device in use: all of them are findings here
+        return {
+            "backend": None,
+            "devices": [],
+            "error": f"{type(error).__name__}: {(str(error) or ' ').splitlines()[0]}",
+        }
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _usable_cores() -> int:
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _hub_cache() -> Path:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
+
+
+def _cache(folder: Path) -> dict[str, Any]:
+    """Size of a folder's files; links count once, at what they point to inside of it."""
+    num_files = num_bytes = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = Path(parent, name)
+            try:
+                if not path.is_symlink():
+                    num_files, num_bytes = num_files + 1, num_bytes + path.stat().st_size
+            except FileNotFoundError:  # another process cleans up
+                continue
+    return {"path": str(folder), "exists": folder.is_dir(), "files": num_files, "bytes": num_bytes}
+
+
+def _size(num_bytes: int) -> str:
+    size = float(num_bytes)
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

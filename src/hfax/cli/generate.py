@@ -1,0 +1,141 @@
+"""`hfax generate`: continue a text."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from hfax.cli import generation_options as writing_options
+from hfax.cli import model_options
+from hfax.cli.error_display import make_console, reporting
+from hfax.cli.generation_options import WritingOptions
+from hfax.cli.model_options import Checkpoint, Dtype, ModelOptions, open_checkpoint
+from hfax.cli.phase_display import PhaseDisplay
+from hfax.errors import InvalidInputError
+
+EXAMPLES = """[bold]Examples[/bold]
+
+  hfax generate demo "Return a new"
+  hfax generate Qwen/Qwen3-0.6B "Three primes:" --max-new-tokens 40 --temperature 0.7 --seed 1
+  hfax generate Qwen/Qwen3-0.6B "Name three primes." --chat --system "Be brief."
+  hfax generate ./my-checkpoint - --stop END < prompt.txt
+  hfax generate demo "Return a new" --json | jq .tokens_per_second"""
+
+_DEFAULT_LENGTH = 128
+
+
+def generate(
+    model: model_options.ModelArgument,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue; - reads it from stdin.")],
+    chat: Annotated[
+        bool,
+        typer.Option("--chat/--raw", help="Wrap the prompt in the model's chat template, or continue it as it is."),
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(help="System message before the prompt, with --chat.", show_default=False)
+    ] = None,
+    max_new_tokens: writing_options.MaxNewTokensOption = None,
+    temperature: writing_options.TemperatureOption = None,
+    top_k: writing_options.TopKOption = None,
+    top_p: writing_options.TopPOption = None,
+    min_p: writing_options.MinPOption = None,
+    seed: writing_options.SeedOption = None,
+    stop: writing_options.StopOption = [],  # noqa: B006 (typer copies it)
+    dtype: model_options.DtypeOption = Dtype.AUTO,
+    revision: model_options.RevisionOption = None,
+    token: model_options.TokenOption = None,
+    trust_remote_code: model_options.TrustOption = False,
+    local_files_only: model_options.LocalOption = False,
+    backend: model_options.BackendOption = "jax",
+    json_output: model_options.JsonOption = False,
+    verbose: model_options.VerboseOption = False,
+) -> None:
+    """Continue a text, streaming it to stdout.
+
+    Up to 128 tokens, unless --max-new-tokens says otherwise.
+    What no option sets is left to the checkpoint's generation_config.json;
+    temperature, top-k, top-p and min-p turn sampling on.
+    """
+    if system is not None and not chat:
+        raise typer.BadParameter("a system message needs the chat template. Add --chat.", param_hint="'--system'")
+    which = ModelOptions(
+        name=model,
+        dtype=dtype,
+        revision=revision,
+        token=token,
+        trust_remote_code=trust_remote_code,
+        local_files_only=local_files_only,
+        backend=backend,
+    )
+    how = WritingOptions(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=tuple(stop),
+    )
+    with reporting(verbose):
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        _generate(which, how, prompt, messages if chat else None, json_output)
+
+
+def _generate(
+    which: ModelOptions, how: WritingOptions, prompt: str, messages: list[dict[str, str]] | None, as_json: bool
+) -> None:
+    text = _read_prompt(prompt)
+    phases = PhaseDisplay(make_console())
+    with phases.following("starting"):
+        checkpoint = open_checkpoint(which)
+        tokenizer = checkpoint.load_tokenizer()
+        ids = _prompt_ids(checkpoint, tokenizer, text, messages)
+        loaded = checkpoint.load_model()
+
+    from hfax.cli.answer_output import AnswerOutput
+    from hfax.cli.writing import write_answer
+
+    shown = text if messages is None and prompt != "-" else ""
+    output = None if as_json else AnswerOutput(phases, shown)
+    with phases.following("reading the prompt"):
+        answer = write_answer(loaded, tokenizer, ids, how, phases, default_length=_DEFAULT_LENGTH, output=output)
+        if output is not None:
+            output.finish()
+    if answer.finish_reason == "interrupted":
+        raise typer.Exit(130)
+    if as_json:
+        record = {
+            "model": which.name,
+            "prompt": text,
+            "text": answer.text,
+            "num_prompt_tokens": answer.num_prompt_tokens,
+            "num_tokens": answer.num_tokens,
+            "finish_reason": answer.finish_reason,
+            "seed": answer.seed,
+            "seconds": {name: round(s, 4) for name, s in {**phases.seconds, "generate": answer.seconds}.items()},
+            "tokens_per_second": round(answer.tokens_per_second, 2),
+        }
+        typer.echo(json.dumps(record, ensure_ascii=False))
+
+
+def _read_prompt(prompt: str) -> str:
+    """The prompt's text; of stdin without the newline that ends its last line."""
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+    if not text:
+        raise InvalidInputError(
+            "The prompt is empty.",
+            "An empty prompt gives the model nothing to continue.",
+            "Pass some text; to let a model begin on its own, pass its bos token, for instance '<s>'.",
+        )
+    return text
+
+
+def _prompt_ids(checkpoint: Checkpoint, tokenizer: Any, text: str, messages: list[dict[str, str]] | None) -> list[int]:
+    if messages is None:
+        return list(tokenizer(text)["input_ids"])
+    from hfax.cli.conversation import encode_messages
+
+    return encode_messages(tokenizer, [*messages, {"role": "user", "content": text}], checkpoint.options.name)

@@ -1,0 +1,134 @@
+"""How likely each of several labels is under a model.
+
+Two ways: the head of a sequence classifier, or the probability that a causal language model gives to the label's tokens
+after a prompt. Takes a loaded model and tokenizer; one forward pass each. It does not know what a label means.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hfax.cli.model_options import context_length
+from hfax.errors import InvalidInputError
+from hfax.programs.buckets import prompt_bucket
+
+if TYPE_CHECKING:
+    from hfax.model import JaxModel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LabelScore:
+    """One label's score.
+
+    Args:
+        label: its text.
+        score: a probability; over all labels they sum to 1, except for multi-label heads (each by itself) and
+            regression (the value as it is).
+        log_prob: of the label's tokens under a causal model, their sum; None for a classifier.
+        num_tokens: of the label; None for a classifier.
+    """
+
+    label: str
+    score: float
+    log_prob: float | None = None
+    num_tokens: int | None = None
+
+
+def scores_of_head(model: JaxModel, tokenizer: Any, text: str) -> list[LabelScore]:
+    """Scores from a sequence-classification head, in the order of its labels.
+
+    Raises:
+        InvalidInputError: the text is longer than the model's context.
+    """
+    inputs = dict(tokenizer(text, return_tensors="np"))
+    _check_length(inputs["input_ids"].shape[1], model)
+    logits = np.asarray(model(**inputs).logits, np.float32)[0]
+    labels: Any = model.config.id2label or {}
+    scores = _head_scores(logits, getattr(model.config, "problem_type", None))
+    return [LabelScore(label=labels.get(i, f"LABEL_{i}"), score=float(s)) for i, s in enumerate(scores)]
+
+
+def scores_under_causal_model(
+    model: JaxModel, tokenizer: Any, text: str, labels: Sequence[str], template: str, *, per_token: bool
+) -> list[LabelScore]:
+    """Probabilities of labels as continuations of a prompt, in the order given.
+
+    Args:
+        model: a causal language model.
+        tokenizer: its own.
+        text: what `{text}` stands for in the template.
+        labels: two or more.
+        template: holds `{text}` once, and ends with `{label}`.
+        per_token: compare log-probabilities per token instead of their sums, which favour short labels.
+
+    Every label is scored from the same position on: the first at which a label's tokens may differ from the prompt's.
+
+    Raises:
+        InvalidInputError: prompt and label are longer than the model's context.
+    """
+    before, after = template.removesuffix("{label}").split("{text}")
+    prompt = f"{before}{text}{after}"
+    rows = [list(tokenizer(prompt + label)["input_ids"]) for label in labels]
+    start = max(1, min(_common_length(row, tokenizer(prompt)["input_ids"]) for row in rows))
+    _check_length(max(map(len, rows)), model)
+    log_probs = _token_log_probs(model, tokenizer, rows, start)
+    sums = np.array([sum(row) for row in log_probs])
+    counts = np.array([len(row) for row in log_probs])
+    scores = _softmax(sums / counts if per_token else sums)
+    return [
+        LabelScore(label=label, score=float(score), log_prob=float(total), num_tokens=int(count))
+        for label, score, total, count in zip(labels, scores, sums, counts, strict=True)
+    ]
+
+
+def _token_log_probs(model: JaxModel, tokenizer: Any, rows: Sequence[Sequence[int]], start: int) -> list[list[float]]:
+    """Log-probabilities of each row's tokens from position `start` on, from one forward pass.
+
+    Rows are padded on the right, where a causal model does not look, to a size that other texts share, so that their
+    programs are found in the cache.
+    """
+    longest = max(map(len, rows))
+    width = prompt_bucket(longest, max(context_length(model.config) or 0, longest))
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    ids = np.array([[*row, *[pad] * (width - len(row))] for row in rows], np.int32)
+    mask = np.array([[1] * len(row) + [0] * (width - len(row)) for row in rows], np.int32)
+    logits = np.asarray(model(input_ids=ids, attention_mask=mask, use_cache=False).logits)
+    result = []
+    for row, row_logits in zip(rows, logits, strict=True):
+        drawn = row_logits[start - 1 : len(row) - 1].astype(np.float32)
+        shifted = drawn - drawn.max(axis=-1, keepdims=True)
+        normalized = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+        result.append([float(normalized[i, token]) for i, token in enumerate(row[start:])])
+    return result
+
+
+def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    pairs = zip(a, b, strict=False)
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
+
+
+def _head_scores(logits: np.ndarray, problem_type: str | None) -> np.ndarray:
+    if problem_type == "multi_label_classification":
+        return 1 / (1 + np.exp(-logits))
+    if problem_type == "regression" or logits.size == 1:
+        return logits
+    return _softmax(logits)
+
+
+def _softmax(values: np.ndarray) -> np.ndarray:
+    exponentials = np.exp(values - values.max())
+    return exponentials / exponentials.sum()
+
+
+def _check_length(length: int, model: JaxModel) -> None:
+    context = context_length(model.config)
+    if context is not None and length > context:
+        raise InvalidInputError(
+            f"The text has {length} tokens (with what surrounds it); the model's context holds {context}.",
+            "Positions past the context would be scored wrongly in silence.",
+            "Shorten the text.",
+        )

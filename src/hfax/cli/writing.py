@@ -1,0 +1,141 @@
+"""One answer of a model: from the tokens of a prompt to text, with what it cost.
+
+Turns prompt ids and the options of a command line into one call of `model.generate`. It does not know whether the
+prompt came from a chat template. Ctrl-C ends the answer, not the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal
+
+from hfax.cli.answer_output import AnswerOutput
+from hfax.cli.generation_options import WritingOptions
+from hfax.cli.model_options import context_length
+from hfax.cli.phase_display import PhaseDisplay
+from hfax.cli.text_stream import TextStream, decode_answer
+
+if TYPE_CHECKING:
+    from hfax.model import JaxModel
+
+FinishReason = Literal["eos", "stop_string", "length", "interrupted"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What was written.
+
+    Args:
+        text: without special tokens.
+        num_prompt_tokens, num_tokens: read and written.
+        finish_reason: an end-of-sequence token, a stop string, the length asked for (or the context's end), or Ctrl-C.
+        seconds: of reading the prompt and writing; trace and compile, which only happen the first time, left out.
+        seed: that writes the same answer again.
+    """
+
+    text: str
+    num_prompt_tokens: int
+    num_tokens: int
+    finish_reason: FinishReason
+    seconds: float
+    seed: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Written tokens by all seconds, those of reading the prompt included."""
+        return self.num_tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+def write_answer(
+    model: JaxModel,
+    tokenizer: Any,
+    prompt_ids: Sequence[int],
+    options: WritingOptions,
+    phases: PhaseDisplay,
+    *,
+    default_length: int,
+    output: AnswerOutput | None,
+) -> Answer:
+    """Run `model.generate` on one prompt.
+
+    Args:
+        model: of any kind that writes text.
+        tokenizer: its own.
+        prompt_ids: the whole prompt.
+        options: from the command line.
+        phases: whose trace and compile seconds are subtracted.
+        default_length: tokens, if the options name none and the context has room.
+        output: gets the text as it is written; without one the whole answer is drawn on the device in one go.
+    """
+    seed = options.draw_seed()
+    is_encoder_decoder = bool(model.config.is_encoder_decoder)
+    context = None if is_encoder_decoder else context_length(model.config)
+    length = options.length_within(default_length, len(prompt_ids), context)
+    before = () if is_encoder_decoder else prompt_ids
+    stream = TextStream(tokenizer, before, output.write if output else lambda piece: None)
+    compiled = phases.seconds["trace"] + phases.seconds["compile"]
+    start, is_interrupted = time.perf_counter(), False
+    try:
+        with _interruptible(stream):
+            sequences = model.generate(
+                [list(prompt_ids)],
+                attention_mask=[[1] * len(prompt_ids)],
+                streamer=stream if output else None,
+                tokenizer=tokenizer,
+                seed=seed,
+                max_new_tokens=length,
+                **options.as_arguments(),
+            )
+            if output is None:
+                stream.token_ids = [int(t) for t in sequences[0][1 if is_encoder_decoder else len(prompt_ids) :]]
+                stream.pieces = [decode_answer(tokenizer, before, stream.token_ids)]
+    except KeyboardInterrupt:
+        is_interrupted = True
+        stream.end()
+    seconds = time.perf_counter() - start - (phases.seconds["trace"] + phases.seconds["compile"] - compiled)
+    return Answer(
+        text=stream.text,
+        num_prompt_tokens=len(prompt_ids),
+        num_tokens=len(stream.token_ids),
+        finish_reason="interrupted" if is_interrupted else _finish_reason(model, stream, options, length),
+        seconds=seconds,
+        seed=seed,
+    )
+
+
+def _finish_reason(model: JaxModel, stream: TextStream, options: WritingOptions, length: int) -> FinishReason:
+    eos: Any = model.generation_config.eos_token_id
+    eos_ids = eos if isinstance(eos, (list, tuple)) else (eos,)
+    if stream.token_ids and stream.token_ids[-1] in eos_ids:
+        return "eos"
+    if len(stream.token_ids) < length or any(stop in stream.text for stop in options.stop):
+        return "stop_string"
+    return "length"
+
+
+@contextlib.contextmanager
+def _interruptible(stream: TextStream) -> Iterator[None]:
+    """Make Ctrl-C end the block for certain.
+
+    A KeyboardInterrupt that Python raises inside a callback of C code is printed and forgotten ("Exception ignored
+    in"); so the stream is told as well, and raises at the next token.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        stream.stop_requested = True
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
