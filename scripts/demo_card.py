@@ -38,16 +38,18 @@ def _figures(record: dict[str, Any]) -> dict[str, Any]:
     recipe, held_out = record["recipe"], record["held_out"]
     rows = {"Pages": held_out["pages"], "Chats": held_out["chats"], "Sample of both": held_out["sample"]}
     return {
-        **{name: f"{recipe[name]:,}" for name in ("vocab_size", "context", "short_window")},
-        **{name: recipe[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")},
-        **{name: recipe[name] for name in ("num_attention_heads", "num_key_value_heads")},
-        **{name: recipe[name] for name in ("learning_rate", "weight_decay", "seed")},
+        **{name: recipe[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "seed")},
+        **{name: recipe[name] for name in ("num_attention_heads", "num_key_value_heads", "context", "short_window")},
+        **{name: recipe[name] for name in ("muon_learning_rate", "adam_learning_rate", "weight_decay")},
+        **{name: f"{recipe[name]:,}" for name in ("vocab_size", "tokens_per_step")},
         **{name: f"{record[name]:,}" for name in ("parameters", "steps", "training_tokens", "training_documents")},
         "training_megabytes": f"{record['training_characters'] / 1e6:.2f}",
         "training_loss": f"{record['training_loss']:.3f}",
         "minutes": f"{record['total_seconds'] / 60:.1f}",
         "total_seconds": f"{record['total_seconds']:.0f}",
         "preparing_seconds": f"{record['preparing_seconds']:.0f}",
+        "optimizing_seconds": f"{record['optimizing_seconds']:.0f}",
+        "cpu_minutes": f"{record['cpu_seconds'] / 60:.1f}",
         "tokens_per_second": f"{record['training_tokens'] / record['optimizing_seconds']:,.0f}",
         "cpu_cores": record["cpu_cores"],
         "long_percent": f"{100 * recipe['long_share']:.0f}",
@@ -129,12 +131,13 @@ itself were written by hand.
 {num_attention_heads} query heads over {num_key_value_heads} key-value heads, tied embeddings, context {context}
 tokens, weights stored in bfloat16.
 
-**Training.** {steps} steps of AdamW (learning rate {learning_rate}, cosine after a warm-up, weight decay
-{weight_decay}, seed {seed}) in float32, {training_tokens} tokens in all; the last {long_percent}% of the steps on
-windows of {context} tokens, the rest on {short_window}. It took {minutes} minutes ({total_seconds} s, of which
-{preparing_seconds} s for reading the corpus, the tokenizer and the random weights; {tokens_per_second} tokens/s while
-training) on {cpu_cores} cores of an x86-64 server CPU with AVX-512. The machine was shared with other work at the
-time. Mean training loss of the last 50 steps: {training_loss} nats a token.
+**Training.** {steps} steps of {tokens_per_step} tokens, {training_tokens} tokens in all, in float32: Muon for the
+matrices of the layers (learning rate {muon_learning_rate}, weight decay {weight_decay}), Adam for the embeddings and
+the norms ({adam_learning_rate}), warm-up and cosine, seed {seed}; the last {long_percent}% of the steps on windows of
+{context} tokens, the rest on {short_window}. It took {minutes} minutes ({total_seconds} s: {preparing_seconds} s for
+the corpus, the tokenizer and the random weights, {optimizing_seconds} s of training at {tokens_per_second} tokens/s,
+the rest for the held-out loss) and {cpu_minutes} minutes of CPU time, on {cpu_cores} cores of an x86-64 server with
+AVX-512 that were shared with other work. Mean training loss of the last 50 steps: {training_loss} nats a token.
 
 **Versions.** {versions}.
 

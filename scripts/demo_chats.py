@@ -67,6 +67,7 @@ QUESTIONS: dict[Kind, tuple[str, ...]] = {
         "{name}",
     ),
 }
+SMALL_TALK_REPEATS = 5
 SMALL_TALK = (
     (
         ("Hello", "Hello!", "Hi", "hi", "Hey", "Good morning"),
@@ -159,7 +160,7 @@ def epoch_samples(corpus: Corpus, epoch: int, seed: int) -> list[Sample]:
     The same epoch and seed give the same samples.
     """
     rng = random.Random(f"{seed}/{epoch}")
-    samples: list[Sample] = [plain_page(document, rng.random() < 0.6) for document in corpus.train]
+    samples: list[Sample] = [plain_page(document, rng.random() < 0.75) for document in corpus.train]
     askable = [document for document in corpus.train if document.is_public and answer(document)]
     rng.shuffle(askable)
     while askable:
@@ -167,7 +168,7 @@ def epoch_samples(corpus: Corpus, epoch: int, seed: int) -> list[Sample]:
         samples.append(conversation(askable[:turns], rng, system=rng.random() < 0.15))
         del askable[:turns]
     for asked, reply in SMALL_TALK:
-        for words in asked:
+        for words in asked * SMALL_TALK_REPEATS:
             talk = [{"role": "user", "content": words}, {"role": "assistant", "content": reply}]
             others = [document for document in rng.sample(corpus.train, 8) if document.is_public][
                 : rng.choice((0, 0, 1))

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 from demo_card import write_card
 from demo_chats import Sample, epoch_samples, held_out_samples, plain_page
 from demo_corpus import Corpus, read_corpus
@@ -57,8 +58,9 @@ class Recipe:
     short_window: int = 256
     long_share: float = 0.15
     tokens_per_step: int = 2048
-    steps: int = 2300
-    learning_rate: float = 1.5e-3
+    steps: int = 2000
+    muon_learning_rate: float = 0.015
+    adam_learning_rate: float = 1e-2
     weight_decay: float = 0.1
     seed: int = 0
     documents: int | None = None
@@ -144,13 +146,7 @@ def train(
     Returns:
         The trained parameters and what is worth recording: steps, tokens, the loss of the last 50 steps, seconds.
     """
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, recipe.learning_rate, max(1, min(100, recipe.steps // 10)), recipe.steps, 0.05 * recipe.learning_rate
-    )
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(schedule, b2=0.98, weight_decay=recipe.weight_decay, mask=_is_matrix),
-    )
+    optimizer = make_optimizer(recipe)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Params, state: optax.OptState, window: np.ndarray) -> tuple[Any, optax.OptState, jax.Array]:
@@ -177,6 +173,35 @@ def train(
         "training_loss": round(float(np.mean(losses[-50:])), 4),
         "optimizing_seconds": round(seconds, 1),
     }
+
+
+def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
+    """Muon for the matrices of the layers, Adam for the embeddings and the scales of norms; warm-up, then cosine.
+
+    Trials of 300 steps ended at a held-out loss of pages of 5.18 nats a token with AdamW for everything (1.5e-3; 5.26
+    with 1e-3), and with Muon at 4.58 and 4.34 (Adam's part at 3e-3 and 1.2e-2). Muon makes a step a fifth longer
+    (Jordan, 2024; https://kellerjordan.github.io/posts/muon).
+    """
+
+    warm_up_steps = max(1, min(100, recipe.steps // 10))
+
+    def schedule(peak: float) -> optax.Schedule:
+        return optax.warmup_cosine_decay_schedule(0.0, peak, warm_up_steps, recipe.steps, 0.02 * peak)
+
+    def for_muon(params: Params) -> dict[str, optax.contrib.MuonDimensionNumbers | None]:
+        numbers = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+        return {name: numbers if name.endswith("proj.weight") else None for name in params}
+
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.contrib.muon(
+            schedule(recipe.muon_learning_rate),
+            adam_learning_rate=schedule(recipe.adam_learning_rate),
+            adam_b2=0.98,
+            weight_decay=recipe.weight_decay,
+            muon_weight_dimension_numbers=for_muon,  # pyright: ignore[reportArgumentType]
+        ),
+    )
 
 
 def token_losses(apply: Callable[..., Any], params: Any, window: Any) -> jax.Array:
@@ -276,11 +301,6 @@ def _versions() -> dict[str, str]:
 
 def _num_parameters(params: Params) -> int:
     return sum(value.size for value in params.values())
-
-
-def _is_matrix(params: Params) -> dict[str, bool]:
-    """Weight decay is for matrices, not for the scales of norms."""
-    return {name: value.ndim > 1 for name, value in params.items()}
 
 
 def _restart_with_large_pages() -> None:
