@@ -75,8 +75,9 @@ def test_space_before_the_first_word_is_kept_with_metaspace_tokenizers():
 
 
 def test_stop_request_ends_at_the_next_token(tokenizer):
-    stream = TextStream(tokenizer, [])
+    asked: list[bool] = []
+    stream = TextStream(tokenizer, [], should_stop=lambda: bool(asked))
     stream.put(np.array([[7]]))
-    stream.stop_requested = True
+    asked.append(True)
     with pytest.raises(KeyboardInterrupt):
         stream.put(np.array([7]))

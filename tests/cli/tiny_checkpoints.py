@@ -38,7 +38,7 @@ def make_tokenizer(chat_template: str | None = CHAT_TEMPLATE):
     return fast
 
 
-def save_language_model(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> Path:
+def save_language_model(folder: Path, chat_template: str | None = CHAT_TEMPLATE, context: int = CONTEXT) -> Path:
     """A Llama of two layers with random weights, the same every time."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -51,7 +51,7 @@ def save_language_model(folder: Path, chat_template: str | None = CHAT_TEMPLATE)
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=context,
         bos_token_id=None,
         eos_token_id=0,
         pad_token_id=2,

@@ -92,14 +92,18 @@ def _chat(which: ModelOptions, how: WritingOptions, system: str | None, history:
 
     from hfax.cli.chat_input import is_interactive, make_line_reader, read_entries
     from hfax.cli.chat_session import ChatSession
+    from hfax.cli.interrupts import CtrlC
 
-    session = ChatSession(model, tokenizer, which.name, how, phases, console, messages=messages, saved_to=history)
-    if system is not None:
-        session.set_system(system)
-    if is_interactive():
-        session.greet()
-    for entry in read_entries(make_line_reader(console)):
-        if not session.take(entry):
-            break
+    with CtrlC() as ctrl_c:
+        session = ChatSession(
+            model, tokenizer, which.name, how, phases, console, ctrl_c, messages=messages, saved_to=history
+        )
+        if system is not None:
+            session.set_system(system)
+        if is_interactive():
+            session.greet()
+        for entry in read_entries(make_line_reader(console, ctrl_c)):
+            if not session.take(entry):
+                break
     if session.num_failures and not is_interactive():
         raise typer.Exit(1)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.text import Text
 
+from hfax.cli.interrupts import CtrlC
+
 _FENCE = '"""'
 _PROMPT, _CONTINUATION = "> ", ". "
 
@@ -93,22 +95,23 @@ def is_interactive() -> bool:
     return sys.stdin.isatty()
 
 
-def make_line_reader(console: Console) -> ReadLine:
+def make_line_reader(console: Console, ctrl_c: CtrlC) -> ReadLine:
     """How this process reads lines: with line editing and history on a terminal, else plainly and without prompts.
 
     Ctrl-C at a prompt drops the message that is being typed; in plain input it passes.
     """
     if not is_interactive():
-        return lambda prompt: _read_plain_line()
+        return lambda prompt: _read_plain_line(ctrl_c)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (gives input() line editing, and history with the arrow keys)
 
     def read_line(prompt: str) -> str:
         try:
             if sys.stdout.isatty():
-                return input(_coloured(prompt) if console.color_system else prompt)
+                with ctrl_c.raising():
+                    return input(_coloured(prompt) if console.color_system else prompt)
             console.print(Text(prompt, style="bold green"), end="")
-            return _read_plain_line()
+            return _read_plain_line(ctrl_c)
         except KeyboardInterrupt:
             console.print(Text("\n(Ctrl-D or /exit leaves)", style="dim"))
             raise LineDropped from None
@@ -124,8 +127,9 @@ def _coloured(prompt: str) -> str:
     return f"\001\033[1;32m\002{prompt}\001\033[0m\002"
 
 
-def _read_plain_line() -> str:
-    line = sys.stdin.readline()
+def _read_plain_line(ctrl_c: CtrlC) -> str:
+    with ctrl_c.raising():
+        line = sys.stdin.readline()
     if not line:
         raise EOFError
     return line.removesuffix("\n")

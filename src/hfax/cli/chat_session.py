@@ -21,6 +21,7 @@ from hfax.cli.chat_input import Command, Said, is_interactive
 from hfax.cli.conversation import Message, encode_messages, save_messages
 from hfax.cli.error_display import is_debugging, show_error
 from hfax.cli.generation_options import WritingOptions
+from hfax.cli.interrupts import CtrlC
 from hfax.cli.model_options import context_length
 from hfax.cli.phase_display import PhaseDisplay
 from hfax.cli.writing import Answer, write_answer
@@ -48,6 +49,7 @@ class ChatSession:
         options: for every reply.
         phases: shows compilations.
         console: for notes, on stderr.
+        ctrl_c: stops a reply.
         messages: to go on with.
         saved_to: where `/save` without a name writes.
 
@@ -63,13 +65,14 @@ class ChatSession:
         options: WritingOptions,
         phases: PhaseDisplay,
         console: Console,
+        ctrl_c: CtrlC,
         *,
         messages: Sequence[Message] = (),
         saved_to: Path | None = None,
     ) -> None:
         self.num_failures = 0
         self._model, self._tokenizer, self._name = model, tokenizer, model_name
-        self._options, self._phases, self._console = options, phases, console
+        self._options, self._phases, self._console, self._ctrl_c = options, phases, console, ctrl_c
         self._messages = list(messages)
         self._saved_to = saved_to
 
@@ -138,7 +141,14 @@ class ChatSession:
         output = AnswerOutput(self._phases)
         with self._phases.following("reading the conversation"):
             answer = write_answer(
-                self._model, self._tokenizer, ids, options, self._phases, default_length=_DEFAULT_LENGTH, output=output
+                self._model,
+                self._tokenizer,
+                ids,
+                options,
+                self._phases,
+                self._ctrl_c,
+                default_length=_DEFAULT_LENGTH,
+                output=output,
             )
             if answer.num_tokens:
                 output.finish()

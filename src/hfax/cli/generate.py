@@ -96,12 +96,15 @@ def _generate(
         loaded = checkpoint.load_model()
 
     from hfax.cli.answer_output import AnswerOutput
+    from hfax.cli.interrupts import CtrlC
     from hfax.cli.writing import write_answer
 
     shown = text if messages is None and prompt != "-" else ""
     output = None if as_json else AnswerOutput(phases, shown)
-    with phases.following("reading the prompt"):
-        answer = write_answer(loaded, tokenizer, ids, how, phases, default_length=_DEFAULT_LENGTH, output=output)
+    with phases.following("reading the prompt"), CtrlC() as ctrl_c:
+        answer = write_answer(
+            loaded, tokenizer, ids, how, phases, ctrl_c, default_length=_DEFAULT_LENGTH, output=output
+        )
         if output is not None:
             output.finish()
     if answer.finish_reason == "interrupted":

@@ -45,8 +45,8 @@ class PhaseDisplay:
         """
         self._activity = activity
         self._running.clear()
-        self._spin()
         try:
+            self._spin()
             with listen(self._on_event):
                 yield
         finally:

@@ -7,7 +7,6 @@ with the tokens before, and gives every piece as soon as its characters are whol
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,24 +23,27 @@ class TextStream:
         prompt_ids: the tokens before the answer; empty for an encoder-decoder.
         write: gets each piece of text. It gets none before the second token (or the end), since compiling the decoding
             loop comes after the first.
+        should_stop: asked at each `put`, which raises KeyboardInterrupt if so.
 
     Attributes:
         token_ids: drawn so far, special tokens included.
         pieces: of text, so far.
-        stop_requested: when set, the next `put` raises KeyboardInterrupt.
     """
 
     def __init__(
-        self, tokenizer: Any, prompt_ids: Sequence[int], write: Callable[[str], None] = lambda piece: None
+        self,
+        tokenizer: Any,
+        prompt_ids: Sequence[int],
+        write: Callable[[str], None] = lambda piece: None,
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.token_ids: list[int] = []
         self.pieces: list[str] = []
-        self.stop_requested = False
-        self._tokenizer, self._write = tokenizer, write
+        self._tokenizer, self._write, self._should_stop = tokenizer, write, should_stop
         self._ids = list(prompt_ids[-_TAIL:])
         self._start, self._read = 0, len(self._ids)
         self._has_prompt = False
-        self.first_token_time: float | None = None
 
     @property
     def text(self) -> str:
@@ -50,13 +52,11 @@ class TextStream:
 
     def put(self, value: Any) -> None:
         """Take the prompt (the first call), then new tokens: an array or tensor of ids of one sequence."""
-        if self.stop_requested:
+        if self._should_stop():
             raise KeyboardInterrupt
         if not self._has_prompt:
             self._has_prompt = True
             return
-        if self.first_token_time is None:
-            self.first_token_time = time.perf_counter()
         self.add(value.reshape(-1).tolist())
 
     def add(self, ids: Sequence[int]) -> None:

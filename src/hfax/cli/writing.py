@@ -1,22 +1,19 @@
 """One answer of a model: from the tokens of a prompt to text, with what it cost.
 
 Turns prompt ids and the options of a command line into one call of `model.generate`. It does not know whether the
-prompt came from a chat template. Ctrl-C ends the answer, not the program.
+prompt came from a chat template.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from types import FrameType
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from hfax.cli.answer_output import AnswerOutput
 from hfax.cli.generation_options import WritingOptions
+from hfax.cli.interrupts import CtrlC
 from hfax.cli.model_options import context_length
 from hfax.cli.phase_display import PhaseDisplay
 from hfax.cli.text_stream import TextStream, decode_answer
@@ -58,6 +55,7 @@ def write_answer(
     prompt_ids: Sequence[int],
     options: WritingOptions,
     phases: PhaseDisplay,
+    ctrl_c: CtrlC,
     *,
     default_length: int,
     output: AnswerOutput | None,
@@ -70,6 +68,7 @@ def write_answer(
         prompt_ids: the whole prompt.
         options: from the command line.
         phases: whose trace and compile seconds are subtracted.
+        ctrl_c: ends the answer early; what was written of it is returned.
         default_length: tokens, if the options name none and the context has room.
         output: gets the text as it is written; without one the whole answer is drawn on the device in one go.
     """
@@ -78,11 +77,12 @@ def write_answer(
     context = None if is_encoder_decoder else context_length(model.config)
     length = options.length_within(default_length, len(prompt_ids), context)
     before = () if is_encoder_decoder else prompt_ids
-    stream = TextStream(tokenizer, before, output.write if output else lambda piece: None)
+    write = output.write if output else lambda piece: None
+    stream = TextStream(tokenizer, before, write, should_stop=lambda: ctrl_c.was_pressed)
     compiled = phases.seconds["trace"] + phases.seconds["compile"]
     start, is_interrupted = time.perf_counter(), False
     try:
-        with _interruptible(stream):
+        with ctrl_c.raising():
             sequences = model.generate(
                 [list(prompt_ids)],
                 attention_mask=[[1] * len(prompt_ids)],
@@ -117,25 +117,3 @@ def _finish_reason(model: JaxModel, stream: TextStream, options: WritingOptions,
     if len(stream.token_ids) < length or any(stop in stream.text for stop in options.stop):
         return "stop_string"
     return "length"
-
-
-@contextlib.contextmanager
-def _interruptible(stream: TextStream) -> Iterator[None]:
-    """Make Ctrl-C end the block for certain.
-
-    A KeyboardInterrupt that Python raises inside a callback of C code is printed and forgotten ("Exception ignored
-    in"); so the stream is told as well, and raises at the next token.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def on_interrupt(number: int, frame: FrameType | None) -> None:
-        stream.stop_requested = True
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,58 @@
+"""Ctrl-C where somebody waits for it, and elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+import pytest
+
+from hfax.cli.interrupts import CtrlC
+
+
+def press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_raises_inside_the_block_only():
+    with CtrlC() as ctrl_c:
+        with pytest.raises(KeyboardInterrupt), ctrl_c.raising():
+            press()
+        with ctrl_c.raising():
+            pass
+
+
+def test_pressed_between_blocks_raises_at_the_next_one_and_once():
+    """Between reading a line and answering it, Ctrl-C once ended the whole chat."""
+    with CtrlC() as ctrl_c:
+        press()
+        with pytest.raises(KeyboardInterrupt), ctrl_c.raising():
+            pytest.fail("not raised at once")
+        with ctrl_c.raising():
+            pass
+
+
+def test_second_press_does_not_raise_while_the_first_is_handled():
+    with CtrlC() as ctrl_c:
+        try:
+            with ctrl_c.raising():
+                press()
+        except KeyboardInterrupt:
+            press()
+        with pytest.raises(KeyboardInterrupt), ctrl_c.raising():
+            pass
+
+
+def test_press_that_c_code_swallowed_can_be_seen():
+    with CtrlC() as ctrl_c, ctrl_c.raising():
+        with contextlib.suppress(KeyboardInterrupt):
+            press()
+        assert ctrl_c.was_pressed
+
+
+def test_former_handler_comes_back():
+    before = signal.getsignal(signal.SIGINT)
+    with CtrlC():
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before
