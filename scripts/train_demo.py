@@ -282,7 +282,7 @@ def save(
         **special_token_ids(tokenizer),
         suppress_tokens=tokenizer.convert_tokens_to_ids([BEGIN, PAD, *ROLES]),
         do_sample=True,
-        temperature=0.7,
+        temperature=0.6,
         top_p=0.9,
         repetition_penalty=1.1,
         max_new_tokens=160,
