@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+pytestmark = pytest.mark.slow
+
 TINY = {
     "vocab-size": 400,
     "hidden-size": 32,
