@@ -51,6 +51,10 @@ def _environment() -> Any:
     }
     for op, lowering in lowerings.items():
         environment.override_op_definition(op, functools.partial(call_jax, lowering))
+    for op in (torch.ops.aten.copy_, torch.Tensor.copy_):
+        environment.override_op_definition(op, _copy, is_view_op=True)
+    for op in (torch.nn.functional.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention):
+        environment.override_op_definition(op, _scaled_dot_product_attention)
     _register_interfaces()
     return environment
 
@@ -79,6 +83,43 @@ def call_jax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if isinstance(out, tuple):
         return tuple(_Tensor(o, environment) for o in out)
     return _Tensor(out, environment)
+
+
+def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
+    """`Tensor.copy_`. torchax's own cannot read from a view, and lets the source change the target's shape."""
+    array, into = unwrap(source), unwrap(target)
+    new = jnp.broadcast_to(jnp.asarray(array).astype(into.dtype), into.shape)
+    if isinstance(target, _View):
+        target.update(new)
+    else:
+        target._elem = new
+    return target
+
+
+def _scaled_dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """`torch.nn.functional.scaled_dot_product_attention`. torchax's own gives NaN for a row that may attend to nothing."""
+
+    def compute(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> jax.Array:
+        lead = query.shape[:-3] if query.ndim >= 3 else ()
+        four = [a.reshape(-1, *((1,) * (3 - a.ndim) + a.shape)[-3:]) for a in (query, key, value)]
+        if mask is None and is_causal:
+            mask = attention_math.causal_positions(query.shape[-2], key.shape[-2], align_end=False)
+        if mask is not None and mask.ndim > 4:
+            mask = mask.reshape(-1, *mask.shape[-3:])
+        out, _ = attention_math.attention(*four, mask, scale=query.shape[-1] ** -0.5 if scale is None else scale)
+        out = out.swapaxes(1, 2)
+        return out.reshape(*lead, *out.shape[1:]) if query.ndim >= 3 else out.reshape(out.shape[-2:])
+
+    return call_jax(compute, query, key, value, attn_mask)
 
 
 _module_locks: dict[int, threading.RLock] = {}

@@ -86,9 +86,12 @@ def _grouped(mask: jax.Array, kv_heads: int, num_queries: int, num_keys: int) ->
     return mask.reshape(mask.shape[0], kv_heads, mask.shape[1] // kv_heads, *mask.shape[2:])
 
 
-def causal_positions(num_queries: int, num_keys: int) -> jax.Array:
-    """[1, 1, queries, keys] bool: query i, the last of which is at the last key, sees the keys up to its own position."""
-    rows = jnp.arange(num_queries)[:, None] + (num_keys - num_queries)
+def causal_positions(num_queries: int, num_keys: int, *, align_end: bool = True) -> jax.Array:
+    """[1, 1, queries, keys] bool: each query sees the keys up to its own position.
+
+    `align_end`: the last query stands at the last key, as after a cache; else the first query at the first key, as torch has it.
+    """
+    rows = jnp.arange(num_queries)[:, None] + (num_keys - num_queries if align_end else 0)
     return (jnp.arange(num_keys)[None, :] <= rows)[None, None]
 
 
