@@ -237,5 +237,3 @@ def _require_jax(backend: str) -> None:
             str(error),
             "Install one of the extras: pip install 'hfax[tpu]', 'hfax[cuda]' or 'hfax[cpu]'.",
         ) from error
-
-

@@ -213,9 +213,9 @@ class JaxModel:
             folder: made if it is not there; an interrupted save leaves what was there before.
             max_shard_size: of one file.
         """
-        from hfax.load.save import save_model
+        from hfax.load.save_pretrained import save_model
 
-        save_model(Path(folder), self._skeleton, self._tied, self.params, self.generation_config, max_shard_size)
+        save_model(Path(folder), self._skeleton, self.params, self.generation_config, max_shard_size)
 
     def _prompts(self, prompt: Any, arrays: dict[str, np.ndarray], config: GenerationConfig) -> requests.Prompts:
         traits = self._traced.traits

@@ -10,7 +10,13 @@ import threading
 from typing import Any
 
 import jax
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, EncoderDecoderCache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    EncoderDecoderCache,
+    LinearAttentionCacheLayerMixin,
+)
 from transformers.utils import ModelOutput
 
 from hfax.backends.structure import Structure, flatten, make_model_output, unflatten

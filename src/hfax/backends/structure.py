@@ -53,7 +53,11 @@ def is_array(value: Any) -> bool:
     if isinstance(value, (np.ndarray, np.generic)):
         return True
     module = type(value).__module__
-    return hasattr(value, "shape") and hasattr(value, "dtype") and module.split(".")[0] in ("jax", "jaxlib", "torch", "torchax")
+    return (
+        hasattr(value, "shape")
+        and hasattr(value, "dtype")
+        and module.split(".")[0] in ("jax", "jaxlib", "torch", "torchax")
+    )
 
 
 def flatten(value: Any, is_leaf: Callable[[Any], bool] = is_array) -> tuple[list[Any], Structure]:
@@ -126,4 +130,6 @@ def _is_state_object(item: Any) -> bool:
     if dataclasses.is_dataclass(item):
         return not dataclasses.fields(item) or not type(item).__dataclass_params__.frozen  # type: ignore[attr-defined]
     names = {cls.__name__ for cls in type(item).__mro__}
-    return bool(names & {"Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "EncoderDecoderCache", "DummyLayer"})
+    return bool(
+        names & {"Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "EncoderDecoderCache", "DummyLayer"}
+    )

@@ -19,10 +19,10 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from hfax.backends import torchax as tracing
 from hfax.backends.pytrees import register_output_class
+from hfax.backends.structure import Leaf, Node, Static, flatten, is_array, unflatten
 from hfax.errors import UnsupportedModelError
 from hfax.kv_cache.cache import cache_arrays, make_cache
 from hfax.load.skeleton import Skeleton
-from hfax.backends.structure import Leaf, Node, Static, flatten, is_array, unflatten
 
 Arrays = dict[str, jax.Array]
 
@@ -119,9 +119,7 @@ class TracedModel:
             inputs.pop("attention_mask", None)
 
         def call(module: torch.nn.Module) -> tuple[jax.Array, Arrays]:
-            cache = make_cache(
-                module.config, tracing.JaxCacheOps(), capacity, has_encoder=traits.is_encoder_decoder
-            )  # type: ignore[arg-type]
+            cache = make_cache(module.config, tracing.JaxCacheOps(), capacity, has_encoder=traits.is_encoder_decoder)  # type: ignore[arg-type]
             out = module(
                 **tracing.wrap(inputs), **static, **self._cache_arguments(cache), **self._keep_last(ids.shape[1])
             )

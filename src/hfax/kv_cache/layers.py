@@ -128,7 +128,9 @@ class SlidingWindowLayer(FullAttentionLayer):
             return self.ops.pad_to(states, self.window)
         last = states[:, :, length - self.window :]
         shift = length % self.window
-        return torch.cat([last[:, :, self.window - shift :], last[:, :, : self.window - shift]], dim=-2) if shift else last
+        return (
+            torch.cat([last[:, :, self.window - shift :], last[:, :, : self.window - shift]], dim=-2) if shift else last
+        )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Tensor | int]:
         """In decode the second value is a vector: each slot's position less the slot."""

@@ -35,7 +35,9 @@ def read_config(source: CheckpointSource, *, trust_remote_code: bool) -> Pretrai
             "Read the .py files of the repository; if you trust them, pass trust_remote_code=True.",
         )
     try:
-        return AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code and bool(raw.get("auto_map")))
+        return AutoConfig.from_pretrained(
+            source.folder, trust_remote_code=trust_remote_code and bool(raw.get("auto_map"))
+        )
     except Exception as error:
         if raw.get("model_type") and not _is_known(raw) and not raw.get("auto_map"):
             import transformers

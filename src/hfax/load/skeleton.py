@@ -63,7 +63,9 @@ class Skeleton:
     buffers: dict[str, torch.Tensor]
 
 
-def resolve_model_class(config: PretrainedConfig, task: str | None, *, code_folder: str | None) -> type[PreTrainedModel]:
+def resolve_model_class(
+    config: PretrainedConfig, task: str | None, *, code_folder: str | None
+) -> type[PreTrainedModel]:
     """The transformers class for a config: its `architectures` entry, or the auto class that `task` names.
 
     Args:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hfax.load.safetensors_file import SafetensorsFile, as_torch, read_pytorch_bin
+from hfax.load.pytorch_bin import read_pytorch_bin
+from hfax.load.safetensors_file import SafetensorsFile, as_torch
 from hfax.load.source import CheckpointSource
 from hfax.load.weights import TensorStore
 
@@ -18,7 +19,9 @@ def open_store(source: CheckpointSource) -> TensorStore:
     if source.format == "pytorch_bin":
         tensors = read_pytorch_bin(source.weight_files)
         dtypes = [t.dtype for t in tensors.values() if t.is_floating_point()]
-        return TensorStore(names=tuple(tensors), read=lambda n: tensors[n].clone(), float_dtype=next(iter(dtypes), None))
+        return TensorStore(
+            names=tuple(tensors), read=lambda n: tensors[n].clone(), float_dtype=next(iter(dtypes), None)
+        )
     files = [SafetensorsFile(path) for path in source.weight_files]
     where = {name: file for file in files for name in file.tensors}
     floats = (name for name, file in where.items() if "F" in file.tensors[name].dtype)

@@ -108,7 +108,9 @@ def initialise(skeleton: Skeleton, names: list[str], device: jax.Device) -> dict
             continue
         meta = {n: module._parameters[n] for n in own}
         for name in own:
-            module._parameters[name] = torch.nn.Parameter(torch.empty_like(meta[name], device="cpu"), requires_grad=False)
+            module._parameters[name] = torch.nn.Parameter(
+                torch.empty_like(meta[name], device="cpu"), requires_grad=False
+            )
         owner = _owning_model(skeleton.module, prefix)
         owner._init_weights(module)
         for name in own:
@@ -160,7 +162,9 @@ def _settle_ties(weights: dict[str, jax.Array], tied: dict[str, str]) -> dict[st
             weights[name] = weights.pop(alias)
         elif alias in weights:
             if not _equal(weights[alias], weights[name]):
-                logger.warning("%s and %s are tied in the config but stored with different values: not tied", alias, name)
+                logger.warning(
+                    "%s and %s are tied in the config but stored with different values: not tied", alias, name
+                )
                 continue
             del weights[alias]
         kept[alias] = name

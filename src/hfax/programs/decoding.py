@@ -80,7 +80,7 @@ def start(
     if (repeats := spec.num_return_sequences) > 1:
         repeat = lambda a: jnp.repeat(a, repeats, axis=0)  # noqa: E731
         state, logits, prompt, prompt_mask = jax.tree.map(repeat, (state, logits, prompt, prompt_mask))
-    state["sampling"] = init_sampling_state(spec.sampling, prompt, prompt_mask != 0)
+    state["sampling"] = init_sampling_state(spec.sampling, logits.shape[-1], prompt, prompt_mask != 0)
     state["length"] = jnp.int32(length)
     state["step"] = jnp.int32(0)
     for name in spec.keep:

@@ -280,7 +280,7 @@ def _collect(
     steps = int(lengths.max())
     past_end = np.arange(steps)[None] >= lengths[:, None]
     new_tokens = np.where(past_end, options.pad_token_id, tokens[:, :steps])
-    record: Callable[[str], np.ndarray | None] = lambda name: (  # noqa: E731
+    record: Callable[[str], np.ndarray | None] = lambda name: (
         np.array(state[name])[:steps, :sequences] if name in state else None
     )
     log_probs = record("log_probs")
@@ -291,4 +291,3 @@ def _collect(
         logits=record("logits"),
         log_probs=None if log_probs is None else np.where(past_end, 0.0, log_probs.T),
     )
-

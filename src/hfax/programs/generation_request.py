@@ -148,7 +148,12 @@ def pad_decoder_prompts(
 
 
 def pad_encoder_inputs(
-    inputs: Mapping[str, Any], decoder_input_ids: np.ndarray, *, main_input: str, vocab_size: int | None, pad_token_id: int | None
+    inputs: Mapping[str, Any],
+    decoder_input_ids: np.ndarray,
+    *,
+    main_input: str,
+    vocab_size: int | None,
+    pad_token_id: int | None,
 ) -> Prompts:
     """Check an encoder's inputs and pad token ids on the right to their bucket; other inputs (audio, pixels) only in rows.
 

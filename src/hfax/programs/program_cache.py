@@ -44,7 +44,9 @@ _MAX_BYTES = 4 << 30
 _CHECKED_BYTES = 64 << 20
 """Programs that take less are run without asking how much memory is free."""
 
-_OUT_OF_MEMORY_FIX = "Use a smaller batch, a shorter prompt, fewer max_new_tokens, or a smaller dtype (dtype='bfloat16')."
+_OUT_OF_MEMORY_FIX = (
+    "Use a smaller batch, a shorter prompt, fewer max_new_tokens, or a smaller dtype (dtype='bfloat16')."
+)
 
 _CPU_DECODE_OPTIONS = {
     "xla_disable_hlo_passes": "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion"
@@ -236,7 +238,7 @@ def _read(path: Path, name: str, device: jax.Device) -> Program | None:
         if hasattr(os, "getuid") and path.stat().st_uid != os.getuid():
             logger.warning("%s belongs to another user and is not used", path)
             return None
-        payload, in_tree, out_tree, note = pickle.loads(path.read_bytes())  # noqa: S301 (our own file, see the module)
+        payload, in_tree, out_tree, note = pickle.loads(path.read_bytes())
         compiled = serialize_executable.deserialize_and_load(
             payload, in_tree, out_tree, backend=device.client, execution_devices=[device]
         )
