@@ -179,7 +179,11 @@ def _finish(
     from hfax.load.config import read_generation_config
     from hfax.model import JaxModel
 
-    return JaxModel(
+    # transformers' pipelines look at the class's name.
+    cls = type(
+        type(skeleton.module).__name__, (JaxModel,), {"__doc__": JaxModel.__doc__, "__module__": JaxModel.__module__}
+    )
+    return cls(
         skeleton,
         params,
         tied,

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import torch
 from transformers import GenerationConfig, PretrainedConfig
 
 from hfax.backends.structure import flatten, is_array, unflatten
@@ -68,26 +69,72 @@ class JaxModel:
         self._programs = ProgramCache(_model_key(skeleton, tied), device)
 
     @property
-    def device(self) -> jax.Device:
-        """Where the weights are."""
+    def jax_device(self) -> jax.Device:
+        """Where the weights are and programs run."""
         return self._device
 
     @property
-    def dtype(self) -> np.dtype:
-        """The dtype of the first floating-point weight."""
-        return next(p.dtype for p in self.params.values() if jax.numpy.issubdtype(p.dtype, jax.numpy.floating))
+    def device(self) -> torch.device:
+        """Where torch inputs and results are: the CPU, whatever `jax_device` is. For transformers' pipelines."""
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the floating-point weights."""
+        return self._skeleton.module.dtype
 
     @property
     def num_parameters(self) -> int:
         """How many numbers the weights hold."""
         return sum(p.size for p in self.params.values())
 
+    def to(self, device: Any) -> JaxModel:
+        """The model itself, for pipelines, which call it with `device`.
+
+        Raises:
+            UnsupportedOptionError: for any device but the CPU; weights are placed when the model is loaded.
+        """
+        if torch.device(device).type != "cpu":
+            raise UnsupportedOptionError(
+                f"A model of hfax cannot be moved to {device}.",
+                f"Its weights are jax arrays on {self._device}; torch tensors go in and out on the CPU.",
+                "Leave device out; JAX_PLATFORMS chooses the platform before the model is loaded.",
+            )
+        return self
+
+    def eval(self) -> JaxModel:
+        """The model itself: it is always in evaluation mode."""
+        return self
+
+    def can_generate(self) -> bool:
+        """Whether `generate` works on this class."""
+        return bool(self._skeleton.module.can_generate())
+
+    @property
+    def main_input_name(self) -> str:
+        """The name of the first input."""
+        return self._traced.traits.main_input
+
+    @property
+    def input_modalities(self) -> Any:
+        """What transformers says that the class reads ("text", "image", …)."""
+        return self._skeleton.module.input_modalities
+
+    @property
+    def output_modalities(self) -> Any:
+        """What transformers says that the class writes."""
+        return self._skeleton.module.output_modalities
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name_or_path!r}, {self.num_parameters:,} parameters, {self.dtype}, {self._device})"
+
     def apply(self, params: Mapping[str, jax.Array], *args: Any, **inputs: Any) -> Any:
         """The forward pass as a pure function, for `jax.jit`, `jax.grad`, `jax.vmap` and `jax.checkpoint`.
 
         Args:
             params: weights by name, as `self.params`.
-            args, inputs: what the transformers class takes; arrays (jax, numpy) are traced, all else is static.
+            *args: what the transformers class takes, by position.
+            **inputs: the same by name; arrays (jax, numpy) are traced, all else is static.
 
         Returns:
             The model's own result (a `ModelOutput`, or a tuple with `return_dict=False`) with `jax.Array`s in it. Called outside
@@ -103,7 +150,8 @@ class JaxModel:
         """One compiled forward pass.
 
         Args:
-            args, inputs: what the transformers class takes. torch tensors, numpy and jax arrays, and lists of numbers are traced:
+            *args: what the transformers class takes, by position.
+            **inputs: the same by name. torch tensors, numpy and jax arrays, and lists of numbers are traced:
                 a call with other values of the same shapes compiles nothing. Everything else (`use_cache=False`,
                 `output_hidden_states=True`, …) becomes part of the program. 64-bit numbers become 32-bit ones.
 
@@ -114,7 +162,7 @@ class JaxModel:
             InvalidInputError: ids outside of the vocabulary.
             OutOfMemoryError: the program does not fit the device.
         """
-        names = [n for n in inspect.signature(self._skeleton.module.forward).parameters]
+        names = list(inspect.signature(self._skeleton.module.forward).parameters)
         inputs = {**dict(zip(names, args, strict=False)), **inputs}
         to_torch = has_torch(inputs)
         inputs = {name: self._as_input(name, value) for name, value in inputs.items()}
@@ -129,6 +177,9 @@ class JaxModel:
         program = self._programs.get(f"forward {shapes}", structure, forward, (self.params, arrays))
         outputs = program.run(self.params, arrays)
         return unflatten(program.note, as_torch_tree(outputs) if to_torch else outputs)
+
+    forward = __call__
+    """transformers' name for the same, which its pipelines call."""
 
     def generate(
         self,
@@ -149,7 +200,7 @@ class JaxModel:
             streamer: `TextStreamer` or `TextIteratorStreamer` of transformers, for one prompt.
             tokenizer: needed with `stop_strings`.
             seed: of the random draws; None draws one from torch's generator, so `transformers.set_seed` decides.
-            options: any generation option by name, and the model's other inputs (`attention_mask`, `pixel_values`, …); beyond
+            **options: any generation option by name, and the model's other inputs (`attention_mask`, `pixel_values`, …); beyond
                 transformers': `presence_penalty` and `frequency_penalty` (subtracted from the logits of tokens already written,
                 once and a time), and `output_log_probs=True` (the drawn tokens' log-probabilities as `log_probs`).
 
@@ -173,8 +224,7 @@ class JaxModel:
         prompts = self._prompts(prompt, arrays, config)
         real = prompts.inputs["attention_mask"].sum(axis=1).max() if not self._traced.traits.is_encoder_decoder else 0
         prompt_length = max(int(real), prompts.given.shape[1] if self._traced.traits.is_encoder_decoder else int(real))
-        eos = config.eos_token_id
-        eos_ids = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
+        eos_ids = _as_ids(config.eos_token_id)
         keep = [n for n, on in (("scores", config.output_scores), ("logits", config.output_logits)) if on]
         options_resolved = GenerationOptions(
             config=config,
@@ -247,6 +297,7 @@ class JaxModel:
             arrays.pop("attention_mask", None),
             vocab_size=self._vocab_size(),
             pad_token_id=config.pad_token_id,
+            eos_token_ids=_as_ids(config.eos_token_id),
             context=self._context(),
         )
         if arrays:
@@ -280,8 +331,6 @@ class JaxModel:
         return unflatten(structure, arrays)
 
     def _host_array(self, name: str, value: Any) -> np.ndarray:
-        import torch
-
         if isinstance(value, torch.Tensor):
             return to_numpy(value.cpu())
         try:
@@ -321,9 +370,11 @@ def _is_numeric(value: list[Any]) -> bool:
     return all(_is_numeric(v) if isinstance(v, list) else isinstance(v, (int, float, np.number)) for v in value)
 
 
-def _draw_seed() -> int:
-    import torch
+def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    return () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
+
+def _draw_seed() -> int:
     return int(torch.randint(0, 1 << 32, (), dtype=torch.int64))
 
 

@@ -113,22 +113,31 @@ def resolve_max_new_tokens(config: GenerationConfig, prompt_length: int, context
 
 
 def pad_decoder_prompts(
-    input_ids: Any, attention_mask: Any | None, *, vocab_size: int | None, pad_token_id: int | None, context: int | None
+    input_ids: Any,
+    attention_mask: Any | None,
+    *,
+    vocab_size: int | None,
+    pad_token_id: int | None,
+    eos_token_ids: tuple[int, ...],
+    context: int | None,
 ) -> Prompts:
     """Check a batch of prompts and pad it on the left to its buckets.
 
     Args:
         input_ids: [batch, length] or [length] token ids.
         attention_mask: [batch, length], 0 at padding, which must be on the left; None: transformers' rule, that is padding where
-            the pad token stands (if that is no end-of-sequence token), else none.
+            the pad token stands, unless that is an end-of-sequence token too, else none.
         vocab_size: ids must be below it.
         pad_token_id: fills the padding (never read).
+        eos_token_ids: end-of-sequence tokens.
         context: the model's longest sequence.
 
     Raises:
         InvalidInputError: see the messages.
     """
     ids = as_ids("input_ids", input_ids, vocab_size)
+    if attention_mask is None and pad_token_id is not None and pad_token_id not in eos_token_ids:
+        attention_mask = ids != pad_token_id
     mask = np.ones_like(ids) if attention_mask is None else _as_mask(attention_mask, ids.shape)
     rows, length = ids.shape
     bucket = prompt_bucket(length, None if context is None else max(context - 1, length))
