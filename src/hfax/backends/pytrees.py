@@ -17,7 +17,7 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
     LinearAttentionCacheLayerMixin,
 )
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from hfax.backends.structure import Structure, flatten, make_model_output, unflatten
 

@@ -94,7 +94,8 @@ def unflatten(structure: Structure, arrays: list[Any]) -> Any:
     if isinstance(structure, Static):
         return structure.value
     children = [unflatten(child, arrays) for child in structure.children]
-    cls, keys = structure.cls, structure.keys
+    cls: Any = structure.cls
+    keys = structure.keys
     if keys is None:
         return cls(*children) if hasattr(cls, "_fields") else cls(children)
     items = dict(zip(keys, children, strict=True))
@@ -110,7 +111,7 @@ def is_model_output(item: Any) -> bool:
     return isinstance(item, Mapping) and dataclasses.is_dataclass(item)
 
 
-def make_model_output(cls: type, fields: Mapping[str, Any]) -> Any:
+def make_model_output(cls: Any, fields: Mapping[str, Any]) -> Any:
     """A `ModelOutput` from all of its fields, None ones included.
 
     Its constructor is passed by, because that looks into its first field to guess what it was given.

@@ -110,12 +110,14 @@ def _scaled_dot_product_attention(
 
     def compute(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> jax.Array:
         lead = query.shape[:-3] if query.ndim >= 3 else ()
-        four = [a.reshape(-1, *((1,) * (3 - a.ndim) + a.shape)[-3:]) for a in (query, key, value)]
+        four: list[jax.Array] = [a.reshape(-1, *((1,) * (3 - a.ndim) + a.shape)[-3:]) for a in (query, key, value)]
         if mask is None and is_causal:
             mask = attention_math.causal_positions(query.shape[-2], key.shape[-2], align_end=False)
         if mask is not None and mask.ndim > 4:
             mask = mask.reshape(-1, *mask.shape[-3:])
-        out, _ = attention_math.attention(*four, mask, scale=query.shape[-1] ** -0.5 if scale is None else scale)
+        out, _ = attention_math.attention(
+            four[0], four[1], four[2], mask, scale=query.shape[-1] ** -0.5 if scale is None else scale
+        )
         out = out.swapaxes(1, 2)
         return out.reshape(*lead, *out.shape[1:]) if query.ndim >= 3 else out.reshape(out.shape[-2:])
 

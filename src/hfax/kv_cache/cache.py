@@ -101,7 +101,7 @@ def _restore(cache: Cache, arrays: dict[str, Tensor], prefix: str) -> None:
         first, index, kind, *state = name.split(".")
         if first != prefix:
             continue
-        layer = cache.layers[int(index)]
+        layer: Any = cache.layers[int(index)]
         if state:
             getattr(layer, kind)[int(state[0])] = array
             getattr(layer, f"is_{kind}_initialized")[int(state[0])] = True

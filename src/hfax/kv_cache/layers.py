@@ -152,7 +152,7 @@ class RecurrentLayer(LinearAttentionLayer):
     ) -> Tensor:
         """Keep the last `conv_kernel_size` columns; return what the convolution reads (with the old ones in front)."""
         if self.has_previous_state[state_idx]:
-            old = self.conv_states[state_idx]
+            old: Any = self.conv_states[state_idx]
             kernel = old.shape[-1]
             full = torch.cat([old, conv_states], dim=-1)
         else:
@@ -172,7 +172,7 @@ class RecurrentLayer(LinearAttentionLayer):
         return recurrent_states
 
 
-class HybridLayer(RecurrentLayer, FullAttentionLayer):
+class HybridLayer(RecurrentLayer, FullAttentionLayer):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Attention keys and values beside recurrent states, for layers that have both."""
 
     def __init__(self, ops: CacheOps, capacity: int, length: Tensor | None, *, num_states: int) -> None:

@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -92,7 +93,8 @@ def run_step(
         return
     converter = step.converter
     for name, pattern in step.sources:
-        converter.add_tensor(step.target, name, pattern, lambda name=name: read(name))
+        later: Any = lambda name=name: read(name)  # noqa: E731 (transformers calls it when it needs the tensor)
+        converter.add_tensor(step.target, name, pattern, later)
     try:
         converted = converter.convert(step.target, model=module, config=module.config)
     except Exception as error:

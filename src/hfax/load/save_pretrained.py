@@ -54,5 +54,5 @@ def save_model(
 
 def _as_host_tensor(array: jax.Array) -> torch.Tensor:
     """The array as a torch tensor in host memory; without a copy where the array is on the CPU."""
-    on_host = array.device.platform == "cpu"
+    on_host = next(iter(array.devices())).platform == "cpu"
     return torch.from_dlpack(array if on_host else jax.device_put(array, jax.devices("cpu")[0]))

@@ -203,9 +203,10 @@ def _parameters_on_meta() -> Iterator[None]:
     def register_parameter(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
         original(self, name, param)
         if param is not None and getattr(_local, "depth", 0) and param.device.type != "meta":
-            flags = param.__dict__
+            flags = dict(param.__dict__)
             meta = torch.nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-            meta.__dict__.update(flags)
+            for flag, value in flags.items():
+                setattr(meta, flag, value)
             self._parameters[name] = meta
 
     with _install_lock:

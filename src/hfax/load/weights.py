@@ -10,6 +10,7 @@ import concurrent.futures
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import numpy as np
@@ -106,7 +107,7 @@ def initialise(skeleton: Skeleton, names: list[str], device: jax.Device) -> dict
         own = [n for n in module._parameters if f"{prefix}.{n}".lstrip(".") in wanted]
         if not own:
             continue
-        meta = {n: module._parameters[n] for n in own}
+        meta: dict[str, Any] = {n: module._parameters[n] for n in own}
         for name in own:
             module._parameters[name] = torch.nn.Parameter(
                 torch.empty_like(meta[name], device="cpu"), requires_grad=False
@@ -114,7 +115,7 @@ def initialise(skeleton: Skeleton, names: list[str], device: jax.Device) -> dict
         owner = _owning_model(skeleton.module, prefix)
         owner._init_weights(module)
         for name in own:
-            materialised[f"{prefix}.{name}".lstrip(".")] = module._parameters[name].detach()
+            materialised[f"{prefix}.{name}".lstrip(".")] = module.get_parameter(name).detach()
             module._parameters[name] = meta[name]
     return {name: place(tensor, device) for name, tensor in materialised.items()}
 

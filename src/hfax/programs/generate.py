@@ -280,9 +280,10 @@ def _collect(
     steps = int(lengths.max())
     past_end = np.arange(steps)[None] >= lengths[:, None]
     new_tokens = np.where(past_end, options.pad_token_id, tokens[:, :steps])
-    record: Callable[[str], np.ndarray | None] = lambda name: (
-        np.array(state[name])[:steps, :sequences] if name in state else None
-    )
+
+    def record(name: str) -> np.ndarray | None:
+        return np.array(state[name])[:steps, :sequences] if name in state else None
+
     log_probs = record("log_probs")
     return Generated(
         new_tokens=new_tokens.astype(np.int32),

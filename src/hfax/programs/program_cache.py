@@ -48,7 +48,7 @@ _OUT_OF_MEMORY_FIX = (
     "Use a smaller batch, a shorter prompt, fewer max_new_tokens, or a smaller dtype (dtype='bfloat16')."
 )
 
-_CPU_DECODE_OPTIONS = {
+_CPU_DECODE_OPTIONS: dict[str, str | bool] = {
     "xla_disable_hlo_passes": "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion"
 }
 """Without it XLA hoists the conversion of all weights to float32 out of a decoding loop: twice the model's size in temporaries and
@@ -155,8 +155,8 @@ def environment_key(device: jax.Device) -> str:
     versions = [f"{name}={_version(name)}" for name in _VERSIONED]
     devices = f"{device.platform}/{device.device_kind}x{jax.device_count()}/{jax.process_count()}"
     settings = [
-        str(jax.config.jax_enable_x64),
-        str(jax.config.jax_default_matmul_precision),
+        str(jax.config.read("jax_enable_x64")),
+        str(jax.config.read("jax_default_matmul_precision")),
         os.environ.get("XLA_FLAGS", ""),
         os.environ.get("LIBTPU_INIT_ARGS", ""),
         sys.version.split()[0],

@@ -27,7 +27,7 @@ def as_torch_tree(arrays: list[jax.Array]) -> list[Any]:
     import torch
 
     def convert(array: jax.Array) -> Any:
-        host = jax.device_put(array, jax.devices("cpu")[0]) if array.device.platform != "cpu" else array
+        host = jax.device_put(array, jax.devices("cpu")[0]) if next(iter(array.devices())).platform != "cpu" else array
         tensor = torch.from_dlpack(host)
         return tensor.to(torch.int64) if tensor.dtype == torch.int32 else tensor
 
@@ -53,7 +53,7 @@ def as_sequences(
         as_dict: transformers' output class instead of the ids alone.
         to_torch: torch tensors instead of jax arrays.
     """
-    from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+    from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
     prompts = np.repeat(given, num_return_sequences, axis=0)
     sequences = _give(np.concatenate([prompts, generated.new_tokens], axis=1), to_torch)
