@@ -222,13 +222,11 @@ class JaxModel:
         arrays = {n: self._host_array(n, v) for n, v in model_inputs.items() if is_array(v) or isinstance(v, list)}
         static = {n: v for n, v in model_inputs.items() if n not in arrays and v is not None}
         prompts = self._prompts(prompt, arrays, config)
-        real = prompts.inputs["attention_mask"].sum(axis=1).max() if not self._traced.traits.is_encoder_decoder else 0
-        prompt_length = max(int(real), prompts.given.shape[1] if self._traced.traits.is_encoder_decoder else int(real))
         eos_ids = _as_ids(config.eos_token_id)
         keep = [n for n, on in (("scores", config.output_scores), ("logits", config.output_logits)) if on]
         options_resolved = GenerationOptions(
             config=config,
-            max_new_tokens=requests.resolve_max_new_tokens(config, prompt_length, self._context()),
+            max_new_tokens=requests.resolve_max_new_tokens(config, prompts.longest, self._context()),
             seed=_draw_seed() if seed is None else int(seed),
             eos_token_ids=eos_ids,
             pad_token_id=config.pad_token_id if config.pad_token_id is not None else (eos_ids or (0,))[0],

@@ -93,11 +93,12 @@ def unflatten(structure: Structure, arrays: list[Any]) -> Any:
         return arrays[structure.index]
     if isinstance(structure, Static):
         return structure.value
-    children = [unflatten(child, arrays) for child in structure.children]
+    children: list[Any] = [unflatten(child, arrays) for child in structure.children]
     cls: Any = structure.cls
     keys = structure.keys
     if keys is None:
-        return cls(*children) if hasattr(cls, "_fields") else cls(children)
+        is_named_tuple = hasattr(cls, "_fields")
+        return cls(*children) if is_named_tuple else cls(children)
     items = dict(zip(keys, children, strict=True))
     if issubclass(cls, Mapping):
         return make_model_output(cls, items) if dataclasses.is_dataclass(cls) else cls(items)

@@ -26,13 +26,15 @@ class Prompts:
     Args:
         given: [batch, length] int, the user's ids (for encoder-decoders the decoder's).
         inputs: the padded model inputs.
-        padded_length: of the (decoder's) prompt.
+        padded_length: of the (decoder's) prompts, tokens.
+        longest: the most tokens that one of the (decoder's) prompts has, padding left out.
         num_padded_rows: rows of `inputs`, a power of two; those past `len(given)` only fill it.
     """
 
     given: np.ndarray
     inputs: dict[str, np.ndarray]
     padded_length: int
+    longest: int
     num_padded_rows: int
 
 
@@ -152,6 +154,7 @@ def pad_decoder_prompts(
         given=ids,
         inputs={"input_ids": full_ids, "attention_mask": full_mask},
         padded_length=bucket,
+        longest=int(mask.sum(axis=1).max()),
         num_padded_rows=padded_rows,
     )
 
@@ -196,6 +199,7 @@ def pad_encoder_inputs(
         given=decoder_input_ids,
         inputs=arrays,
         padded_length=decoder_input_ids.shape[1],
+        longest=decoder_input_ids.shape[1],
         num_padded_rows=padded_rows,
     )
 

@@ -106,7 +106,7 @@ class ProgramCache:
         """
         leaves, tree = jax.tree.flatten(args)
         shapes = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves]
-        memory_key = repr((name, static_key, tree, shapes, donate, is_loop))
+        memory_key = repr((name, static_key, tree, shapes, donate, is_loop, _jax_settings()))
         if (program := self._programs.get(memory_key)) is None:
             path = program_folder() / f"{_digest(environment_key(self._device), self._model_key, memory_key)}.program"
             program = _read(path, name, self._device)
@@ -155,8 +155,6 @@ def environment_key(device: jax.Device) -> str:
     versions = [f"{name}={_version(name)}" for name in _VERSIONED]
     devices = f"{device.platform}/{device.device_kind}x{jax.device_count()}/{jax.process_count()}"
     settings = [
-        str(jax.config.read("jax_enable_x64")),
-        str(jax.config.read("jax_default_matmul_precision")),
         os.environ.get("XLA_FLAGS", ""),
         os.environ.get("LIBTPU_INIT_ARGS", ""),
         sys.version.split()[0],
@@ -164,6 +162,12 @@ def environment_key(device: jax.Device) -> str:
         _cpu_features() if device.platform == "cpu" else "",
     ]
     return _digest(*versions, devices, *settings, _source_digest())
+
+
+def _jax_settings() -> tuple[Any, ...]:
+    """Settings of JAX that change what a trace gives, and that a user may change at any time."""
+    config: Any = jax.config
+    return config.jax_enable_x64, config.jax_default_matmul_precision
 
 
 def _version(name: str) -> str:
