@@ -101,7 +101,8 @@ def unflatten(structure: Structure, arrays: list[Any]) -> Any:
         return cls(*children) if is_named_tuple else cls(children)
     items = dict(zip(keys, children, strict=True))
     if issubclass(cls, Mapping):
-        return make_model_output(cls, items) if dataclasses.is_dataclass(cls) else cls(items)
+        is_output = dataclasses.is_dataclass(cls)
+        return make_model_output(cls, items) if is_output else cls(items)
     instance = cls.__new__(cls)
     instance.__dict__.update(items)
     return instance

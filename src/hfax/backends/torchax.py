@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -157,7 +158,10 @@ def call_module(
         torch.no_grad(),
         torch.nn.utils.stateless._reparametrize_module(module, tensors, tie_weights=False),
         _entered(environment),
+        warnings.catch_warnings(),
     ):
+        # torch's integers have 64 bits, JAX's 32 unless told otherwise; every index would warn.
+        warnings.filterwarnings("ignore", message="Explicitly requested dtype", category=UserWarning)
         return call(module)
 
 
