@@ -100,9 +100,8 @@ def unflatten(structure: Structure, arrays: list[Any]) -> Any:
         is_named_tuple = hasattr(cls, "_fields")
         return cls(*children) if is_named_tuple else cls(children)
     items = dict(zip(keys, children, strict=True))
-    is_mapping = issubclass(cls, Mapping)
-    if is_mapping:
-        is_output = dataclasses.is_dataclass(cls)
+    if issubclass(structure.cls, Mapping):
+        is_output = dataclasses.is_dataclass(structure.cls)
         return make_model_output(cls, items) if is_output else cls(items)
     instance = cls.__new__(cls)
     instance.__dict__.update(items)
