@@ -1,0 +1,48 @@
+"""The sliding-window ring holds each token in the slot that decoding will look for it in."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hfax.kv_cache.layers import SlidingWindowLayer
+
+
+class TorchOps:
+    """`CacheOps` in plain torch."""
+
+    def write(self, buffer: Any, new: Any, start: Any) -> Any:
+        buffer = buffer.clone()
+        buffer[..., int(start) : int(start) + new.shape[-2], :] = new
+        return buffer
+
+    def pad_to(self, new: Any, capacity: int) -> Any:
+        return torch.nn.functional.pad(new, (0, 0, 0, capacity - new.shape[-2]))
+
+    def ring_positions(self, length: Any, window: int) -> Any:
+        slots = torch.arange(window)
+        last = length - 1
+        return last - torch.remainder(last - slots, window) - slots
+
+    def ring_slot(self, length: Any, window: int) -> Any:
+        return torch.remainder(length, window)
+
+
+@pytest.mark.parametrize("prompt", [1, 3, 4, 5, 8, 11])
+def test_after_any_prompt_each_slot_holds_the_position_it_claims(prompt: int) -> None:
+    window = 4
+    tokens = torch.arange(30, dtype=torch.float32).reshape(1, 1, 30, 1)
+    layer = SlidingWindowLayer(TorchOps(), 30, None, window=window)
+    seen, _ = layer.update(tokens[:, :, :prompt], tokens[:, :, :prompt])
+    assert seen.shape[-2] == prompt
+    for length in range(prompt, 20):
+        step = SlidingWindowLayer(TorchOps(), 30, torch.tensor(length), window=window)
+        step.keys, step.values = layer.keys, layer.values
+        size, offset = step.get_mask_sizes(1)
+        keys, _ = step.update(tokens[:, :, length : length + 1], tokens[:, :, length : length + 1])
+        positions = (torch.arange(size) + offset).numpy()
+        valid = positions >= 0
+        np.testing.assert_array_equal(keys[0, 0, :, 0].numpy()[valid], positions[valid])
+        assert sorted(positions[valid]) == list(range(max(0, length - window + 1), length + 1))
+        layer = step

@@ -1,0 +1,85 @@
+"""hfax's attention against torch's own, for every form that models call it in."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from hfax.patches.attention import attention, causal_positions, key_padding
+
+
+def _inputs(heads: int, kv_heads: int, queries: int, keys: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = ((2, heads, queries, 16), (2, kv_heads, keys, 16), (2, kv_heads, keys, 16))
+    q, k, v = (rng.standard_normal(s, dtype=np.float32) for s in shapes)
+    return q, k, v
+
+
+def _torch_reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
+    out = torch.nn.functional.scaled_dot_product_attention(
+        torch.from_numpy(q),
+        torch.from_numpy(k),
+        torch.from_numpy(v),
+        attn_mask=None if mask is None else torch.from_numpy(mask),
+        enable_gqa=True,
+    )
+    return out.transpose(1, 2).numpy()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("kind", ["none", "bool", "float", "by head"])
+def test_attention_agrees_with_torch_for_grouped_heads_and_masks(heads: int, kv_heads: int, kind: str) -> None:
+    q, k, v = _inputs(heads, kv_heads, 5, 7)
+    rng = np.random.default_rng(1)
+    masks = {
+        "none": None,
+        "bool": rng.random((2, 1, 5, 7)) < 0.7,
+        "float": rng.standard_normal((2, 1, 5, 7), dtype=np.float32),
+        "by head": rng.standard_normal((1, heads, 5, 7), dtype=np.float32),
+    }
+    mask = masks[kind]
+    if kind == "bool":
+        mask[..., 0] = True
+    out, _ = attention(*map(jnp.asarray, (q, k, v)), None if mask is None else jnp.asarray(mask), scale=16**-0.5)
+    np.testing.assert_allclose(out, _torch_reference(q, k, v, mask), atol=2e-6)
+
+
+def test_a_row_that_may_attend_to_nothing_is_zero_and_not_nan() -> None:
+    q, k, v = _inputs(2, 2, 3, 3)
+    mask = np.ones((2, 1, 3, 3), bool)
+    mask[0, :, 0] = False
+    out, probabilities = attention(*map(jnp.asarray, (q, k, v)), jnp.asarray(mask), scale=0.25)
+    assert np.all(np.asarray(out)[0, 0] == 0)
+    assert np.all(np.asarray(probabilities)[0, :, 0] == 0)
+    np.testing.assert_allclose(out, _torch_reference(q, k, v, mask), atol=2e-6)
+
+
+def test_softcap_bounds_the_scores() -> None:
+    q, k, v = _inputs(2, 1, 4, 4)
+    out, _ = attention(*map(jnp.asarray, (q, k, v)), None, scale=1.0, softcap=2.0)
+    scores = 2.0 * np.tanh(np.einsum("bhqd,bksd->bhqs", q, k) / 2.0)
+    weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    np.testing.assert_allclose(out, np.einsum("bhqs,bksd->bqhd", weights, v), atol=2e-6)
+
+
+def test_a_sink_takes_probability_and_gives_nothing() -> None:
+    q, k, v = _inputs(2, 1, 4, 4)
+    sinks = np.asarray([0.5, -1.0], np.float32)
+    out, probabilities = attention(*map(jnp.asarray, (q, k, v)), None, scale=1.0, sinks=jnp.asarray(sinks))
+    scores = np.exp(np.einsum("bhqd,bksd->bhqs", q, k))
+    weights = scores / (scores.sum(-1, keepdims=True) + np.exp(sinks)[None, :, None, None])
+    np.testing.assert_allclose(probabilities, weights, atol=2e-6)
+    np.testing.assert_allclose(out, np.einsum("bhqs,bksd->bqhd", weights, v), atol=2e-6)
+
+
+@pytest.mark.parametrize("align_end", [True, False])
+def test_causal_positions_align_queries_with_the_end_or_the_start(align_end: bool) -> None:
+    mask = np.asarray(causal_positions(2, 4, align_end=align_end))[0, 0]
+    expected = np.tril(np.ones((2, 4), bool), k=2 if align_end else 0)
+    np.testing.assert_array_equal(mask, expected)
+
+
+def test_key_padding_follows_positions_and_leaves_out_empty_slots() -> None:
+    padding = jnp.asarray([[0, 1, 1], [1, 1, 1]])
+    mask = np.asarray(key_padding(padding, jnp.asarray([2, 0, -1, 5])))[:, 0, 0]
+    np.testing.assert_array_equal(mask, [[True, False, False, False], [True, True, False, False]])
