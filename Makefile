@@ -1,0 +1,33 @@
+# Everything a fresh machine needs: Python 3.11 or newer, git, make and a C compiler.
+PYTHON ?= python3
+# Pinned, so that pip takes one build of torch for good; see the README for a CPU-only one.
+TORCH ?= torch==2.13.0
+PIP := .venv/bin/python -m pip --disable-pip-version-check -q
+
+.PHONY: run test lint clean
+
+run: .venv/.run
+	JAX_PLATFORMS=cpu .venv/bin/hfax generate demo "This module provides" --seed 1 --max-new-tokens 60
+
+test: .venv/.test
+	JAX_PLATFORMS=cpu .venv/bin/python -m pytest
+
+lint: .venv/.test
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/pyright --pythonpath .venv/bin/python src
+
+clean:
+	rm -rf .venv
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/.run: pyproject.toml | .venv/bin/python
+	$(PIP) install '$(TORCH)'
+	$(PIP) install -e '.[cpu]'
+	touch $@
+
+.venv/.test: .venv/.run
+	$(PIP) install -e '.[cpu,dev]'
+	touch $@
