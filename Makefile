@@ -7,7 +7,7 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check -q
 .PHONY: run test lint clean
 
 run: .venv/.run
-	JAX_PLATFORMS=cpu .venv/bin/hfax generate demo "This module provides" --seed 1 --max-new-tokens 60
+	JAX_PLATFORMS=cpu .venv/bin/hfax generate demo "Return a new list" --seed 1 --max-new-tokens 60
 
 test: .venv/.test
 	JAX_PLATFORMS=cpu .venv/bin/python -m pytest
