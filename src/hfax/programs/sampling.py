@@ -1,24 +1,22 @@
-"""From logits to the next token, on the device: score processors and random draws as pure functions.
+"""From logits to the next token, on the device, as pure functions: what is remembered, the processed scores, the choice.
 
-The processors are those of transformers (`generation/logits_process.py`), in its order and with its meaning for a prompt without
-padding. Padding never counts: a pad token is not a seen token, no n-gram reaches into it, and lengths are those of the real
-prompt, so a row gives the same in a left-padded batch as alone. Where scores tie at the border of top-k or top-p, all tied tokens
-stay. Nothing here knows models or caches.
+The processors are in `logits_processors`; nothing here knows models or caches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from hfax.programs.logits_processors import PROCESSORS, DecodeStep
 from hfax.programs.sampling_config import SamplingSpec
 
-_NEVER = -jnp.inf
-
 SamplingState = dict[str, jax.Array]
+
+_BLOCK = 256
+"""Tokens a block of the two-level draw; near the square root of a large vocabulary, where both levels cost least."""
 
 
 def init_sampling_state(
@@ -33,28 +31,29 @@ def init_sampling_state(
         prompt_mask: [batch, length] bool.
 
     Returns:
-        `first` and `prompt_lengths` [batch] int32; `seen` [batch, vocab] bool; `counts` [batch, vocab] int32 of drawn tokens.
+        `first` [batch] int32, the column of the first real token; `prompt_lengths` [batch] int32; `seen` [batch, vocab] bool;
+        `counts` [batch, vocab] int32 of drawn tokens.
     """
-    rows = jnp.arange(prompt.shape[0])[:, None]
-    state = {
-        "first": jnp.argmax(prompt_mask, axis=1).astype(jnp.int32),
-        "prompt_lengths": prompt_mask.sum(axis=1, dtype=jnp.int32),
-    }
+    rows, length = prompt.shape
+    first = jnp.argmax(prompt_mask, axis=1).astype(jnp.int32)
+    state = {"first": first, "prompt_lengths": length - first}
     if "repetition_penalty" in spec.active:
-        state["seen"] = jnp.zeros((prompt.shape[0], vocab_size), bool).at[rows, prompt].max(prompt_mask)
-    if "presence_penalty" in spec.active:
-        state["counts"] = jnp.zeros((prompt.shape[0], vocab_size), jnp.int32)
+        real = jnp.where(jnp.arange(length)[None] >= first[:, None], prompt, vocab_size)
+        seen = jnp.zeros((rows, vocab_size), bool)
+        state["seen"] = seen.at[jnp.arange(rows)[:, None], real].set(True, mode="drop")
+    if "presence_frequency_penalty" in spec.active:
+        state["counts"] = jnp.zeros((rows, vocab_size), jnp.int32)
     return state
 
 
 def update_sampling_state(spec: SamplingSpec, state: SamplingState, tokens: jax.Array) -> SamplingState:
-    """The state after `tokens` [batch] were drawn."""
+    """The state after `tokens` [batch] int32 were drawn."""
     rows = jnp.arange(tokens.shape[0])
     state = dict(state)
-    if "seen" in state:
-        state["seen"] = state["seen"].at[rows, tokens].set(True)
-    if "counts" in state:
-        state["counts"] = state["counts"].at[rows, tokens].add(1)
+    if "repetition_penalty" in spec.active:
+        state["seen"] = state["seen"].at[rows, tokens].set(True, mode="drop")
+    if "presence_frequency_penalty" in spec.active:
+        state["counts"] = state["counts"].at[rows, tokens].add(1, mode="drop")
     return state
 
 
@@ -72,119 +71,83 @@ def process_logits(
         spec: the active processors.
         values: their numbers, from `make_sampling_spec`.
         state: what they remember.
-        logits: [batch, vocab].
+        logits: [batch, vocab], any float dtype.
         tokens: [batch, capacity] int32: the padded prompt, then the drawn tokens.
         step: scalar int32, how many tokens were drawn.
 
     Returns:
         [batch, vocab] float32, minus infinity where a token cannot be drawn.
     """
+    at = DecodeStep(
+        spec=spec,
+        values=values,
+        state=state,
+        tokens=tokens,
+        step=step,
+        end=values["prompt_length"] + step,
+        lengths=state["prompt_lengths"] + step,
+    )
     scores = logits.astype(jnp.float32)
-    lengths = state["prompt_lengths"] + step
-    end = values["prompt_length"] + step
-    if "repetition_penalty" in spec.active:
-        penalty = values["repetition_penalty"]
-        scores = jnp.where(state["seen"], jnp.where(scores < 0, scores * penalty, scores / penalty), scores)
-    if "presence_penalty" in spec.active:
-        counts = state["counts"]
-        scores = scores - values["frequency_penalty"] * counts - values["presence_penalty"] * (counts > 0)
-    if spec.no_repeat_ngram_size:
-        scores = _ban_repeated_ngrams(scores, tokens, state["first"], end, spec.no_repeat_ngram_size)
-    if "bad_words" in spec.active:
-        scores = _ban_bad_words(scores, tokens, state["first"], end, values["bad_words"], values["bad_words_last"])
-    if "min_length" in spec.active:
-        is_short = (lengths < values["min_length"]) | (step < values["min_new_tokens"])
-        scores = jnp.where(is_short[:, None], scores.at[:, values["eos"]].set(_NEVER), scores)
-    if "forced_bos_token_id" in spec.active:
-        scores = _force(scores, values["forced_bos_token_id"], lengths == 1)
-    if "forced_eos_token_id" in spec.active:
-        scores = _force(
-            scores, values["forced_eos_token_id"], jnp.broadcast_to(step == values["last_step"], lengths.shape)
-        )
-    if "remove_invalid_values" in spec.active:
-        scores = jnp.nan_to_num(scores, nan=0.0, posinf=jnp.finfo(jnp.float32).max, neginf=jnp.finfo(jnp.float32).min)
-    if "suppress_tokens" in spec.active:
-        scores = scores.at[:, values["suppress_tokens"]].set(_NEVER)
-    if "begin_suppress_tokens" in spec.active:
-        begun = scores.at[:, values["begin_suppress_tokens"]].set(_NEVER)
-        scores = jnp.where(step == values["begin_step"], begun, scores)
-    if spec.do_sample:
-        scores = _narrow(spec, values, scores)
-    if "renormalize_logits" in spec.active:
-        scores = jax.nn.log_softmax(scores, axis=-1)
+    for name, processor in PROCESSORS.items():
+        if name in spec.active:
+            scores = processor(scores, at)
     return scores
 
 
 def choose_token(spec: SamplingSpec, scores: jax.Array, seed: jax.Array, step: jax.Array) -> jax.Array:
-    """The next token of each row, [batch] int32.
+    """The next token of each row.
 
-    A row's draw depends on the seed, its index and the step alone, so it is the same whatever the other rows are. With top-k only
-    the candidates take part in the draw (Gumbel-max).
+    A row's draw depends on its scores, the seed, its index and the step alone, not on the other rows or their number. The
+    distribution is inverted in two levels, a block of tokens, then a token of it: 0.1 ms for 151936 tokens on a CPU, where a
+    Gumbel number for each takes 3 ms. Rows without a single finite score, or with a NaN, take their first maximum.
+
+    Args:
+        spec: whether to draw or to take the highest score (the first of equal ones).
+        scores: [batch, vocab] float32, not normalised.
+        seed: scalar uint32.
+        step: scalar int32, how many tokens were drawn.
+
+    Returns:
+        [batch] int32.
     """
+    highest = _first_maximum(scores)
     if not spec.do_sample:
-        return jnp.argmax(scores, axis=-1).astype(jnp.int32)
-    base = jax.random.key(seed)
-    keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(base, row), step))(jnp.arange(scores.shape[0]))
-    if spec.top_k is None:
-        return jax.vmap(jax.random.categorical)(keys, scores).astype(jnp.int32)
-    candidates, ids = jax.lax.top_k(scores, spec.top_k)
-    drawn = jax.vmap(jax.random.categorical)(keys, candidates)
-    return jnp.take_along_axis(ids, drawn[:, None], axis=1)[:, 0].astype(jnp.int32)
+        return highest
+    rows, vocab = scores.shape
+    uniform = _uniform_numbers(seed, rows, step)
+    weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+    blocks = jnp.pad(weights, ((0, 0), (0, -vocab % _BLOCK))).reshape(rows, -1, _BLOCK)
+    mass = blocks.sum(axis=-1)
+    block = _draw_index(mass, uniform[:, :1])
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    drawn = block * _BLOCK + _draw_index(inside, uniform[:, 1:])
+    return jnp.where(jnp.isfinite(mass.sum(axis=-1)), drawn, highest)
 
 
-def _narrow(spec: SamplingSpec, values: Mapping[str, jax.Array], scores: jax.Array) -> jax.Array:
-    """Temperature, top-k, top-p and min-p, in transformers' order."""
-    if "temperature" in spec.active:
-        scores = scores / values["temperature"]
-    if spec.top_k is not None:
-        scores = jnp.where(scores < jax.lax.top_k(scores, spec.top_k)[0][:, -1:], _NEVER, scores)
-    if "top_p" in spec.active:
-        ordered = (
-            jax.lax.top_k(scores, spec.top_k)[0] if spec.top_k is not None else jnp.flip(jnp.sort(scores), axis=-1)
-        )
-        probabilities = jax.nn.softmax(ordered, axis=-1)
-        above = jnp.cumsum(probabilities, axis=-1) - probabilities
-        kept = (above < values["top_p"]).at[:, 0].set(True)
-        border = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
-        scores = jnp.where(scores < border, _NEVER, scores)
-    if "min_p" in spec.active:
-        border = scores.max(axis=-1, keepdims=True) + jnp.log(values["min_p"])
-        scores = jnp.where(scores < border, _NEVER, scores)
-    return scores
+def _uniform_numbers(seed: jax.Array, rows: int, step: jax.Array) -> jax.Array:
+    """[rows, 2] float32 in [0, 1), of a stream of random numbers for each row."""
+    base = jax.random.key(seed, impl="threefry2x32")
+    return jax.vmap(lambda row: jax.random.uniform(jax.random.fold_in(jax.random.fold_in(base, row), step), (2,)))(
+        jnp.arange(rows)
+    )
 
 
-def _force(scores: jax.Array, ids: jax.Array, where: jax.Array) -> jax.Array:
-    """Only `ids` can be drawn in the rows where `where` [batch] holds."""
-    forced = jnp.full_like(scores, _NEVER).at[:, ids].set(0.0)
-    return jnp.where(where[:, None], forced, scores)
+def _draw_index(weights: jax.Array, uniform: jax.Array) -> jax.Array:
+    """An index of each row with a probability in proportion to its weight, never one of weight 0: [batch] int32.
 
-
-def _ban_repeated_ngrams(
-    scores: jax.Array, tokens: jax.Array, first: jax.Array, end: jax.Array, size: int
-) -> jax.Array:
-    """Ban what followed each earlier occurrence of the last `size - 1` tokens."""
-    index = jnp.arange(tokens.shape[1])[None]
-    repeats = (index >= first[:, None]) & (index + size - 1 < end) & (end - size + 1 >= first[:, None])
-    for offset in range(size - 1):
-        last = jax.lax.dynamic_index_in_dim(tokens, end - size + 1 + offset, axis=1)
-        repeats &= jnp.roll(tokens, -offset, axis=1) == last
-    following = jnp.roll(tokens, -(size - 1), axis=1)
-    rows = jnp.arange(tokens.shape[0])[:, None]
-    banned = jnp.zeros(scores.shape, bool).at[rows, following].max(repeats)
-    return jnp.where(banned, _NEVER, scores)
-
-
-def _ban_bad_words(
-    scores: jax.Array, tokens: jax.Array, first: jax.Array, end: jax.Array, prefixes: jax.Array, last: jax.Array
-) -> jax.Array:
-    """Ban the last token of each bad word whose other tokens stand at the end of the text.
-
-    `prefixes`: [words, width] int32, -1 where a word is shorter; `last`: [words] int32.
+    XLA's cumulative sum adds in a tree, so that it may rise by a rounding where the weight is 0, and its last entry need not be
+    its largest; hence the guards.
     """
-    width = prefixes.shape[1]
-    positions = end - width + jnp.arange(width)
-    tail = jnp.take(tokens, jnp.clip(positions, 0, tokens.shape[1] - 1), axis=1)
-    tail = jnp.where(positions[None] >= first[:, None], tail, -2)
-    matches = jnp.all((prefixes[None] == -1) | (prefixes[None] == tail[:, None]), axis=-1)
-    limits: Any = jnp.where(matches, _NEVER, jnp.inf)
-    return scores.at[:, last].min(limits)
+    index = jnp.arange(weights.shape[-1], dtype=jnp.int32)
+    sums = jnp.cumsum(weights, axis=-1)
+    is_possible = weights > 0
+    is_past = is_possible & (sums > uniform * sums[:, -1:])
+    last = jnp.max(jnp.where(is_possible, index, 0), axis=-1)
+    return jnp.minimum(jnp.min(jnp.where(is_past, index, weights.shape[-1]), axis=-1), last)
+
+
+def _first_maximum(scores: jax.Array) -> jax.Array:
+    """`argmax`, as two reductions that XLA vectorises on CPUs: 70 µs for 151936 tokens in place of 700."""
+    index = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+    is_highest = (scores == scores.max(axis=-1, keepdims=True)) | jnp.isnan(scores)
+    return jnp.min(jnp.where(is_highest, index, scores.shape[-1]), axis=-1)

@@ -1,8 +1,8 @@
-"""Generation options checked and split: what shapes a program, and what is only a number in it.
+"""Generation options split into what shapes a program, and what is only a number in it.
 
 Turns a resolved `GenerationConfig` into a hashable `SamplingSpec` (which processors are active, their static sizes) and a flat
-dict of host arrays (temperature, penalties, token lists, …) that a program takes as arguments, so that another temperature does
-not compile again. Every option is honoured or rejected here. No jax.
+dict of host arrays (temperature, penalties, token lists, …) that a program takes as arguments, so that another temperature, or
+another list of about the same length, does not compile again. No jax.
 """
 
 from __future__ import annotations
@@ -14,34 +14,15 @@ from typing import Any
 import numpy as np
 from transformers import GenerationConfig
 
-from hfax.errors import InvalidInputError, UnsupportedOptionError
-
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "num_beams": (None, 1),
-    "num_beam_groups": (None, 1),
-    "diversity_penalty": (None, 0.0),
-    "guidance_scale": (None, 1.0, 1),
-    "penalty_alpha": (None, 0.0),
-    "prompt_lookup_num_tokens": (None,),
-    "watermarking_config": (None,),
-    "sequence_bias": (None,),
-    "encoder_repetition_penalty": (None, 1.0),
-    "encoder_no_repeat_ngram_size": (None, 0),
-    "typical_p": (None, 1.0),
-    "top_h": (None,),
-    "epsilon_cutoff": (None, 0.0),
-    "eta_cutoff": (None, 0.0),
-    "exponential_decay_length_penalty": (None,),
-    "dola_layers": (None,),
-    "constraints": (None,),
-    "force_words_ids": (None,),
-    "max_time": (None,),
-    "token_healing": (None, False),
-    "output_attentions": (None, False),
-    "output_hidden_states": (None, False),
-    "cache_implementation": (None, "static", "dynamic", "hybrid"),
-}
-"""Options that hfax does not implement, with the values that ask for nothing."""
+from hfax.programs.buckets import power_of_two
+from hfax.programs.sampling_checks import (
+    check_biases,
+    check_decay,
+    check_ids,
+    check_ranges,
+    check_words,
+    reject_unsupported,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,14 +31,14 @@ class SamplingSpec:
 
     Args:
         do_sample: draw at random; else take the highest score.
-        top_k: candidates kept, None for all.
-        active: names of the other active processors, sorted.
+        active: names of the active processors, sorted; they run in the order of `logits_processors.PROCESSORS`.
+        num_candidates: top-k is taken of these many, a power of two, so that values of `top_k` share programs; 0 without top-k.
         no_repeat_ngram_size: 0 for none.
     """
 
     do_sample: bool
-    top_k: int | None
     active: tuple[str, ...]
+    num_candidates: int
     no_repeat_ngram_size: int
 
 
@@ -73,134 +54,143 @@ def make_sampling_spec(
     """Check every option of a call.
 
     Args:
-        config: resolved: no option that has a default is None.
-        vocab_size: token ids must be below it.
+        config: the options; a None is transformers' default. Of `min_length` and `min_new_tokens` the latter wins, as there.
+        vocab_size: of the logits; token ids must be below it, except end-of-sequence ids, of which those are left out.
         prompt_length: of the padded prompts, tokens.
-        max_new_tokens: the last token drawn is number `max_new_tokens`.
+        max_new_tokens: the last token drawn is number `max_new_tokens`; there the forced end stands.
         presence_penalty: subtracted from the score of each token already generated.
         frequency_penalty: subtracted once for each time a token was generated.
+
+    Returns:
+        The spec, and the values by name: scalars, or id lists of a power of two entries, filled with `vocab_size`.
 
     Raises:
         InvalidInputError: a value is out of range.
         UnsupportedOptionError: an option asks for something that hfax does not do.
     """
-    _reject_unsupported(config)
-    _check_ranges(config, presence_penalty, frequency_penalty)
-    values: dict[str, np.ndarray] = {
-        "prompt_length": np.asarray(prompt_length, np.int32),
-        "last_step": np.asarray(max_new_tokens - 1, np.int32),
-    }
-    active: set[str] = set()
-
-    def add(name: str, value: Any, dtype: Any) -> None:
-        active.add(name)
-        values[name] = np.asarray(value, dtype)
-
-    if config.repetition_penalty not in (None, 1.0):
-        add("repetition_penalty", config.repetition_penalty, np.float32)
-    if presence_penalty or frequency_penalty:
-        add("presence_penalty", presence_penalty, np.float32)
-        values["frequency_penalty"] = np.asarray(frequency_penalty, np.float32)
-    eos = _ids("eos_token_id", config.eos_token_id, None)
-    if eos.size and (config.min_length or config.min_new_tokens):
-        add("min_length", config.min_length or 0, np.int32)
-        values["min_new_tokens"] = np.asarray(config.min_new_tokens or 0, np.int32)
-        values["eos"] = eos[eos < vocab_size]
-    if config.bad_words_ids:
-        words = [w for w in config.bad_words_ids if not (len(w) == 1 and w[0] in eos)]
-        for word in words:
-            _ids("bad_words_ids", word, vocab_size)
-        if words:
-            width = max(len(w) for w in words) - 1
-            prefixes = [[-1] * (width - len(w) + 1) + list(w[:-1]) for w in words]
-            add("bad_words", np.asarray(prefixes, np.int32).reshape(len(words), width), np.int32)
-            values["bad_words_last"] = np.asarray([w[-1] for w in words], np.int32)
-    for name in ("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"):
-        if (value := getattr(config, name)) not in (None, []):
-            add(name, _ids(name, value, vocab_size), np.int32)
-    if "begin_suppress_tokens" in active:
-        late = prompt_length == 1 and "forced_bos_token_id" in active
-        values["begin_step"] = np.asarray(1 if late else 0, np.int32)
-    if config.remove_invalid_values:
-        active.add("remove_invalid_values")
-    top_k = None
-    if config.do_sample:
-        if config.temperature not in (None, 1.0):
-            add("temperature", config.temperature, np.float32)
-        if config.top_p is not None and config.top_p < 1.0:
-            add("top_p", config.top_p, np.float32)
-        if config.min_p is not None:
-            add("min_p", max(config.min_p, 1e-30), np.float32)
-        if config.top_k and config.top_k < vocab_size:
-            top_k = int(config.top_k)
-    if config.renormalize_logits:
-        active.add("renormalize_logits")
+    reject_unsupported(config)
+    check_ranges(config, {"presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty})
+    eos = _eos_ids(config, vocab_size)
+    found = _Processors(vocab_size)
+    found.values["prompt_length"] = np.asarray(prompt_length, np.int32)
+    _add_penalties(found, config, presence_penalty, frequency_penalty)
+    _add_sequences(found, config, eos)
+    _add_lengths(found, config, eos, max_new_tokens)
+    _add_token_lists(found, config)
+    num_candidates = _add_warpers(found, config) if config.do_sample else 0
+    for name in ("remove_invalid_values", "renormalize_logits"):
+        if getattr(config, name):
+            found.add(name)
     spec = SamplingSpec(
         do_sample=bool(config.do_sample),
-        top_k=top_k,
-        active=tuple(sorted(active)),
+        active=tuple(sorted(found.active)),
+        num_candidates=num_candidates,
         no_repeat_ngram_size=int(config.no_repeat_ngram_size or 0),
     )
-    return spec, values
+    return spec, found.values
 
 
-def _reject_unsupported(config: GenerationConfig) -> None:
-    for name, neutral in _NEUTRAL.items():
-        value = getattr(config, name, None)
-        if value not in neutral:
-            raise UnsupportedOptionError(
-                f"{name}={value!r} is not implemented by hfax.",
-                "An option is honoured or rejected, never ignored.",
-                f"Leave {name} out{' (greedy search and sampling are there)' if 'beam' in name else ''}.",
+class _Processors:
+    """Names of active processors and their values, collected."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.active: set[str] = set()
+        self.values: dict[str, np.ndarray] = {}
+
+    def add(self, name: str, **values: Any) -> None:
+        """Activate `name`. Floats become float32, integers int32, lists of ids arrays whose length is a power of two."""
+        self.active.add(name)
+        for key, value in values.items():
+            if isinstance(value, list):
+                padding = [self.vocab_size] * (power_of_two(len(value)) - len(value))
+                self.values[key] = np.asarray(value + padding, np.int32)
+            else:
+                self.values[key] = np.asarray(value, np.int32 if isinstance(value, int) else np.float32)
+
+    def add_sequences(self, name: str, sequences: list[list[int]], **values: list[float]) -> None:
+        """Activate `name` for sequences of ids, split into prefixes ([words, width], -1 at the left) and last ids."""
+        width = max(len(sequence) for sequence in sequences) - 1
+        prefixes = np.full((power_of_two(len(sequences)), power_of_two(width) if width else 0), -1, np.int32)
+        for row, sequence in enumerate(sequences):
+            if len(sequence) > 1:
+                prefixes[row, 1 - len(sequence) :] = sequence[:-1]
+        self.add(name, **{f"{name}_last".replace("_ids_", "_"): [sequence[-1] for sequence in sequences]})
+        self.values[f"{name}_prefixes".replace("_ids_", "_")] = prefixes
+        for key, numbers in values.items():
+            self.values[key] = np.zeros(len(prefixes), np.float32)
+            self.values[key][: len(numbers)] = numbers
+
+
+def _eos_ids(config: GenerationConfig, vocab_size: int) -> list[int]:
+    ids = np.unique(np.asarray([] if config.eos_token_id is None else config.eos_token_id, np.int64))
+    return ids[(ids >= 0) & (ids < vocab_size)].tolist()
+
+
+def _add_penalties(found: _Processors, config: GenerationConfig, presence: float, frequency: float) -> None:
+    if config.repetition_penalty not in (None, 1.0):
+        found.add("repetition_penalty", repetition_penalty=float(config.repetition_penalty))
+    if presence or frequency:
+        found.add("presence_frequency_penalty", presence_penalty=float(presence), frequency_penalty=float(frequency))
+    if config.no_repeat_ngram_size:
+        found.add("no_repeat_ngram_size")
+
+
+def _add_sequences(found: _Processors, config: GenerationConfig, eos: list[int]) -> None:
+    if config.sequence_bias is not None:
+        sequences, biases = check_biases(config.sequence_bias, found.vocab_size)
+        if sequences:
+            found.add_sequences("sequence_bias", sequences, sequence_bias=biases)
+    if config.bad_words_ids is not None:
+        words = check_words("bad_words_ids", config.bad_words_ids, found.vocab_size)
+        words = [word for word in words if not (len(word) == 1 and word[0] in eos)]
+        if words:
+            found.add_sequences("bad_words_ids", words)
+
+
+def _add_lengths(found: _Processors, config: GenerationConfig, eos: list[int], max_new_tokens: int) -> None:
+    new_tokens = config.min_new_tokens
+    length = config.min_length or 0 if new_tokens is None else 0
+    if eos and (length or new_tokens):
+        found.add("min_length", min_length=int(length), min_new_tokens=int(new_tokens or 0), min_length_eos=eos)
+    if config.exponential_decay_length_penalty is not None:
+        start, factor = check_decay(config.exponential_decay_length_penalty)
+        if eos:
+            found.add(
+                "exponential_decay_length_penalty",
+                decay_start=start,
+                decay_log_factor=math.log(factor),
+                decay_eos=eos,
             )
+    if config.forced_eos_token_id is not None:
+        ids = check_ids("forced_eos_token_id", config.forced_eos_token_id, found.vocab_size)
+        found.add("forced_eos_token_id", forced_eos_token_id=ids, last_step=int(max_new_tokens) - 1)
 
 
-def _check_ranges(config: GenerationConfig, presence_penalty: float, frequency_penalty: float) -> None:
-    def check(name: str, value: Any, allowed: str, is_valid: bool) -> None:
-        is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and math.isfinite(value)
-        if not is_number or not is_valid:
-            raise InvalidInputError(f"{name}={value!r}.", f"{name} must be {allowed}.", f"Pass {name} in that range.")
-
-    if config.temperature is not None:
-        check("temperature", config.temperature, "0 or more", config.temperature >= 0)
-        if config.do_sample and config.temperature == 0:
-            raise InvalidInputError(
-                "temperature=0 with do_sample=True.",
-                "Scores are divided by the temperature.",
-                "Pass do_sample=False for the most likely token.",
-            )
-    if config.top_k is not None:
-        check(
-            "top_k", config.top_k, "an integer of 0 (off) or more", isinstance(config.top_k, int) and config.top_k >= 0
-        )
-    if config.top_p is not None:
-        check("top_p", config.top_p, "above 0 and at most 1", 0 < config.top_p <= 1)
-    if config.min_p is not None:
-        check("min_p", config.min_p, "from 0 to 1", 0 <= config.min_p <= 1)
-    if config.repetition_penalty is not None:
-        check("repetition_penalty", config.repetition_penalty, "above 0", config.repetition_penalty > 0)
-    check("presence_penalty", presence_penalty, "a finite number", True)
-    check("frequency_penalty", frequency_penalty, "a finite number", True)
-    for name in ("no_repeat_ngram_size", "min_length", "min_new_tokens"):
-        if (value := getattr(config, name)) is not None:
-            check(name, value, "an integer of 0 or more", isinstance(value, int) and value >= 0)
-    repeats = config.num_return_sequences
-    if repeats is not None:
-        check("num_return_sequences", repeats, "an integer of 1 or more", isinstance(repeats, int) and repeats >= 1)
-        if repeats > 1 and not config.do_sample:
-            raise InvalidInputError(
-                f"num_return_sequences={repeats} with do_sample=False.",
-                "Greedy search writes the same text each time.",
-                "Pass do_sample=True, or num_return_sequences=1.",
-            )
+def _add_token_lists(found: _Processors, config: GenerationConfig) -> None:
+    for name in ("forced_bos_token_id", "suppress_tokens", "begin_suppress_tokens"):
+        value = getattr(config, name)
+        if value is not None and (ids := check_ids(name, value, found.vocab_size)):
+            found.add(name, **{name: ids})
 
 
-def _ids(name: str, value: Any, vocab_size: int | None) -> np.ndarray:
-    ids = np.asarray([] if value is None else value, np.int64).reshape(-1)
-    if vocab_size is not None and ids.size and not (ids.min() >= 0 and ids.max() < vocab_size):
-        raise InvalidInputError(
-            f"{name} holds ids outside of the vocabulary: {ids.tolist()[:8]}.",
-            f"Token ids are 0 to {vocab_size - 1}.",
-            "Use ids of this model's tokenizer.",
-        )
-    return ids.astype(np.int32)
+def _add_warpers(found: _Processors, config: GenerationConfig) -> int:
+    """Temperature and what narrows the choice; the number of candidates for top-k."""
+    temperature = 1.0 if config.temperature is None else float(config.temperature)
+    found.add("temperature", temperature=temperature)
+    has_top_k = bool(config.top_k) and config.top_k < found.vocab_size
+    has_top_p = config.top_p is not None and config.top_p < 1
+    if has_top_k:
+        found.add("top_k_top_p" if has_top_p else "top_k", top_k=int(config.top_k))
+    elif has_top_p:
+        found.add("top_p")
+    if has_top_p:
+        found.values["top_p"] = np.asarray(config.top_p, np.float32)
+    if config.min_p:
+        found.add("min_p", log_min_p=math.log(config.min_p))
+    if config.typical_p is not None and config.typical_p < 1:
+        found.add("typical_p", typical_p=float(config.typical_p))
+    for name in ("epsilon_cutoff", "eta_cutoff"):
+        if getattr(config, name):
+            found.add(name, **{name: float(getattr(config, name))})
+    return power_of_two(int(config.top_k)) if has_top_k else 0
