@@ -115,8 +115,8 @@ class _Processors:
         for row, sequence in enumerate(sequences):
             if len(sequence) > 1:
                 prefixes[row, 1 - len(sequence) :] = sequence[:-1]
-        self.add(name, **{f"{name}_last".replace("_ids_", "_"): [sequence[-1] for sequence in sequences]})
-        self.values[f"{name}_prefixes".replace("_ids_", "_")] = prefixes
+        self.add(name, **{f"{name}_last": [sequence[-1] for sequence in sequences]})
+        self.values[f"{name}_prefixes"] = prefixes
         for key, numbers in values.items():
             self.values[key] = np.zeros(len(prefixes), np.float32)
             self.values[key][: len(numbers)] = numbers

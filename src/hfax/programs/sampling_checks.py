@@ -1,0 +1,223 @@
+"""Which generation options hfax honours, and the values that each may have. Only checks; no jax, no device.
+
+Every field of transformers' `GenerationConfig` is in one of three places: honoured (here, in `sampling_config`, or by
+`generate`), in `NEUTRAL_VALUES` and rejected with any other value, or in `WITHOUT_EFFECT`.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+from transformers import GenerationConfig
+
+from hfax.errors import InvalidInputError, UnsupportedOptionError
+
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1, None),
+    "num_beam_groups": (1, None),
+    "diversity_penalty": (0.0, None),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "penalty_alpha": (None, 0.0),
+    "dola_layers": (None,),
+    "guidance_scale": (None, 1.0),
+    "top_h": (None,),
+    "watermarking_config": (None,),
+    "encoder_repetition_penalty": (1.0, None),
+    "encoder_no_repeat_ngram_size": (0, None),
+    "token_healing": (False, None),
+    "max_time": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+    "is_assistant": (False, None),
+    "use_mtp": (False, None),
+    "speculation_type": (None,),
+    "low_memory": (False, None),
+    "prefill_chunk_size": (None,),
+    "continuous_batching_config": (None,),
+    "output_attentions": (False, None),
+    "output_hidden_states": (False, None),
+    "cache_config": (None,),
+    "cache_implementation": (
+        None, "static", "dynamic", "dynamic_full", "hybrid", "hybrid_chunked", "sliding_window"
+    ),
+}  # fmt: skip
+"""Options that hfax does not implement, with the values that ask for nothing (or, for the cache, for what it is anyway)."""
+
+WITHOUT_EFFECT = frozenset(
+    {
+        *("early_stopping", "length_penalty"),  # read by beam search alone
+        *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+        *(
+            "assistant_lookbehind",
+            "target_lookbehind",
+            "assistant_ensemble_weight",
+        ),  # read with an assistant model alone
+        "max_matching_ngram_size",  # read by prompt lookup alone
+        *("use_cache", "max_cache_len"),  # the tokens are the same; hfax's cache has its own size
+        *("compile_config", "disable_compile"),  # of torch.compile
+        *("transformers_version", "_from_model_config"),
+    }
+)
+"""Options that change no token without one that is rejected."""
+
+_Rule = tuple[str, Callable[[Any], bool]]
+
+_COUNT: _Rule = ("an integer of 0 or more", lambda n: _is_integer(n) and n >= 0)
+_ABOVE_ZERO: _Rule = ("a number above 0", lambda x: x > 0)
+_FINITE: _Rule = ("a finite number", lambda x: True)
+
+_RULES: dict[str, _Rule] = {
+    "temperature": ("a number of 0 or more (above 0 with do_sample=True)", lambda x: x >= 0),
+    "top_k": ("an integer of 1 or more, or 0 for all tokens", _COUNT[1]),
+    "top_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
+    "min_p": ("from 0 to 1", lambda x: 0 <= x <= 1),
+    "typical_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
+    "epsilon_cutoff": ("from 0 (off) to below 1", lambda x: 0 <= x < 1),
+    "eta_cutoff": ("from 0 (off) to below 1", lambda x: 0 <= x < 1),
+    "repetition_penalty": _ABOVE_ZERO,
+    "presence_penalty": _FINITE,
+    "frequency_penalty": _FINITE,
+    "no_repeat_ngram_size": _COUNT,
+    "min_length": _COUNT,
+    "min_new_tokens": _COUNT,
+    "num_return_sequences": ("an integer of 1 or more", lambda n: _is_integer(n) and n >= 1),
+}
+
+
+def reject_unsupported(config: GenerationConfig) -> None:
+    """Raise for the first option that asks for something that hfax does not do.
+
+    Raises:
+        UnsupportedOptionError: naming it.
+    """
+    for name, neutral in NEUTRAL_VALUES.items():
+        value = getattr(config, name, None)
+        if not any(value is n or (n is not None and value == n) for n in neutral):
+            raise UnsupportedOptionError(
+                f"{name}={value!r} is not implemented by hfax.",
+                "An option is honoured or rejected, never ignored. It was passed to generate(), or stands in the checkpoint's "
+                "generation_config.json.",
+                f"Pass {name}={neutral[0]!r}. Greedy search and sampling with their processors are there.",
+            )
+
+
+def check_ranges(config: GenerationConfig, extra: dict[str, float]) -> None:
+    """Raise for the first number out of its range, whether or not sampling is on.
+
+    Args:
+        config: the options.
+        extra: those that GenerationConfig lacks.
+
+    Raises:
+        InvalidInputError: naming the option, its value and what it may be.
+    """
+    for name, (allowed, is_allowed) in _RULES.items():
+        value = extra[name] if name in extra else getattr(config, name, None)
+        if value is not None and not (_is_finite_number(value) and is_allowed(value)):
+            reject_value(name, value, f"{name} must be {allowed}.")
+    if config.do_sample and config.temperature == 0:
+        raise InvalidInputError(
+            "temperature=0 with do_sample=True.",
+            "Scores are divided by the temperature, which must be above 0 to sample.",
+            "Pass do_sample=False to get the most likely token each time.",
+        )
+    repeats = config.num_return_sequences
+    if repeats is not None and repeats > 1 and not config.do_sample:
+        raise InvalidInputError(
+            f"num_return_sequences={repeats} with do_sample=False.",
+            "Greedy search writes the same text each time.",
+            "Pass do_sample=True, or num_return_sequences=1.",
+        )
+
+
+def check_ids(name: str, value: Any, vocab_size: int) -> list[int]:
+    """Token ids of an option, an int or a sequence of them, as a list.
+
+    Raises:
+        InvalidInputError: an id is no integer, or outside of the vocabulary.
+    """
+    ids = np.asarray(value).reshape(-1).tolist() if isinstance(value, (int, np.ndarray)) else _as_list(name, value)
+    for token in ids:
+        if not _is_integer(token) or not 0 <= token < vocab_size:
+            reject_value(
+                name,
+                value,
+                f"{name} holds {token!r}; token ids are integers from 0 to {vocab_size - 1}.",
+                "Use ids of this model's tokenizer.",
+            )
+    return [int(token) for token in ids]
+
+
+def check_words(name: str, words: Any, vocab_size: int) -> list[list[int]]:
+    """Words of an option, each a sequence of token ids.
+
+    Raises:
+        InvalidInputError: not a list of non-empty lists of ids of the vocabulary.
+    """
+    words = _as_list(name, words)
+    if any(not isinstance(word, Sequence) or isinstance(word, str) or len(word) == 0 for word in words):
+        reject_value(name, words, f"{name} must be a list of words, each a non-empty list of token ids.")
+    return [check_ids(name, list(word), vocab_size) for word in words]
+
+
+def check_biases(sequence_bias: Any, vocab_size: int) -> tuple[list[list[int]], list[float]]:
+    """The sequences of `sequence_bias` ({(ids): bias} or [[[ids], bias], …]) and their biases.
+
+    Raises:
+        InvalidInputError: of another form, ids outside of the vocabulary, or a bias that is NaN or plus infinity.
+    """
+    try:
+        pairs = sequence_bias.items() if isinstance(sequence_bias, dict) else [(k, v) for k, v in sequence_bias]
+        biases = {tuple(sequence): float(bias) for sequence, bias in pairs}
+    except (TypeError, ValueError):
+        reject_value(
+            "sequence_bias", sequence_bias, "sequence_bias must be [[[token ids], bias], …] or {(token ids): bias}."
+        )
+    for bias in biases.values():
+        if not bias < math.inf:
+            reject_value(
+                "sequence_bias", bias, "A bias must be a finite number, or minus infinity to ban the sequence."
+            )
+    return check_words("sequence_bias", list(biases), vocab_size), list(biases.values())
+
+
+def check_decay(penalty: Any) -> tuple[int, float]:
+    """Start and factor of `exponential_decay_length_penalty`.
+
+    Raises:
+        InvalidInputError: not a pair of a count and a number above 0.
+    """
+    name = "exponential_decay_length_penalty"
+    is_pair = isinstance(penalty, Sequence) and len(penalty) == 2 and all(map(_is_finite_number, penalty))
+    if not (is_pair and _COUNT[1](penalty[0]) and penalty[1] > 0):
+        reject_value(name, penalty, f"{name} must be (start, factor): {_COUNT[0]}, and {_ABOVE_ZERO[0]}.")
+    return int(penalty[0]), float(penalty[1])
+
+
+def reject_value(name: str, value: Any, why: str, fix: str | None = None) -> NoReturn:
+    """Raise `InvalidInputError` for the value of an option."""
+    raise InvalidInputError(f"{name}={_shortened(value)}.", why, fix or f"Change {name}, or leave it out.")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_finite_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _as_list(name: str, value: Any) -> list[Any]:
+    if isinstance(value, str) or not isinstance(value, (Sequence, set, frozenset)):
+        reject_value(name, value, f"{name} must be a list of token ids.")
+    return list(value)
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "…"
