@@ -233,8 +233,7 @@ def _require_jax(backend: str) -> None:
             'Use backend="jax".',
         )
     try:
-        import jax  # noqa: F401
-        import torchax  # noqa: F401
+        import hfax.backends.torchax  # noqa: F401  (it undoes the switch that torchax's own import throws)
     except ImportError as error:
         raise BackendNotAvailableError(
             "The JAX backend is not installed.",

@@ -1,0 +1,151 @@
+"""The package as a whole: what importing it costs and changes, what it exports, and which way its imports point."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hfax
+
+SOURCE = Path(hfax.__file__).parent
+
+ORDER = [
+    {"errors", "home", "phases"},
+    {"kv_cache"},
+    {"load"},
+    {"patches"},
+    {"backends"},
+    {"programs"},
+    {"model"},
+    {"auto"},
+    {"cli"},
+]
+"""The way of the data: a module imports from its own row and from those above it."""
+
+STATE_OF_OTHERS = """
+import json, os, sys
+import torch, transformers, jax
+import torch.nn.functional as F
+from transformers.models.llama import modeling_llama as llama
+
+def state():
+    classes = [c for c in vars(llama).values() if isinstance(c, type) and issubclass(c, torch.nn.Module)]
+    return {
+        "functions": [F.linear, F.scaled_dot_product_attention, torch._check_tensor_all, torch._check_tensor_all_with,
+                      torch.arange, torch.Tensor.copy_, torch.Tensor.to, llama.create_causal_mask],
+        "forwards": {c.__name__: c.forward for c in classes},
+        "fast path": torch.backends.mha.get_fastpath_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "grad": torch.is_grad_enabled(),
+        "random": torch.random.get_rng_state().tolist(),
+        "x64": jax.config.jax_enable_x64,
+        "matmul precision": jax.config.jax_default_matmul_precision,
+        "attention": dict(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping),
+        "dispatch": len(torch.overrides._get_current_function_mode_stack()),
+    }
+
+before = state()
+"""
+
+
+def run_python(code: str, tmp_path: Path) -> str:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "HFAX_HOME": str(tmp_path), "PYTHONPATH": str(SOURCE.parent)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def imported_modules(path: Path) -> set[str]:
+    """First parts below `hfax` of everything that a file imports from it, at any depth of its code."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    parts = (name.split(".") for name in found)
+    return {p[1] for p in parts if p[0] == "hfax" and len(p) > 1}
+
+
+def rank(name: str) -> int | None:
+    return next((i for i, row in enumerate(ORDER) if name in row), None)
+
+
+def test_importing_hfax_imports_no_framework(tmp_path: Path) -> None:
+    loaded = run_python("import hfax, sys, json; print(json.dumps(sorted(sys.modules)))", tmp_path)
+    names = {name.split(".")[0] for name in json.loads(loaded)}
+    assert not names & {"jax", "jaxlib", "torch", "torchax", "torch_xla", "transformers", "numpy"}
+
+
+def test_importing_the_command_imports_no_framework(tmp_path: Path) -> None:
+    loaded = run_python("import hfax.cli.app, sys, json; print(json.dumps(sorted(sys.modules)))", tmp_path)
+    names = {name.split(".")[0] for name in json.loads(loaded)}
+    assert not names & {"jax", "jaxlib", "torch", "torchax", "torch_xla", "transformers"}
+
+
+def test_public_surface() -> None:
+    assert hfax.__all__ == [
+        "AutoModelForTPU",
+        "BackendNotAvailableError",
+        "CheckpointAccessError",
+        "CheckpointCorruptError",
+        "CheckpointNotFoundError",
+        "HfaxError",
+        "InvalidInputError",
+        "OutOfMemoryError",
+        "UnsupportedModelError",
+        "UnsupportedOptionError",
+        "__version__",
+        "register_pytrees",
+    ]
+    assert dir(hfax) == hfax.__all__
+    assert (SOURCE / "py.typed").exists()
+
+
+@pytest.mark.parametrize("name", hfax.__all__)
+def test_every_exported_name_exists(name: str) -> None:
+    assert getattr(hfax, name) is not None
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'AutoModelForGPU'"):
+        _ = hfax.AutoModelForGPU
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(p for p in SOURCE.rglob("*.py") if p != SOURCE / "__init__.py"),
+    ids=lambda p: str(p.relative_to(SOURCE)),
+)
+def test_imports_point_one_way(path: Path) -> None:
+    own = rank(path.relative_to(SOURCE).parts[0].removesuffix(".py"))
+    assert own is not None, f"{path.name} has no place in ORDER"
+    later = {name for name in imported_modules(path) if (there := rank(name)) is not None and there > own}
+    assert not later
+
+
+def test_importing_and_generating_change_nothing_for_other_code(tmp_path: Path) -> None:
+    """Everything hfax replaces while it traces is put back; its attention is added beside those of transformers."""
+    code = (
+        STATE_OF_OTHERS
+        + """
+import hfax
+model = hfax.AutoModelForTPU.from_pretrained("demo")
+model.generate([[1, 5, 6]], max_new_tokens=3, seed=0)
+model(input_ids=[[1, 5, 6]])
+after = state()
+attention = after.pop("attention")
+assert before.pop("attention").items() <= attention.items()
+changed = [name for name in before if before[name] != after[name]]
+assert not changed, changed
+"""
+    )
+    run_python(code, tmp_path)
