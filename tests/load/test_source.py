@@ -69,7 +69,8 @@ def test_a_folder_named_demo_is_meant_by_its_path(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    "name", ["/no/such/folder", "./nothing", "~/nothing", "../no-such-sibling", "a/b/c", "nothing/", "no such model", ""]
+    "name",
+    ["/no/such/folder", "./nothing", "~/nothing", "../no-such-sibling", "a/b/c", "nothing/", "no such model", ""],
 )
 def test_what_looks_like_a_path_is_not_looked_up_on_the_hub(name: str) -> None:
     if name == "":

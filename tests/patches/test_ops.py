@@ -20,7 +20,7 @@ def test_linear_agrees_with_float64_as_closely_as_torch(rows: tuple[int, ...], w
     theirs = torch.nn.functional.linear(x, weight, bias).double().numpy()
     ours = linear(*(None if t is None else jnp.asarray(t.float().numpy(), jnp.bfloat16) for t in (x, weight, bias)))
     assert ours.dtype == jnp.bfloat16
-    # A single row is rounded once before its bias is added (see `linear`): one more rounding of bfloat16, at most 2**-8 of the value.
+    # A single row is rounded once before its bias is added (see `linear`): one more rounding of bfloat16, at most 2**-8 of it.
     one_rounding = 2.0**-8 * np.abs(exact).max()
     allowed = 1.2 * np.abs(theirs - exact).max() + (one_rounding if has_bias and np.prod(rows) == 1 else 1e-6)
     assert np.abs(np.asarray(ours, np.float64) - exact).max() <= allowed
