@@ -227,7 +227,7 @@ class JaxModel:
         options_resolved = GenerationOptions(
             config=config,
             max_new_tokens=requests.resolve_max_new_tokens(config, prompts.longest, self._context()),
-            seed=_draw_seed() if seed is None else int(seed),
+            seed=int(seed) if seed is not None else _draw_seed() if config.do_sample else 0,
             eos_token_ids=eos_ids,
             pad_token_id=config.pad_token_id if config.pad_token_id is not None else (eos_ids or (0,))[0],
             keep=(*keep, *(("log_probs",) if keep_log_probs else ())),
