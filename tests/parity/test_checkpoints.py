@@ -133,8 +133,10 @@ def test_t5_forward_and_greedy_tokens_equal_transformers(tmp_path: Path) -> None
         tie_word_embeddings=False,
     )
     config.initializer_factor = 8.0
-    torch.manual_seed(0)
+    torch.manual_seed(3)
     reference = transformers.T5ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        reference.lm_head.weight.normal_()
     reference.save_pretrained(tmp_path)
     model = AutoModelForTPU.from_pretrained(tmp_path)
     ids, mask = _left_padded()
