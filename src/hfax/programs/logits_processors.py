@@ -75,7 +75,7 @@ def ban_repeated_ngrams(scores: jax.Array, at: DecodeStep) -> jax.Array:
     size, tokens = at.spec.no_repeat_ngram_size, at.tokens
     first = at.state["first"][:, None]
     index = jnp.arange(tokens.shape[1])[None]
-    repeats = (index >= first) & (index + size - 1 < at.end) & (at.end - size + 1 >= first)
+    repeats = (index >= first) & (index + size - 1 < at.end)
     for offset in range(size - 1):
         last = jax.lax.dynamic_index_in_dim(tokens, at.end - size + 1 + offset, axis=1)
         repeats &= jnp.roll(tokens, -offset, axis=1) == last
