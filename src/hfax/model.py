@@ -163,13 +163,12 @@ class JaxModel:
             OutOfMemoryError: the program does not fit the device.
         """
         names = list(inspect.signature(self._skeleton.module.forward).parameters)
-        if len(args) > len(names) or (twice := set(names[: len(args)]) & set(inputs)):
+        twice = sorted(set(names[: len(args)]) & set(inputs))
+        if twice or len(args) > len(names):
             raise InvalidInputError(
-                f"{len(args)} inputs were given by position, and {', '.join(sorted(twice))} by name as well."
-                if len(args) <= len(names)
-                else f"{len(args)} inputs were given by position; the model takes {len(names)}.",
-                "Each input has one place.",
-                f"Pass inputs by name; the model takes {', '.join(names)}.",
+                f"{len(args)} inputs were given by position; given by name as well: {', '.join(twice) or 'none'}.",
+                f"Each input has one place, and the model takes {len(names)}.",
+                f"Pass inputs by name: {', '.join(names)}.",
             )
         inputs = {**dict(zip(names, args, strict=False)), **inputs}
         to_torch = has_torch(inputs)
