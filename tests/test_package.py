@@ -24,7 +24,7 @@ ORDER = [
     {"programs"},
     {"model"},
     {"auto"},
-    {"cli"},
+    {"cli", "__main__"},
 ]
 """The way of the data: a module imports from its own row and from those above it."""
 
