@@ -11,6 +11,7 @@ from hfax.cli import generation_options as writing_options
 from hfax.cli import model_options
 from hfax.cli.error_display import make_console, reporting
 from hfax.cli.generation_options import WritingOptions
+from hfax.cli.interrupts import CtrlC
 from hfax.cli.model_options import Dtype, ModelOptions, open_checkpoint
 from hfax.cli.phase_display import PhaseDisplay
 
@@ -84,7 +85,7 @@ def _chat(which: ModelOptions, how: WritingOptions, system: str | None, history:
     messages = load_messages(history) if history is not None else []
     console = make_console()
     phases = PhaseDisplay(console)
-    with phases.following("starting"):
+    with phases.following("starting"), CtrlC() as ctrl_c, ctrl_c.raising():
         checkpoint = open_checkpoint(which)
         tokenizer = checkpoint.load_tokenizer()
         check_template(tokenizer, which.name)
@@ -92,7 +93,6 @@ def _chat(which: ModelOptions, how: WritingOptions, system: str | None, history:
 
     from hfax.cli.chat_input import is_interactive, make_line_reader, read_entries
     from hfax.cli.chat_session import ChatSession
-    from hfax.cli.interrupts import CtrlC
 
     with CtrlC() as ctrl_c:
         session = ChatSession(

@@ -11,6 +11,7 @@ import typer
 
 from hfax.cli import model_options
 from hfax.cli.error_display import make_console, reporting
+from hfax.cli.interrupts import CtrlC
 from hfax.cli.model_options import Checkpoint, Dtype, ModelOptions, open_checkpoint
 from hfax.cli.phase_display import PhaseDisplay
 from hfax.errors import InvalidInputError
@@ -81,7 +82,7 @@ def classify(
     )
     with reporting(verbose):
         phases = PhaseDisplay(make_console())
-        with phases.following("starting"):
+        with phases.following("starting"), CtrlC() as ctrl_c, ctrl_c.raising():
             scores = _score(which, _read_text(text), parsed, template, per_token)
         ranked = sorted(scores, key=lambda s: s.score, reverse=True)
         typer.echo(_as_json(which.name, ranked, phases) if json_output else _as_lines(ranked))

@@ -12,6 +12,7 @@ from hfax.cli import generation_options as writing_options
 from hfax.cli import model_options
 from hfax.cli.error_display import make_console, reporting
 from hfax.cli.generation_options import WritingOptions
+from hfax.cli.interrupts import CtrlC
 from hfax.cli.model_options import Checkpoint, Dtype, ModelOptions, open_checkpoint
 from hfax.cli.phase_display import PhaseDisplay
 from hfax.errors import InvalidInputError
@@ -89,14 +90,13 @@ def _generate(
 ) -> None:
     text = _read_prompt(prompt)
     phases = PhaseDisplay(make_console())
-    with phases.following("starting"):
+    with phases.following("starting"), CtrlC() as ctrl_c, ctrl_c.raising():
         checkpoint = open_checkpoint(which)
         tokenizer = checkpoint.load_tokenizer()
         ids = _prompt_ids(checkpoint, tokenizer, text, messages)
         loaded = checkpoint.load_model()
 
     from hfax.cli.answer_output import AnswerOutput
-    from hfax.cli.interrupts import CtrlC
     from hfax.cli.writing import write_answer
 
     shown = text if messages is None and prompt != "-" else ""

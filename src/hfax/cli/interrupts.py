@@ -32,13 +32,23 @@ class CtrlC:
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
-        """Ctrl-C raises KeyboardInterrupt in this block, once; pressed since the last block, it does so at once."""
+        """Ctrl-C raises KeyboardInterrupt in this block, once; pressed since the last block, it does so at once.
+
+        If C code swallows it or makes another error of it (as when a library is being imported), it is raised again
+        where the block ends.
+        """
         try:
             self.was_pressed, self._is_open = False, True
             if self._is_pending:
                 self._is_pending = False
                 raise KeyboardInterrupt
             yield
+            if self.was_pressed:
+                raise KeyboardInterrupt
+        except Exception:
+            if self.was_pressed:
+                raise KeyboardInterrupt from None
+            raise
         finally:
             self._is_open = False
 
