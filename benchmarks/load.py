@@ -1,7 +1,7 @@
 """Seconds and memory to read a checkpoint's tensors, beside a plain sequential read of the same file.
 
-    python benchmarks/load.py                 # makes 1.2 GB of random bfloat16 weights in a temporary folder, removed
-    afterwards python benchmarks/load.py --repeats 10 --json benchmarks/out/load.json
+    python benchmarks/load.py    # makes 1.2 GB of random bfloat16 weights in a temporary folder, removed afterwards
+    python benchmarks/load.py --repeats 10 --json benchmarks/out/load.json
 
 Every case runs in a process of its own, once to warm up and `repeats` times; the file is in the page cache. Two copies
 of the checkpoint are read: `as others write it`, with the header padded to 8 bytes, whose tensors must be copied to be
@@ -33,6 +33,8 @@ LAYER = {
     "self_attn.k_proj": (1024, 1024),
     "self_attn.v_proj": (1024, 1024),
     "self_attn.o_proj": (1024, 2048),
+    "self_attn.q_norm": (128,),
+    "self_attn.k_norm": (128,),
     "mlp.gate_proj": (3072, 1024),
     "mlp.up_proj": (3072, 1024),
     "mlp.down_proj": (1024, 3072),
@@ -40,6 +42,18 @@ LAYER = {
     "post_attention_layernorm": (1024,),
 }
 """Qwen3-0.6B's shapes."""
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
 
 
 def read_chunks(path: Path) -> object:
@@ -71,19 +85,30 @@ def read_with_safetensors(path: Path) -> object:
     return tensors, [int(tensor.view(-1)[::2048].view(torch.int16).max()) for tensor in tensors.values()]
 
 
+def load_model(path: Path) -> object:
+    """hfax: the whole of `from_pretrained`, structure and all."""
+    import jax
+
+    from hfax import AutoModelForTPU
+
+    return jax.block_until_ready(AutoModelForTPU.from_pretrained(path.parent).params)
+
+
 CASES: dict[str, tuple[Callable[[Path], object], str]] = {
     "plain read, reused 16 MB buffer": (read_chunks, "foreign"),
     "plain read, kept (f.read())": (read_whole, "foreign"),
     "hfax, as others write it (copied)": (read_tensors, "foreign"),
     "hfax, as hfax writes it (mapped)": (read_tensors, "aligned"),
+    "from_pretrained, as others write it": (load_model, "foreign"),
+    "from_pretrained, as hfax writes it": (load_model, "aligned"),
     "safetensors.torch.load_file": (read_with_safetensors, "foreign"),
 }
 
 
 def write_checkpoint(path: Path, num_layers: int, shift_bytes: int) -> None:
     """Random bytes under the names of a model; the data begins `shift_bytes` after a multiple of 64."""
-    shapes = {"embed_tokens": (151936, 1024)}
-    shapes |= {f"layers.{i}.{name}.weight": shape for i in range(num_layers) for name, shape in LAYER.items()}
+    shapes = {"model.embed_tokens.weight": (151936, 1024), "model.norm.weight": (1024,)}
+    shapes |= {f"model.layers.{i}.{name}.weight": shape for i in range(num_layers) for name, shape in LAYER.items()}
     sizes = {name: shape[0] * (shape[1] if len(shape) > 1 else 1) * 2 for name, shape in shapes.items()}
     header = make_header({name: ("BF16", shapes[name], sizes[name]) for name in shapes}, {"format": "pt"})
     text = header[8:] + b" " * shift_bytes
@@ -98,10 +123,17 @@ def write_checkpoint(path: Path, num_layers: int, shift_bytes: int) -> None:
 def run_case(name: str, folder: Path, repeats: int) -> dict[str, float | str]:
     """In this process: warm up, then time."""
     read, variant = CASES[name]
-    path = folder / f"{variant}.safetensors"
+    path = folder / variant / "model.safetensors"
     num_bytes = path.stat().st_size
     if read is read_with_safetensors:
         import safetensors.torch  # noqa: F401  (its import is not what is measured)
+    if read is load_model:
+        import jax
+        import transformers.models.qwen3.modeling_qwen3
+
+        import hfax.model  # noqa: F401
+
+        jax.devices()
     imported = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     seconds = []
     for _ in range(repeats + 1):
@@ -136,8 +168,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="hfax-load-") as name:
         folder = Path(name)
         for variant, shift_bytes in (("foreign", 8), ("aligned", 0)):
-            write_checkpoint(folder / f"{variant}.safetensors", options.layers, shift_bytes)
-        num_bytes = (folder / "aligned.safetensors").stat().st_size
+            (folder / variant).mkdir()
+            write_checkpoint(folder / variant / "model.safetensors", options.layers, shift_bytes)
+            config = CONFIG | {"num_hidden_layers": options.layers}
+            (folder / variant / "config.json").write_text(json.dumps(config))
+        num_bytes = (folder / "aligned" / "model.safetensors").stat().st_size
         print(f"{num_bytes / GIGABYTE:.2f} GB, {os.cpu_count()} cores, Linux {platform.release()}")
         print(f"{'GB/s':36}{'first':>8}{'median':>8}{'best':>8}{'peak/size':>11}")
         results = []
