@@ -129,7 +129,7 @@ def run_case(name: str, folder: Path, repeats: int) -> dict[str, float | str]:
         import safetensors.torch  # noqa: F401  (its import is not what is measured)
     if read is load_model:
         import jax
-        import transformers.models.qwen3.modeling_qwen3
+        import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
         import hfax.model  # noqa: F401
 
