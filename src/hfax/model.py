@@ -23,6 +23,7 @@ from hfax.backends.traced_model import TracedModel
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.load.placement import narrow, place, to_numpy
 from hfax.load.skeleton import Skeleton
+from hfax.patches import registry
 from hfax.programs import generation_request as requests
 from hfax.programs.generate import GenerationOptions, Streamer, run_generation
 from hfax.programs.program_cache import ProgramCache
@@ -392,4 +393,5 @@ def _model_key(skeleton: Skeleton, tied: Mapping[str, str]) -> str:
     source = ""
     if not cls.__module__.startswith("transformers."):
         source = hashlib.sha256(Path(inspect.getfile(cls)).read_bytes()).hexdigest()
-    return repr((cls.__module__, cls.__qualname__, config, implementations, sorted(tied.items()), source))
+    patches = registry.fingerprint()
+    return repr((cls.__module__, cls.__qualname__, config, implementations, sorted(tied.items()), source, patches))

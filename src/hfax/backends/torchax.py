@@ -1,9 +1,9 @@
-"""The only module that knows torchax: running a torch module on JAX arrays, inside a trace.
+"""Running a torch module on JAX arrays, inside a trace.
 
-Turns `(module, weights, arguments)` into a pure call whose tensors are `jax.Array`s or tracers. torchax is used through a private
-environment that is entered for one call at a time, so nothing outside of `call_module` sees its modes. The operations that hfax
-lowers by itself, and the attention, mask and experts functions that it registers with transformers, are attached here; what they
-compute is in `hfax.patches`.
+Turns `(module, weights, arguments)` into a pure call whose tensors are `jax.Array`s or tracers. The environment in which torch's
+calls become JAX's is hfax's own and entered for one call at a time, so nothing outside of `call_module` sees its modes. The
+attention, mask and experts functions that hfax registers with transformers are attached here; what they compute is in
+`hfax.patches`.
 """
 
 from __future__ import annotations
@@ -21,60 +21,59 @@ import torch
 from transformers import masking_utils, modeling_utils
 from transformers.integrations import moe
 
+from hfax.errors import UnsupportedModelError
 from hfax.patches import attention as attention_math
-from hfax.patches import ops as op_math
-from hfax.patches.scoped import patched_transformers
+from hfax.patches import registry
 
 ATTENTION_NAME = "hfax"
 """The name under which hfax's functions stand in transformers' attention, mask and experts interfaces."""
 
 
-def _import_torchax() -> Any:
-    """torchax, without the switch that its import throws for the whole process (the fused transformer-encoder path)."""
+def _import_environment() -> Any:
+    """hfax's environment, without the switch that torchax's import throws for the whole process (torch's encoder fast path)."""
     fast_path = torch.backends.mha.get_fastpath_enabled()
-    import torchax.tensor
+    from hfax.backends import environment
 
     torch.backends.mha.set_fastpath_enabled(fast_path)
-    return torchax.tensor
+    return environment
 
 
-_tensor = _import_torchax()
-_Tensor, _View = _tensor.Tensor, _tensor.View
+_tracing = _import_environment()
+as_array = _tracing.as_array
 
 
-@functools.cache
 def _environment() -> Any:
-    """hfax's own torchax environment, with hfax's lowerings in it."""
-    environment = _tensor.Environment()
-    lowerings: dict[Any, Callable[..., Any]] = {
-        torch.nn.functional.linear: lambda input, weight, bias=None: op_math.linear(input, weight, bias),
-        torch.ops.aten.linear: lambda input, weight, bias=None: op_math.linear(input, weight, bias),
-    }
-    for op, lowering in lowerings.items():
-        environment.override_op_definition(op, functools.partial(call_jax, lowering))
-    for op in (torch.ops.aten.copy_, torch.Tensor.copy_):
-        environment.override_op_definition(op, _copy, is_view_op=True)
-    for op in (torch.nn.functional.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention):
-        environment.override_op_definition(op, _scaled_dot_product_attention)
+    """The environment, with the lowerings of the patches registered so far."""
+    return _make_environment(registry.version())
+
+
+@functools.lru_cache(maxsize=1)
+def _make_environment(version: int) -> Any:
+    environment = _tracing.TraceEnvironment()
+    for patch in registry.op_patches():
+        for op in patch.resolve():
+            environment.lower(op, _recorded(patch.name, patch.lower, environment.used))
     _register_interfaces()
     return environment
+
+
+def _recorded(name: str, function: Callable[..., Any], used: set[str]) -> Callable[..., Any]:
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        used.add(name)
+        return function(*args, **kwargs)
+
+    return lower
 
 
 def wrap(tree: Any) -> Any:
     """Every `jax.Array` or tracer of a pytree as the tensor that torch code sees. Costs nothing."""
     environment = _environment()
-    return jax.tree.map(lambda leaf: _Tensor(leaf, environment) if isinstance(leaf, jax.Array) else leaf, tree)
+    return jax.tree.map(lambda leaf: environment.wrap(leaf) if isinstance(leaf, jax.Array) else leaf, tree)
 
 
 def unwrap(value: Any) -> Any:
     """The `jax.Array` inside of a tensor of a trace; a torch tensor of constants becomes an array; all else is returned as is."""
-    if isinstance(value, (_Tensor, _View)):
-        return value.jax()
-    if isinstance(value, torch.Tensor):
-        from hfax.load.placement import to_numpy
-
-        return jnp.asarray(to_numpy(value))
-    return value
+    return as_array(value)
 
 
 def call_jax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -82,47 +81,8 @@ def call_jax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     out = function(*(unwrap(a) for a in args), **{name: unwrap(a) for name, a in kwargs.items()})
     environment = _environment()
     if isinstance(out, tuple):
-        return tuple(_Tensor(o, environment) for o in out)
-    return _Tensor(out, environment)
-
-
-def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
-    """`Tensor.copy_`. torchax's own cannot read from a view, and lets the source change the target's shape."""
-    array, into = unwrap(source), unwrap(target)
-    new = jnp.broadcast_to(jnp.asarray(array).astype(into.dtype), into.shape)
-    if isinstance(target, _View):
-        target.update(new)
-    else:
-        target._elem = new
-    return target
-
-
-def _scaled_dot_product_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """`torch.nn.functional.scaled_dot_product_attention`. torchax's own gives NaN for a row that may attend to nothing."""
-
-    def compute(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> jax.Array:
-        lead = query.shape[:-3] if query.ndim >= 3 else ()
-        four: list[jax.Array] = [a.reshape(-1, *((1,) * (3 - a.ndim) + a.shape)[-3:]) for a in (query, key, value)]
-        if mask is None and is_causal:
-            mask = attention_math.causal_positions(query.shape[-2], key.shape[-2], align_end=False)
-        if mask is not None and mask.ndim > 4:
-            mask = mask.reshape(-1, *mask.shape[-3:])
-        out, _ = attention_math.attention(
-            four[0], four[1], four[2], mask, scale=query.shape[-1] ** -0.5 if scale is None else scale
-        )
-        out = out.swapaxes(1, 2)
-        return out.reshape(*lead, *out.shape[1:]) if query.ndim >= 3 else out.reshape(out.shape[-2:])
-
-    return call_jax(compute, query, key, value, attn_mask)
+        return tuple(environment.wrap(o) for o in out)
+    return environment.wrap(out)
 
 
 _module_locks: dict[int, threading.RLock] = {}
@@ -150,11 +110,11 @@ def call_module(
     environment = _environment()
     with _locks_lock:
         lock = _module_locks.setdefault(id(module), threading.RLock())
-    tensors = {name: _Tensor(array, environment) for name, array in weights.items()}
+    tensors = {name: environment.wrap(array) for name, array in weights.items()}
     with (
         lock,
         environment.override_property(prng=jax.random.key(0) if key is None else key),
-        patched_transformers(),
+        registry.patched(module),
         torch.no_grad(),
         torch.nn.utils.stateless._reparametrize_module(module, tensors, tie_weights=False),
         _entered(environment),
@@ -162,7 +122,42 @@ def call_module(
     ):
         # torch's integers have 64 bits, JAX's 32 unless told otherwise; every index would warn.
         warnings.filterwarnings("ignore", message="Explicitly requested dtype", category=UserWarning)
-        return call(module)
+        try:
+            return call(module)
+        except Exception as error:
+            explained = _explain(error, module)
+            if explained is None:
+                raise
+            raise explained from error
+
+
+_VALUE_ERRORS = (
+    _tracing.ValueReadError,
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerBoolConversionError,
+)
+
+
+def _explain(error: Exception, module: torch.nn.Module) -> UnsupportedModelError | None:
+    """What a failed trace means to the user; None if the error speaks for itself."""
+    where = _tracing.modelling_line(error)
+    first = str(error).partition("\n")[0]
+    if isinstance(error, _VALUE_ERRORS):
+        return UnsupportedModelError(
+            f"{type(module).__name__} looks at the value of a tensor while it is traced ({where}): {first}",
+            "A compiled program is made before the values are known.",
+            "Report the architecture to the project, or register a patch for that function (hfax.register_patch).",
+        )
+    if isinstance(error, _tracing.OperatorNotFound) or "has no lowering" in first:
+        return UnsupportedModelError(
+            f"{type(module).__name__} uses a torch operation that hfax cannot lower yet ({where}): {first}",
+            "Neither hfax nor torchax has a JAX function for it.",
+            "Register an OpPatch for it (hfax.register_patch), or report the architecture to the project.",
+        )
+    return None
 
 
 @contextlib.contextmanager

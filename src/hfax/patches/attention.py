@@ -9,6 +9,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from hfax.patches.patch import OpPatch, Patch
+
 _MASKED = -1e30
 """Stands for minus infinity in scores: exp() of it is 0, and a row with nothing to see stays finite."""
 
@@ -109,3 +111,37 @@ def key_padding(padding_mask: jax.Array, positions: jax.Array) -> jax.Array:
     inside = (positions >= 0) & (positions < length)
     picked = jnp.take(padding_mask != 0, jnp.clip(positions, 0, length - 1), axis=1)
     return (picked & inside)[:, None, None, :]
+
+
+def scaled_dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    attn_mask: jax.Array | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> jax.Array:
+    """`torch.nn.functional.scaled_dot_product_attention`, [..., heads, length, dim]; a row that may see nothing is 0."""
+    lead = query.shape[:-3] if query.ndim >= 3 else ()
+    four: list[jax.Array] = [a.reshape(-1, *((1,) * (3 - a.ndim) + a.shape)[-3:]) for a in (query, key, value)]
+    mask = attn_mask
+    if mask is None and is_causal:
+        mask = causal_positions(query.shape[-2], key.shape[-2], align_end=False)
+    if mask is not None and mask.ndim > 4:
+        mask = mask.reshape(-1, *mask.shape[-3:])
+    factor: float = query.shape[-1] ** -0.5 if scale is None else scale
+    out, _ = attention(four[0], four[1], four[2], mask, scale=factor)
+    out = out.swapaxes(1, 2)
+    return out.reshape(*lead, *out.shape[1:]) if query.ndim >= 3 else out.reshape(out.shape[-2:])
+
+
+PATCHES: list[Patch] = [
+    OpPatch(
+        name="scaled-dot-product-attention",
+        why="torchax gives NaN for a row that may attend to nothing, and repeats the heads of grouped queries",
+        ops=("torch.nn.functional.scaled_dot_product_attention", "aten.scaled_dot_product_attention"),
+        lower=scaled_dot_product_attention,
+    ),
+]

@@ -1,0 +1,483 @@
+"""How each torch call of a trace is carried out: on arrays by its lowering, among constants by torch itself.
+
+One `TraceEnvironment` stands between the modelling code and torchax's table of lowerings. It adds what that table lacks: constants
+that stay on the host, views that share storage, in-place forms of every operation that has a functional one, torch's rule for
+operands without axes, and plain torch tensors among traced ones. It does not know models.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import torch.utils._mode_utils as mode_utils
+import torchax.tensor
+from torchax.ops import mappings
+
+from hfax.backends import indexing
+from hfax.backends.trace_tensor import TraceTensor, ValueReadError
+from hfax.backends.views import VIEW_OPS, keeps_order, write_back
+from hfax.load.placement import to_numpy
+
+_MAX_HOST_ELEMENTS = 1 << 16
+"""Larger constants are computed by the program instead of being stored in it."""
+
+_CONSTRUCTORS = frozenset(
+    {
+        torch.ones,
+        torch.zeros,
+        torch.empty,
+        torch.empty_strided,
+        torch.tensor,
+        torch.arange,
+        torch.eye,
+        torch.full,
+        torch.as_tensor,
+        torch.linspace,
+        torch.logspace,
+        torch.tril_indices,
+        torch.triu_indices,
+        torch.scalar_tensor,
+        torch.from_numpy,
+    }
+)
+_RANDOM_CONSTRUCTORS = frozenset({torch.randn, torch.rand, torch.randint, torch.randperm, torch.normal})
+_TO = frozenset(
+    {torch.Tensor.to, torch.ops.aten.lift_fresh.default, torch.ops.aten._to_copy, torch.ops.aten._to_copy.default}
+)
+_COPY = frozenset({torch.Tensor.copy_, torch.ops.aten.copy_, torch.ops.aten.copy_.default})
+_RANDOM_NAMES = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential", "poisson")
+_SCALAR_AWARE = frozenset(
+    {
+        *(
+            "add",
+            "sub",
+            "mul",
+            "div",
+            "rsub",
+            "true_divide",
+            "floor_divide",
+            "pow",
+            "where",
+            "maximum",
+            "minimum",
+            "fmod",
+        ),
+        *(
+            "remainder",
+            "lerp",
+            "addcmul",
+            "addcdiv",
+            "atan2",
+            "hypot",
+            "masked_fill",
+            "clamp",
+            "clamp_min",
+            "clamp_max",
+        ),
+    }
+)
+"""Operations in which torch lets an operand without axes follow the dtype of those that have some."""
+
+_Plain = torch.Tensor
+OperatorNotFound = torchax.tensor.OperatorNotFound
+
+
+class TraceEnvironment(torchax.tensor.Environment):
+    """torchax's environment with hfax's rules. It is entered for one trace at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used: set[str] = set()
+        """Names of the lowerings of patches that ran since it was emptied."""
+
+    def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Carry out one torch call."""
+        kwargs = kwargs or {}
+        if func in _CONSTRUCTORS:
+            return self._construct(func, args, kwargs)
+        if func in _TO:
+            return self._to(args, kwargs)
+        if func in _COPY:
+            return self._copy(*args, **kwargs)
+        if func is torch.Tensor.__getitem__:
+            return self.get_item(args[0], args[1])
+        tensors = list(_tensors((args, kwargs)))
+        if tensors and not any(isinstance(t, torchax.tensor.Tensor) for t in tensors):
+            return func(*args, **kwargs)
+        name = _name(func)
+        if tensors and all(_is_host(t) for t in tensors) and not _is_random(name):
+            result = self._on_host(func, args, kwargs)
+            if result is not _TOO_LARGE:
+                return result
+        return self._traced(func, name, args, kwargs)
+
+    def lower(self, op: Any, function: Callable[..., Any]) -> None:
+        """Carry out `op` by a function of arrays."""
+        self._ops[op] = torchax.ops.ops_registry.Operator(  # type: ignore[attr-defined]
+            op, function, is_jax_function=True, is_user_defined=True, needs_env=False, is_view_op=False
+        )
+
+    def wrap(self, array: Any) -> TraceTensor:
+        """An array, or a constant torch tensor, as a tensor of the trace."""
+        return TraceTensor(array, self)
+
+    def j2t_iso(self, jaxarray: Any) -> Any:
+        """Arrays of any nested value as tensors of the trace."""
+        return _map(lambda v: isinstance(v, jax.Array), self.wrap, jaxarray)
+
+    def t2j_iso(self, torchtensors: Any) -> Any:
+        """Tensors of any nested value as arrays; plain torch tensors become constants of the program."""
+        return _map(lambda v: isinstance(v, _Plain), as_array, torchtensors)
+
+    # Constants
+
+    def _construct(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        tensors = list(_tensors((args, kwargs)))
+        if func is torch.as_tensor and tensors and tensors[0] is args[0]:
+            return self._to((args[0],), kwargs)
+        if all(_is_host(t) for t in tensors):
+            result = self._on_host(func, args, kwargs)
+            if result is not _TOO_LARGE:
+                return result
+        if func is torch.tensor and tensors:
+            stacked = _stack(args[0])
+            dtype = kwargs.get("dtype")
+            return self.wrap(stacked.astype(mappings.t2j_dtype(dtype)) if dtype else stacked)
+        return self._traced(func, _name(func), args, kwargs)
+
+    def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run torch's own function on constants; `_TOO_LARGE` if the result should rather be computed by the program."""
+        inputs: list[TraceTensor] = [t for t in _tensors((args, kwargs)) if isinstance(t, TraceTensor)]
+        with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+            plain_args = _map(_is_tensor_or_device, _to_host, args)
+            plain_kwargs = _map(_is_tensor_or_device, _to_host, kwargs)
+            result = func(*plain_args, **plain_kwargs)
+        by_identity = {id(t.host): t for t in inputs}
+        if any(r.numel() > _MAX_HOST_ELEMENTS and id(r) not in by_identity for r in _tensors(result)):
+            return _TOO_LARGE
+
+        def back(tensor: torch.Tensor) -> TraceTensor:
+            if id(tensor) in by_identity:
+                return by_identity[id(tensor)]
+            wrapped = TraceTensor(tensor, self)
+            _link_host_view(wrapped, inputs)
+            return wrapped
+
+        return _map(lambda v: isinstance(v, _Plain), back, result)
+
+    # Conversions and copies
+
+    def _to(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        tensor, *rest = args
+        dtype, copy = kwargs.get("dtype"), kwargs.get("copy", False)
+        for value in [*rest, kwargs.get("other")]:
+            if isinstance(value, torch.dtype):
+                dtype = value
+            elif isinstance(value, torch.Tensor):
+                dtype = value.dtype
+        if not isinstance(tensor, TraceTensor):
+            if not isinstance(tensor, torchax.tensor.Tensor):
+                tensor = TraceTensor(tensor, self)
+            else:
+                tensor = TraceTensor(tensor.jax(), self)
+        if dtype is None or dtype == tensor.dtype:
+            return self._clone(tensor) if copy else tensor
+        if tensor.host is not None:
+            with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+                return TraceTensor(tensor.host.to(dtype), self)
+        return self.wrap(tensor.jax().astype(mappings.t2j_dtype(dtype)))
+
+    def _clone(self, tensor: TraceTensor) -> TraceTensor:
+        if tensor.host is not None:
+            with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+                return TraceTensor(tensor.host.clone(), self)
+        return self.wrap(tensor.jax())
+
+    def _copy(self, target: Any, source: Any, non_blocking: bool = False) -> Any:
+        if not isinstance(target, torchax.tensor.Tensor):
+            if not isinstance(source, torchax.tensor.Tensor):
+                with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+                    return target.copy_(source)
+            if not _is_host(source):
+                raise ValueReadError("copying into a plain torch tensor", source.shape, source.dtype)
+            with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+                return target.copy_(_to_host(source))
+        if isinstance(target, TraceTensor) and target.host is not None and _is_host(source):
+            with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+                target.host.copy_(_to_host(source))
+            return target
+        self._store(target, as_array(source))
+        return target
+
+    def _store(self, target: Any, new: Any) -> None:
+        old = target._elem
+        target._elem = jnp.broadcast_to(jnp.asarray(new).astype(old.dtype), old.shape)
+        if isinstance(target, TraceTensor):
+            target.wrote()
+
+    # Indexing
+
+    def get_item(self, tensor: Any, index: Any) -> Any:
+        """`tensor[index]`."""
+        inputs = [tensor, *_tensors(index)]
+        if not any(isinstance(t, torchax.tensor.Tensor) for t in inputs):
+            return tensor[index]
+        if all(_is_host(t) for t in inputs):
+            result = self._on_host(torch.Tensor.__getitem__, (tensor, index), {})
+            if result is not _TOO_LARGE:
+                return result
+        static = indexing.static_index(index)
+        array = as_array(tensor)
+        result = self.wrap(indexing.read(array, static))
+        if isinstance(tensor, TraceTensor) and indexing.is_basic(static):
+            result.is_view_of(tensor, *indexing.make_reader(static))
+            result._is_contiguous = tensor._is_contiguous and _selects_leading(static)
+        return result
+
+    def set_item(self, tensor: TraceTensor, index: Any, value: Any) -> None:
+        """`tensor[index] = value`."""
+        if tensor.host is not None and all(_is_host(t) for t in _tensors((index, value))):
+            self._on_host(torch.Tensor.__setitem__, (tensor, index, value), {})
+            return
+        value = as_array(value) if isinstance(value, torch.Tensor) else value
+        tensor._elem = indexing.write(tensor.jax(), indexing.static_index(index), value)
+        tensor.wrote()
+
+    # Traced operations
+
+    def _traced(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        try:
+            op = self._get_op_or_decomp(func)
+        except torchax.tensor.OperatorNotFound:
+            functional = _functional_form(func, name)
+            if functional is None:
+                raise
+            result = self.dispatch(functional, (), args, kwargs)
+            self._store(args[0], as_array(result))
+            return args[0]
+        if op.needs_env:
+            kwargs = {**kwargs, "env": self}
+        if op.is_jax_function:
+            arrays, named = self.t2j_iso(args), self.t2j_iso(kwargs)
+            if name in _SCALAR_AWARE:
+                arrays = _match_scalars(arrays)
+            result = self.j2t_iso(op.func(*arrays, **named))
+        else:
+            wrapped = _map(lambda v: isinstance(v, _Plain), self._as_trace_tensor, (args, kwargs))
+            with self._dispatch_mode:
+                result = op.func(*wrapped[0], **wrapped[1])
+        if name in VIEW_OPS and isinstance(func, torch._ops.OpOverload) and isinstance(args[0], TraceTensor):
+            _link_views(result, name, op.func, args, kwargs)
+        for target in _written(func, args, kwargs):
+            target.wrote()
+        return result
+
+    def _as_trace_tensor(self, tensor: Any) -> Any:
+        if isinstance(tensor, torchax.tensor.Tensor):
+            return tensor
+        return TraceTensor(tensor.jax() if isinstance(tensor, torchax.tensor.View) else tensor, self)
+
+
+_TOO_LARGE = object()
+
+
+def as_array(tensor: Any) -> Any:
+    """The array of a tensor of any kind."""
+    if isinstance(tensor, (torchax.tensor.Tensor, torchax.tensor.View)):
+        return tensor.jax()
+    if isinstance(tensor, torch.Tensor):
+        return jnp.asarray(to_numpy(tensor))
+    return tensor
+
+
+def _map(is_leaf: Callable[[Any], bool], change: Callable[[Any], Any], value: Any) -> Any:
+    """A nested value of lists, tuples and dicts with its leaves changed."""
+    if is_leaf(value):
+        return change(value)
+    if isinstance(value, tuple):
+        items = [_map(is_leaf, change, v) for v in value]
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        if type(value) is tuple:
+            return tuple(items)
+        return value if isinstance(value, torch.Size) else type(value)(items)  # torch.return_types take one sequence
+    if isinstance(value, list):
+        return [_map(is_leaf, change, v) for v in value]
+    if isinstance(value, dict):
+        return {k: _map(is_leaf, change, v) for k, v in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_map(is_leaf, change, v) for v in (value.start, value.stop, value.step)))
+    return value
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, slice):
+        yield from _tensors((value.start, value.stop, value.step))
+
+
+def _is_host(value: Any) -> bool:
+    if isinstance(value, TraceTensor):
+        return value.host is not None
+    return not isinstance(value, (torchax.tensor.Tensor, torchax.tensor.View))
+
+
+def _is_tensor_or_device(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, torch.device)) or (
+        isinstance(value, str) and value.partition(":")[0] in ("jax", "privateuseone", "meta")
+    )
+
+
+def _to_host(value: Any) -> Any:
+    if isinstance(value, TraceTensor):
+        return value.host
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.device("cpu")
+
+
+def _stack(data: Any) -> Any:
+    if isinstance(data, (list, tuple)):
+        return jnp.stack([_stack(d) for d in data])
+    return jnp.asarray(as_array(data))
+
+
+@functools.lru_cache(maxsize=4096)
+def _name(func: Any) -> str:
+    if isinstance(func, torch._ops.OpOverload):
+        return func._schema.name.partition("::")[2]
+    return getattr(func, "__name__", "")
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_random(name: str) -> bool:
+    return any(part in name for part in _RANDOM_NAMES)
+
+
+@functools.lru_cache(maxsize=4096)
+def _written_arguments(func: Any) -> tuple[int, ...]:
+    """Positions of the arguments that an aten operation writes to."""
+    if not isinstance(func, torch._ops.OpOverload) or not func._schema.is_mutable:
+        return ()
+    return tuple(i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[TraceTensor]:
+    for position in _written_arguments(func):
+        target = args[position] if position < len(args) else kwargs.get(func._schema.arguments[position].name)
+        if isinstance(target, TraceTensor):
+            yield target
+
+
+@functools.lru_cache(maxsize=4096)
+def _functional_form(func: Any, name: str) -> Any:
+    """`aten.foo.Tensor` for `aten.foo_.Tensor`, if there is one."""
+    if not isinstance(func, torch._ops.OpOverload) or not name.endswith("_") or name.endswith("__"):
+        return None
+    packet = getattr(torch.ops.aten, name[:-1], None)
+    return getattr(packet, func._overloadname, None)
+
+
+def _link_views(result: Any, name: str, lowering: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    base: TraceTensor = args[0]
+    if name in ("view", "reshape") and not base._is_contiguous:
+        return  # only reshape() gets here with such a tensor, and it copies
+    rest = tuple(args[1:])
+    outputs = [result] if isinstance(result, TraceTensor) else list(result)
+    for position, view in enumerate(outputs):
+        if not isinstance(view, TraceTensor) or view is base:
+            continue
+
+        def forward(array: Any, position: int = position, single: bool = view is result) -> Any:
+            out = lowering(array, *rest, **kwargs)
+            return out if single else out[position]
+
+        back = write_back(name, rest)
+        view.is_view_of(base, forward, back)
+        leading = name in ("slice", "select", "split", "split_with_sizes", "unbind") and _axis(name, rest, kwargs) == 0
+        view._is_contiguous = base._is_contiguous and (keeps_order(name) or leading)
+
+
+def _axis(name: str, rest: tuple[Any, ...], kwargs: Any) -> int:
+    position = 1 if name in ("split", "split_with_sizes") else 0
+    return rest[position] if len(rest) > position else kwargs.get("dim", 0)
+
+
+def _link_host_view(view: TraceTensor, inputs: list[TraceTensor]) -> None:
+    """Remember that a constant shares an argument's storage, in case a traced value is written there later."""
+    plain = view.host
+    assert plain is not None
+    for base in inputs:
+        root = base
+        while root._base_tensor is not None:
+            root = root._base_tensor
+        storage = root.host
+        if storage is None or storage.data_ptr() == 0 or not storage.is_contiguous():
+            continue
+        if storage.untyped_storage().data_ptr() != plain.untyped_storage().data_ptr() or storage.dtype != plain.dtype:
+            continue
+        offset = plain.storage_offset() - storage.storage_offset()
+        view.is_view_of(root, _by_strides(tuple(plain.shape), plain.stride(), offset), None)
+        return
+
+
+def _by_strides(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Callable[[Any], Any]:
+    """The view of a contiguous array that torch describes by strides."""
+
+    def forward(array: Any) -> Any:
+        with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+            index = torch.arange(array.size).as_strided(shape, strides, offset).numpy()
+        return array.reshape(-1)[index]
+
+    return forward
+
+
+def _selects_leading(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(p is None or p is Ellipsis or p == slice(None) for p in parts[1:])
+
+
+def _match_scalars(arrays: Any) -> Any:
+    """torch's promotion: an array without axes takes the dtype of those with axes, if it is of the same kind or a lower one."""
+    wide = [a.dtype for a in arrays if isinstance(a, jax.Array) and a.ndim]
+    if not wide:
+        return arrays
+    target = jnp.result_type(*wide)
+
+    def fit(value: Any) -> Any:
+        if isinstance(value, (jax.Array, np.ndarray)) and not value.ndim and value.dtype != target:
+            return value.astype(target) if _kind(value.dtype) <= _kind(target) else value
+        return value
+
+    return tuple(fit(a) for a in arrays)
+
+
+def _kind(dtype: Any) -> int:
+    if dtype == jnp.bool_:
+        return 0
+    return 1 if jnp.issubdtype(dtype, jnp.integer) else 2 if jnp.issubdtype(dtype, jnp.floating) else 3
+
+
+def modelling_line(error: BaseException) -> str:
+    """The innermost line of modelling code in an error's traceback: "modeling_llama.py:123 in forward"."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        path = trace.tb_frame.f_code.co_filename
+        is_ours = any(part in path for part in ("/torch/", "/torchax/", "/jax/", "/hfax/", "contextlib", "/functools"))
+        if not is_ours:
+            found = f"{path}:{trace.tb_lineno} in {trace.tb_frame.f_code.co_name}"
+        trace = trace.tb_next
+    return found

@@ -1,0 +1,118 @@
+"""`x[index]` and `x[index] = value` with torch's rules, on arrays.
+
+Turns torch's index expressions into JAX's. An index whose result has a size that depends on values (a traced boolean mask, a traced
+slice bound) has no place in a compiled program: reading raises, writing through a mask becomes a choice between old and new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from hfax.backends.trace_tensor import TraceTensor, ValueReadError
+from hfax.load.placement import to_numpy
+
+Array = Any
+
+
+def is_basic(index: Any) -> bool:
+    """Whether an index, made of arrays and static parts, selects a regular part, so that the result is a view."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(p is None or p is Ellipsis or (isinstance(p, (int, slice)) and not isinstance(p, bool)) for p in parts)
+
+
+def static_index(index: Any) -> Any:
+    """torch's index with constants as Python numbers and numpy arrays, and traced tensors as `jax.Array`s."""
+    if isinstance(index, tuple):
+        return tuple(_part(p) for p in index)
+    if isinstance(index, list):
+        if any(isinstance(p, (slice, type(None), torch.Tensor)) or p is Ellipsis for p in index):
+            return tuple(_part(p) for p in index)
+        return _part(index)
+    return _part(index)
+
+
+def _part(part: Any) -> Any:
+    if isinstance(part, slice):
+        return slice(*(_bound(b) for b in (part.start, part.stop, part.step)))
+    if isinstance(part, TraceTensor):
+        host = part.host
+        if host is None:
+            array = part.jax()
+            return array
+        part = host
+    if isinstance(part, torch.Tensor):
+        if part.ndim == 0 and part.dtype != torch.bool:
+            return int(part)
+        return to_numpy(part)
+    if isinstance(part, (list, range)):
+        return np.asarray([_part(p) for p in part])
+    if isinstance(part, np.integer):
+        return int(part)
+    return part
+
+
+def _bound(bound: Any) -> int | None:
+    return bound if bound is None or isinstance(bound, int) else bound.__index__()
+
+
+def read(array: Array, index: Any) -> Array:
+    """`array[index]`, the index from `static_index`.
+
+    Raises:
+        ValueReadError: the result's size would depend on a traced mask's values.
+    """
+    for part in index if isinstance(index, tuple) else (index,):
+        if isinstance(part, jax.Array) and part.dtype == jnp.bool_ and part.ndim:
+            raise ValueReadError("indexing with a boolean mask", torch.Size(part.shape), torch.bool)
+    return array[index]
+
+
+def write(array: Array, index: Any, value: Any) -> Array:
+    """`array` after `array[index] = value`, the index from `static_index`."""
+    value = jnp.asarray(value).astype(array.dtype)
+    parts = index if isinstance(index, tuple) else (index,)
+    masks = [i for i, p in enumerate(parts) if isinstance(p, jax.Array) and p.dtype == jnp.bool_]
+    if not masks:
+        return array.at[index].set(_fitted(value, array, index))
+    if len(masks) > 1 or any(not isinstance(p, slice) or p != slice(None) for p in parts if not _is_mask(p)):
+        raise ValueReadError(
+            "writing through a boolean mask among other indices", torch.Size(parts[masks[0]].shape), torch.bool
+        )
+    lead, mask = masks[0], parts[masks[0]]
+    rest = array.ndim - lead - mask.ndim
+    wide = mask.reshape((1,) * lead + mask.shape + (1,) * rest)
+    if (value.ndim <= rest and lead == 0) or value.size == 1:
+        return jnp.where(wide, value if value.size > 1 else value.reshape(()), array)
+    if lead == 0 and value.ndim == rest + 1:
+        return masked_rows(array, mask, value)
+    raise ValueReadError("writing several values through a boolean mask", torch.Size(mask.shape), torch.bool)
+
+
+def masked_rows(array: Array, mask: Array, rows: Array) -> Array:
+    """`array` with its places where `mask` (over the leading axes) is True taken in turn from `rows`, [n, …]."""
+    order = jnp.cumsum(mask.reshape(-1).astype(jnp.int32)) - 1
+    picked = rows[jnp.clip(order, 0, rows.shape[0] - 1)].reshape(*mask.shape, *rows.shape[1:])
+    return jnp.where(mask.reshape(mask.shape + (1,) * (rows.ndim - 1)), picked, array)
+
+
+def _is_mask(part: Any) -> bool:
+    return isinstance(part, jax.Array) and part.dtype == jnp.bool_
+
+
+def _fitted(value: Array, array: Array, index: Any) -> Array:
+    """torch lets a value carry leading axes of size 1 that its target has not."""
+    target = jax.eval_shape(lambda a: a[index], array).ndim if value.ndim else 0
+    while value.ndim > target and value.shape[0] == 1:
+        value = value[0]
+    return value
+
+
+def make_reader(index: Any) -> tuple[Callable[[Array], Array], Callable[[Array, Array], Array]]:
+    """For a basic index: the view's array from the base's, and the way back."""
+    return lambda array: array[index], lambda array, new: array.at[index].set(new)

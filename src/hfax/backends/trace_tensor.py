@@ -1,0 +1,229 @@
+"""The tensor that torch code sees inside a trace: a `jax.Array`, or a constant that still lives on the host.
+
+torchax's own tensor forgets which storage it shares, so that a write through `view`, `transpose`, `select` or `chunk` is lost; and
+it makes every constant a traced value, on which no Python `if` can look. `TraceTensor` keeps both. A view remembers its base and
+how it came from it; after an operation in place, `wrote` brings the base and all its other views up to date. A constant that comes
+from shapes, not from inputs, keeps its torch tensor: operations among constants run in torch itself, exactly, and their values can
+steer Python code; the moment one meets a traced tensor it becomes part of the program. This module does not know which operations
+exist.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+import torch
+import torchax.tensor
+from torchax.ops import mappings
+
+from hfax.load.placement import to_numpy
+
+Array = Any
+Forward = Callable[[Array], Array]
+"""From a base's array to its view's."""
+WriteBack = Callable[[Array, Array], Array]
+"""From a base's array and its view's new array to the base's new array."""
+
+
+class TraceTensor(torchax.tensor.Tensor):
+    """A torch tensor of a trace.
+
+    Args:
+        elem: a `jax.Array` (or tracer); or a torch tensor on the CPU, for a constant.
+        env: the environment that it belongs to.
+        requires_grad: as in torch; unused, gradients are JAX's.
+    """
+
+    _array: Array | None
+    _host: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls: Any, elem: Any, env: Any, requires_grad: bool = False) -> TraceTensor:
+        dtype = elem.dtype if isinstance(elem, torch.Tensor) else mappings.j2t_dtype(elem.dtype)
+        return torch.Tensor._make_wrapper_subclass(cls, tuple(elem.shape), dtype=dtype, device="meta")  # type: ignore[attr-defined]
+
+    def __init__(self, elem: Any, env: Any, requires_grad: bool = False) -> None:
+        self._env = env
+        if isinstance(elem, torch.Tensor):
+            self._array, self._host = None, elem
+        else:
+            self._array, self._host = elem, None
+        self._base_tensor: TraceTensor | None = None
+        self._forward: Forward | None = None
+        self._write_back: WriteBack | None = None
+        self._views: list[weakref.ref[TraceTensor]] = []
+        self._is_contiguous = True
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    # What it holds
+
+    @property
+    def _elem(self) -> Array:
+        if self._host is not None:  # made anew each time: a later write in place changes the host's value
+            return jnp.asarray(to_numpy(self._host))
+        return self._array
+
+    @_elem.setter
+    def _elem(self, array: Array) -> None:
+        self._array, self._host = array, None
+
+    @property
+    def host(self) -> torch.Tensor | None:
+        """The constant's value; None for what is traced."""
+        return self._host
+
+    def jax(self) -> Array:
+        """The array; a constant becomes part of the program."""
+        return self._elem
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return torch.Size(self._elem.shape) if self._host is None else self._host.shape
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return self._elem.ndim if self._host is None else self._host.ndim
+
+    def dim(self) -> int:
+        """Number of axes."""
+        return self.ndim
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return mappings.j2t_dtype(self._elem.dtype) if self._host is None else self._host.dtype
+
+    @property
+    def data(self) -> TraceTensor:  # type: ignore[override]
+        return self
+
+    @data.setter
+    def data(self, other: Any) -> None:
+        self._elem = other._elem
+        self.wrote()
+
+    # Values, which only constants have on the host
+
+    def _values(self, what: str) -> torch.Tensor:
+        if self._host is None and not isinstance(self._elem, jax.core.Tracer):
+            self._host = torch.from_numpy(np.array(self._elem))
+        if self._host is None:
+            raise ValueReadError(what, self.shape, self.dtype)
+        return self._host
+
+    def tolist(self) -> Any:
+        """As torch's, for constants."""
+        return self._values("tolist()").tolist()
+
+    def numpy(self, *, force: bool = False) -> np.ndarray:  # type: ignore[override]
+        """As torch's, for constants."""
+        return self._values("numpy()").numpy()
+
+    def item(self) -> Any:
+        """As torch's, for constants."""
+        return self._values("item()").item()
+
+    def __bool__(self) -> bool:
+        return bool(self._values("bool()"))
+
+    def __int__(self) -> int:
+        return int(self._values("int()"))
+
+    def __index__(self) -> int:
+        return self._values("an index").__index__()
+
+    def __float__(self) -> float:
+        return float(self._values("float()"))
+
+    def __str__(self) -> str:
+        return f"TraceTensor({self._elem if self._host is None else self._host})"
+
+    __repr__ = __str__  # type: ignore[assignment]
+
+    # torchax's own versions of these lose the storage or change the source
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> torch.Tensor:  # type: ignore[override]
+        """As torch's; a view where torch gives one."""
+        rank = max(self.ndim, 1)
+        start, end = start_dim % rank, end_dim % rank
+        return self.reshape((*self.shape[:start], -1, *self.shape[end + 1 :]))
+
+    def type_as(self, other: torch.Tensor) -> Any:
+        """As torch's."""
+        return self.to(other.dtype)
+
+    def detach(self) -> Any:
+        """As torch's: no gradient flows, the storage is shared."""
+        if self._host is not None:
+            return self
+        detached = TraceTensor(jax.lax.stop_gradient(self._elem), self._env)
+        detached.is_view_of(self, jax.lax.stop_gradient, lambda base, new: new)
+        return detached
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._env.set_item(self, key, value)
+
+    # Shared storage
+
+    def is_view_of(self, base: TraceTensor, forward: Forward, write_back: WriteBack | None) -> None:
+        """Remember that this tensor shares its storage with `base`.
+
+        Args:
+            base: the tensor it was taken from.
+            forward: gives this tensor's array from the base's.
+            write_back: puts this tensor's array into the base's; None: found out from `forward`.
+        """
+        self._base_tensor, self._forward, self._write_back = base, forward, write_back
+        if len(base._views) > 16:
+            base._views = [ref for ref in base._views if ref() is not None]
+        base._views.append(weakref.ref(self))
+
+    def wrote(self) -> None:
+        """This tensor's array was changed in place: change what shares its storage."""
+        node = self
+        while node._base_tensor is not None:
+            base = node._base_tensor
+            assert node._forward is not None
+            write_back = node._write_back or _by_index(node._forward)
+            base._elem = write_back(base._elem, node._elem.astype(base._elem.dtype))
+            node = base
+        node._refresh(self)
+
+    def _refresh(self, writer: TraceTensor) -> None:
+        for reference in self._views:
+            view = reference()
+            if view is None:
+                continue
+            if view is not writer:
+                assert view._forward is not None
+                view._elem = view._forward(self._elem)
+            view._refresh(writer)
+
+
+class ValueReadError(Exception):
+    """Python code asked for the value of a traced tensor.
+
+    Args:
+        what: how it asked.
+        shape, dtype: of the tensor.
+    """
+
+    def __init__(self, what: str, shape: torch.Size, dtype: torch.dtype) -> None:
+        super().__init__(f"{what} of a traced tensor, shape {tuple(shape)}, {dtype}")
+
+
+def _by_index(forward: Forward) -> WriteBack:
+    """Write back through any selection or rearrangement, by following the index of each element."""
+
+    def write_back(base: Array, new: Array) -> Array:
+        with jax.ensure_compile_time_eval():
+            indices = forward(jnp.arange(base.size, dtype=jnp.int32).reshape(base.shape))
+        return base.reshape(-1).at[np.asarray(indices).reshape(-1)].set(new.reshape(-1)).reshape(base.shape)
+
+    return write_back

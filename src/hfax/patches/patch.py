@@ -1,0 +1,175 @@
+"""What a patch is: a named, reasoned, reversible change that holds only while one thread traces.
+
+Three kinds, in the order in which they should be reached for. An `OpPatch` lowers one torch operation. A `FunctionPatch` stands for
+one function or method of transformers or torch, in the tracing thread alone. A `ForwardPatch` stands for the forward of certain
+modules of the model at hand, on the instances, not on their class. What exists and what is in force is the registry's business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import threading
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from packaging.requirements import Requirement
+
+Undo = Callable[[], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Patch:
+    """What every patch says of itself.
+
+    Args:
+        name: unique, lower case with hyphens.
+        why: the error or the wrong result that it removes, with a link where there is one.
+        versions: requirements ("transformers>=5.0") that must all hold for it to be needed; empty: always.
+        backends: names of the backends that it is for.
+    """
+
+    kind: ClassVar[str] = ""
+    name: str
+    why: str
+    versions: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ("jax",)
+
+    def applies_to(self) -> str:
+        """What it changes, in words."""
+        raise NotImplementedError
+
+    def is_needed(self) -> bool:
+        """Whether the installed versions need it."""
+        requirements = [Requirement(v) for v in self.versions]
+        return all(r.specifier.contains(_version(r.name), prereleases=True) for r in requirements)
+
+    def matches(self, module: torch.nn.Module) -> bool:
+        """Whether it concerns this model."""
+        return True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpPatch(Patch):
+    """A torch operation computed by a function of arrays.
+
+    Args:
+        ops: the operation's names, as "torch.nn.functional.linear" or "aten.linear" (or "aten.linear.default").
+        lower: takes the operation's arguments with `jax.Array`s for tensors; gives arrays.
+    """
+
+    kind: ClassVar[str] = "operation"
+    ops: tuple[str, ...]
+    lower: Callable[..., Any]
+
+    def applies_to(self) -> str:
+        """The names of the operations."""
+        return ", ".join(self.ops)
+
+    def resolve(self) -> list[Any]:
+        """torch's own objects for the names; those that this torch does not have are left out."""
+        found = (_torch_op(name) for name in self.ops)
+        return [op for op in found if op is not None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FunctionPatch(Patch):
+    """A replaced function of a module, or method of a class.
+
+    Args:
+        target: "package.module:function" or "package.module:Class.method".
+        make: gets the original and returns what stands for it.
+        model_types: the models that it is for; empty: all.
+    """
+
+    kind: ClassVar[str] = "function"
+    target: str
+    make: Callable[[Callable[..., Any]], Callable[..., Any]]
+    model_types: tuple[str, ...] = ()
+
+    def applies_to(self) -> str:
+        """The function."""
+        return self.target
+
+    def matches(self, module: torch.nn.Module) -> bool:
+        """Whether the model is of one of the types, and the function's module exists."""
+        return not self.model_types or bool(set(self.model_types) & model_types_of(module))
+
+    def owner(self) -> tuple[Any, str]:
+        """The object that holds the function, and its name there."""
+        module_name, _, path = self.target.partition(":")
+        *classes, name = path.split(".")
+        holder: Any = importlib.import_module(module_name)
+        for part in classes:
+            holder = getattr(holder, part)
+        return holder, name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForwardPatch(Patch):
+    """A replaced forward (or other method) of some of a model's modules.
+
+    Args:
+        classes: names of the modules' classes, or of a base class of theirs.
+        make: gets the module and its own method, returns what is called instead.
+        method: which method.
+        only_if: a further condition on the module.
+    """
+
+    kind: ClassVar[str] = "module"
+    classes: tuple[str, ...]
+    make: Callable[[torch.nn.Module, Callable[..., Any]], Callable[..., Any]]
+    method: str = "forward"
+    only_if: Callable[[Any], bool] = lambda module: True
+
+    def applies_to(self) -> str:
+        """The classes and the method."""
+        return ", ".join(f"{c}.{self.method}" for c in self.classes)
+
+    def matches(self, module: torch.nn.Module) -> bool:
+        """Whether the model has such a module."""
+        return any(self.fits(m) for m in module.modules())
+
+    def fits(self, module: torch.nn.Module) -> bool:
+        """Whether it concerns this one module."""
+        names = {cls.__name__ for cls in type(module).__mro__}
+        return bool(names & set(self.classes)) and hasattr(module, self.method) and self.only_if(module)
+
+
+def model_types_of(module: torch.nn.Module) -> set[str]:
+    """The model types of a model and of its parts."""
+    config = getattr(module, "config", None)
+    found = {getattr(config, "model_type", "")}
+    for name in getattr(config, "sub_configs", None) or ():
+        found.add(getattr(getattr(config, name, None), "model_type", ""))
+    return found - {""}
+
+
+_versions: dict[str, str] = {}
+_lock = threading.Lock()
+
+
+def _version(package: str) -> str:
+    with _lock:
+        if package not in _versions:
+            _versions[package] = importlib.metadata.version(package)
+        return _versions[package]
+
+
+def _torch_op(name: str) -> Any:
+    if name.startswith("aten."):
+        found: Any = torch.ops.aten
+        parts = name.split(".")[1:]
+    else:
+        module, _, attribute = name.rpartition(".")
+        if module.startswith("torch.ops."):
+            found, parts = torch.ops, name.split(".")[2:]
+        else:
+            found, parts = torch, [*module.split(".")[1:], attribute]
+    for part in parts:
+        found = getattr(found, part, None)
+        if found is None:
+            return None
+    return found

@@ -1,0 +1,239 @@
+"""All patches there are, and those that are in force.
+
+The families' modules list their patches as `PATCHES`; other packages add theirs by `register_patch` or the entry point
+`hfax.patches` (a patch, a list of patches, or a function that returns one). `patched(module)` puts those in force that concern a
+model, for this thread, until its block ends; other threads keep the originals. Installing is all or nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import inspect
+import logging
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from hfax.errors import InvalidInputError
+from hfax.patches.patch import ForwardPatch, FunctionPatch, OpPatch, Patch
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINT = "hfax.patches"
+_FAMILIES = ("ops", "attention", "control_flow")
+
+_lock = threading.RLock()
+_registered: dict[str, Patch] = {}
+_own: set[str] = set()
+_version = 0
+_is_loaded = False
+
+
+def register_patch(patch: Patch) -> Callable[[], None]:
+    """Add a patch for every model that it matches, from the next trace on.
+
+    Args:
+        patch: an `OpPatch`, `FunctionPatch` or `ForwardPatch`; its name must be new.
+
+    Returns:
+        A function that takes it away again.
+
+    Raises:
+        InvalidInputError: the name is taken, or it is no patch.
+    """
+    global _version
+    _load()
+    if not isinstance(patch, Patch):
+        raise InvalidInputError(
+            f"{patch!r} is no patch.",
+            "A patch says what it changes and why.",
+            "Pass an OpPatch, FunctionPatch or ForwardPatch of hfax.patches.patch.",
+        )
+    with _lock:
+        if patch.name in _registered:
+            raise InvalidInputError(
+                f"A patch named {patch.name!r} is registered already.",
+                f"It applies to {_registered[patch.name].applies_to()}.",
+                "Choose another name, or undo the first registration.",
+            )
+        _registered[patch.name] = patch
+        _version += 1
+
+    def undo() -> None:
+        global _version
+        with _lock:
+            if _registered.get(patch.name) is patch:
+                del _registered[patch.name]
+                _version += 1
+
+    return undo
+
+
+def all_patches(backend: str = "jax") -> list[Patch]:
+    """Every patch of a backend that the installed versions need, hfax's own first."""
+    _load()
+    with _lock:
+        return [p for p in _registered.values() if backend in p.backends and p.is_needed()]
+
+
+def patches_for(module: torch.nn.Module, backend: str = "jax") -> list[Patch]:
+    """The patches that concern a model."""
+    return [p for p in all_patches(backend) if p.matches(module)]
+
+
+def version() -> int:
+    """Changes with every registration."""
+    _load()
+    return _version
+
+
+def fingerprint() -> str:
+    """Of the patches that are not hfax's own, for the key of a compiled program; "" if there are none."""
+    foreign = [p for p in all_patches() if p.name not in _own]
+    return hashlib.sha256("".join(repr(p) + _source(p) for p in foreign).encode()).hexdigest() if foreign else ""
+
+
+@contextlib.contextmanager
+def patched(module: torch.nn.Module, backend: str = "jax") -> Iterator[set[str]]:
+    """Put the model's function and forward patches in force for this thread until the block ends.
+
+    Yields:
+        The names of the patches that ran; it fills while the block runs.
+    """
+    used: set[str] = set()
+    with contextlib.ExitStack() as stack:
+        for patch in all_patches(backend):
+            if isinstance(patch, FunctionPatch) and patch.matches(module):
+                stack.enter_context(_function_in_force(patch, used))
+        forwards = [p for p in all_patches(backend) if isinstance(p, ForwardPatch)]
+        for part in module.modules():
+            for patch in forwards:
+                if patch.fits(part):
+                    stack.enter_context(_forward_in_force(patch, part, used))
+        yield used
+
+
+_local = threading.local()
+_installed: dict[tuple[int, str], tuple[Any, Any, int]] = {}
+"""(holder, name) to the holder, the original and how many blocks want the dispatcher there."""
+
+
+@contextlib.contextmanager
+def _function_in_force(patch: FunctionPatch, used: set[str]) -> Iterator[None]:
+    holder, name = patch.owner()
+    key = (id(holder), name)
+    with _lock:
+        if key not in _installed:
+            original = inspect.getattr_static(holder, name)
+            _installed[key] = (holder, original, 0)
+            setattr(holder, name, _dispatcher(key, original))
+        _, original, count = _installed[key]
+        _installed[key] = (holder, original, count + 1)
+    stacks: dict[Any, list[Any]] = _local.__dict__.setdefault("stacks", {})
+    stack = stacks.setdefault(key, [])
+    before = stack[-1] if stack else _plain(original, holder)
+    replacement = patch.make(before)
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        used.add(patch.name)
+        return replacement(*args, **kwargs)
+
+    stack.append(recorded)
+    try:
+        yield
+    finally:
+        stack.pop()
+        with _lock:
+            _, original, count = _installed[key]
+            if count == 1:
+                setattr(holder, name, original)
+                del _installed[key]
+            else:
+                _installed[key] = (holder, original, count - 1)
+
+
+def _plain(original: Any, holder: Any) -> Any:
+    """The function inside of a static or class method."""
+    return original.__func__ if isinstance(original, (staticmethod, classmethod)) else original
+
+
+def _dispatcher(key: tuple[int, str], original: Any) -> Any:
+    """What stands in the module: this thread's replacement, or the original."""
+    plain = _plain(original, None)
+
+    @functools.wraps(plain)
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        stack = getattr(_local, "stacks", {}).get(key)
+        return (stack[-1] if stack else plain)(*args, **kwargs)
+
+    if isinstance(original, staticmethod):
+        return staticmethod(dispatch)
+    return classmethod(dispatch) if isinstance(original, classmethod) else dispatch
+
+
+@contextlib.contextmanager
+def _forward_in_force(patch: ForwardPatch, module: torch.nn.Module, used: set[str]) -> Iterator[None]:
+    had_own = patch.method in module.__dict__
+    before = getattr(module, patch.method)
+    replacement = patch.make(module, before)
+
+    def recorded(_: Any, *args: Any, **kwargs: Any) -> Any:
+        used.add(patch.name)
+        return replacement(*args, **kwargs)
+
+    module.__dict__[patch.method] = types.MethodType(recorded, module)
+    try:
+        yield
+    finally:
+        if had_own:
+            module.__dict__[patch.method] = before
+        else:
+            del module.__dict__[patch.method]
+
+
+def _load() -> None:
+    """hfax's own patches, then those of entry points; once."""
+    global _is_loaded
+    with _lock:
+        if _is_loaded:
+            return
+        _is_loaded = True
+        for family in _FAMILIES:
+            for patch in importlib.import_module(f"hfax.patches.{family}").PATCHES:
+                if patch.name in _registered:
+                    raise RuntimeError(f"two patches are named {patch.name!r}")
+                _registered[patch.name] = patch
+                _own.add(patch.name)
+        for entry in importlib.metadata.entry_points(group=ENTRY_POINT):
+            for patch in _of_entry_point(entry):
+                register_patch(patch)
+
+
+def _of_entry_point(entry: importlib.metadata.EntryPoint) -> Iterable[Patch]:
+    try:
+        found = entry.load()
+        found = found if isinstance(found, (Patch, list, tuple)) else found()
+        return [found] if isinstance(found, Patch) else list(found)
+    except Exception:
+        logger.exception("The patches of %s could not be loaded and are left out", entry.value)
+        return []
+
+
+def _source(patch: Patch) -> str:
+    functions = [v for v in vars(patch).values() if callable(v)]
+    try:
+        return "".join(inspect.getsource(f) for f in functions)
+    except (OSError, TypeError):
+        return repr(functions)
+
+
+def op_patches(backend: str = "jax") -> list[OpPatch]:
+    """The patches of operations."""
+    return [p for p in all_patches(backend) if isinstance(p, OpPatch)]
