@@ -126,6 +126,11 @@ class JaxModel:
         """What transformers says that the class writes."""
         return self._skeleton.module.output_modalities
 
+    @property
+    def patches_used(self) -> frozenset[str]:
+        """Names of hfax's patches that ran when the model was traced in this process; empty before the first call."""
+        return frozenset(self._traced.patches_used)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name_or_path!r}, {self.num_parameters:,} parameters, {self.dtype}, {self._device})"
 

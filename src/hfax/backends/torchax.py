@@ -95,6 +95,7 @@ def call_module(
     call: Callable[[torch.nn.Module], Any],
     *,
     key: jax.Array | None = None,
+    used: set[str] | None = None,
 ) -> Any:
     """Run `call(module)` with the module's parameters and buffers replaced by `weights`.
 
@@ -103,6 +104,7 @@ def call_module(
         weights: every parameter and buffer by name, tied aliases included.
         call: gets the module; builds its arguments with `wrap` and reads its results with `unwrap`.
         key: a PRNG key for random operations such as dropout; a fixed one if None.
+        used: gets the names of the patches that ran.
 
     Returns:
         What `call` returns.
@@ -114,7 +116,7 @@ def call_module(
     with (
         lock,
         environment.override_property(prng=jax.random.key(0) if key is None else key),
-        registry.patched(module),
+        registry.patched(module) as patches_used,
         torch.no_grad(),
         torch.nn.utils.stateless._reparametrize_module(module, tensors, tie_weights=False),
         _entered(environment),
@@ -122,6 +124,7 @@ def call_module(
     ):
         # torch's integers have 64 bits, JAX's 32 unless told otherwise; every index would warn.
         warnings.filterwarnings("ignore", message="Explicitly requested dtype", category=UserWarning)
+        environment.used.clear()
         try:
             return call(module)
         except Exception as error:
@@ -129,6 +132,9 @@ def call_module(
             if explained is None:
                 raise
             raise explained from error
+        finally:
+            if used is not None:
+                used |= patches_used | environment.used
 
 
 _VALUE_ERRORS = (

@@ -110,7 +110,7 @@ class TraceTensor(torchax.tensor.Tensor):
 
     # Values, which only constants have on the host
 
-    def _values(self, what: str) -> torch.Tensor:
+    def _constant(self, what: str) -> torch.Tensor:
         if self._host is None and not isinstance(self._elem, jax.core.Tracer):
             self._host = torch.from_numpy(np.array(self._elem))
         if self._host is None:
@@ -119,27 +119,27 @@ class TraceTensor(torchax.tensor.Tensor):
 
     def tolist(self) -> Any:
         """As torch's, for constants."""
-        return self._values("tolist()").tolist()
+        return self._constant("tolist()").tolist()
 
     def numpy(self, *, force: bool = False) -> np.ndarray:  # type: ignore[override]
         """As torch's, for constants."""
-        return self._values("numpy()").numpy()
+        return self._constant("numpy()").numpy()
 
     def item(self) -> Any:
         """As torch's, for constants."""
-        return self._values("item()").item()
+        return self._constant("item()").item()
 
     def __bool__(self) -> bool:
-        return bool(self._values("bool()"))
+        return bool(self._constant("bool()"))
 
     def __int__(self) -> int:
-        return int(self._values("int()"))
+        return int(self._constant("int()"))
 
     def __index__(self) -> int:
-        return self._values("an index").__index__()
+        return self._constant("an index").__index__()
 
     def __float__(self) -> float:
-        return float(self._values("float()"))
+        return float(self._constant("float()"))
 
     def __str__(self) -> str:
         return f"TraceTensor({self._elem if self._host is None else self._host})"

@@ -80,6 +80,8 @@ class TracedModel:
     def __init__(self, skeleton: Skeleton, tied: Mapping[str, str], buffers: Mapping[str, jax.Array]) -> None:
         self.module = skeleton.module
         self.traits = read_traits(skeleton.module)
+        self.patches_used: set[str] = set()
+        """Names of the patches that ran in any trace so far."""
         self._tied = dict(tied)
         self._buffers = dict(buffers)
 
@@ -92,7 +94,7 @@ class TracedModel:
             outputs, out_structure = flatten(module(*call_args, **call_kwargs), lambda v: isinstance(v, torch.Tensor))
             return [tracing.unwrap(o) for o in outputs], out_structure
 
-        outputs, out_structure = tracing.call_module(self.module, self._all(params), call)
+        outputs, out_structure = tracing.call_module(self.module, self._all(params), call, used=self.patches_used)
         _register(out_structure)
         return unflatten(out_structure, outputs)
 
@@ -128,7 +130,7 @@ class TracedModel:
                 arrays["encoder.hidden"] = tracing.unwrap(out.encoder_last_hidden_state)
             return _last(tracing.unwrap(out.logits)), arrays
 
-        return tracing.call_module(self.module, self._all(params), call)
+        return tracing.call_module(self.module, self._all(params), call, used=self.patches_used)
 
     def decode_step(
         self,
@@ -187,7 +189,7 @@ class TracedModel:
             arrays = {name: tracing.unwrap(a) for name, a in cache_arrays(cache_object).items()}
             return _last(tracing.unwrap(out.logits)), cache | arrays
 
-        return tracing.call_module(self.module, self._all(params), call)
+        return tracing.call_module(self.module, self._all(params), call, used=self.patches_used)
 
     def _cache_arguments(self, cache: Any) -> dict[str, Any]:
         if self.traits.cache_argument is None:

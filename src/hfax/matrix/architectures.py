@@ -1,0 +1,88 @@
+"""Which architectures transformers has: a class for each model type and each of its auto mappings, and a small config for each.
+
+Turns the name of a mapping into `Architecture`s, and an architecture into the config that its class is built from. It builds no
+models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.models.auto import modeling_auto
+
+from hfax.shrink import shrink_config
+
+MAPPINGS: dict[str, str] = {
+    "causal-lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "image-text-to-text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "seq2seq-lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "speech-seq2seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    "ctc": "MODEL_FOR_CTC_MAPPING_NAMES",
+    "masked-lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "sequence-classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "token-classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "question-answering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+    "image-classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "video-classification": "MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES",
+    "audio-classification": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
+    "object-detection": "MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES",
+    "zero-shot-object-detection": "MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION_MAPPING_NAMES",
+    "zero-shot-image-classification": "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "semantic-segmentation": "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES",
+    "instance-segmentation": "MODEL_FOR_INSTANCE_SEGMENTATION_MAPPING_NAMES",
+    "universal-segmentation": "MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING_NAMES",
+    "depth-estimation": "MODEL_FOR_DEPTH_ESTIMATION_MAPPING_NAMES",
+    "base": "MODEL_MAPPING_NAMES",
+}
+"""Short name to transformers' mapping."""
+
+GENERATING = ("causal-lm", "image-text-to-text", "seq2seq-lm", "speech-seq2seq")
+"""Mappings whose classes write text."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One row of the matrix.
+
+    Args:
+        mapping: a key of `MAPPINGS`.
+        model_type: transformers' name.
+        class_name: of the model.
+    """
+
+    mapping: str
+    model_type: str
+    class_name: str
+
+
+def architectures(mapping: str) -> list[Architecture]:
+    """All architectures of a mapping, by model type."""
+    found = []
+    for model_type, classes in getattr(modeling_auto, MAPPINGS[mapping]).items():
+        for name in [classes] if isinstance(classes, str) else classes[:1]:
+            found.append(Architecture(mapping=mapping, model_type=model_type, class_name=name))
+    return sorted(found, key=lambda a: a.model_type)
+
+
+def small_config(architecture: Architecture) -> PretrainedConfig:
+    """The small config that the architecture's class takes; for a class of a part, the part's own config.
+
+    Raises:
+        UnsupportedModelError: the config cannot be shrunk.
+    """
+    config = CONFIG_MAPPING[architecture.model_type]()
+    wanted: Any = getattr(transformers, architecture.class_name).config_class
+    if wanted is not None and not isinstance(config, wanted):
+        parts = [getattr(config, name, None) for name in config.sub_configs]
+        config = next((p for p in parts if isinstance(p, wanted)), config)
+    small = shrink_config(config)
+    if architecture.mapping == "causal-lm":
+        for name in ("is_decoder",):
+            if hasattr(small, name):
+                setattr(small, name, True)
+    if "is_encoder_decoder" in vars(small) and architecture.mapping == "causal-lm":
+        small.is_encoder_decoder = False
+    return small

@@ -1,0 +1,246 @@
+"""One row of the support matrix: a small random model of an architecture, in plain transformers and in hfax, compared.
+
+Turns an `Architecture` into a `CaseResult`. The model's weights are drawn, written to disk by transformers and loaded by hfax, so
+conversion, tying and buffers are part of what is compared. Runs in a process of its own: architectures may crash, hang or change
+torch's state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import re
+import tempfile
+import time
+import traceback
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from hfax.matrix.architectures import GENERATING, Architecture, small_config
+from hfax.matrix.inputs import CaseInputs, make_inputs
+
+NEW_TOKENS = 16
+TOLERANCE = 1e-4
+"""Of the outputs' scale."""
+_TIE = 1e-4
+"""A reference whose two best logits are nearer than this says nothing about greedy tokens."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class CaseResult:
+    """What came of one architecture.
+
+    Args:
+        mapping, model_type, class_name: which it was.
+        outcome: "works"; "unbuilt" (no small model); "reference fails" (plain transformers cannot run it); "forward fails",
+            "forward differs", "generate fails", "generate differs" (hfax).
+        reason: the error's first lines or the difference, "" if it works.
+        generates: whether greedy tokens were compared.
+        error: largest difference of the outputs over their scale.
+        patches: names of the patches that ran.
+        num_parameters: of the small model.
+        decode_traces: how often the decoding step was traced in one call.
+        seconds: the whole case.
+    """
+
+    mapping: str
+    model_type: str
+    class_name: str
+    outcome: str = "works"
+    reason: str = ""
+    generates: bool = False
+    error: float = 0.0
+    patches: list[str] = dataclasses.field(default_factory=list)
+    num_parameters: int = 0
+    decode_traces: int = 0
+    seconds: float = 0.0
+
+
+def run_case(architecture: Architecture) -> CaseResult:
+    """Build, run and compare one architecture; never raises."""
+    started = time.perf_counter()
+    result = CaseResult(**dataclasses.asdict(architecture))
+    stages = [("unbuilt", _build), ("reference fails", _run_reference), ("forward fails", _compare_forward)]
+    stages += [("generate fails", _compare_generate)] if architecture.mapping in GENERATING else []
+    state: dict[str, Any] = {"architecture": architecture, "result": result}
+    for outcome, stage in stages:
+        try:
+            stage(state)
+        except _DiffersError as difference:
+            result.outcome, result.reason = difference.outcome, str(difference)
+        except BaseException as error:
+            result.outcome, result.reason = outcome, _describe(error)
+        if result.outcome != "works":
+            break
+    result.seconds = round(time.perf_counter() - started, 1)
+    return result
+
+
+class _DiffersError(Exception):
+    def __init__(self, outcome: str, text: str) -> None:
+        super().__init__(text)
+        self.outcome = outcome
+
+
+def _describe(error: BaseException) -> str:
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/hfax/matrix/" not in f.filename]
+    where = ""
+    modelling = [f for f in frames if "/transformers/models/" in f.filename]
+    if modelling:
+        where = f" [{modelling[-1].filename.rpartition('/')[2]}:{modelling[-1].lineno}]"
+    elif frames:
+        where = f" [{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}]"
+    first = " ".join(str(error).split())[:400]
+    return f"{type(error).__name__}: {first}{where}"
+
+
+def _build(state: dict[str, Any]) -> None:
+    architecture: Architecture = state["architecture"]
+    config = small_config(architecture)
+    model_class = getattr(transformers, architecture.class_name)
+    torch.manual_seed(0)
+    model = model_class._from_config(config) if hasattr(model_class, "_from_config") else model_class(config)
+    model = model.eval()
+    draw_weights(model)
+    state["result"].num_parameters = sum(p.numel() for p in model.parameters())
+    state["model"] = model
+    state["inputs"] = make_inputs(model, architecture.mapping)
+
+
+def draw_weights(model: torch.nn.Module, seed: int = 0) -> None:
+    """Weights of which every layer shows in the outputs: unit gain for matrices, noise around their start for vectors."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.is_floating_point():
+                continue
+            if parameter.ndim >= 2:
+                fan_in = math.prod(parameter.shape[1:]) if parameter.ndim != 3 else parameter.shape[-1]
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / max(fan_in, 1) ** 0.5)
+            else:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+def _run_reference(state: dict[str, Any]) -> None:
+    inputs: CaseInputs = state["inputs"]
+    model = state["model"]
+    with torch.no_grad():
+        state["expected"] = model(**inputs.forward)
+        if state["architecture"].mapping in GENERATING and model.can_generate():
+            state["result"].generates = True
+            state["expected_tokens"] = model.generate(
+                **inputs.generate,
+                max_new_tokens=NEW_TOKENS,
+                do_sample=False,
+                num_beams=1,
+                eos_token_id=None,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_scores=True,
+            )
+
+
+def _compare_forward(state: dict[str, Any]) -> None:
+    from hfax import AutoModelForTPU
+
+    result: CaseResult = state["result"]
+    inputs: CaseInputs = state["inputs"]
+    with tempfile.TemporaryDirectory() as folder:
+        state["model"].save_pretrained(folder)
+        ours = AutoModelForTPU.from_pretrained(folder)
+        ours.params = {n: p + 0 for n, p in ours.params.items()}  # the folder, which they may map, goes away
+    state["ours"] = ours
+    out = ours(**inputs.forward)
+    pairs = list(_pairs(out, state["expected"], ""))
+    if not pairs:
+        raise _DiffersError("forward differs", "no outputs to compare")
+    worst = ""
+    for name, mine, theirs in pairs:
+        error = _relative_error(mine, theirs, inputs.mask)
+        if not error <= result.error:
+            result.error, worst = error, name
+    result.patches = sorted(ours.patches_used)
+    if not result.error <= TOLERANCE:
+        raise _DiffersError("forward differs", f"{worst}: {result.error:.2e} of its scale")
+
+
+def _pairs(mine: Any, theirs: Any, name: str) -> Any:
+    """Corresponding tensors of two results; caches are left out."""
+    if isinstance(theirs, torch.Tensor):
+        yield name, mine, theirs
+    elif isinstance(theirs, dict) or hasattr(theirs, "items"):
+        for key, value in theirs.items():
+            if key in ("past_key_values", "cache_params", "mems", "state", "loss"):
+                continue
+            yield from _pairs(mine[key] if isinstance(mine, dict) or hasattr(mine, "items") else None, value, f"{name}.{key}")
+    elif isinstance(theirs, (list, tuple)):
+        for index, value in enumerate(theirs):
+            yield from _pairs(mine[index], value, f"{name}[{index}]")
+
+
+def _relative_error(mine: Any, theirs: torch.Tensor, mask: torch.Tensor | None) -> float:
+    if not isinstance(mine, torch.Tensor):
+        mine = torch.from_numpy(np.array(mine))
+    if tuple(mine.shape) != tuple(theirs.shape):
+        raise _DiffersError("forward differs", f"shape {tuple(mine.shape)}, expected {tuple(theirs.shape)}")
+    if mask is not None and theirs.ndim >= 2 and theirs.shape[:2] == mask.shape:
+        mine, theirs = mine[mask], theirs[mask]
+    if theirs.numel() == 0:
+        return 0.0
+    if not theirs.is_floating_point():
+        return float((mine != theirs).float().mean())
+    mine, theirs = mine.double(), theirs.double()
+    finite = torch.isfinite(theirs)
+    if not bool((torch.isfinite(mine) == finite).all()):
+        return math.inf
+    if not bool(finite.any()):
+        raise RuntimeError("the reference's outputs are not finite")
+    scale = float(theirs[finite].abs().max())
+    return float((mine - theirs)[finite].abs().max()) / max(scale, 1e-6)
+
+
+def _compare_generate(state: dict[str, Any]) -> None:
+    result: CaseResult = state["result"]
+    if not result.generates:
+        return
+    from hfax import phases
+
+    ours, inputs = state["ours"], state["inputs"]
+    ours.generation_config.eos_token_id = None
+    ours.generation_config.pad_token_id = 0
+    traces: list[str] = []
+    with phases.listen(lambda event: traces.append(event.detail) if event.name == "trace" and event.seconds is not None else None):
+        tokens = ours.generate(**inputs.generate, max_new_tokens=NEW_TOKENS, do_sample=False, num_beams=1)
+    result.decode_traces = sum(1 for t in traces if "decode" in t)
+    result.patches = sorted(set(result.patches) | set(ours.patches_used))
+    expected = state["expected_tokens"]
+    reference = expected.sequences
+    width = min(tokens.shape[1], reference.shape[1])
+    if tokens.shape[0] != reference.shape[0] or tokens.shape[1] != reference.shape[1]:
+        raise _DiffersError("generate differs", f"shape {tuple(tokens.shape)}, expected {tuple(reference.shape)}")
+    start = reference.shape[1] - len(expected.scores)
+    for row in range(reference.shape[0]):
+        for column in range(width):
+            if int(tokens[row, column]) != int(reference[row, column]):
+                best = expected.scores[max(column - start, 0)][row].topk(2).values
+                if float(best[0] - best[1]) < _TIE * float(best[0].abs() + 1):
+                    break  # a tie of the reference: everything after it may differ
+                raise _DiffersError(
+                    "generate differs",
+                    f"row {row}, new token {column - start}: {int(tokens[row, column])}, expected "
+                    f"{int(reference[row, column])} (margin {float(best[0] - best[1]):.1e})",
+                )
+
+
+def takes(model: Any, name: str) -> bool:
+    """Whether a model's forward has a parameter of this name."""
+    return name in inspect.signature(model.forward).parameters
+
+
+def first_line(reason: str) -> str:
+    """A reason short enough for a table."""
+    return re.sub(r"\s+", " ", reason)[:160]

@@ -1,0 +1,102 @@
+"""Inputs for a small model of any mapping: token ids with padding on the left, pixels, sound.
+
+Turns a model and the name of its mapping into the arguments of its forward and of its generate. Everything is drawn from a fixed
+seed. It does not run models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import torch
+
+LENGTH = 20
+PADDING = 7
+"""Tokens of padding on the left of the first of two prompts."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CaseInputs:
+    """What a case runs with.
+
+    Args:
+        forward: arguments of forward.
+        generate: arguments of generate.
+        mask: [batch, length] bool, the positions whose outputs count; None if all do.
+    """
+
+    forward: dict[str, Any]
+    generate: dict[str, Any]
+    mask: torch.Tensor | None
+
+
+def make_inputs(model: Any, mapping: str) -> CaseInputs:
+    """Inputs for a model of a mapping.
+
+    Raises:
+        NotImplementedError: no rule fits the model's main input.
+    """
+    names = set(inspect.signature(model.forward).parameters)
+    if mapping == "causal-lm":
+        return _decoder(model, names)
+    if model.main_input_name == "input_ids":
+        return _encoder(model, names, mapping)
+    raise NotImplementedError(f"no inputs for {model.main_input_name}")
+
+
+def _vocabulary(model: Any) -> int:
+    config = model.config.get_text_config(decoder=True)
+    return int(getattr(config, "vocab_size", None) or model.config.vocab_size)
+
+
+def special_ids(config: Any) -> set[int]:
+    """Every special token of a config and its parts."""
+    found: set[int] = set()
+    for name, value in vars(config).items():
+        if hasattr(value, "sub_configs"):
+            found |= special_ids(value)
+        elif name.endswith(("_token_id", "_token_index")):
+            found |= set(value if isinstance(value, (list, tuple)) else [value]) - {None}
+    return found
+
+
+def token_ids(model: Any, rows: int = 2, length: int = LENGTH, seed: int = 0) -> torch.Tensor:
+    """[rows, length] int64 ordinary tokens."""
+    avoided = special_ids(model.config) | {0, 1, 2, 3}
+    ordinary = torch.tensor([i for i in range(_vocabulary(model)) if i not in avoided])
+    generator = torch.Generator().manual_seed(seed)
+    return ordinary[torch.randint(0, len(ordinary), (rows, length), generator=generator)]
+
+
+def _left_padded(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = token_ids(model)
+    mask = torch.ones_like(ids)
+    mask[0, :PADDING] = 0
+    ids[0, :PADDING] = 0
+    return ids, mask
+
+
+def _decoder(model: Any, names: set[str]) -> CaseInputs:
+    ids, mask = _left_padded(model)
+    forward: dict[str, Any] = {"input_ids": ids}
+    if "attention_mask" in names:
+        forward["attention_mask"] = mask
+    if "position_ids" in names:
+        forward["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    return CaseInputs(
+        forward=forward, generate={"input_ids": ids, "attention_mask": mask}, mask=mask.bool()
+    )
+
+
+def _encoder(model: Any, names: set[str], mapping: str) -> CaseInputs:
+    ids, mask = _left_padded(model)
+    ids, mask = ids.flip(1), mask.flip(1)
+    forward: dict[str, Any] = {"input_ids": ids}
+    if "attention_mask" in names:
+        forward["attention_mask"] = mask
+    if model.config.is_encoder_decoder and "decoder_input_ids" in names:
+        forward["decoder_input_ids"] = token_ids(model, length=6, seed=1)
+        return CaseInputs(forward=forward, generate={"input_ids": ids, "attention_mask": mask}, mask=None)
+    return CaseInputs(forward=forward, generate={"input_ids": ids, "attention_mask": mask}, mask=mask.bool())

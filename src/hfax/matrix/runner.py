@@ -1,0 +1,99 @@
+"""Runs many architectures, each in a process of its own, a few at a time.
+
+Turns a list of `Architecture`s into `CaseResult`s. Processes are forked from a server that has imported the libraries but started
+no XLA client, so a crash, a hang or an exhausted memory costs one row.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from hfax.matrix.architectures import Architecture
+from hfax.matrix.case import CaseResult, run_case
+
+_PRELOADED = ["torch", "transformers", "jax", "hfax.matrix.case", "hfax.model", "hfax.programs.generate"]
+
+
+def run_cases(
+    architectures: Iterable[Architecture],
+    *,
+    num_jobs: int = 2,
+    timeout_s: float = 300.0,
+    on_result: Callable[[CaseResult], None] = lambda result: None,
+) -> list[CaseResult]:
+    """Run every architecture.
+
+    Args:
+        architectures: which.
+        num_jobs: processes at a time.
+        timeout_s: for one architecture; then its process is ended.
+        on_result: called with each result as it comes.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    waiting, running, results = list(architectures), {}, []
+    while waiting or running:
+        while waiting and len(running) < num_jobs:
+            architecture = waiting.pop(0)
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_child, args=(architecture, sender))
+            process.start()
+            sender.close()
+            running[receiver] = (architecture, process, time.monotonic() + timeout_s)
+        for receiver in _ready(running):
+            architecture, process, deadline = running.pop(receiver)
+            result = _take(receiver, process, architecture, is_late=time.monotonic() > deadline)
+            results.append(result)
+            on_result(result)
+    return results
+
+
+def _ready(running: dict[Connection, Any]) -> list[Connection]:
+    """Those that have sent a result or ended, and those that are out of time."""
+    nearest = min(deadline for _, _, deadline in running.values())
+    found = wait(list(running), timeout=max(0.0, nearest - time.monotonic()))
+    late = [r for r, (_, _, deadline) in running.items() if time.monotonic() > deadline and r not in found]
+    return [r for r in found if isinstance(r, Connection)] + late
+
+
+def _take(receiver: Connection, process: Any, architecture: Architecture, *, is_late: bool) -> CaseResult:
+    try:
+        result = receiver.recv() if receiver.poll() else None
+    except EOFError:
+        result = None
+    if result is None and is_late:
+        process.kill()
+    process.join(10)
+    receiver.close()
+    if result is not None:
+        return result
+    reason = "took too long" if is_late else f"the process ended with code {process.exitcode}"
+    return CaseResult(
+        mapping=architecture.mapping,
+        model_type=architecture.model_type,
+        class_name=architecture.class_name,
+        outcome="forward fails",
+        reason=reason,
+    )
+
+
+def _child(architecture: Architecture, sender: Connection) -> None:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ["HFAX_PROGRAM_CACHE"] = "0"
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+    import warnings
+
+    import torch
+    import transformers
+
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    sender.send(run_case(architecture))
+    sender.close()

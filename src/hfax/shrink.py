@@ -1,0 +1,313 @@
+"""A small copy of any configuration that keeps the structure of the original: for tests, the doctor and the support matrix.
+
+Turns a transformers config into one whose model has a few hundred thousand weights and still has every kind of layer, expert,
+window, latent and sub-model that the original has. Fields are changed by what their names mean across transformers, not by model
+type; the few exceptions are in one table, `SPECIAL`. It builds no model and knows nothing of jax.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from hfax.errors import UnsupportedModelError
+
+WIDTH = 64
+"""Hidden size of every part, so that parts that are joined still fit."""
+HEADS = 4
+HEAD_DIM = 16
+INNER = 128
+VOCABULARY = 199
+WINDOW = 8
+POSITIONS = 512
+
+_LAYER_COUNTS = re.compile(
+    r"^(num_hidden_layers|n_layers?|num_layers|(encoder|decoder|speech_encoder|t2u_encoder|t2u_decoder)_layers|depth|layers"
+    r"|num_decoder_layers|encoder_depth|num_encoder_layers|mit_num_hidden_layers|decoder_num_hidden_layers|text_layers"
+    r"|encoder_num_hidden_layers|num_spatial_layers|num_temporal_layers|num_auxiliary_layers|num_global_layers|resampler_depth"
+    r"|memory_attention_num_layers|speaker_layers|vision_layers|n_layers_enc|num_layers_(enc|dec)oder)$"
+)
+_QUERY_HEADS = re.compile(
+    r"^(num_attention_heads|n_heads?|num_heads|attention_heads|(en|de)coder_(num_)?attention_heads|num_key_value_heads|n_head_kv"
+    r"|num_kv_heads|kv_n_heads|multi_query_group_num|(speech_encoder|t2u_encoder|t2u_decoder)_attention_heads"
+    r"|mit_num_attention_heads|decoder_(self|cross)_attention_heads|swa_num_attention_heads|swa_num_key_value_heads"
+    r"|num_sliding_attention_heads|num_sliding_key_value_heads|resampler_n_heads|index_n_heads|qformer_heads|num_attn_heads"
+    r"|(en|de)coder_num_key_value_heads|num_global_key_value_heads|cross_num_attention_heads)$"
+)
+_WIDTHS = re.compile(
+    r"^(hidden_size|d_model|n_embd|embed_dim|embedding_size|dim|out_hidden_size|projection_dim|project_dim|word_embed_proj_dim"
+    r"|encoder_hidden_size|decoder_hidden_size|text_hidden_size|vision_hidden_size|audio_hidden_size|backbone_hidden_size"
+    r"|emb_dim|output_dim|projector_hidden_size|hidden_size_global|cross_hidden_size|qformer_hidden_size|output_hidden_size"
+    r"|adapter_out_dim|vision_output_dim|projector_input_dim|projector_output_dim|attention_hidden_size|mlp_hidden_size|d_embed"
+    r"|hidden_dim|fusion_hidden_size|text_embed_dim|mit_hidden_size|pooler_output_size|image_token_embed_dim|prediction_head_size"
+    r"|projection_size|embedding_dim|model_dim|rnn_hidden_size|encoder_embed_dim|classifier_proj_size)$"
+)
+_INNER_WIDTHS = re.compile(
+    r"^(intermediate_size|ffn_dim|(en|de)coder_ffn_dim|d_ff|n_inner|mlp_dim|ffn_hidden_size|inner_dim|ffn_intermediate_size|dim_ff"
+    r"|dff|intermediate_size_mlp|shared_intermediate_size|dense_intermediate_size|intermediate_dim|feed_forward_hidden_size"
+    r"|decoder_intermediate_size|encoder_intermediate_size|(speech_encoder)_intermediate_size|mit_intermediate_size"
+    r"|alignment_intermediate_size|t2u_(en|de)coder_ffn_dim|(en|de)coder_feedforward_dim|dim_feedforward|moe_hidden_size"
+    r"|projector_intermediate_size|merger_intermediate_size|mlp_intermediate_size|ffn_embed_dim)$"
+)
+_EXPERT_WIDTHS = re.compile(
+    r"(moe|expert).*intermediate_size|^intermediate_size_per_expert|^expert_dim$|^share_expert_dim|moe_ffn_hidden"
+)
+_EXPERTS = re.compile(
+    r"^(num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts|n_experts)$"
+)
+_TOP_K = re.compile(r"^(num_experts_per_tok|num_experts_per_token|moe_topk|moe_top_k|moe_k|top_k_experts|num_selected_experts)$")
+_EXPERT_GROUPS = {"n_group": 2, "num_expert_group": 2, "topk_group": 1, "n_limited_groups": 1}
+_WINDOWS = re.compile(
+    r"^(sliding_window|sliding_window_size|attention_chunk_size|local_attention|keep_window_size|window_size_left|local_window_size"
+    r"|attention_window_size|local_attention_window_len|swa_window_size)$"
+)
+_POSITIONS = re.compile(
+    r"^(max_position_embeddings|n_positions|n_ctx|max_sequence_length|seq_length|max_seq_len|max_target_positions|model_max_length"
+    r"|max_2d_position_embeddings|block_size|original_max_position_embeddings)$"
+)
+_EXACT: dict[str, int] = {
+    # latent attention
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "o_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "qk_head_dim": 24,
+    "v_head_dim": 16,
+    "index_head_dim": 16,
+    "index_topk": 8,
+    # state-space and linear attention
+    "state_size": 8,
+    "ssm_state_size": 8,
+    "mamba_d_state": 8,
+    "time_step_rank": 8,
+    "mamba_dt_rank": 8,
+    "chunk_size": 16,
+    "mamba_chunk_size": 16,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "query_pre_attn_scalar": HEAD_DIM,
+    "d_kv": HEAD_DIM,
+    "kv_channels": HEAD_DIM,
+    "type_vocab_size": 2,
+    "max_source_positions": 300,
+    "attention_window": 8,
+    "num_point_embeddings": 4,
+    "codebook_size": 32,
+    "num_embeddings": 32,
+    "num_codevectors_per_group": 8,
+}
+_HEAD_DIMS = re.compile(
+    r"^(head_dim|attention_head_dim|attention_head_size|dim_head|swa_head_dim|kv_channels|global_head_dim|head_size|resampler_head_dim)$"
+)
+_TOKEN = re.compile(r"(_token_id|_token_index|_token_ids|_id)$")
+
+SPECIAL: dict[str, dict[str, Any]] = {}
+"""Model type to values that no general rule finds, with the reason beside each."""
+
+
+def shrink_config(config: PretrainedConfig) -> PretrainedConfig:
+    """A small, structurally faithful copy of a config.
+
+    Args:
+        config: any transformers configuration; not changed.
+
+    Returns:
+        A config of the same class. Every kind of layer, expert group, window, latent rank and sub-config of the original is there;
+        windows are 8 tokens, vocabularies 199, hidden sizes 64, and special tokens keep their distinctness.
+
+    Raises:
+        UnsupportedModelError: the copy cannot be made consistent.
+    """
+    small = copy.deepcopy(config)
+    try:
+        _shrink(small, _token_map(small))
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"The config of model type {config.model_type!r} could not be shrunk.",
+            f"{type(error).__name__}: {error}",
+            "Pass a small config of your own, or report the model type to the project.",
+        ) from error
+    return small
+
+
+def _shrink(config: Any, tokens: dict[int, int]) -> None:
+    fields = dict(vars(config))
+    layers = _kept_layers(fields)
+    for name, value in fields.items():
+        if isinstance(value, PretrainedConfig):
+            _shrink(value, tokens)
+            continue
+        new = _new_value(name, value, fields, layers, tokens)
+        if new is not value:
+            _set(config, name, new)
+    for name, value in SPECIAL.get(config.model_type, {}).items():
+        _set(config, name, value(config) if callable(value) else value)
+    if getattr(config, "rope_parameters", None):
+        _fit_rope(config.rope_parameters, config)
+
+
+def _set(config: Any, name: str, value: Any) -> None:
+    object.__setattr__(config, name, value)
+
+
+# Layers
+
+
+def _kept_layers(fields: dict[str, Any]) -> list[int] | None:
+    """Indices of the layers that stay: the first of each kind, at least two; None if there is no layer count."""
+    count = next((v for n, v in fields.items() if _LAYER_COUNTS.match(n) and isinstance(v, int)), None)
+    if count is None:
+        return None
+    lists = [v for v in fields.values() if isinstance(v, (list, tuple)) and len(v) == count and count > 3]
+    kinds: dict[Any, int] = {}
+    for index in range(count):
+        kind = tuple(repr(values[index]) for values in lists if _is_categorical(values))
+        kind += tuple(_periodic(fields, index))
+        kinds.setdefault(kind, index)
+    kept = sorted(kinds.values())
+    following = [i for i in range(count) if i not in kept]
+    while len(kept) < min(2, count):
+        kept = sorted([*kept, following.pop(0)])
+    return kept
+
+
+def _is_categorical(values: Any) -> bool:
+    return len({repr(v) for v in values}) <= 6
+
+
+def _periodic(fields: dict[str, Any], index: int) -> list[bool]:
+    """Kinds of layers that a config names by a first index, a period or a list of indices."""
+    found: list[bool] = []
+    for name in ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "first_k_dense"):
+        if isinstance(fields.get(name), int) and not isinstance(fields.get(name), bool):
+            found.append(index < fields[name])
+    return found
+
+
+# Single fields
+
+
+def _new_value(
+    name: str, value: Any, fields: dict[str, Any], layers: list[int] | None, tokens: dict[int, int]
+) -> Any:
+    if value is None or isinstance(value, bool) or name.startswith("_"):
+        return value
+    if isinstance(value, int):
+        return _new_int(name, value, fields, layers, tokens)
+    if isinstance(value, (list, tuple)) and value:
+        return _new_list(name, value, fields, layers, tokens)
+    return value
+
+
+def _new_int(name: str, value: int, fields: dict[str, Any], layers: list[int] | None, tokens: dict[int, int]) -> int:
+    if _LAYER_COUNTS.match(name):
+        return min(value, len(layers or (0, 0))) if layers else min(value, 2)
+    if name in ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "first_k_dense") and layers:
+        return sum(1 for i in layers if i < value)
+    if _QUERY_HEADS.match(name):
+        return _heads(name, value, fields)
+    if _HEAD_DIMS.match(name):
+        return HEAD_DIM
+    if _EXPERT_WIDTHS.search(name):
+        return min(value, 32)
+    if _EXPERTS.match(name):
+        return min(value, 4 if not fields.get("n_group") or fields.get("n_group") == 1 else 8)
+    if _TOP_K.match(name):
+        return min(value, 2)
+    if name in _EXPERT_GROUPS:
+        return min(value, _EXPERT_GROUPS[name])
+    if _WINDOWS.match(name):
+        return min(value, WINDOW) if value > 0 else value
+    if _POSITIONS.match(name):
+        return min(value, POSITIONS)
+    if _WIDTHS.match(name):
+        return min(value, WIDTH) if value > 0 else value
+    if _INNER_WIDTHS.match(name):
+        return min(value, INNER) if value > 0 else value
+    if name in _EXACT:
+        return min(value, _EXACT[name])
+    if name.endswith("vocab_size") or name in ("unpadded_vocab_size", "vocab_offset"):
+        return min(value, VOCABULARY)
+    if _TOKEN.search(name):
+        return tokens.get(value, value)
+    return value
+
+
+def _heads(name: str, value: int, fields: dict[str, Any]) -> int:
+    queries = next((fields[n] for n in ("num_attention_heads", "n_head", "n_heads", "num_heads") if isinstance(fields.get(n), int)), value)
+    if "kv" in name or "key_value" in name or "group_num" in name:
+        return HEADS if value >= queries else min(value, 2)
+    return min(value, HEADS)
+
+
+def _new_list(
+    name: str, value: Any, fields: dict[str, Any], layers: list[int] | None, tokens: dict[int, int]
+) -> Any:
+    make: Callable[[list[Any]], Any] = type(value)
+    count = next((v for n, v in fields.items() if _LAYER_COUNTS.match(n) and isinstance(v, int)), None)
+    if layers and count is not None and len(value) == count and count > len(layers):
+        kept = [value[i] for i in layers]
+        return make([_new_value(_singular(name), v, fields, layers, tokens) for v in kept])
+    if _TOKEN.search(name) and all(isinstance(v, int) for v in value):
+        return make([tokens.get(v, v) for v in value])
+    if layers and re.search(r"(_layers|_idxs|_indexes|_indices|_layer_ids)$", name) and all(isinstance(v, int) for v in value):
+        kept_here = [layers.index(v) for v in value if v in layers]
+        return make(kept_here or [len(layers) - 1])
+    return value
+
+
+def _singular(name: str) -> str:
+    return name[:-1] if name.endswith("s") else name
+
+
+# Special tokens
+
+
+def _token_map(config: Any) -> dict[int, int]:
+    """Original special token to its place in the small vocabulary: small ids stay, the others take the last places, in order."""
+    ids: set[int] = set()
+
+    def visit(part: Any) -> None:
+        for name, value in vars(part).items():
+            if isinstance(value, PretrainedConfig):
+                visit(value)
+            elif _TOKEN.search(name) and isinstance(value, int) and not isinstance(value, bool):
+                ids.add(value)
+            elif _TOKEN.search(name) and isinstance(value, (list, tuple)):
+                ids.update(v for v in value if isinstance(v, int))
+
+    visit(config)
+    large = sorted(i for i in ids if i >= VOCABULARY - 40)
+    return {old: VOCABULARY - len(large) + place for place, old in enumerate(large)}
+
+
+# Rotary embeddings
+
+
+def _fit_rope(rope: dict[str, Any], config: Any) -> None:
+    """Sections and factors of rotary embeddings fitted to the small heads."""
+    for value in rope.values():
+        if isinstance(value, dict):
+            _fit_rope(value, config)
+    head_dim = getattr(config, "head_dim", None) or HEAD_DIM
+    rotary = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+    if rope.get("mrope_section"):
+        parts = len(rope["mrope_section"])
+        first = rotary - (parts - 1) * (rotary // parts)
+        rope["mrope_section"] = [first] + [rotary // parts] * (parts - 1)
+    for name in ("long_factor", "short_factor"):
+        if rope.get(name):
+            rope[name] = list(rope[name][:rotary])
+    if rope.get("original_max_position_embeddings"):
+        rope["original_max_position_embeddings"] = min(rope["original_max_position_embeddings"], POSITIONS // 2)
