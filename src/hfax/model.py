@@ -310,6 +310,7 @@ class JaxModel:
             pad_token_id=config.pad_token_id,
             eos_token_ids=_as_ids(config.eos_token_id),
             context=self._context(),
+            is_exact=traits.counts_padding,
         )
         if arrays:
             raise UnsupportedOptionError(

@@ -20,7 +20,7 @@ import torchax.tensor
 from torchax.ops import mappings
 
 from hfax.backends import indexing
-from hfax.backends.trace_tensor import TraceTensor, ValueReadError
+from hfax.backends.trace_tensor import TraceTensor, ValueReadError, known_range
 from hfax.backends.views import VIEW_OPS, keeps_order, write_back
 from hfax.load.placement import to_numpy
 
@@ -145,6 +145,11 @@ class TraceEnvironment(torchax.tensor.Environment):
             result = self._on_host(func, args, kwargs)
             if result is not _TOO_LARGE:
                 return result
+        if func is torch.arange and len(args) == 2 and (numbers := known_range(*args)) is not None:
+            dtype = kwargs.get("dtype")
+            return self.wrap(numbers.astype(mappings.t2j_dtype(dtype)) if dtype else numbers)
+        if func is torch.arange and tensors:
+            raise ValueReadError("arange()", tensors[0].shape, tensors[0].dtype)
         if func is torch.tensor and tensors:
             stacked = _stack(args[0])
             dtype = kwargs.get("dtype")
@@ -274,6 +279,8 @@ class TraceEnvironment(torchax.tensor.Environment):
                 result = op.func(*wrapped[0], **wrapped[1])
         if name in VIEW_OPS and isinstance(func, torch._ops.OpOverload) and isinstance(args[0], TraceTensor):
             _link_views(result, name, op.func, args, kwargs)
+        if name in ("add", "sub"):
+            _note_sum(result, name, args)
         for target in _written(func, args, kwargs):
             target.wrote()
         return result
@@ -409,6 +416,20 @@ def _link_views(result: Any, name: str, lowering: Callable[..., Any], args: Any,
         view.is_view_of(base, forward, back)
         leading = name in ("slice", "select", "split", "split_with_sizes", "unbind") and _axis(name, rest, kwargs) == 0
         view._is_contiguous = base._is_contiguous and (keeps_order(name) or leading)
+
+
+def _note_sum(result: Any, name: str, args: Any) -> None:
+    """Keep count when a traced scalar changes by a known number: ranges that begin and end with it have a known length."""
+    if not isinstance(result, TraceTensor) or result.host is not None or result.ndim or len(args) < 2:
+        return
+    one, other = args[0], args[1]
+    if name == "add" and not isinstance(one, TraceTensor):
+        one, other = other, one
+    number = other.host if isinstance(other, TraceTensor) else other
+    if isinstance(number, torch.Tensor) and number.ndim == 0 and not number.is_floating_point():
+        number = int(number)
+    if isinstance(one, TraceTensor) and one.host is None and type(number) is int:
+        result.is_sum(one, number if name == "add" else -number)
 
 
 def _axis(name: str, rest: tuple[Any, ...], kwargs: Any) -> int:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from hfax.backends.trace_tensor import TraceTensor, ValueReadError
+from hfax.backends.trace_tensor import TraceTensor, ValueReadError, known_range
 from hfax.load.placement import to_numpy
 
 Array = Any
@@ -39,6 +39,8 @@ def static_index(index: Any) -> Any:
 
 def _part(part: Any) -> Any:
     if isinstance(part, slice):
+        if part.step is None and (numbers := known_range(part.start, part.stop)) is not None:
+            return numbers
         return slice(*(_bound(b) for b in (part.start, part.stop, part.step)))
     if isinstance(part, TraceTensor):
         host = part.host

@@ -23,7 +23,7 @@ from transformers.integrations import moe
 
 from hfax.errors import UnsupportedModelError
 from hfax.patches import attention as attention_math
-from hfax.patches import registry
+from hfax.patches import masks, registry
 
 ATTENTION_NAME = "hfax"
 """The name under which hfax's functions stand in transformers' attention, mask and experts interfaces."""
@@ -175,24 +175,6 @@ def _entered(environment: Any) -> Iterator[None]:
         environment.disable_torch_modes()
 
 
-@contextlib.contextmanager
-def decoder_padding(attention_mask: jax.Array | None) -> Iterator[None]:
-    """Within the block, masks made without an `attention_mask` leave out the keys where this one, [batch, capacity], is 0.
-
-    For models with recurrent layers: given a mask longer than the tokens of a step, these apply its last columns to the step,
-    which are not the step's.
-    """
-    previous = getattr(_decoding, "attention_mask", None)
-    _decoding.attention_mask = attention_mask
-    try:
-        yield
-    finally:
-        _decoding.attention_mask = previous
-
-
-_decoding = threading.local()
-
-
 class JaxCacheOps:
     """`hfax.kv_cache.CacheOps` on the tensors of a trace."""
 
@@ -258,45 +240,11 @@ def _attention_forward(
     return call_jax(compute, query, key, value, attention_mask, position_bias, s_aux)
 
 
-def _attention_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: Any = 0,
-    kv_offset: Any = 0,
-    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
-    attention_mask: Any = None,
-    allow_is_bidirectional_skip: bool = False,
-    device: Any = None,
-    **kwargs: Any,
-) -> Any:
-    """transformers' mask interface: bool, [batch, 1, queries, keys], from positions and padding; values are never looked at.
-
-    `kv_offset` may be a vector over the keys, for a cache whose slots are not in the order of their positions.
-    """
-    is_ring = isinstance(kv_offset, torch.Tensor) and kv_offset.ndim == 1
-    if attention_mask is None:
-        attention_mask = getattr(_decoding, "attention_mask", None)
-    if attention_mask is None and allow_is_bidirectional_skip and not is_ring:
-        return None
-    queries = torch.arange(q_length, device=device) + q_offset
-    keys = torch.arange(kv_length, device=device) + kv_offset
-    batch = torch.arange(batch_size, device=device)
-    heads = torch.arange(1, device=device)
-    mask = mask_function(
-        batch[:, None, None, None], heads[None, :, None, None], queries[None, None, :, None], keys[None, None, None, :]
-    )
-    mask = mask.expand(batch_size, -1, q_length, kv_length)
-    if attention_mask is not None:
-        return mask & call_jax(attention_math.key_padding, attention_mask, keys)
-    return mask & (keys >= 0)[None, None, None, :] if is_ring else mask
-
-
 @functools.cache
 def _register_interfaces() -> None:
     """Add hfax's functions under their own name; the names of transformers are left alone."""
     modeling_utils.ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention_forward)
-    masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention_mask)
+    masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, masks.attention_mask)
     moe.ALL_EXPERTS_FUNCTIONS.register(ATTENTION_NAME, moe.batched_mm_experts_forward)
 
 

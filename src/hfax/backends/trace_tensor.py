@@ -59,6 +59,7 @@ class TraceTensor(torchax.tensor.Tensor):
         self._write_back: WriteBack | None = None
         self._views: list[weakref.ref[TraceTensor]] = []
         self._is_contiguous = True
+        self._sum: tuple[TraceTensor, int] | None = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -107,6 +108,18 @@ class TraceTensor(torchax.tensor.Tensor):
     def data(self, other: Any) -> None:
         self._elem = other._elem
         self.wrote()
+
+    # A traced scalar plus a known number
+
+    @property
+    def as_sum(self) -> tuple[TraceTensor, int]:
+        """A scalar as another one plus a number: two scalars over the same one have a difference that is known."""
+        return self._sum or (self, 0)
+
+    def is_sum(self, other: TraceTensor, number: int) -> None:
+        """Remember that this scalar is `other` plus `number`."""
+        root, before = other.as_sum
+        self._sum = (root, before + number)
 
     # Values, which only constants have on the host
 
@@ -216,6 +229,16 @@ class ValueReadError(Exception):
 
     def __init__(self, what: str, shape: torch.Size, dtype: torch.dtype) -> None:
         super().__init__(f"{what} of a traced tensor, shape {tuple(shape)}, {dtype}")
+
+
+def known_range(start: Any, stop: Any) -> Array | None:
+    """The integers from `start` to `stop`, [n] int32, if n is known though both are traced; else None."""
+    if not isinstance(start, TraceTensor) or not isinstance(stop, TraceTensor):
+        return None
+    (root, first), (other, last) = start.as_sum, stop.as_sum
+    if root is not other:
+        return None
+    return jnp.arange(last - first, dtype=jnp.int32) + start.jax().astype(jnp.int32)
 
 
 def _by_index(forward: Forward) -> WriteBack:

@@ -23,6 +23,7 @@ from hfax.backends.structure import Leaf, Node, Static, flatten, is_array, unfla
 from hfax.errors import UnsupportedModelError
 from hfax.kv_cache.cache import cache_arrays, make_cache
 from hfax.load.skeleton import Skeleton
+from hfax.patches.masks import decoder_padding
 
 Arrays = dict[str, jax.Array]
 
@@ -38,6 +39,8 @@ class ModelTraits:
         takes_attention_mask: forward has `attention_mask`.
         takes_logits_to_keep: forward can compute the last positions' logits alone.
         has_recurrent_layers: some layers keep a state instead of keys and values.
+        counts_padding: positions are counted by the model itself, padding included, so prompts may not be padded further.
+        has_usable_cache: decoding keeps keys and values; without, every step runs the whole text again.
         main_input: the name of its first input.
     """
 
@@ -47,6 +50,8 @@ class ModelTraits:
     takes_attention_mask: bool
     takes_logits_to_keep: bool
     has_recurrent_layers: bool
+    counts_padding: bool
+    has_usable_cache: bool
     main_input: str
 
 
@@ -64,8 +69,24 @@ def read_traits(module: torch.nn.Module) -> ModelTraits:
         takes_logits_to_keep="logits_to_keep" in names,
         has_recurrent_layers=cache_argument == "cache_params"
         or any(t in ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba") for t in layer_types),
+        counts_padding="position_ids" not in names and _counts_positions(module),
+        has_usable_cache=cache_argument is not None and config.model_type not in WITHOUT_CACHE,
         main_input=getattr(module, "main_input_name", "input_ids"),
     )
+
+
+WITHOUT_CACHE = {
+    "minimax": "its forward accepts only a cache class of its own",
+    "rwkv": "its state is no cache",
+}
+"""Model types whose text is run again for every token, and why."""
+
+
+def _counts_positions(module: torch.nn.Module) -> bool:
+    """Whether a part of the model is a table of positions, or it reads padding like any token."""
+    takes_mask = "attention_mask" in inspect.signature(module.forward).parameters
+    names = (type(part).__name__ for part in module.modules())
+    return not takes_mask or any("Position" in name and "Embedding" in name for name in names)
 
 
 class TracedModel:
@@ -113,6 +134,8 @@ class TracedModel:
             Logits of the last position, [batch, vocab] float32, and the cache's arrays (with the encoder's output, if any).
         """
         traits = self.traits
+        if not traits.has_usable_cache:
+            return self._whole_text(params, inputs["input_ids"], inputs["attention_mask"], static, capacity)
         inputs = dict(inputs)
         ids = inputs["decoder_input_ids" if traits.is_encoder_decoder else "input_ids"]
         if traits.takes_position_ids and not traits.is_encoder_decoder and "position_ids" not in inputs:
@@ -160,6 +183,11 @@ class TracedModel:
             Logits [batch, vocab] float32, and the cache's arrays.
         """
         traits = self.traits
+        if not traits.has_usable_cache:
+            ids = jax.lax.dynamic_update_slice_in_dim(cache["text.ids"], tokens[:, None], length, axis=1)
+            mask = jnp.where(jnp.arange(capacity) <= length, attention_mask, 0)
+            logits, _ = self._whole_text(params, ids, mask, static, capacity, last=length)
+            return logits, {"text.ids": ids}
         state = {name: a for name, a in cache.items() if not name.startswith("encoder.")}
         inputs: dict[str, Any] = {}
         if traits.is_encoder_decoder:
@@ -184,20 +212,50 @@ class TracedModel:
             arguments = {**tracing.wrap(inputs), **static, **self._cache_arguments(cache_object)}
             if traits.is_encoder_decoder:
                 arguments["encoder_outputs"] = BaseModelOutput(last_hidden_state=tracing.wrap(cache["encoder.hidden"]))
-            with tracing.decoder_padding(None if traits.is_encoder_decoder else attention_mask):
+            with decoder_padding(None if traits.is_encoder_decoder else tracing.wrap(attention_mask)):
                 out = module(**arguments)
             arrays = {name: tracing.unwrap(a) for name, a in cache_arrays(cache_object).items()}
             return _last(tracing.unwrap(out.logits)), cache | arrays
 
         return tracing.call_module(self.module, self._all(params), call, used=self.patches_used)
 
-    def _cache_arguments(self, cache: Any) -> dict[str, Any]:
-        if self.traits.cache_argument is None:
+    def _whole_text(
+        self,
+        params: Mapping[str, jax.Array],
+        ids: jax.Array,
+        mask: jax.Array,
+        static: Mapping[str, Any],
+        capacity: int,
+        last: jax.Array | None = None,
+    ) -> tuple[jax.Array, Arrays]:
+        """Run a text without a cache: logits after token `last` (None: after the end), and the text as the "cache".
+
+        What follows `last` is masked, and causal attention does not look at it.
+        """
+        if self.traits.is_encoder_decoder:
             raise UnsupportedModelError(
                 f"{type(self.module).__name__} takes no cache in its forward.",
-                "Compiled decoding keeps the keys and values of past tokens between steps.",
-                "Use a model with a language-modelling head, or call the model itself instead of generate().",
+                "Compiled decoding of encoder-decoders keeps the keys and values of past tokens between steps.",
+                "Call the model itself instead of generate().",
             )
+        inputs: dict[str, Any] = {"input_ids": ids}
+        if self.traits.takes_attention_mask:
+            inputs["attention_mask"] = mask
+        if self.traits.takes_position_ids:
+            inputs["position_ids"] = jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
+        if "use_cache" in inspect.signature(self.module.forward).parameters:
+            inputs["use_cache"] = False
+
+        def call(module: torch.nn.Module) -> jax.Array:
+            return tracing.unwrap(module(**tracing.wrap(inputs), **static, return_dict=True).logits)
+
+        logits = tracing.call_module(self.module, self._all(params), call, used=self.patches_used)
+        if last is None:
+            return _last(logits), {"text.ids": jnp.pad(ids, ((0, 0), (0, capacity - ids.shape[1])))}
+        return jax.lax.dynamic_index_in_dim(logits, last, axis=1, keepdims=False).astype(jnp.float32), {}
+
+    def _cache_arguments(self, cache: Any) -> dict[str, Any]:
+        assert self.traits.cache_argument is not None
         return {self.traits.cache_argument: cache, "use_cache": True, "return_dict": True}
 
     def _keep_last(self, length: int) -> dict[str, int]:

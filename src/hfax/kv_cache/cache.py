@@ -17,6 +17,7 @@ from hfax.kv_cache.layers import (
     CrossAttentionLayer,
     FullAttentionLayer,
     HybridLayer,
+    HybridSlidingLayer,
     RecurrentLayer,
     SlidingWindowLayer,
     Tensor,
@@ -73,6 +74,9 @@ def _make_layer(kind: str, kwargs: dict[str, Any], ops: CacheOps, capacity: int,
         return RecurrentLayer(length, num_states=kwargs["number_of_states"])
     if kind == "hybrid":
         return HybridLayer(ops, capacity, length, num_states=kwargs["number_of_states"])
+    if kind == "hybrid_sliding":
+        states = kwargs["number_of_states"]
+        return HybridSlidingLayer(ops, capacity, length, window=kwargs["sliding_window"], num_states=states)
     if kind == "dummy":
         return DummyLayer()
     raise UnsupportedModelError(

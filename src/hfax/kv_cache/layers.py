@@ -180,6 +180,14 @@ class HybridLayer(RecurrentLayer, FullAttentionLayer):  # pyright: ignore[report
         RecurrentLayer.__init__(self, length, num_states=num_states)
 
 
+class HybridSlidingLayer(RecurrentLayer, SlidingWindowLayer):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """A sliding window of keys and values beside recurrent states."""
+
+    def __init__(self, ops: CacheOps, capacity: int, length: Tensor | None, *, window: int, num_states: int) -> None:
+        SlidingWindowLayer.__init__(self, ops, capacity, length, window=window)
+        RecurrentLayer.__init__(self, length, num_states=num_states)
+
+
 class CrossAttentionLayer(FullAttentionLayer):
     """Keys and values of an encoder's output: written once, as long as they are, then only read."""
 

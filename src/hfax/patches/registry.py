@@ -27,7 +27,7 @@ from hfax.patches.patch import ForwardPatch, FunctionPatch, OpPatch, Patch
 logger = logging.getLogger(__name__)
 
 ENTRY_POINT = "hfax.patches"
-_FAMILIES = ("ops", "attention", "control_flow")
+_FAMILIES = ("ops", "attention", "masks", "control_flow")
 
 _lock = threading.RLock()
 _registered: dict[str, Patch] = {}
@@ -123,6 +123,8 @@ def patched(module: torch.nn.Module, backend: str = "jax") -> Iterator[set[str]]
 _local = threading.local()
 _installed: dict[tuple[int, str], tuple[Any, Any, int]] = {}
 """(holder, name) to the holder, the original and how many blocks want the dispatcher there."""
+_inherited: dict[tuple[int, str], bool] = {}
+"""Whether the holder, a class, had the function from a base class."""
 
 
 @contextlib.contextmanager
@@ -133,6 +135,7 @@ def _function_in_force(patch: FunctionPatch, used: set[str]) -> Iterator[None]:
         if key not in _installed:
             original = inspect.getattr_static(holder, name)
             _installed[key] = (holder, original, 0)
+            _inherited[key] = name not in vars(holder)
             setattr(holder, name, _dispatcher(key, original))
         _, original, count = _installed[key]
         _installed[key] = (holder, original, count + 1)
@@ -153,7 +156,10 @@ def _function_in_force(patch: FunctionPatch, used: set[str]) -> Iterator[None]:
         with _lock:
             _, original, count = _installed[key]
             if count == 1:
-                setattr(holder, name, original)
+                if _inherited.pop(key):
+                    delattr(holder, name)
+                else:
+                    setattr(holder, name, original)
                 del _installed[key]
             else:
                 _installed[key] = (holder, original, count - 1)

@@ -122,6 +122,7 @@ def pad_decoder_prompts(
     pad_token_id: int | None,
     eos_token_ids: tuple[int, ...],
     context: int | None,
+    is_exact: bool = False,
 ) -> Prompts:
     """Check a batch of prompts and pad it on the left to its buckets.
 
@@ -133,6 +134,7 @@ def pad_decoder_prompts(
         pad_token_id: fills the padding (never read).
         eos_token_ids: end-of-sequence tokens.
         context: the model's longest sequence.
+        is_exact: no padding beyond the given one, for models that count it as text.
 
     Raises:
         InvalidInputError: see the messages.
@@ -142,7 +144,7 @@ def pad_decoder_prompts(
         attention_mask = ids != pad_token_id
     mask = np.ones_like(ids) if attention_mask is None else _as_mask(attention_mask, ids.shape)
     rows, length = ids.shape
-    bucket = prompt_bucket(length, None if context is None else max(context - 1, length))
+    bucket = length if is_exact else prompt_bucket(length, None if context is None else max(context - 1, length))
     padded_rows = batch_bucket(rows)
     fill = 0 if pad_token_id is None else pad_token_id
     full_ids = np.full((padded_rows, bucket), fill, np.int32)

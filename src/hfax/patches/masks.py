@@ -1,0 +1,104 @@
+"""Attention masks built from positions and padding; values are never looked at.
+
+Stands for transformers' mask functions inside a trace, whichever attention a model uses: theirs skip the mask when its values allow
+it, and know neither a cache's ring of slots nor the padding of prompts in a model that gets no mask in decoding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers import masking_utils
+
+from hfax.patches.patch import FunctionPatch, Patch
+
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def decoder_padding(attention_mask: Any | None) -> Iterator[None]:
+    """Within the block, masks made without an `attention_mask` leave out the keys where this one, [batch, capacity], is 0.
+
+    For models with recurrent layers: given a mask longer than the tokens of a step, some apply its last columns to the step, which
+    are not the step's.
+    """
+    previous = getattr(_local, "padding", None)
+    _local.padding = attention_mask
+    try:
+        yield
+    finally:
+        _local.padding = previous
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Any = None,
+    allow_is_bidirectional_skip: bool = False,
+    device: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """transformers' mask interface: bool, [batch, 1, queries, keys].
+
+    `kv_offset` may be a vector over the keys, for a cache whose slots are not in the order of their positions.
+    """
+    is_ring = isinstance(kv_offset, torch.Tensor) and kv_offset.ndim == 1
+    if attention_mask is None:
+        attention_mask = getattr(_local, "padding", None)
+    if attention_mask is None and allow_is_bidirectional_skip and not is_ring:
+        return None
+    queries = torch.arange(q_length, device=device) + q_offset
+    keys = torch.arange(kv_length, device=device) + kv_offset
+    batch = torch.arange(batch_size, device=device)
+    heads = torch.arange(1, device=device)
+    mask = mask_function(
+        batch[:, None, None, None], heads[None, :, None, None], queries[None, None, :, None], keys[None, None, None, :]
+    )
+    mask = mask.expand(batch_size, -1, q_length, kv_length)
+    if attention_mask is not None:
+        mask = mask & _real_keys(attention_mask, keys)
+    return mask & (keys >= 0)[None, None, None, :] if is_ring else mask
+
+
+def _real_keys(padding: Any, keys: Any) -> Any:
+    """[batch, 1, 1, keys] bool: the key's position is inside of `padding`, [batch, length], which is nonzero there."""
+    length = padding.shape[-1]
+    picked = (padding != 0)[:, keys.clamp(0, length - 1)]
+    return (picked & ((keys >= 0) & (keys < length))[None])[:, None, None, :]
+
+
+def _additive_mask(dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
+    """The same as 0 where a query may look and the dtype's lowest number elsewhere, which eager attention adds."""
+    mask = attention_mask(dtype=dtype, **kwargs)
+    if mask is None:
+        return None
+    lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=mask.device)
+    return torch.where(mask, torch.zeros_like(lowest), lowest)
+
+
+def _make(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get(interface: Any, name: str) -> Any:
+        if name == "sdpa":
+            return attention_mask
+        return _additive_mask if name == "eager" else original(interface, name)
+
+    return get
+
+
+PATCHES: list[Patch] = [
+    FunctionPatch(
+        name="masks-from-positions",
+        why="transformers' sdpa and eager masks look at values to skip themselves, and do not know the slots of hfax's cache: "
+        "hybrid models would attend to padding in decoding",
+        target="transformers.masking_utils:AttentionMaskInterface.__getitem__",
+        make=_make,
+    ),
+]
