@@ -83,6 +83,7 @@ _SCALAR_AWARE = frozenset(
     }
 )
 """Operations in which torch lets an operand without axes follow the dtype of those that have some."""
+_COMPARISONS = frozenset({"eq", "ne", "gt", "ge", "lt", "le"})
 
 _Plain = torch.Tensor
 OperatorNotFound = torchax.tensor.OperatorNotFound
@@ -257,6 +258,8 @@ class TraceEnvironment(torchax.tensor.Environment):
     # Traced operations
 
     def _traced(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        if name in _COMPARISONS and (known := _known_comparison(name, args)) is not None:
+            return TraceTensor(torch.tensor(known), self)
         try:
             op = self._get_op_or_decomp(func)
         except torchax.tensor.OperatorNotFound:
@@ -279,7 +282,7 @@ class TraceEnvironment(torchax.tensor.Environment):
                 result = op.func(*wrapped[0], **wrapped[1])
         if name in VIEW_OPS and isinstance(func, torch._ops.OpOverload) and isinstance(args[0], TraceTensor):
             _link_views(result, name, op.func, args, kwargs)
-        if name in ("add", "sub"):
+        if name in ("add", "sub", "rsub"):
             _note_sum(result, name, args)
         for target in _written(func, args, kwargs):
             target.wrote()
@@ -429,7 +432,17 @@ def _note_sum(result: Any, name: str, args: Any) -> None:
     if isinstance(number, torch.Tensor) and number.ndim == 0 and not number.is_floating_point():
         number = int(number)
     if isinstance(one, TraceTensor) and one.host is None and type(number) is int:
-        result.is_sum(one, number if name == "add" else -number)
+        if name == "rsub":
+            result.is_difference(number, one)
+        else:
+            result.is_sum(one, number if name == "add" else -number)
+
+
+def _known_comparison(name: str, args: Any) -> bool | None:
+    one, other = args[:2]
+    if isinstance(one, TraceTensor) and one.host is None and one.ndim == 0 and type(other) is int:
+        return one.compare(name, other)
+    return None
 
 
 def _axis(name: str, rest: tuple[Any, ...], kwargs: Any) -> int:

@@ -10,6 +10,7 @@ exist.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -60,6 +61,8 @@ class TraceTensor(torchax.tensor.Tensor):
         self._views: list[weakref.ref[TraceTensor]] = []
         self._is_contiguous = True
         self._sum: tuple[TraceTensor, int] | None = None
+        self.at_least: int | None = None
+        self.at_most: int | None = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -109,7 +112,7 @@ class TraceTensor(torchax.tensor.Tensor):
         self._elem = other._elem
         self.wrote()
 
-    # A traced scalar plus a known number
+    # What is known of a traced scalar: the number it is above another one, and its bounds
 
     @property
     def as_sum(self) -> tuple[TraceTensor, int]:
@@ -120,6 +123,24 @@ class TraceTensor(torchax.tensor.Tensor):
         """Remember that this scalar is `other` plus `number`."""
         root, before = other.as_sum
         self._sum = (root, before + number)
+        self.at_least = None if other.at_least is None else other.at_least + number
+        self.at_most = None if other.at_most is None else other.at_most + number
+
+    def is_difference(self, number: int, other: TraceTensor) -> None:
+        """Remember that this scalar is `number` minus `other`."""
+        self.at_least = None if other.at_most is None else number - other.at_most
+        self.at_most = None if other.at_least is None else number - other.at_least
+
+    def compare(self, name: str, number: int) -> bool | None:
+        """What a comparison ("eq", "ne", "gt", "ge", "lt", "le") with a number gives, if the scalar's bounds decide it."""
+        low = -math.inf if self.at_least is None else self.at_least
+        high = math.inf if self.at_most is None else self.at_most
+        is_above, is_below = low > number, high < number
+        if name in ("eq", "ne"):
+            return (name == "ne") if is_above or is_below else None
+        if name in ("gt", "le"):
+            return (name == "gt") if is_above else (name == "le") if high <= number else None
+        return (name == "ge") if low >= number else (name == "lt") if is_below else None
 
     # Values, which only constants have on the host
 

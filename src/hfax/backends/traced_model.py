@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput
 
 from hfax.backends import torchax as tracing
@@ -34,7 +35,7 @@ class ModelTraits:
 
     Args:
         is_encoder_decoder: an encoder whose output a decoder attends to.
-        cache_argument: the name under which forward takes a cache; None if it takes none.
+        cache_argument: the name under which forward takes a cache, or its own list of states ("state"); None if it takes none.
         takes_position_ids: forward has `position_ids`.
         takes_attention_mask: forward has `attention_mask`.
         takes_logits_to_keep: forward can compute the last positions' logits alone.
@@ -60,7 +61,7 @@ def read_traits(module: torch.nn.Module) -> ModelTraits:
     names = inspect.signature(module.forward).parameters
     config: Any = module.config
     layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or []
-    cache_argument = next((n for n in ("past_key_values", "cache_params") if n in names), None)
+    cache_argument = next((n for n in ("past_key_values", "cache_params", "state") if n in names), None)
     return ModelTraits(
         is_encoder_decoder=bool(getattr(config, "is_encoder_decoder", False)),
         cache_argument=cache_argument,
@@ -69,7 +70,8 @@ def read_traits(module: torch.nn.Module) -> ModelTraits:
         takes_logits_to_keep="logits_to_keep" in names,
         has_recurrent_layers=cache_argument == "cache_params"
         or any(t in ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba") for t in layer_types),
-        counts_padding="position_ids" not in names and _counts_positions(module),
+        counts_padding=config.model_type in COUNTS_PADDING
+        or ("position_ids" not in names and (cache_argument in (None, "state") or _counts_positions(module))),
         has_usable_cache=cache_argument is not None and config.model_type not in WITHOUT_CACHE,
         main_input=getattr(module, "main_input_name", "input_ids"),
     )
@@ -77,9 +79,12 @@ def read_traits(module: torch.nn.Module) -> ModelTraits:
 
 WITHOUT_CACHE = {
     "minimax": "its forward accepts only a cache class of its own",
-    "rwkv": "its state is no cache",
 }
 """Model types whose text is run again for every token, and why."""
+
+
+COUNTS_PADDING = {"git": "transformers attends to the padding of prompts without an image"}
+"""Model types that take position ids and still give another text after more padding, and why."""
 
 
 def _counts_positions(module: torch.nn.Module) -> bool:
@@ -144,11 +149,11 @@ class TracedModel:
             inputs.pop("attention_mask", None)
 
         def call(module: torch.nn.Module) -> tuple[jax.Array, Arrays]:
-            cache = make_cache(module.config, tracing.JaxCacheOps(), capacity, has_encoder=traits.is_encoder_decoder)  # type: ignore[arg-type]
+            cache = self._make_cache(capacity)
             out = module(
                 **tracing.wrap(inputs), **static, **self._cache_arguments(cache), **self._keep_last(ids.shape[1])
             )
-            arrays = {name: tracing.unwrap(a) for name, a in cache_arrays(cache).items()}
+            arrays = _cache_arrays(cache, out)
             if traits.is_encoder_decoder:
                 arrays["encoder.hidden"] = tracing.unwrap(out.encoder_last_hidden_state)
             return _last(tracing.unwrap(out.logits)), arrays
@@ -201,21 +206,13 @@ class TracedModel:
                 inputs["attention_mask"] = attention_mask
 
         def call(module: torch.nn.Module) -> tuple[jax.Array, Arrays]:
-            cache_object = make_cache(
-                module.config,  # type: ignore[arg-type]
-                tracing.JaxCacheOps(),
-                capacity,
-                length=tracing.wrap(length),
-                arrays=tracing.wrap(state),
-                has_encoder=traits.is_encoder_decoder,
-            )
+            cache_object = self._make_cache(capacity, length=length, arrays=state)
             arguments = {**tracing.wrap(inputs), **static, **self._cache_arguments(cache_object)}
             if traits.is_encoder_decoder:
                 arguments["encoder_outputs"] = BaseModelOutput(last_hidden_state=tracing.wrap(cache["encoder.hidden"]))
             with decoder_padding(None if traits.is_encoder_decoder else tracing.wrap(attention_mask)):
                 out = module(**arguments)
-            arrays = {name: tracing.unwrap(a) for name, a in cache_arrays(cache_object).items()}
-            return _last(tracing.unwrap(out.logits)), cache | arrays
+            return _last(tracing.unwrap(out.logits)), cache | _cache_arrays(cache_object, out)
 
         return tracing.call_module(self.module, self._all(params), call, used=self.patches_used)
 
@@ -254,6 +251,24 @@ class TracedModel:
             return _last(logits), {"text.ids": jnp.pad(ids, ((0, 0), (0, capacity - ids.shape[1])))}
         return jax.lax.dynamic_index_in_dim(logits, last, axis=1, keepdims=False).astype(jnp.float32), {}
 
+    def _make_cache(self, capacity: int, length: jax.Array | None = None, arrays: Arrays | None = None) -> Any:
+        """What forward takes under `cache_argument`."""
+        if self.traits.cache_argument == "state":
+            return [tracing.wrap(arrays[f"state.{i}"]) for i in range(len(arrays))] if arrays else None
+        traced_length = None
+        if length is not None:
+            traced_length = tracing.wrap(length)
+            traced_length.at_least = 1  # a prompt has a token: code that asks whether the cache is empty gets its answer
+        config: Any = self.module.config
+        return make_cache(
+            config,
+            tracing.JaxCacheOps(),
+            capacity,
+            length=traced_length,
+            arrays=tracing.wrap(arrays) if arrays is not None else None,
+            has_encoder=self.traits.is_encoder_decoder,
+        )
+
     def _cache_arguments(self, cache: Any) -> dict[str, Any]:
         assert self.traits.cache_argument is not None
         return {self.traits.cache_argument: cache, "use_cache": True, "return_dict": True}
@@ -266,6 +281,13 @@ class TracedModel:
         for alias, name in self._tied.items():
             weights.setdefault(alias, weights[name])
         return weights
+
+
+def _cache_arrays(cache: Any, out: Any) -> Arrays:
+    """The arrays of a cache, or of the list of states in a result."""
+    if isinstance(cache, Cache):
+        return {name: tracing.unwrap(a) for name, a in cache_arrays(cache).items()}
+    return {f"state.{i}": tracing.unwrap(a) for i, a in enumerate(out.state)}
 
 
 def _last(logits: jax.Array) -> jax.Array:

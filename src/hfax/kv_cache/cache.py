@@ -24,6 +24,15 @@ from hfax.kv_cache.layers import (
 )
 
 
+class LayeredCache(Cache):
+    """transformers' cache with hfax's layers; says which of them keep only a state."""
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Whether each layer keeps states and no keys."""
+        return [isinstance(x, RecurrentLayer) and not isinstance(x, FullAttentionLayer) for x in self.layers]
+
+
 def make_cache(
     config: PretrainedConfig,
     ops: CacheOps,
@@ -48,12 +57,12 @@ def make_cache(
     """
     text_config = config.get_text_config(decoder=True)
     types, kwargs = get_layer_types_and_kwargs(text_config)
-    own = Cache(layers=[_make_layer(t, k, ops, capacity, length) for t, k in zip(types, kwargs, strict=True)])
+    own = LayeredCache(layers=[_make_layer(t, k, ops, capacity, length) for t, k in zip(types, kwargs, strict=True)])
     if not has_encoder:
         _restore(own, arrays or {}, "layers")
         return own
     _restore(own, arrays or {}, "layers")
-    cross = Cache(layers=[CrossAttentionLayer(ops, capacity, None) for _ in types])
+    cross = LayeredCache(layers=[CrossAttentionLayer(ops, capacity, None) for _ in types])
     _restore(cross, arrays or {}, "cross_layers")
     return EncoderDecoderCache(own, cross)
 
