@@ -54,7 +54,7 @@ _INNER_WIDTHS = re.compile(
     r"|projector_intermediate_size|merger_intermediate_size|mlp_intermediate_size|ffn_embed_dim)$"
 )
 _EXPERT_WIDTHS = re.compile(
-    r"(moe|expert).*intermediate_size|^intermediate_size_per_expert|^expert_dim$|^share_expert_dim|moe_ffn_hidden"
+    r"(moe|expert).*(intermediate|ffn_hidden)_size|^intermediate_size_per_expert|^expert_dim$|^share_expert_dim|moe_ffn_hidden"
 )
 _EXPERTS = re.compile(
     r"^(num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts|n_experts)$"
@@ -77,6 +77,10 @@ _EXACT: dict[str, int] = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16,
     "qk_head_dim": 24,
+    "rotary_dim": HEAD_DIM,
+    "d_head": HEAD_DIM,
+    "zero_expert_num": 2,
+    "encoder_hash_byte_group_vocab": 64,
     "v_head_dim": 16,
     "index_head_dim": 16,
     "index_topk": 8,
@@ -112,7 +116,38 @@ _HEAD_DIMS = re.compile(
 )
 _TOKEN = re.compile(r"(_token_id|_token_index|_token_ids|_id)$")
 
-SPECIAL: dict[str, dict[str, Any]] = {}
+SPECIAL: dict[str, dict[str, Any]] = {
+    # its layers are stacks run in cycles, and the count is of all passes
+    "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": lambda c: c.H_cycles * (c.L_cycles + 1)},
+    # attention works on the concatenation of two hidden states, and its weights are shared between hybrid layers
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "attention_hidden_size": 2 * WIDTH,
+        "attention_head_dim": 2 * HEAD_DIM,
+    },
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "hybrid_layer_ids": [1, 3],
+        "attention_hidden_size": 2 * WIDTH,
+        "attention_head_dim": 2 * HEAD_DIM,
+        "mamba_headdim": HEAD_DIM,
+        "n_mamba_heads": 8,
+        "adapter_rank": 8,
+    },
+    # axial position embeddings are factors of the hidden size and of the length
+    "reformer": {
+        "axial_pos_embds_dim": (16, 48),
+        "axial_pos_shape": (8, 8),
+        "local_attn_chunk_length": 4,
+        "lsh_attn_chunk_length": 4,
+        "attn_layers": ["local", "lsh"],
+        "hash_seed": 0,
+    },
+    # its chunks have to be as long as the heads are wide, or longer than the text
+    "xlstm": {"chunk_size": 64},
+}
 """Model type to values that no general rule finds, with the reason beside each."""
 
 
@@ -148,11 +183,15 @@ def _shrink(config: Any, tokens: dict[int, int]) -> None:
         if isinstance(value, PretrainedConfig):
             _shrink(value, tokens)
             continue
+        if name in ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids"):
+            _set(config, name, None)
+            continue
         new = _new_value(name, value, fields, layers, tokens)
         if new is not value:
             _set(config, name, new)
     for name, value in SPECIAL.get(config.model_type, {}).items():
         _set(config, name, value(config) if callable(value) else value)
+    _fit_state_space_heads(config)
     if getattr(config, "rope_parameters", None):
         _fit_rope(config.rope_parameters, config)
 
@@ -169,6 +208,10 @@ def _kept_layers(fields: dict[str, Any]) -> list[int] | None:
     count = next((v for n, v in fields.items() if _LAYER_COUNTS.match(n) and isinstance(v, int)), None)
     if count is None:
         return None
+    if "block_types" in fields:  # a pattern that repeats
+        return list(range(min(count, len(fields["block_types"] or "12"))))
+    if "attn_layer_period" in fields and not isinstance(fields.get("layers_block_type"), (list, tuple)):
+        return list(range(min(count, 4)))
     lists = [v for v in fields.values() if isinstance(v, (list, tuple)) and len(v) == count and count > 3]
     kinds: dict[Any, int] = {}
     for index in range(count):
@@ -192,6 +235,10 @@ def _periodic(fields: dict[str, Any], index: int) -> list[bool]:
     for name in ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "first_k_dense"):
         if isinstance(fields.get(name), int) and not isinstance(fields.get(name), bool):
             found.append(index < fields[name])
+    shared = fields.get("num_kv_shared_layers")
+    if isinstance(shared, int) and shared:
+        count = next(v for n, v in fields.items() if _LAYER_COUNTS.match(n) and isinstance(v, int))
+        found.append(index >= count - shared)
     return found
 
 
@@ -215,10 +262,16 @@ def _new_int(name: str, value: int, fields: dict[str, Any], layers: list[int] | 
         return min(value, len(layers or (0, 0))) if layers else min(value, 2)
     if name in ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "first_k_dense") and layers:
         return sum(1 for i in layers if i < value)
+    if name == "num_kv_shared_layers" and layers:
+        count = next(v for n, v in fields.items() if _LAYER_COUNTS.match(n) and isinstance(v, int))
+        return sum(1 for i in layers if i >= count - value)
+    if name in ("attn_layer_period", "attn_layer_offset"):
+        return min(value, 3 if name.endswith("period") else 1)
     if _QUERY_HEADS.match(name):
         return _heads(name, value, fields)
     if _HEAD_DIMS.match(name):
-        return HEAD_DIM
+        same = (n for n in ("qk_rope_head_dim", "v_head_dim", "qk_nope_head_dim", "qk_head_dim") if fields.get(n) == value)
+        return _EXACT.get(next(same, ""), HEAD_DIM)
     if _EXPERT_WIDTHS.search(name):
         return min(value, 32)
     if _EXPERTS.match(name):
@@ -271,6 +324,16 @@ def _singular(name: str) -> str:
     return name[:-1] if name.endswith("s") else name
 
 
+def _fit_state_space_heads(config: Any) -> None:
+    """Heads of a state-space layer cover its expanded width."""
+    fields = vars(config)
+    for heads, dim, expand in (("num_heads", "head_dim", "expand"), ("mamba_n_heads", "mamba_d_head", "mamba_expand")):
+        if all(isinstance(fields.get(n), int) for n in (heads, expand)) and dim in fields:
+            width = fields[expand] * fields["hidden_size"]
+            _set(config, dim, HEAD_DIM)
+            _set(config, heads, width // HEAD_DIM)
+
+
 # Special tokens
 
 
@@ -300,7 +363,10 @@ def _fit_rope(rope: dict[str, Any], config: Any) -> None:
     for value in rope.values():
         if isinstance(value, dict):
             _fit_rope(value, config)
-    head_dim = getattr(config, "head_dim", None) or HEAD_DIM
+    head_dim = vars(config).get("head_dim") or HEAD_DIM
+    latent = vars(config).get("qk_rope_head_dim")
+    if latent and rope.get("partial_rotary_factor"):
+        rope["partial_rotary_factor"] = latent / head_dim
     rotary = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
     if rope.get("mrope_section"):
         parts = len(rope["mrope_section"])

@@ -6,6 +6,7 @@ models.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -67,6 +68,41 @@ def architectures(mapping: str) -> list[Architecture]:
     return sorted(found, key=lambda a: a.model_type)
 
 
+_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+MISSING: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 2,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+    "nemotron": {"head_dim": 128},
+}
+"""Model type to what its default config leaves out and every published checkpoint has."""
+
+
+def complete(config: Any) -> None:
+    """Fill in what a class's default config leaves out and its model cannot be built without."""
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            complete(part)
+    for name, value in MISSING.get(config.model_type, {}).items():
+        object.__setattr__(config, name, copy.deepcopy(value))
+    rope = vars(config).get("rope_parameters")
+    if isinstance(rope, dict) and "rope_theta" in rope and rope["rope_theta"] is None:
+        rope["rope_theta"] = _ROPE["rope_theta"]
+    if getattr(config, "languages", None) and getattr(config, "default_language", "") is None:
+        config.default_language = config.languages[0]
+    if config.model_type == "dbrx" and not hasattr(config.attn_config, "rope_theta"):
+        config.attn_config.rope_theta = _ROPE["rope_theta"]
+
+
 def small_config(architecture: Architecture) -> PretrainedConfig:
     """The small config that the architecture's class takes; for a class of a part, the part's own config.
 
@@ -78,6 +114,7 @@ def small_config(architecture: Architecture) -> PretrainedConfig:
     if wanted is not None and not isinstance(config, wanted):
         parts = [getattr(config, name, None) for name in config.sub_configs]
         config = next((p for p in parts if isinstance(p, wanted)), config)
+    complete(config)
     small = shrink_config(config)
     if architecture.mapping == "causal-lm":
         for name in ("is_decoder",):

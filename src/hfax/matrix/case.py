@@ -105,6 +105,11 @@ def _build(state: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = model_class._from_config(config) if hasattr(model_class, "_from_config") else model_class(config)
     model = model.eval()
+    if getattr(model, "generation_config", None) is not None:
+        # what is compared is the architecture, with plain greedy decoding
+        model.generation_config = transformers.GenerationConfig(
+            **{n: v for n, v in vars(model.generation_config).items() if n.endswith("_token_id") and isinstance(v, int)}
+        )
     draw_weights(model)
     state["result"].num_parameters = sum(p.numel() for p in model.parameters())
     state["model"] = model
