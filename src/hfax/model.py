@@ -373,9 +373,11 @@ class JaxModel:
     def _context(self) -> int | None:
         """The most positions the text part of the model has; None where positions are not bound (T5, Mamba)."""
         config: Any = self.config.get_text_config(decoder=True)
+        names = ["max_position_embeddings"]
         if self._traced.traits.is_encoder_decoder:
-            return getattr(config, "max_target_positions", None) or getattr(config, "max_position_embeddings", None)
-        return getattr(config, "max_position_embeddings", None)
+            names.insert(0, "max_target_positions")
+        bounds = (getattr(config, name, None) for name in names)
+        return next((b for b in bounds if isinstance(b, int) and b > 0), None)
 
 
 def _is_numeric(value: list[Any]) -> bool:

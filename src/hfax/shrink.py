@@ -145,8 +145,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "attn_layers": ["local", "lsh"],
         "hash_seed": 0,
     },
-    # its chunks have to be as long as the heads are wide, or longer than the text
-    "xlstm": {"chunk_size": 64},
+    # queries and keys are rounded up to 64 in all
+    "xlstm": {"qk_dim_factor": 1.0, "chunk_size": 64},
 }
 """Model type to values that no general rule finds, with the reason beside each."""
 
@@ -192,6 +192,7 @@ def _shrink(config: Any, tokens: dict[int, int]) -> None:
     for name, value in SPECIAL.get(config.model_type, {}).items():
         _set(config, name, value(config) if callable(value) else value)
     _fit_state_space_heads(config)
+    _fit_layer_overrides(config, layers)
     if getattr(config, "rope_parameters", None):
         _fit_rope(config.rope_parameters, config)
 
@@ -270,6 +271,8 @@ def _new_int(name: str, value: int, fields: dict[str, Any], layers: list[int] | 
     if _QUERY_HEADS.match(name):
         return _heads(name, value, fields)
     if _HEAD_DIMS.match(name):
+        if value == fields.get("qk_nope_head_dim", 0) + fields.get("qk_rope_head_dim", 0):
+            return _EXACT["qk_head_dim"]
         same = (n for n in ("qk_rope_head_dim", "v_head_dim", "qk_nope_head_dim", "qk_head_dim") if fields.get(n) == value)
         return _EXACT.get(next(same, ""), HEAD_DIM)
     if _EXPERT_WIDTHS.search(name):
@@ -299,6 +302,8 @@ def _new_int(name: str, value: int, fields: dict[str, Any], layers: list[int] | 
 
 def _heads(name: str, value: int, fields: dict[str, Any]) -> int:
     queries = next((fields[n] for n in ("num_attention_heads", "n_head", "n_heads", "num_heads") if isinstance(fields.get(n), int)), value)
+    if name == "index_n_heads":  # the scores of few heads are often all cut off at zero, and ties have no order
+        return min(value, 16)
     if "kv" in name or "key_value" in name or "group_num" in name:
         return HEADS if value >= queries else min(value, 2)
     return min(value, HEADS)
@@ -322,6 +327,20 @@ def _new_list(
 
 def _singular(name: str) -> str:
     return name[:-1] if name.endswith("s") else name
+
+
+def _fit_layer_overrides(config: Any, layers: list[int] | None) -> None:
+    """Fields that differ in single layers keep their ratio to the common value."""
+    spec = vars(config).get("_heterogeneity_spec")
+    if spec is None or not layers:
+        return
+    ratio = {"head_dim": 2}
+    config.per_layer_config = {
+        layers.index(index): {name: HEAD_DIM * ratio.get(name, 1) if _HEAD_DIMS.match(name) else value}
+        for index, fields in spec.per_layer_overrides.items()
+        for name, value in fields.items()
+        if index in layers
+    }
 
 
 def _fit_state_space_heads(config: Any) -> None:

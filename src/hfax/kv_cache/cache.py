@@ -18,6 +18,7 @@ from hfax.kv_cache.layers import (
     FullAttentionLayer,
     HybridLayer,
     HybridSlidingLayer,
+    IndexedLayer,
     RecurrentLayer,
     SlidingWindowLayer,
     Tensor,
@@ -83,6 +84,8 @@ def _make_layer(kind: str, kwargs: dict[str, Any], ops: CacheOps, capacity: int,
         return RecurrentLayer(length, num_states=kwargs["number_of_states"])
     if kind == "hybrid":
         return HybridLayer(ops, capacity, length, num_states=kwargs["number_of_states"])
+    if kind == "indexed_attention":
+        return IndexedLayer(ops, capacity, length)
     if kind == "hybrid_sliding":
         states = kwargs["number_of_states"]
         return HybridSlidingLayer(ops, capacity, length, window=kwargs["sliding_window"], num_states=states)
@@ -98,9 +101,9 @@ def _make_layer(kind: str, kwargs: dict[str, Any], ops: CacheOps, capacity: int,
 def _collect(cache: Cache, prefix: str) -> dict[str, Tensor]:
     arrays: dict[str, Tensor] = {}
     for index, layer in enumerate(cache.layers):
-        if isinstance(layer, FullAttentionLayer) and layer.keys is not None:
-            arrays[f"{prefix}.{index}.keys"] = layer.keys
-            arrays[f"{prefix}.{index}.values"] = layer.values
+        if isinstance(layer, FullAttentionLayer):
+            held = {name: getattr(layer, name) for name in layer.state_names}
+            arrays |= {f"{prefix}.{index}.{name}": array for name, array in held.items() if array is not None}
         if isinstance(layer, RecurrentLayer):
             for kind in ("conv_states", "recurrent_states"):
                 for state, array in getattr(layer, kind).items():

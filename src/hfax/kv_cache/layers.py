@@ -188,6 +188,28 @@ class HybridSlidingLayer(RecurrentLayer, SlidingWindowLayer):  # pyright: ignore
         RecurrentLayer.__init__(self, length, num_states=num_states)
 
 
+class IndexedLayer(FullAttentionLayer):
+    """Every token's keys and values, and the keys by which a sparse layer's indexer chooses among them."""
+
+    state_names = ("keys", "values", "indexer_keys")
+
+    def __init__(self, ops: CacheOps, capacity: int, length: Tensor | None) -> None:
+        super().__init__(ops, capacity, length)
+        self.indexer_keys: Tensor = None
+        self.num_new_indexed = 0
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Store new indexer keys, [batch, length, dim]; return the new ones in prefill, else all, [batch, capacity, dim]."""
+        start, self.num_new_indexed = self.num_new_indexed, self.num_new_indexed + indexer_key_states.shape[1]
+        if self.base_length is None:
+            self._require_one_prefill(start)
+            self.indexer_keys = self.ops.pad_to(indexer_key_states, self.capacity)
+            return indexer_key_states
+        position = self.base_length + start if start else self.base_length
+        self.indexer_keys = self.ops.write(self.indexer_keys, indexer_key_states, position)
+        return self.indexer_keys
+
+
 class CrossAttentionLayer(FullAttentionLayer):
     """Keys and values of an encoder's output: written once, as long as they are, then only read."""
 

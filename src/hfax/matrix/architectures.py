@@ -82,7 +82,11 @@ MISSING: dict[str, dict[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 4,
     },
-    "nemotron": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "ministral": {"head_dim": 128},
+    "deepseek_v2": {"num_experts_per_tok": 6},
 }
 """Model type to what its default config leaves out and every published checkpoint has."""
 
@@ -101,6 +105,7 @@ def complete(config: Any) -> None:
         config.default_language = config.languages[0]
     if config.model_type == "dbrx" and not hasattr(config.attn_config, "rope_theta"):
         config.attn_config.rope_theta = _ROPE["rope_theta"]
+        config.attn_config.clip_qkv = 8.0
 
 
 def small_config(architecture: Architecture) -> PretrainedConfig:

@@ -75,6 +75,17 @@ def _real_keys(padding: Any, keys: Any) -> Any:
     return (picked & ((keys >= 0) & (keys < length))[None])[:, None, None, :]
 
 
+def chosen_keys(indices: Any, mask: Any, num_keys: int) -> Any:
+    """A mask, [batch, 1, queries, keys], narrowed to the keys that `indices`, [batch, queries, n], name."""
+    chosen = torch.zeros((*indices.shape[:2], num_keys), dtype=torch.bool, device=indices.device)
+    chosen = chosen.scatter(-1, indices.long(), True).unsqueeze(1)
+    if mask is None:
+        return chosen
+    if mask.dtype == torch.bool:
+        return mask & chosen
+    return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
+
+
 def _additive_mask(dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
     """The same as 0 where a query may look and the dtype's lowest number elsewhere, which eager attention adds."""
     mask = attention_mask(dtype=dtype, **kwargs)

@@ -27,7 +27,7 @@ from hfax.patches.patch import ForwardPatch, FunctionPatch, OpPatch, Patch
 logger = logging.getLogger(__name__)
 
 ENTRY_POINT = "hfax.patches"
-_FAMILIES = ("ops", "attention", "masks", "control_flow")
+_FAMILIES = ("ops", "attention", "masks", "experts", "control_flow")
 
 _lock = threading.RLock()
 _registered: dict[str, Patch] = {}

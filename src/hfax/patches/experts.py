@@ -1,0 +1,121 @@
+"""Mixtures of experts whose modelling code loops over experts by what the router chose, written without looking at the choice.
+
+Most models go through transformers' experts interface, where hfax registers its function. The patches here are for those that have
+a loop of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hfax.patches.patch import ForwardPatch, Patch
+
+
+def gated_experts(
+    hidden: Any, chosen: Any, weights: Any, gate_up: Any, down: Any, activation: Callable[[Any], Any]
+) -> Any:
+    """Sum of the chosen experts' outputs.
+
+    Args:
+        hidden: [tokens, width].
+        chosen: [tokens, k] int, experts.
+        weights: [tokens, k], of each chosen expert.
+        gate_up: [experts, 2 · inner, width].
+        down: [experts, width, inner].
+        activation: of the gate.
+
+    For few tokens the chosen experts' matrices are gathered, for many every expert runs on every token.
+    """
+    if chosen.numel() <= gate_up.shape[0]:
+        gate, up = torch.einsum("th,tkih->tki", hidden, gate_up[chosen]).chunk(2, dim=-1)
+        return torch.einsum("tki,tkhi,tk->th", activation(gate) * up, down[chosen], weights)
+    gate, up = torch.einsum("th,eih->tei", hidden, gate_up).chunk(2, dim=-1)
+    outputs = torch.einsum("tei,ehi->teh", activation(gate) * up, down)
+    share = torch.zeros((hidden.shape[0], gate_up.shape[0]), dtype=weights.dtype, device=hidden.device)
+    return torch.einsum("teh,te->th", outputs, share.scatter_add(1, chosen, weights).to(outputs.dtype))
+
+
+def _experts_with_identity(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+        is_routed = top_k_index < module.num_routed_experts
+        weights = top_k_weights.to(hidden_states.dtype)
+        out = hidden_states * torch.where(is_routed, torch.zeros_like(weights), weights).sum(-1, keepdim=True)
+        if module.gate_up_proj is not None:
+            chosen = top_k_index.clamp(max=module.num_routed_experts - 1)
+            routed = torch.where(is_routed, weights, torch.zeros_like(weights))
+            out = out + gated_experts(
+                hidden_states,
+                chosen,
+                routed,
+                module.gate_up_proj[: module.num_routed_experts],
+                module.down_proj,
+                module.act_fn,
+            )
+        return out
+
+    return forward
+
+
+def _dbrx_experts(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+        rows = hidden_states.shape[0]
+        hidden_states = hidden_states.reshape(-1, module.hidden_size)
+        shape = (module.num_experts, module.ffn_hidden_size, module.hidden_size)
+        gate_up = torch.cat([module.mlp.w1.view(shape), module.mlp.v1.view(shape)], dim=1)
+        down = module.mlp.w2.view(shape).transpose(1, 2)
+        out = gated_experts(hidden_states, top_k_index, top_k_weights, gate_up, down, module.mlp.activation_fn)
+        return out.view(rows, -1, module.hidden_size)
+
+    return forward
+
+
+def _sorted_gating(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(hidden_states: Any) -> Any:
+        logits = module.layer(hidden_states).float()
+        top_k_logits, chosen = logits.topk(module.top_k, dim=1)
+        gates = torch.softmax(top_k_logits, dim=1).to(hidden_states.dtype)
+        experts, order = torch.sort(chosen.flatten(), dim=0, stable=True)
+        return order, order // module.top_k, gates.flatten()[order], experts, logits
+
+    return forward
+
+
+def _parallel_experts(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(inputs: Any, expert_of_row: Any) -> Any:
+        if inputs.shape[0] <= module.num_experts:
+            return torch.einsum("ti,toi->to", inputs, module.weight[expert_of_row])
+        outputs = torch.einsum("ti,eoi->teo", inputs, module.weight)
+        return outputs[torch.arange(inputs.shape[0], device=inputs.device), expert_of_row]
+
+    return forward
+
+
+PATCHES: list[Patch] = [
+    ForwardPatch(
+        name="experts-with-identity",
+        why="LongCat-Flash loops over the experts that were hit (`nonzero`), some of which pass their input through",
+        classes=("LongcatFlashExperts",),
+        make=_experts_with_identity,
+    ),
+    ForwardPatch(
+        name="dbrx-experts",
+        why="DBRX loops over the experts that were hit (`nonzero`)",
+        classes=("DbrxExperts",),
+        make=_dbrx_experts,
+    ),
+    ForwardPatch(
+        name="sorted-gating",
+        why="JetMoE's router counts tokens an expert as Python numbers (`tolist`); here it gives each row's expert instead",
+        classes=("JetMoeTopKGating",),
+        make=_sorted_gating,
+    ),
+    ForwardPatch(
+        name="parallel-experts",
+        why="JetMoE splits rows by those numbers; here each row is multiplied by the matrix of its expert",
+        classes=("JetMoeParallelExperts",),
+        make=_parallel_experts,
+    ),
+]
