@@ -118,6 +118,8 @@ _TOKEN = re.compile(r"(_token_id|_token_index|_token_ids|_id)$")
 
 SPECIAL: dict[str, dict[str, Any]] = {
     # its layers are stacks run in cycles, and the count is of all passes
+    # the head of windowed layers is checked against the latent heads
+    "dots3_note_text": {"head_dim": 24},
     "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": lambda c: c.H_cycles * (c.L_cycles + 1)},
     # attention works on the concatenation of two hidden states, and its weights are shared between hybrid layers
     "zamba": {
@@ -349,6 +351,8 @@ def _fit_state_space_heads(config: Any) -> None:
     for heads, dim, expand in (("num_heads", "head_dim", "expand"), ("mamba_n_heads", "mamba_d_head", "mamba_expand")):
         if all(isinstance(fields.get(n), int) for n in (heads, expand)) and dim in fields:
             width = fields[expand] * fields["hidden_size"]
+            if fields.get("mamba_d_ssm"):
+                _set(config, "mamba_d_ssm", width)
             _set(config, dim, HEAD_DIM)
             _set(config, heads, width // HEAD_DIM)
 

@@ -232,11 +232,8 @@ def _attention_forward(
     """
     if indices is not None:
         attention_mask = masks.chosen_keys(indices, attention_mask, key.shape[2])
-    s_aux = kwargs.pop("sinks", None) if s_aux is None else s_aux
-    import os
-    if os.environ.get("HFAX_SPY"):
-        unknown={k:type(v).__name__ for k,v in kwargs.items() if v is not None and k not in ("position_ids","use_cache","position_embeddings")}
-        if unknown: open("/tmp/spy.txt","a").write(f"{type(module).__name__} {unknown}\n")
+    if s_aux is None:  # some modules pass their sinks, under either name, others leave them on the module
+        s_aux = kwargs.get("sinks", getattr(module, "sinks", None))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     num_queries, num_keys = query.shape[2], key.shape[2]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -38,6 +38,7 @@ class ModelTraits:
         cache_argument: the name under which forward takes a cache, or its own list of states ("state"); None if it takes none.
         takes_position_ids: forward has `position_ids`.
         takes_attention_mask: forward has `attention_mask`.
+        takes_decoder_mask: forward has `decoder_attention_mask`.
         takes_logits_to_keep: forward can compute the last positions' logits alone.
         has_recurrent_layers: some layers keep a state instead of keys and values.
         counts_padding: positions are counted by the model itself, padding included, so prompts may not be padded further.
@@ -49,6 +50,7 @@ class ModelTraits:
     cache_argument: str | None
     takes_position_ids: bool
     takes_attention_mask: bool
+    takes_decoder_mask: bool
     takes_logits_to_keep: bool
     has_recurrent_layers: bool
     counts_padding: bool
@@ -67,6 +69,7 @@ def read_traits(module: torch.nn.Module) -> ModelTraits:
         cache_argument=cache_argument,
         takes_position_ids="position_ids" in names,
         takes_attention_mask="attention_mask" in names,
+        takes_decoder_mask="decoder_attention_mask" in names,
         takes_logits_to_keep="logits_to_keep" in names,
         has_recurrent_layers=cache_argument == "cache_params"
         or any(t in ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba") for t in layer_types),
@@ -78,6 +81,7 @@ def read_traits(module: torch.nn.Module) -> ModelTraits:
 
 
 WITHOUT_CACHE = {
+    "deepseek_v4": "its compressed attention keeps caches of its own kinds",
     "minimax": "its forward accepts only a cache class of its own",
 }
 """Model types whose text is run again for every token, and why."""
@@ -198,6 +202,8 @@ class TracedModel:
         if traits.is_encoder_decoder:
             inputs["decoder_input_ids"] = tokens[:, None]
             inputs["attention_mask"] = attention_mask
+            if traits.takes_decoder_mask:  # some make one as long as the text, which is traced; causality hides the rest
+                inputs["decoder_attention_mask"] = jnp.ones((len(tokens), capacity), jnp.int32)
         else:
             inputs["input_ids"] = tokens[:, None]
             if traits.takes_position_ids:

@@ -110,6 +110,8 @@ def _build(state: dict[str, Any]) -> None:
         model.generation_config = transformers.GenerationConfig(
             **{n: v for n, v in vars(model.generation_config).items() if n.endswith("_token_id") and isinstance(v, int)}
         )
+        if model.config.is_encoder_decoder and model.generation_config.decoder_start_token_id is None:
+            model.generation_config.decoder_start_token_id = 0
     draw_weights(model)
     state["result"].num_parameters = sum(p.numel() for p in model.parameters())
     state["model"] = model

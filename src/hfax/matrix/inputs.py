@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from hfax.matrix.architectures import GENERATING
+
 LENGTH = 20
 PADDING = 7
 """Tokens of padding on the left of the first of two prompts."""
@@ -39,7 +41,7 @@ def make_inputs(model: Any, mapping: str) -> CaseInputs:
         NotImplementedError: no rule fits the model's main input.
     """
     names = set(inspect.signature(model.forward).parameters)
-    if mapping == "causal-lm":
+    if mapping in GENERATING and not model.config.is_encoder_decoder and model.main_input_name == "input_ids":
         return _decoder(model, names)
     if model.main_input_name == "input_ids":
         return _encoder(model, names, mapping)
@@ -63,11 +65,11 @@ def special_ids(config: Any) -> set[int]:
 
 
 def token_ids(model: Any, rows: int = 2, length: int = LENGTH, seed: int = 0) -> torch.Tensor:
-    """[rows, length] int64 ordinary tokens."""
+    """[rows, length] int64 ordinary tokens, each once in a row: equal tokens would tie where a model chooses the best of them."""
     avoided = special_ids(model.config) | {0, 1, 2, 3}
     ordinary = torch.tensor([i for i in range(_vocabulary(model)) if i not in avoided])
     generator = torch.Generator().manual_seed(seed)
-    return ordinary[torch.randint(0, len(ordinary), (rows, length), generator=generator)]
+    return torch.stack([ordinary[torch.randperm(len(ordinary), generator=generator)[:length]] for _ in range(rows)])
 
 
 def _left_padded(model: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,6 +27,20 @@ def _prophetnet_positions(module: Any, original: Callable[..., Any]) -> Callable
     return forward
 
 
+def _lengths_on_host(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(input_ids: Any = None, attention_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+        embeds = kwargs.get("inputs_embeds")
+        rows, length = (input_ids if input_ids is not None else embeds).shape[:2]
+        if kwargs.get("lengths") is None:
+            if attention_mask is None and input_ids is not None:
+                count = (input_ids != module.pad_index).sum(dim=1)
+                attention_mask = torch.arange(length, device=input_ids.device)[None] < count[:, None]
+            kwargs["lengths"] = torch.full((rows,), length)
+        return original(input_ids, attention_mask, *args, **kwargs)
+
+    return forward
+
+
 PATCHES: list[Patch] = [
     FunctionPatch(
         name="no-value-checks-with",
@@ -40,12 +54,21 @@ PATCHES: list[Patch] = [
         target="torch:_check_tensor_all",
         make=_skip,
     ),
-    FunctionPatch(
-        name="xglm-static-table",
-        why="XGLM compares the traced length with its table of positions, unless it believes to be compiled by torch",
-        target="transformers.models.xglm.modeling_xglm:is_torchdynamo_compiling",
-        make=lambda original: lambda: True,
-        model_types=("xglm",),
+    *(
+        FunctionPatch(
+            name=f"{name}-static-table",
+            why="the model compares the traced length with its table of positions, unless it believes to be compiled by torch",
+            target=f"transformers.models.{name}.modeling_{name}:is_torchdynamo_compiling",
+            make=lambda original: lambda: True,
+            model_types=(name,),
+        )
+        for name in ("xglm", "nllb_moe", "m2m_100", "seamless_m4t", "seamless_m4t_v2", "speech_to_text")
+    ),
+    ForwardPatch(
+        name="lengths-on-the-host",
+        why="XLM and Flaubert assert that the longest length, computed from the traced ids, fits (`item`)",
+        classes=("XLMModel", "FlaubertModel"),
+        make=_lengths_on_host,
     ),
     ForwardPatch(
         name="prophetnet-positions",
