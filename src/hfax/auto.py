@@ -151,7 +151,7 @@ def _skeleton(
     code_folder: str | None,
     attn_implementation: str | None,
 ) -> Any:
-    from hfax.backends.torchax import ATTENTION_NAME, register_interfaces
+    from hfax.backends.torchax import ADDITIVE_NAME, ATTENTION_NAME, register_interfaces
     from hfax.load.skeleton import build_skeleton, resolve_model_class
 
     if attn_implementation not in (None, "eager"):
@@ -168,9 +168,8 @@ def _skeleton(
         )
     register_interfaces()
     model_class = resolve_model_class(config, task, code_folder=code_folder)
-    return build_skeleton(
-        model_class, config, dtype, attention=attn_implementation or ATTENTION_NAME, experts=ATTENTION_NAME
-    )
+    own = ATTENTION_NAME if model_class._supports_sdpa else ADDITIVE_NAME
+    return build_skeleton(model_class, config, dtype, attention=attn_implementation or own, experts=ATTENTION_NAME)
 
 
 def _finish(

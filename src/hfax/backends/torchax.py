@@ -27,6 +27,8 @@ from hfax.patches import masks, registry
 
 ATTENTION_NAME = "hfax"
 """The name under which hfax's functions stand in transformers' attention, mask and experts interfaces."""
+ADDITIVE_NAME = "hfax_additive"
+"""The same attention with masks of 0 and minus infinity, for modelling code that extends a mask by numbers."""
 
 
 def _import_environment() -> Any:
@@ -96,6 +98,7 @@ def call_module(
     *,
     key: jax.Array | None = None,
     used: set[str] | None = None,
+    kept: dict[str, jax.Array] | None = None,
 ) -> Any:
     """Run `call(module)` with the module's parameters and buffers replaced by `weights`.
 
@@ -105,6 +108,8 @@ def call_module(
         call: gets the module; builds its arguments with `wrap` and reads its results with `unwrap`.
         key: a PRNG key for random operations such as dropout; a fixed one if None.
         used: gets the names of the patches that ran.
+        kept: arrays that the modules hold as attributes beside their weights ("layers.0.rnn.state"), which some keep between calls;
+            in place, what `call` leaves there. None: nothing is held before, and what is left is dropped.
 
     Returns:
         What `call` returns.
@@ -119,6 +124,7 @@ def call_module(
         registry.patched(module) as patches_used,
         torch.no_grad(),
         torch.nn.utils.stateless._reparametrize_module(module, tensors, tie_weights=False),
+        _kept_on_modules(module, kept if kept is not None else {}),
         _entered(environment),
         warnings.catch_warnings(),
     ):
@@ -135,6 +141,31 @@ def call_module(
         finally:
             if used is not None:
                 used |= patches_used | environment.used
+
+
+@contextlib.contextmanager
+def _kept_on_modules(module: torch.nn.Module, kept: dict[str, jax.Array]) -> Iterator[None]:
+    """Give modules the attributes of `kept` for the block, then collect those that hold tensors and take them away again.
+
+    A tensor of a trace that stayed on a module would be found by the next trace, where it means nothing.
+    """
+    parts = dict(module.named_modules())
+    before = {path: dict(part.__dict__) for path, part in parts.items()}
+    for name, array in kept.items():
+        path, _, attribute = name.rpartition(".")
+        parts[path].__dict__[attribute] = wrap(array)
+    try:
+        yield
+    finally:
+        kept.clear()
+        for path, part in parts.items():
+            for attribute, value in list(part.__dict__.items()):
+                if isinstance(value, _tracing.TraceTensor):
+                    kept[f"{path}.{attribute}"] = value.jax()
+                    if attribute in before[path]:
+                        part.__dict__[attribute] = before[path][attribute]
+                    else:
+                        del part.__dict__[attribute]
 
 
 _VALUE_ERRORS = (
@@ -251,8 +282,9 @@ def _attention_forward(
 @functools.cache
 def _register_interfaces() -> None:
     """Add hfax's functions under their own name; the names of transformers are left alone."""
-    modeling_utils.ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention_forward)
-    masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, masks.attention_mask)
+    for name, mask in ((ATTENTION_NAME, masks.attention_mask), (ADDITIVE_NAME, masks.additive_mask)):
+        modeling_utils.ALL_ATTENTION_FUNCTIONS.register(name, _attention_forward)
+        masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
     moe.ALL_EXPERTS_FUNCTIONS.register(ATTENTION_NAME, moe.batched_mm_experts_forward)
 
 

@@ -27,6 +27,8 @@ from hfax.load.skeleton import Skeleton
 from hfax.patches.masks import decoder_padding
 
 Arrays = dict[str, jax.Array]
+_ON_MODULES = "on_modules."
+"""Before the names of what modules keep as attributes between calls."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,17 @@ WITHOUT_CACHE = {
 """Model types whose text is run again for every token, and why."""
 
 
-COUNTS_PADDING = {"git": "transformers attends to the padding of prompts without an image"}
+WRITES_OTHERWISE = {
+    "xlm": "it writes at a mask token appended to the text",
+    "flaubert": "it writes at a mask token appended to the text",
+    "xlnet": "it writes at a place that its permutation mask hides",
+    "cpmant": "its forward takes the whole text and a table of its own at every step",
+}
+"""Model types whose generation in transformers is not one token after the other through forward, and how it is."""
+COUNTS_PADDING = {
+    "deepseek_v4": "its compressed keys stand for windows counted from the first token",
+    "git": "transformers attends to the padding of prompts without an image",
+}
 """Model types that take position ids and still give another text after more padding, and why."""
 
 
@@ -143,6 +155,13 @@ class TracedModel:
             Logits of the last position, [batch, vocab] float32, and the cache's arrays (with the encoder's output, if any).
         """
         traits = self.traits
+        kind = self.module.config.model_type
+        if kind in WRITES_OTHERWISE:
+            raise UnsupportedModelError(
+                f"generate() does not support {type(self.module).__name__}.",
+                f"{kind}: {WRITES_OTHERWISE[kind]}.",
+                "Call the model itself, or generate with plain transformers.",
+            )
         if not traits.has_usable_cache:
             return self._whole_text(params, inputs["input_ids"], inputs["attention_mask"], static, capacity)
         inputs = dict(inputs)
@@ -162,7 +181,9 @@ class TracedModel:
                 arrays["encoder.hidden"] = tracing.unwrap(out.encoder_last_hidden_state)
             return _last(tracing.unwrap(out.logits)), arrays
 
-        return tracing.call_module(self.module, self._all(params), call, used=self.patches_used)
+        kept: Arrays = {}
+        logits, arrays = tracing.call_module(self.module, self._all(params), call, used=self.patches_used, kept=kept)
+        return logits, arrays | {_ON_MODULES + name: array for name, array in kept.items()}
 
     def decode_step(
         self,
@@ -197,7 +218,8 @@ class TracedModel:
             mask = jnp.where(jnp.arange(capacity) <= length, attention_mask, 0)
             logits, _ = self._whole_text(params, ids, mask, static, capacity, last=length)
             return logits, {"text.ids": ids}
-        state = {name: a for name, a in cache.items() if not name.startswith("encoder.")}
+        kept = {n.removeprefix(_ON_MODULES): a for n, a in cache.items() if n.startswith(_ON_MODULES)}
+        state = {name: a for name, a in cache.items() if not name.startswith(("encoder.", _ON_MODULES))}
         inputs: dict[str, Any] = {}
         if traits.is_encoder_decoder:
             inputs["decoder_input_ids"] = tokens[:, None]
@@ -220,7 +242,8 @@ class TracedModel:
                 out = module(**arguments)
             return _last(tracing.unwrap(out.logits)), cache | _cache_arrays(cache_object, out)
 
-        return tracing.call_module(self.module, self._all(params), call, used=self.patches_used)
+        logits, arrays = tracing.call_module(self.module, self._all(params), call, used=self.patches_used, kept=kept)
+        return logits, arrays | {_ON_MODULES + name: array for name, array in kept.items()}
 
     def _whole_text(
         self,

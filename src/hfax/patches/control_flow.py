@@ -60,7 +60,7 @@ PATCHES: list[Patch] = [
             why="the model compares the traced length with its table of positions, unless it believes to be compiled by torch",
             target=f"transformers.models.{name}.modeling_{name}:is_torchdynamo_compiling",
             make=lambda original: lambda: True,
-            model_types=(name,),
+            model_types=(name, name.replace("_", "-")),
         )
         for name in ("xglm", "nllb_moe", "m2m_100", "seamless_m4t", "seamless_m4t_v2", "speech_to_text")
     ),

@@ -86,7 +86,7 @@ def chosen_keys(indices: Any, mask: Any, num_keys: int) -> Any:
     return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
-def _additive_mask(dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
+def additive_mask(dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
     """The same as 0 where a query may look and the dtype's lowest number elsewhere, which eager attention adds."""
     mask = attention_mask(dtype=dtype, **kwargs)
     if mask is None:
@@ -99,7 +99,7 @@ def _make(original: Callable[..., Any]) -> Callable[..., Any]:
     def get(interface: Any, name: str) -> Any:
         if name == "sdpa":
             return attention_mask
-        return _additive_mask if name == "eager" else original(interface, name)
+        return additive_mask if name == "eager" else original(interface, name)
 
     return get
 
