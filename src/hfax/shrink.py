@@ -44,7 +44,7 @@ _WIDTHS = re.compile(
     r"|emb_dim|output_dim|projector_hidden_size|hidden_size_global|cross_hidden_size|qformer_hidden_size|output_hidden_size"
     r"|adapter_out_dim|vision_output_dim|projector_input_dim|projector_output_dim|attention_hidden_size|mlp_hidden_size|d_embed"
     r"|hidden_dim|fusion_hidden_size|text_embed_dim|mit_hidden_size|pooler_output_size|image_token_embed_dim|prediction_head_size"
-    r"|projection_size|embedding_dim|model_dim|rnn_hidden_size|encoder_embed_dim|classifier_proj_size)$"
+    r"|projection_size|embedding_dim|pooler_hidden_size|cross_attention_hidden_size|model_dim|rnn_hidden_size|encoder_embed_dim|classifier_proj_size)$"
 )
 _INNER_WIDTHS = re.compile(
     r"^(intermediate_size|ffn_dim|(en|de)coder_ffn_dim|d_ff|n_inner|mlp_dim|ffn_hidden_size|inner_dim|ffn_intermediate_size|dim_ff"
@@ -80,6 +80,8 @@ _EXACT: dict[str, int] = {
     "rotary_dim": HEAD_DIM,
     "d_head": HEAD_DIM,
     "zero_expert_num": 2,
+    "coordinate_size": 12,
+    "shape_size": 8,
     "encoder_hash_byte_group_vocab": 64,
     "v_head_dim": 16,
     "index_head_dim": 16,

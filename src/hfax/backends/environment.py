@@ -83,6 +83,7 @@ _SCALAR_AWARE = frozenset(
     }
 )
 """Operations in which torch lets an operand without axes follow the dtype of those that have some."""
+_RESHAPED_IN_PLACE = frozenset({"unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_"})
 _COMPARISONS = frozenset({"eq", "ne", "gt", "ge", "lt", "le"})
 
 _Plain = torch.Tensor
@@ -109,9 +110,11 @@ class TraceEnvironment(torchax.tensor.Environment):
         if func is torch.Tensor.__getitem__:
             return self.get_item(args[0], args[1])
         tensors = list(_tensors((args, kwargs)))
+        name = _name(func)
+        if any(t.device.type == "meta" for t in tensors if not isinstance(t, torchax.tensor.Tensor)):
+            raise RuntimeError(f"{name} got a weight that was never loaded")
         if tensors and not any(isinstance(t, torchax.tensor.Tensor) for t in tensors):
             return func(*args, **kwargs)
-        name = _name(func)
         if tensors and all(_is_host(t) for t in tensors) and not _is_random(name):
             result = self._on_host(func, args, kwargs)
             if result is not _TOO_LARGE:
@@ -267,7 +270,10 @@ class TraceEnvironment(torchax.tensor.Environment):
             if functional is None:
                 raise
             result = self.dispatch(functional, (), args, kwargs)
-            self._store(args[0], as_array(result))
+            if name in _RESHAPED_IN_PLACE:
+                args[0]._elem = as_array(result)
+            else:
+                self._store(args[0], as_array(result))
             return args[0]
         if op.needs_env:
             kwargs = {**kwargs, "env": self}

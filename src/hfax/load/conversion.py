@@ -110,13 +110,15 @@ def run_step(
 
 
 def check_complete(skeleton: Skeleton, loaded: set[str], unexpected: tuple[str, ...], *, strict: bool) -> list[str]:
-    """The weights that the checkpoint does not hold; an error unless `strict` is off.
+    """The weights that the checkpoint does not hold; an error unless `strict` is off, or transformers says that the model makes
+    them itself (sinusoidal tables).
 
     Raises:
         CheckpointCorruptError: weights are missing, or the checkpoint holds tensors that the model has no place for.
     """
     ignore = _pattern(skeleton.module._keys_to_ignore_on_load_missing)
-    missing = sorted(name for name in skeleton.shapes if name not in loaded and not (ignore and ignore.search(name)))
+    absent = sorted(name for name in skeleton.shapes if name not in loaded)
+    missing = [name for name in absent if not (ignore and ignore.search(name))]
     kind = type(skeleton.module).__name__
     if strict and (missing or unexpected):
         parts = [
@@ -133,7 +135,7 @@ def check_complete(skeleton: Skeleton, loaded: set[str], unexpected: tuple[str, 
     for what, names in (("initialised at random", missing), ("dropped", unexpected)):
         if names:
             logger.warning("%s: %d tensors %s: %s", kind, len(names), what, ", ".join(names))
-    return missing
+    return absent
 
 
 def _not_ignored(skeleton: Skeleton, unexpected: list[str]) -> Iterator[str]:

@@ -82,6 +82,7 @@ MISSING: dict[str, dict[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 4,
     },
+    "esm": {"vocab_size": 33, "mask_token_id": 32, "pad_token_id": 1},
     "nemotron": {"num_key_value_heads": 8},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
@@ -121,6 +122,9 @@ def small_config(architecture: Architecture) -> PretrainedConfig:
         config = next((p for p in parts if isinstance(p, wanted)), config)
     complete(config)
     small = shrink_config(config)
+    text = small.get_text_config()
+    if architecture.mapping == "sequence-classification" and getattr(text, "pad_token_id", 0) is None:
+        small.pad_token_id = text.pad_token_id = 0
     if architecture.mapping == "causal-lm":
         for name in ("is_decoder",):
             if hasattr(small, name):

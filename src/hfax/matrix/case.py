@@ -123,7 +123,7 @@ def draw_weights(model: torch.nn.Module, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            if not parameter.is_floating_point():
+            if not parameter.is_floating_point() or not parameter.requires_grad:  # a frozen table is computed, not learned
                 continue
             if parameter.ndim >= 2:
                 fan_in = math.prod(parameter.shape[1:]) if parameter.ndim != 3 else parameter.shape[-1]

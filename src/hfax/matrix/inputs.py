@@ -98,6 +98,11 @@ def _encoder(model: Any, names: set[str], mapping: str) -> CaseInputs:
     forward: dict[str, Any] = {"input_ids": ids}
     if "attention_mask" in names:
         forward["attention_mask"] = mask
+    if mapping not in (*GENERATING, "base") and model.config.is_encoder_decoder:
+        # classifiers read the last end-of-sequence token, of which each row must have as many
+        end = model.config.get_text_config().eos_token_id
+        ids[:, LENGTH - PADDING - 1] = end if isinstance(end, int) else ids[:, 0]
+        return CaseInputs(forward=forward, generate={}, mask=None)
     if model.config.is_encoder_decoder and "decoder_input_ids" in names:
         forward["decoder_input_ids"] = token_ids(model, length=6, seed=1)
         return CaseInputs(forward=forward, generate={"input_ids": ids, "attention_mask": mask}, mask=None)

@@ -72,6 +72,15 @@ def _dbrx_experts(module: Any, original: Callable[..., Any]) -> Callable[..., An
     return forward
 
 
+def _named_experts(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(hidden_states: Any, selected: Any, weights: Any, *args: Any) -> Any:
+        share = (selected.permute(2, 1, 0).sum(1).transpose(0, 1) * weights.reshape(-1, 1)).to(hidden_states.dtype)
+        parts = [module[f"expert_{i}"](hidden_states) * share[:, i, None] for i in range(module.num_experts)]
+        return sum(parts[1:], parts[0])
+
+    return forward
+
+
 def _sorted_gating(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(hidden_states: Any) -> Any:
         logits = module.layer(hidden_states).float()
@@ -105,6 +114,12 @@ PATCHES: list[Patch] = [
         why="DBRX loops over the experts that were hit (`nonzero`)",
         classes=("DbrxExperts",),
         make=_dbrx_experts,
+    ),
+    ForwardPatch(
+        name="named-experts",
+        why="Switch Transformers loop over the experts that were hit (`nonzero`); here every expert runs on every token",
+        classes=("SwitchTransformersExperts",),
+        make=_named_experts,
     ),
     ForwardPatch(
         name="sorted-gating",
