@@ -16,7 +16,8 @@ import hfax
 SOURCE = Path(hfax.__file__).parent
 
 ORDER = [
-    {"errors", "home", "phases"},
+    {"errors", "home", "phases", "demo"},
+    {"shrink"},
     {"kv_cache"},
     {"load"},
     {"patches"},
@@ -24,6 +25,7 @@ ORDER = [
     {"programs"},
     {"model"},
     {"auto"},
+    {"matrix"},
     {"cli", "__main__"},
 ]
 """The way of the data: a module imports from its own row and from those above it."""

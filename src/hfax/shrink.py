@@ -59,7 +59,9 @@ _EXPERT_WIDTHS = re.compile(
 _EXPERTS = re.compile(
     r"^(num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts|n_experts)$"
 )
-_TOP_K = re.compile(r"^(num_experts_per_tok|num_experts_per_token|moe_topk|moe_top_k|moe_k|top_k_experts|num_selected_experts)$")
+_TOP_K = re.compile(
+    r"^(num_experts_per_tok|num_experts_per_token|moe_topk|moe_top_k|moe_k|top_k_experts|num_selected_experts)$"
+)
 _EXPERT_GROUPS = {"n_group": 2, "num_expert_group": 2, "topk_group": 1, "n_limited_groups": 1}
 _WINDOWS = re.compile(
     r"^(sliding_window|sliding_window_size|attention_chunk_size|local_attention|keep_window_size|window_size_left|local_window_size"
@@ -250,9 +252,7 @@ def _periodic(fields: dict[str, Any], index: int) -> list[bool]:
 # Single fields
 
 
-def _new_value(
-    name: str, value: Any, fields: dict[str, Any], layers: list[int] | None, tokens: dict[int, int]
-) -> Any:
+def _new_value(name: str, value: Any, fields: dict[str, Any], layers: list[int] | None, tokens: dict[int, int]) -> Any:
     if value is None or isinstance(value, bool) or name.startswith("_"):
         return value
     if isinstance(value, int):
@@ -277,7 +277,9 @@ def _new_int(name: str, value: int, fields: dict[str, Any], layers: list[int] | 
     if _HEAD_DIMS.match(name):
         if value == fields.get("qk_nope_head_dim", 0) + fields.get("qk_rope_head_dim", 0):
             return _EXACT["qk_head_dim"]
-        same = (n for n in ("qk_rope_head_dim", "v_head_dim", "qk_nope_head_dim", "qk_head_dim") if fields.get(n) == value)
+        same = (
+            n for n in ("qk_rope_head_dim", "v_head_dim", "qk_nope_head_dim", "qk_head_dim") if fields.get(n) == value
+        )
         return _EXACT.get(next(same, ""), HEAD_DIM)
     if _EXPERT_WIDTHS.search(name):
         return min(value, 32)
@@ -305,7 +307,14 @@ def _new_int(name: str, value: int, fields: dict[str, Any], layers: list[int] | 
 
 
 def _heads(name: str, value: int, fields: dict[str, Any]) -> int:
-    queries = next((fields[n] for n in ("num_attention_heads", "n_head", "n_heads", "num_heads") if isinstance(fields.get(n), int)), value)
+    queries = next(
+        (
+            fields[n]
+            for n in ("num_attention_heads", "n_head", "n_heads", "num_heads")
+            if isinstance(fields.get(n), int)
+        ),
+        value,
+    )
     if name == "index_n_heads":  # the scores of few heads are often all cut off at zero, and ties have no order
         return min(value, 16)
     if "kv" in name or "key_value" in name or "group_num" in name:
@@ -313,9 +322,7 @@ def _heads(name: str, value: int, fields: dict[str, Any]) -> int:
     return min(value, HEADS)
 
 
-def _new_list(
-    name: str, value: Any, fields: dict[str, Any], layers: list[int] | None, tokens: dict[int, int]
-) -> Any:
+def _new_list(name: str, value: Any, fields: dict[str, Any], layers: list[int] | None, tokens: dict[int, int]) -> Any:
     make: Callable[[list[Any]], Any] = type(value)
     count = next((v for n, v in fields.items() if _LAYER_COUNTS.match(n) and isinstance(v, int)), None)
     if layers and count is not None and len(value) == count and count > len(layers):
@@ -323,7 +330,11 @@ def _new_list(
         return make([_new_value(_singular(name), v, fields, layers, tokens) for v in kept])
     if _TOKEN.search(name) and all(isinstance(v, int) for v in value):
         return make([tokens.get(v, v) for v in value])
-    if layers and re.search(r"(_layers|_idxs|_indexes|_indices|_layer_ids)$", name) and all(isinstance(v, int) for v in value):
+    if (
+        layers
+        and re.search(r"(_layers|_idxs|_indexes|_indices|_layer_ids)$", name)
+        and all(isinstance(v, int) for v in value)
+    ):
         kept_here = [layers.index(v) for v in value if v in layers]
         return make(kept_here or [len(layers) - 1])
     return value

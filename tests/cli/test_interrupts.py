@@ -62,11 +62,15 @@ def test_swallowed_by_c_code_raises_where_the_block_ends():
 
 def test_error_that_ctrl_c_caused_is_ctrl_c():
     """Ctrl-C while scipy was imported once was "ImportError: initialization failed", with exit code 1."""
-    with CtrlC() as ctrl_c, pytest.raises(KeyboardInterrupt), ctrl_c.raising():
+
+    def import_library():
         try:
             press()
         except KeyboardInterrupt:
             raise ImportError("initialization failed") from None
+
+    with CtrlC() as ctrl_c, pytest.raises(KeyboardInterrupt), ctrl_c.raising():
+        import_library()
 
 
 def test_other_errors_pass():

@@ -224,7 +224,9 @@ class TracedModel:
         if traits.is_encoder_decoder:
             inputs["decoder_input_ids"] = tokens[:, None]
             inputs["attention_mask"] = attention_mask
-            if traits.takes_decoder_mask:  # some make one as long as the text, which is traced; causality hides the rest
+            if (
+                traits.takes_decoder_mask
+            ):  # some make one as long as the text, which is traced; causality hides the rest
                 inputs["decoder_attention_mask"] = jnp.ones((len(tokens), capacity), jnp.int32)
         else:
             inputs["input_ids"] = tokens[:, None]
@@ -287,7 +289,9 @@ class TracedModel:
         traced_length = None
         if length is not None:
             traced_length = tracing.wrap(length)
-            traced_length.at_least = 1  # a prompt has a token: code that asks whether the cache is empty gets its answer
+            traced_length.at_least = (
+                1  # a prompt has a token: code that asks whether the cache is empty gets its answer
+            )
         config: Any = self.module.config
         return make_cache(
             config,

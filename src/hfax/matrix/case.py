@@ -123,7 +123,9 @@ def draw_weights(model: torch.nn.Module, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            if not parameter.is_floating_point() or not parameter.requires_grad:  # a frozen table is computed, not learned
+            if (
+                not parameter.is_floating_point() or not parameter.requires_grad
+            ):  # a frozen table is computed, not learned
                 continue
             if parameter.ndim >= 2:
                 fan_in = math.prod(parameter.shape[1:]) if parameter.ndim != 3 else parameter.shape[-1]
@@ -183,7 +185,9 @@ def _pairs(mine: Any, theirs: Any, name: str) -> Any:
         for key, value in theirs.items():
             if key in ("past_key_values", "cache_params", "mems", "state", "loss"):
                 continue
-            yield from _pairs(mine[key] if isinstance(mine, dict) or hasattr(mine, "items") else None, value, f"{name}.{key}")
+            yield from _pairs(
+                mine[key] if isinstance(mine, dict) or hasattr(mine, "items") else None, value, f"{name}.{key}"
+            )
     elif isinstance(theirs, (list, tuple)):
         for index, value in enumerate(theirs):
             yield from _pairs(mine[index], value, f"{name}[{index}]")
@@ -220,7 +224,9 @@ def _compare_generate(state: dict[str, Any]) -> None:
     ours.generation_config.eos_token_id = None
     ours.generation_config.pad_token_id = 0
     traces: list[str] = []
-    with phases.listen(lambda event: traces.append(event.detail) if event.name == "trace" and event.seconds is not None else None):
+    with phases.listen(
+        lambda event: traces.append(event.detail) if event.name == "trace" and event.seconds is not None else None
+    ):
         tokens = ours.generate(**inputs.generate, max_new_tokens=NEW_TOKENS, do_sample=False, num_beams=1)
     result.decode_traces = sum(1 for t in traces if "decode" in t)
     result.patches = sorted(set(result.patches) | set(ours.patches_used))

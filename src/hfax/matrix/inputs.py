@@ -87,9 +87,7 @@ def _decoder(model: Any, names: set[str]) -> CaseInputs:
         forward["attention_mask"] = mask
     if "position_ids" in names:
         forward["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-    return CaseInputs(
-        forward=forward, generate={"input_ids": ids, "attention_mask": mask}, mask=mask.bool()
-    )
+    return CaseInputs(forward=forward, generate={"input_ids": ids, "attention_mask": mask}, mask=mask.bool())
 
 
 def _encoder(model: Any, names: set[str], mapping: str) -> CaseInputs:

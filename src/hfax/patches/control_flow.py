@@ -16,11 +16,17 @@ def _skip(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _prophetnet_positions(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(
-        inputs_shape: Any, device: Any, attention_mask: Any = None, past_key_values: Any = None, position_ids: Any = None
+        inputs_shape: Any,
+        device: Any,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        position_ids: Any = None,
     ) -> Any:
         length = past_key_values.get_seq_length() if past_key_values is not None else 0
         if position_ids is None and isinstance(length, torch.Tensor):
-            position_ids = torch.ones((1, 1), dtype=torch.long, device=device) * (module.padding_idx + inputs_shape[1] + length)
+            position_ids = torch.ones((1, 1), dtype=torch.long, device=device) * (
+                module.padding_idx + inputs_shape[1] + length
+            )
             return torch.nn.functional.embedding(position_ids, module.weight), position_ids
         return original(inputs_shape, device, attention_mask, past_key_values, position_ids)
 
