@@ -26,6 +26,7 @@ ORDER = [
     {"model"},
     {"auto"},
     {"matrix"},
+    {"doctor"},
     {"cli", "__main__"},
 ]
 """The way of the data: a module imports from its own row and from those above it."""
@@ -106,7 +107,10 @@ def test_public_surface() -> None:
         "UnsupportedModelError",
         "UnsupportedOptionError",
         "__version__",
+        "inspect",
+        "register_patch",
         "register_pytrees",
+        "shrink_config",
     ]
     assert dir(hfax) == hfax.__all__
     assert (SOURCE / "py.typed").exists()

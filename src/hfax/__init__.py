@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hfax.auto import AutoModelForTPU
     from hfax.backends.pytrees import register_pytrees
+    from hfax.doctor import inspect
     from hfax.errors import (
         BackendNotAvailableError,
         CheckpointAccessError,
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UnsupportedOptionError,
     )
+    from hfax.patches.registry import register_patch
+    from hfax.shrink import shrink_config
 
 __version__ = "0.1.0"
 
@@ -39,7 +42,10 @@ _HOMES = {
     "OutOfMemoryError": "hfax.errors",
     "UnsupportedModelError": "hfax.errors",
     "UnsupportedOptionError": "hfax.errors",
+    "inspect": "hfax.doctor",
+    "register_patch": "hfax.patches.registry",
     "register_pytrees": "hfax.backends.pytrees",
+    "shrink_config": "hfax.shrink",
 }
 
 __all__ = [
@@ -54,7 +60,10 @@ __all__ = [
     "UnsupportedModelError",
     "UnsupportedOptionError",
     "__version__",
+    "inspect",
+    "register_patch",
     "register_pytrees",
+    "shrink_config",
 ]
 
 

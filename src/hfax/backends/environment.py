@@ -287,12 +287,20 @@ class TraceEnvironment(torchax.tensor.Environment):
             with self._dispatch_mode:
                 result = op.func(*wrapped[0], **wrapped[1])
         if name in VIEW_OPS and isinstance(func, torch._ops.OpOverload) and isinstance(args[0], TraceTensor):
-            _link_views(result, name, op.func, args, kwargs)
+            _link_views(result, name, op.func if op.is_jax_function else self._as_function(func), args, kwargs)
         if name in ("add", "sub", "rsub"):
             _note_sum(result, name, args)
         for target in _written(func, args, kwargs):
             target.wrote()
         return result
+
+    def _as_function(self, func: Any) -> Callable[..., Any]:
+        """An operation that is lowered by others, as a function of an array."""
+
+        def function(array: Any, *rest: Any, **kwargs: Any) -> Any:
+            return self.t2j_iso(self.dispatch(func, (), (self.wrap(array), *rest), kwargs))
+
+        return function
 
     def _as_trace_tensor(self, tensor: Any) -> Any:
         if isinstance(tensor, torchax.tensor.Tensor):
@@ -469,7 +477,7 @@ def _link_host_view(view: TraceTensor, inputs: list[TraceTensor]) -> None:
             continue
         if storage.untyped_storage().data_ptr() != plain.untyped_storage().data_ptr() or storage.dtype != plain.dtype:
             continue
-        offset = plain.storage_offset() - storage.storage_offset()
+        offset = int(plain.storage_offset()) - int(storage.storage_offset())
         view.is_view_of(root, _by_strides(tuple(plain.shape), plain.stride(), offset), None)
         return
 

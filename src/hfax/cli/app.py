@@ -14,9 +14,11 @@ import typer
 
 from hfax.cli.chat import chat
 from hfax.cli.classify import classify
+from hfax.cli.doctor import doctor
 from hfax.cli.env import env
 from hfax.cli.error_display import is_debugging, show_error
 from hfax.cli.generate import generate
+from hfax.cli.matrix import matrix
 from hfax.errors import HfaxError
 
 _EXAMPLES = """[bold]Examples[/bold]
@@ -24,6 +26,7 @@ _EXAMPLES = """[bold]Examples[/bold]
   hfax generate demo "Return a new"
   hfax chat Qwen/Qwen3-0.6B
   hfax classify demo "What a lovely day" --labels POSITIVE,NEGATIVE
+  hfax doctor Qwen/Qwen3-0.6B
   hfax env
 
 MODEL is a Hugging Face id, a local folder, or demo: a tiny model that hfax carries.
@@ -58,7 +61,7 @@ def _top(
         typer.echo(context.get_help())
 
 
-for _verb in (generate, chat, classify, env):
+for _verb in (generate, chat, classify, doctor, matrix, env):
     app.command(epilog=sys.modules[_verb.__module__].EXAMPLES)(_verb)
 
 

@@ -56,7 +56,7 @@ def check_fits(needed_bytes: int, device: jax.Device, what: str, fix: str) -> No
         raise OutOfMemoryError(
             f"{what} needs {needed_bytes / 1e9:.2f} GB, and {device} has {free / 1e9:.2f} GB free.",
             "The device's memory is too small, or something else in this process or on this machine holds it.",
-            fix,
+            f"{fix} About {free / needed_bytes:.0%} of it would fit.",
         )
 
 

@@ -115,7 +115,7 @@ def small_config(architecture: Architecture) -> PretrainedConfig:
     Raises:
         UnsupportedModelError: the config cannot be shrunk.
     """
-    config = CONFIG_MAPPING[architecture.model_type]()
+    config: Any = CONFIG_MAPPING[architecture.model_type]()
     wanted: Any = getattr(transformers, architecture.class_name).config_class
     if wanted is not None and not isinstance(config, wanted):
         parts = [getattr(config, name, None) for name in config.sub_configs]

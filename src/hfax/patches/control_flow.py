@@ -35,8 +35,8 @@ def _prophetnet_positions(module: Any, original: Callable[..., Any]) -> Callable
 
 def _lengths_on_host(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(input_ids: Any = None, attention_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
-        embeds = kwargs.get("inputs_embeds")
-        rows, length = (input_ids if input_ids is not None else embeds).shape[:2]
+        given: Any = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
+        rows, length = given.shape[:2]
         if kwargs.get("lengths") is None:
             if attention_mask is None and input_ids is not None:
                 count = (input_ids != module.pad_index).sum(dim=1)
@@ -68,7 +68,7 @@ PATCHES: list[Patch] = [
             make=lambda original: lambda: True,
             model_types=(name, name.replace("_", "-")),
         )
-        for name in ("xglm", "nllb_moe", "m2m_100", "seamless_m4t", "seamless_m4t_v2", "speech_to_text")
+        for name in ("xglm", "nllb_moe", "m2m_100", "seamless_m4t", "seamless_m4t_v2")
     ),
     ForwardPatch(
         name="lengths-on-the-host",

@@ -294,7 +294,7 @@ def reject_unknown(unknown: Mapping[str, Any], known: set[str]) -> None:
 
     for name in unknown:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = difflib.get_close_matches(name, known | set(vars(GenerationConfig())), n=1)
             raise UnsupportedOptionError(
                 f"generate() got an argument {name!r} that it does not know.",
                 "It is no generation option of transformers, and the model's forward does not take it.",

@@ -1,0 +1,56 @@
+"""`hfax doctor`: whether a model will run, from its config alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated
+
+import typer
+
+from hfax.cli import model_options
+from hfax.cli.error_display import reporting
+
+EXAMPLES = """[bold]Examples[/bold]
+
+  hfax doctor demo
+  hfax doctor Qwen/Qwen3-0.6B
+  hfax doctor ./my-model/config.json --check --json"""
+
+
+def doctor(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hub id, a folder, a config.json, or demo.")],
+    check: Annotated[bool, typer.Option("--check", help="Also run a shrunken copy beside plain transformers.")] = False,
+    task: Annotated[str | None, typer.Option(help="A pipeline task name, to choose another class.")] = None,
+    trust_remote_code: model_options.TrustOption = False,
+    json_output: model_options.JsonOption = False,
+    verbose: model_options.VerboseOption = False,
+) -> None:
+    """Say whether a model works, which patches it gets, and what it costs. Loads no weights. Exit code 1 if it fails."""
+    with reporting(verbose):
+        from hfax.doctor import inspect
+
+        found = inspect(model, task=task, check=check, trust_remote_code=trust_remote_code)
+        typer.echo(json.dumps(dataclasses.asdict(found), indent=2) if json_output else _as_text(found))
+        if found.verdict == "fails":
+            raise typer.Exit(1)
+
+
+def _as_text(found) -> str:  # noqa: ANN001 (its class would import jax)
+    lines = [
+        f"{found.class_name} ({found.model_type}): {found.verdict}",
+        f"  parameters       {found.num_parameters / 1e9:.3f} billion, {found.weight_bytes / 1e9:.2f} GB in {found.dtype}",
+    ]
+    if found.cache_bytes_per_token is not None:
+        lines.append(
+            f"  cache            {found.cache_bytes_per_token:,} bytes a token and {found.state_bytes or 0:,} in all"
+        )
+    if found.operations_per_token:
+        lines.append(f"  operations       {found.operations_per_token / 1e9:.2f} billion a token")
+    if found.static_arguments:
+        lines.append(f"  static arguments {', '.join(found.static_arguments)}")
+    lines += [f"  patch {name}: {why}" for name, why in found.patches.items()]
+    if found.checked is not None:
+        lines.append(f"  check            {found.checked}")
+    lines += [f"  problem: {problem}" for problem in found.problems]
+    return "\n".join(lines)

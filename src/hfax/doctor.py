@@ -1,0 +1,251 @@
+"""Whether a model will run, and what hfax does to make it: found out from its config alone, without its weights.
+
+Turns a config into a `Diagnosis`: the forward pass and one decoding step are traced with the shapes of the weights, which shows the
+patches that run, the line of modelling code that cannot be traced, the size of the cache and the operations a token. With a check,
+a shrunken copy is also run beside plain transformers.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect as python_inspect
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import transformers
+from transformers import AutoConfig, PretrainedConfig
+
+from hfax.backends.traced_model import TracedModel
+from hfax.errors import HfaxError, InvalidInputError, UnsupportedModelError
+from hfax.patches import registry
+
+_PROMPT, _CAPACITIES = 64, (128, 256)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What a look at a model found.
+
+    Args:
+        model_type, class_name: of the model.
+        verdict: "works", "works with patches" or "fails".
+        problems: what fails, why and what to do, one text each.
+        patches: name to reason, of those that ran.
+        num_parameters: of the full model.
+        weight_bytes: in the config's dtype.
+        cache_bytes_per_token: of keys and values, for one sequence; None if it does not generate.
+        state_bytes: of what does not grow with the text (windows, recurrent states), for one sequence.
+        operations_per_token: floating-point operations of a decoding step, by XLA's count; None where it gives none.
+        static_arguments: parameters of forward that become part of the program.
+        dtype: of the weights.
+        checked: what the comparison with plain transformers gave; None if it was not asked for.
+        versions: of the libraries.
+    """
+
+    model_type: str
+    class_name: str
+    verdict: str
+    problems: tuple[str, ...]
+    patches: dict[str, str]
+    num_parameters: int
+    weight_bytes: int
+    cache_bytes_per_token: int | None
+    state_bytes: int | None
+    operations_per_token: float | None
+    static_arguments: tuple[str, ...]
+    dtype: str
+    checked: str | None
+    versions: dict[str, str]
+
+
+def inspect(
+    model: str | Path | PretrainedConfig,
+    *,
+    task: str | None = None,
+    check: bool = False,
+    trust_remote_code: bool = False,
+) -> Diagnosis:
+    """Look at a model without loading its weights.
+
+    Args:
+        model: a Hub id, a folder, a config.json, "demo", or a transformers config.
+        task: a pipeline task name, to choose another class than the config's own.
+        check: also run a shrunken copy and compare it with plain transformers; costs some seconds.
+        trust_remote_code: run code that comes with the model.
+
+    Returns:
+        The diagnosis; a model that cannot be traced is a result, not an error.
+
+    Raises:
+        HfaxError: there is no such config, or it names no class.
+    """
+    from hfax.auto import _resolve_dtype, _skeleton
+
+    config = _config(model, trust_remote_code)
+    code_folder = str(model) if trust_remote_code and not isinstance(model, PretrainedConfig) else None
+    dtype = _resolve_dtype("auto", config, None)
+    skeleton = _skeleton(config, task, dtype, code_folder, None)
+    buffers: Any = {n: _shape(b) for n, b in skeleton.buffers.items()}
+    traced = TracedModel(skeleton, skeleton.tied, buffers)
+    params = {name: _shape(t) for name, t in skeleton.shapes.items()}
+    look = _Look(traced, params)
+    look.run()
+    checked = _check(config, type(skeleton.module).__name__, task) if check else None
+    if checked is not None and checked != "agrees":
+        look.problems.append(checked)
+    reasons = {p.name: p.why for p in registry.all_patches()}
+    patches = {name: reasons.get(name, "") for name in sorted(traced.patches_used)}
+    return Diagnosis(
+        model_type=config.model_type,
+        class_name=type(skeleton.module).__name__,
+        verdict="fails" if look.problems else "works with patches" if patches else "works",
+        problems=tuple(look.problems),
+        patches=patches,
+        num_parameters=sum(t.numel() for t in skeleton.shapes.values()),
+        weight_bytes=sum(t.numel() * t.element_size() for t in skeleton.shapes.values()),
+        cache_bytes_per_token=look.cache_bytes_per_token,
+        state_bytes=look.state_bytes,
+        operations_per_token=look.operations_per_token,
+        static_arguments=_static_arguments(skeleton.module),
+        dtype=str(dtype).removeprefix("torch."),
+        checked=checked,
+        versions={"transformers": transformers.__version__, "jax": jax.__version__},
+    )
+
+
+class _Look:
+    """Traces and collects."""
+
+    def __init__(self, traced: TracedModel, params: dict[str, Any]) -> None:
+        self.traced, self.params = traced, params
+        self.problems: list[str] = []
+        self.cache_bytes_per_token: int | None = None
+        self.state_bytes: int | None = None
+        self.operations_per_token: float | None = None
+
+    def run(self) -> None:
+        """Forward for text models; prefill and a decoding step for those that write."""
+        module = self.traced.module
+        if self.traced.traits.main_input != "input_ids":
+            self.problems.append(
+                f"{type(module).__name__} reads {self.traced.traits.main_input}, not text: "
+                "only a check (--check) says whether it runs."
+            )
+            return
+        if not module.can_generate() or self.traced.traits.is_encoder_decoder:
+            self._try(lambda: jax.eval_shape(self._forward, self.params, _ids(_PROMPT)))
+            return
+        self._try(self._decoding)
+
+    def _try(self, trace: Any) -> None:
+        try:
+            trace()
+        except HfaxError as error:
+            self.problems.append(str(error))
+        except Exception as error:
+            self.problems.append(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+
+    def _forward(self, params: Any, ids: Any) -> Any:
+        inputs: dict[str, Any] = {"input_ids": ids}
+        if self.traced.traits.is_encoder_decoder:
+            inputs["decoder_input_ids"] = ids
+        return self.traced.apply(params, (), inputs)
+
+    def _decoding(self) -> None:
+        sizes, cache = [], {}
+        for capacity in _CAPACITIES:
+            _, cache = jax.eval_shape(
+                lambda p, x, c=capacity: self.traced.prefill(p, x, {}, c),
+                self.params,
+                {"input_ids": _ids(_PROMPT), "attention_mask": _ids(_PROMPT)},
+            )
+            sizes.append(sum(a.size * a.dtype.itemsize for a in cache.values()))
+        small, large = _CAPACITIES
+        per_token = (sizes[1] - sizes[0]) // (large - small)
+        self.cache_bytes_per_token, self.state_bytes = per_token, sizes[0] - per_token * small
+        scalar, row = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+
+        def step(params: Any, cache: Any, tokens: Any, length: Any, positions: Any, mask: Any) -> Any:
+            return self.traced.decode_step(
+                params,
+                cache,
+                tokens,
+                length=length,
+                positions=positions,
+                attention_mask=mask,
+                capacity=large,
+                static={},
+            )
+
+        lowered = jax.jit(step).lower(self.params, cache, row, scalar, row, _ids(large))
+        self.operations_per_token = (lowered.cost_analysis() or {}).get("flops")
+
+
+def _config(model: str | Path | PretrainedConfig, trust_remote_code: bool) -> PretrainedConfig:
+    if isinstance(model, PretrainedConfig):
+        return copy.deepcopy(model)
+    from hfax.demo import demo_folder
+
+    path: Any = demo_folder() if model == "demo" else model
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidInputError(
+            f"No config was found for {model!r}.",
+            " ".join(str(error).split())[:300],
+            "Pass a Hub id, a folder with a config.json, or a config.json; gated repositories need `hf auth login`.",
+        ) from error
+
+
+def _shape(tensor: Any) -> jax.ShapeDtypeStruct:
+    from hfax.load.placement import to_numpy
+
+    if tensor.device.type != "meta":
+        array = to_numpy(tensor)
+        return jax.ShapeDtypeStruct(array.shape, array.dtype)
+    dtype = jnp.dtype(str(tensor.dtype).removeprefix("torch."))
+    narrow = {"int64": "int32", "float64": "float32"}
+    return jax.ShapeDtypeStruct(tuple(tensor.shape), narrow.get(dtype.name, dtype.name))
+
+
+def _ids(length: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+
+def _static_arguments(module: Any) -> tuple[str, ...]:
+    """Parameters of forward that take no arrays, by their annotations."""
+    found = []
+    for name, parameter in python_inspect.signature(module.forward).parameters.items():
+        text = str(parameter.annotation)
+        if parameter.kind is parameter.VAR_KEYWORD or "Tensor" in text or "Cache" in text:
+            continue
+        if "bool" in text or "int" in text or "str" in text:
+            found.append(name)
+    return tuple(found)
+
+
+def _check(config: PretrainedConfig, class_name: str, task: str | None) -> str:
+    """ "agrees", or how the shrunken copy differs from plain transformers."""
+    from hfax.matrix.architectures import MAPPINGS, Architecture, architectures
+    from hfax.matrix.runner import run_cases
+
+    mapping = next(
+        (
+            m
+            for m in MAPPINGS
+            if any(a.class_name == class_name and a.model_type == config.model_type for a in architectures(m))
+        ),
+        None,
+    )
+    if mapping is None:
+        raise UnsupportedModelError(
+            f"{class_name} cannot be checked.",
+            "It is in none of transformers' auto mappings, so hfax does not know its inputs.",
+            "Leave the check out, and compare a forward pass with plain transformers by hand.",
+        )
+    architecture = Architecture(mapping=mapping, model_type=config.model_type, class_name=class_name)
+    (result,) = run_cases([architecture], num_jobs=1)
+    return "agrees" if result.outcome == "works" else f"A shrunken copy: {result.outcome}. {result.reason}"

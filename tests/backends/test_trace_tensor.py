@@ -1,0 +1,258 @@
+"""Tensors of a trace: each thing that torchax's own tensors get silently wrong, beside torch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from hfax.backends import torchax as tracing
+from hfax.errors import UnsupportedModelError
+
+
+def _traced(function: Callable[..., Any], *arrays: np.ndarray) -> list[np.ndarray]:
+    """`function` of torch tensors, run inside a trace."""
+
+    def call(*values: jax.Array) -> list[jax.Array]:
+        def inside(_: torch.nn.Module) -> list[jax.Array]:
+            out = function(*(tracing.wrap(v) for v in values))
+            return [tracing.unwrap(o) for o in (out if isinstance(out, tuple) else (out,))]
+
+        return tracing.call_module(torch.nn.Identity(), {}, inside)
+
+    return [np.array(o) for o in jax.jit(call)(*arrays)]
+
+
+def _same(function: Callable[..., Any], *arrays: np.ndarray) -> None:
+    out = function(*(torch.from_numpy(a.copy()) for a in arrays))
+    expected = [o.numpy() for o in (out if isinstance(out, tuple) else (out,))]
+    for ours, theirs in zip(_traced(function, *arrays), expected, strict=True):
+        assert ours.shape == theirs.shape
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+_X = np.arange(24, dtype=np.float32).reshape(4, 6)
+
+_VIEWS: dict[str, Callable[[Any], Any]] = {
+    "view": lambda x: x.view(-1),
+    "view to more axes": lambda x: x.view(2, 2, 6),
+    "reshape": lambda x: x.reshape(3, 8),
+    "flatten": lambda x: x.flatten(),
+    "t": lambda x: x.t(),
+    "transpose": lambda x: x.transpose(0, 1),
+    "permute": lambda x: x.permute(1, 0),
+    "chunk": lambda x: x.chunk(2, dim=1)[1],
+    "split": lambda x: x.split(3, dim=1)[0],
+    "unbind": lambda x: x.unbind(1)[2],
+    "select": lambda x: x.select(1, 3),
+    "narrow": lambda x: x.narrow(0, 1, 2),
+    "squeeze": lambda x: x.view(4, 1, 6).squeeze(1),
+    "unsqueeze": lambda x: x.unsqueeze(0),
+    "detach": lambda x: x.detach(),
+    "slice": lambda x: x[1:3, ::2],
+    "index": lambda x: x[:, 1],
+    "diagonal": lambda x: x.diagonal(),
+    "data": lambda x: x.data,
+    "view of a view": lambda x: x.transpose(0, 1)[1:4].unsqueeze(-1),
+}
+
+
+@pytest.mark.parametrize("name", _VIEWS)
+def test_write_through_a_view_reaches_the_base_and_its_other_views(name: str) -> None:
+    def function(x: Any) -> Any:
+        x = x + 0
+        other = x[2]
+        view = _VIEWS[name](x)
+        view.mul_(10)
+        view += 1
+        return x, other + 0, view + 0
+
+    _same(function, _X)
+
+
+@pytest.mark.parametrize("name", _VIEWS)
+def test_write_to_the_base_reaches_its_views(name: str) -> None:
+    def function(x: Any) -> Any:
+        x = x + 0
+        view = _VIEWS[name](x)
+        x.add_(5)
+        x[1] = 7
+        return view + 0
+
+    _same(function, _X)
+
+
+def test_reshape_of_a_transposed_tensor_is_a_copy() -> None:
+    def function(x: Any) -> Any:
+        x = x + 0
+        flat = x.t().reshape(-1)
+        flat.zero_()
+        return x
+
+    _same(function, _X)
+
+
+def test_write_of_a_traced_value_into_a_constant_and_its_view() -> None:
+    def function(x: Any) -> Any:
+        made = torch.zeros(4, 6, device=x.device)
+        row = made[1]
+        made[1] = x[1]
+        made[:, 2] = x[:, 0]
+        return made, row + 0
+
+    _same(function, _X)
+
+
+def test_copy_broadcasts_without_changing_the_shape() -> None:
+    def function(x: Any) -> Any:
+        x = x + 0
+        x.copy_(x[0] * 2)
+        return x
+
+    _same(function, _X)
+
+
+def test_type_as_leaves_its_source_alone() -> None:
+    def function(x: Any) -> Any:
+        x = x + 0.5
+        y = x.type_as(torch.zeros(1, dtype=torch.int32, device=x.device))
+        return x, y
+
+    _same(function, _X)
+
+
+@pytest.mark.parametrize("operation", [torch.add, torch.mul, torch.sub, torch.div, torch.maximum])
+def test_a_scalar_tensor_does_not_promote(operation: Callable[..., Any]) -> None:
+    def function(x: Any) -> Any:
+        scalar = x.sum()
+        assert scalar.ndim == 0
+        out = operation(x.to(torch.bfloat16), scalar)
+        assert out.dtype == torch.bfloat16
+        return out.float()
+
+    (ours,) = _traced(function, _X)
+    expected = function(torch.from_numpy(_X)).numpy()
+    np.testing.assert_allclose(ours, expected, rtol=0.02)
+
+
+def test_a_fully_masked_row_of_attention_is_zero() -> None:
+    def function(x: Any) -> Any:
+        q = x.view(1, 1, 4, 6)
+        mask = torch.ones(1, 1, 4, 4, dtype=torch.bool, device=x.device).tril()
+        mask[:, :, 2] = False
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    (ours,) = _traced(function, _X / 24)
+    assert not np.isnan(ours).any()
+    assert (ours[0, 0, 2] == 0).all()
+
+
+# Constants
+
+
+def test_constants_steer_python_code() -> None:
+    def function(x: Any) -> Any:
+        lengths = torch.arange(x.shape[0], device=x.device) + 1
+        if lengths.max() > 3 and (lengths > 0).all():
+            x = x * lengths[-1].item()
+        for start, end in zip([0, *lengths.tolist()], lengths.tolist(), strict=False):
+            x = x + (end - start)
+        return x[lengths > 2]
+
+    _same(function, _X)
+
+
+def test_a_table_on_the_host_is_indexed_by_a_traced_tensor() -> None:
+    table = torch.arange(100).float().view(50, 2)
+    _same(lambda i: table[i], np.array([3, 7, 49]))
+
+
+def test_large_constants_are_computed_by_the_program() -> None:
+    def call(x: jax.Array) -> jax.Array:
+        def inside(_: Any) -> jax.Array:
+            return tracing.unwrap(tracing.wrap(x) + torch.ones(1000, 1000, device="jax"))
+
+        return tracing.call_module(torch.nn.Identity(), {}, inside)
+
+    lowered = jax.jit(call).lower(jax.ShapeDtypeStruct((1000, 1000), jnp.float32))
+    assert len(lowered.as_text()) < 20_000
+
+
+def test_a_range_between_traced_bounds_of_known_distance() -> None:
+    def function(x: Any, n: Any) -> Any:
+        end = n + 3
+        return torch.arange(n, end), x[n:end]
+
+    ours = _traced(function, _X[:, 0].copy(), np.int32(1))
+    assert ours[0].tolist() == [1, 2, 3]
+    assert ours[1].tolist() == _X[1:4, 0].tolist()
+
+
+def test_bounds_of_a_traced_scalar_answer_comparisons() -> None:
+    def function(n: Any) -> Any:
+        n.at_least = 1
+        assert n > 0
+        assert n != 0
+        assert not n + 2 == 1  # noqa: SIM201
+        assert max(0, 1 - n) == 0
+        return n
+
+    assert _traced(function, np.int32(5))[0] == 5
+
+
+# Masks and indices
+
+
+def test_writes_through_a_traced_mask() -> None:
+    def function(x: Any) -> Any:
+        x = x + 0
+        x[x > 20] = -1
+        x[x[:, 0] > 10] = torch.arange(6, dtype=x.dtype, device=x.device)
+        return x
+
+    _same(function, _X)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[x > 3],
+        lambda x: x if x.sum() > 0 else -x,
+        lambda x: x * x.max().item(),
+        lambda x: x[: x[0, 1].long()],
+        lambda x: torch.arange(x[0, 1].long()),
+    ],
+)
+def test_looking_at_a_traced_value_is_an_error_that_names_the_line(function: Callable[[Any], Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"test_trace_tensor\.py:\d+ in <lambda>"):
+        _traced(function, _X)
+
+
+def test_an_operation_without_a_lowering_is_an_error_that_names_it() -> None:
+    with pytest.raises(UnsupportedModelError, match="aten"):
+        _traced(lambda x: torch.geqrf(x)[0], _X)
+
+
+def test_in_place_forms_without_a_lowering_use_the_functional_one() -> None:
+    def function(x: Any) -> Any:
+        x = x + 0
+        x[1:3].masked_fill_(x[1:3] > 8, 0)
+        x.clamp_(max=15)
+        x.index_fill_(0, torch.tensor([0]), 3.0)
+        return x
+
+    _same(function, _X)
+
+
+def test_values_kept_on_a_module_do_not_outlive_the_trace() -> None:
+    class Counter(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            self.seen = x + 1
+            return self.seen
+
+    module = Counter()
+    jax.jit(lambda x: tracing.call_module(module, {}, lambda m: tracing.unwrap(m(tracing.wrap(x)))))(jnp.ones(3))
+    assert not hasattr(module, "seen")

@@ -1,0 +1,162 @@
+"""Patches: in force for one thread and one trace, gone afterwards, and open to others."""
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from hfax import AutoModelForTPU, register_patch
+from hfax.errors import InvalidInputError
+from hfax.patches import registry
+from hfax.patches.patch import ForwardPatch, FunctionPatch, OpPatch
+
+_PATCHED = FunctionPatch(
+    name="test-arange", why="a test", target="torch:arange", make=lambda original: lambda *a, **k: original(*a, **k) + 1
+)
+
+
+def _state() -> dict[str, Any]:
+    """What patching might leave changed."""
+    from transformers import masking_utils
+    from transformers.models.llama import modeling_llama
+
+    classes = [c for c in vars(modeling_llama).values() if isinstance(c, type)]
+    return {
+        "torch": {n: getattr(torch, n) for n in ("arange", "_check_tensor_all", "_check_tensor_all_with")},
+        "classes": {c.__qualname__: dict(vars(c)) for c in classes},
+        "masks": dict(vars(masking_utils.AttentionMaskInterface)),
+        "mask functions": dict(masking_utils.AttentionMaskInterface._global_mapping),
+    }
+
+
+@pytest.fixture
+def llama() -> torch.nn.Module:
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=50
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def test_tracing_leaves_transformers_classes_as_they_were(llama: Any) -> None:
+    model = AutoModelForTPU.from_config(llama.config)
+    model(torch.tensor([[1, 2, 3]]))  # registers hfax's own names, once
+    before = _state()
+    model(torch.tensor([[1, 2, 3, 4]]))
+    model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=3)
+    assert _state() == before
+
+
+def test_every_patch_names_itself_its_reason_and_what_it_changes() -> None:
+    patches = registry.all_patches()
+    assert len({p.name for p in patches}) == len(patches)
+    for patch in patches:
+        assert patch.why
+        assert patch.applies_to()
+        if isinstance(patch, OpPatch):
+            assert patch.resolve(), f"{patch.name}: this torch has none of {patch.ops}"
+        if isinstance(patch, FunctionPatch):
+            holder, name = patch.owner()
+            assert callable(getattr(holder, name))
+
+
+def test_every_forward_patch_names_a_class_that_exists() -> None:
+    from pathlib import Path
+
+    sources = "".join(p.read_text() for p in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"))
+    for patch in registry.all_patches():
+        if isinstance(patch, ForwardPatch):
+            assert all(f"class {name}(" in sources for name in patch.classes), patch.name
+
+
+def test_a_function_patch_holds_in_its_block_and_thread_alone(llama: Any) -> None:
+    undo = register_patch(_PATCHED)
+    before = torch.arange
+    elsewhere: list[Any] = []
+    try:
+        with registry.patched(llama) as used:
+            assert torch.arange(2).tolist() == [1, 2]
+            with registry.patched(llama):
+                assert torch.arange(2).tolist() == [2, 3]
+            thread = threading.Thread(target=lambda: elsewhere.append(torch.arange(2).tolist()))
+            thread.start()
+            thread.join()
+        assert elsewhere == [[0, 1]]
+        assert "test-arange" in used
+        assert torch.arange is before
+        with pytest.raises(KeyError), registry.patched(llama):
+            raise KeyError
+        assert torch.arange is before
+    finally:
+        undo()
+    with registry.patched(llama):
+        assert torch.arange(2).tolist() == [0, 1]
+
+
+def test_a_forward_patch_changes_instances_not_classes(llama: Any) -> None:
+    patch = ForwardPatch(
+        name="test-norm",
+        why="a test",
+        classes=("LlamaRMSNorm",),
+        make=lambda module, original: lambda x: original(x) * 0,
+    )
+    undo = register_patch(patch)
+    x = torch.ones(1, 32)
+    norm: Any = llama.model.norm
+    try:
+        with torch.no_grad(), registry.patched(llama) as used:
+            assert float(norm(x).abs().max()) == 0
+            assert "test-norm" in used
+        assert float(norm(x).detach().abs().max()) > 0
+        assert "forward" not in vars(norm)
+    finally:
+        undo()
+
+
+def test_a_registered_op_patch_changes_the_model_and_its_programs(llama: Any) -> None:
+    config = llama.config
+    model = AutoModelForTPU.from_config(config)
+    ids = torch.tensor([[1, 2, 3]])
+    before = model(ids).logits
+    undo = register_patch(
+        OpPatch(
+            name="test-silu",
+            why="a test",
+            ops=("torch.nn.functional.silu", "aten.silu"),
+            lower=lambda x, inplace=False: x * 0,
+        )
+    )
+    try:
+        changed = AutoModelForTPU.from_config(config)
+        assert float((changed(ids).logits - before).abs().max()) > 1e-3
+        assert "test-silu" in changed.patches_used
+    finally:
+        undo()
+    again = AutoModelForTPU.from_config(config)
+    np.testing.assert_allclose(again(ids).logits, before, rtol=1e-5)
+
+
+def test_a_name_can_be_taken_once() -> None:
+    undo = register_patch(_PATCHED)
+    with pytest.raises(InvalidInputError, match="test-arange"):
+        register_patch(_PATCHED)
+    undo()
+    register_patch(_PATCHED)()
+
+
+def test_what_is_no_patch_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="no patch"):
+        register_patch("linear")  # type: ignore[arg-type]
+
+
+def test_patches_of_versions_that_are_not_installed_are_left_out() -> None:
+    old = FunctionPatch(
+        name="test-old", why="a test", target="torch:arange", make=lambda o: o, versions=("transformers<5",)
+    )
+    undo = register_patch(old)
+    try:
+        assert "test-old" not in {p.name for p in registry.all_patches()}
+    finally:
+        undo()
