@@ -267,6 +267,8 @@ def _new_int(name: str, value: int, fields: dict[str, Any], layers: list[int] | 
         return min(value, len(layers or (0, 0))) if layers else min(value, 2)
     if name in ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "first_k_dense") and layers:
         return sum(1 for i in layers if i < value)
+    if name == "image_size" and isinstance(fields.get("patch_size"), int) and "depths" not in fields:
+        return min(value, 4 * fields["patch_size"])
     if name == "num_kv_shared_layers" and layers:
         count = next(v for n, v in fields.items() if _LAYER_COUNTS.match(n) and isinstance(v, int))
         return sum(1 for i in layers if i >= count - value)
@@ -337,6 +339,13 @@ def _new_list(name: str, value: Any, fields: dict[str, Any], layers: list[int] |
     ):
         kept_here = [layers.index(v) for v in value if v in layers]
         return make(kept_here or [len(layers) - 1])
+    return _staged(name, value, fields)
+
+
+def _staged(name: str, value: Any, fields: dict[str, Any]) -> Any:
+    """Lists with an entry for each stage of a hierarchical model: one layer a stage, and narrow ones."""
+    if name in ("depths", "num_blocks_per_stage", "layers_per_stage") and all(isinstance(v, int) for v in value):
+        return type(value)(min(v, 1) for v in value)
     return value
 
 

@@ -43,9 +43,71 @@ def make_inputs(model: Any, mapping: str) -> CaseInputs:
     names = set(inspect.signature(model.forward).parameters)
     if mapping in GENERATING and not model.config.is_encoder_decoder and model.main_input_name == "input_ids":
         return _decoder(model, names)
+    if mapping == "zero-shot-image-classification":
+        return _image_and_text(model, names)
     if model.main_input_name == "input_ids":
         return _encoder(model, names, mapping)
-    raise NotImplementedError(f"no inputs for {model.main_input_name}")
+    main = _MAIN_INPUTS.get(model.main_input_name)
+    if main is None:
+        raise NotImplementedError(f"no inputs for {model.main_input_name}")
+    forward: dict[str, Any] = {model.main_input_name: main(model, mapping)}
+    if model.config.is_encoder_decoder and "decoder_input_ids" in names:
+        forward["decoder_input_ids"] = token_ids(model, length=6, seed=1)
+    generate = {n: v for n, v in forward.items() if n != "decoder_input_ids"}
+    return CaseInputs(forward=forward, generate=generate, mask=None)
+
+
+def _field(config: Any, *names: str) -> Any:
+    """The first of the fields that the config or one of its parts has."""
+    parts = [config, *(getattr(config, n, None) for n in config.sub_configs)]
+    for part in parts:
+        for name in names:
+            if part is not None and (value := getattr(part, name, None)) is not None:
+                return value
+    return None
+
+
+def _pixels(model: Any, mapping: str) -> torch.Tensor:
+    """[2, channels, height, width], or [2, frames, channels, height, width] for video."""
+    size = _field(model.config, "image_size", "input_size", "img_size") or 64
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    channels = _field(model.config, "num_channels") or 3
+    frames = (_field(model.config, "num_frames") or 8,) if mapping == "video-classification" else ()
+    return torch.randn((2, *frames, channels, height, width), generator=torch.Generator().manual_seed(0))
+
+
+def _wave(model: Any, mapping: str) -> torch.Tensor:
+    """[2, samples], or [2, frames, mel bins] for models that read spectrograms under this name."""
+    generator = torch.Generator().manual_seed(0)
+    if (length := getattr(model.config, "max_length", None)) and (bins := getattr(model.config, "num_mel_bins", None)):
+        return torch.randn((2, length, bins), generator=generator)
+    return torch.randn((2, 4000), generator=generator)
+
+
+def _features(model: Any, mapping: str) -> torch.Tensor:
+    """[2, mel bins, frames] for Whisper's family, [2, frames, features] for the others."""
+    generator = torch.Generator().manual_seed(0)
+    config = model.config
+    if (positions := getattr(config, "max_source_positions", None)) and config.model_type in ("whisper",):
+        return torch.randn((2, config.num_mel_bins, 2 * positions), generator=generator)
+    width = _field(config, "feature_projection_input_dim", "input_feat_per_channel", "num_mel_bins", "input_dim")
+    if width is None:
+        raise NotImplementedError("the width of the features is not in the config")
+    return torch.randn((2, 80, width), generator=generator)
+
+
+_MAIN_INPUTS = {"pixel_values": _pixels, "input_values": _wave, "input_features": _features}
+
+
+def _image_and_text(model: Any, names: set[str]) -> CaseInputs:
+    ids = token_ids(model, length=8)
+    end = _field(model.config, "eos_token_id")
+    if isinstance(end, int):
+        ids[:, -1] = end
+    forward: dict[str, Any] = {"pixel_values": _pixels(model, ""), "input_ids": ids}
+    if "attention_mask" in names:
+        forward["attention_mask"] = torch.ones_like(ids)
+    return CaseInputs(forward=forward, generate={}, mask=None)
 
 
 def _vocabulary(model: Any) -> int:
