@@ -197,6 +197,10 @@ def _shrink(config: Any, tokens: dict[int, int]) -> None:
             _set(config, name, new)
     for name, value in SPECIAL.get(config.model_type, {}).items():
         _set(config, name, value(config) if callable(value) else value)
+    if layers and len(fields.get("stage_names") or ()) > len(layers) + 1:
+        _set(config, "stage_names", ["stem", *(f"stage{i + 1}" for i in range(len(layers)))])
+        _set(config, "_out_features", [f"stage{len(layers)}"])
+        _set(config, "_out_indices", [len(layers)])
     _fit_state_space_heads(config)
     _fit_layer_overrides(config, layers)
     if getattr(config, "rope_parameters", None):
@@ -267,6 +271,8 @@ def _new_int(name: str, value: int, fields: dict[str, Any], layers: list[int] | 
         return min(value, len(layers or (0, 0))) if layers else min(value, 2)
     if name in ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "first_k_dense") and layers:
         return sum(1 for i in layers if i < value)
+    if name == "embed_dim" and isinstance(fields.get("num_heads"), (list, tuple)):  # each stage doubles it
+        return min(value, HEAD_DIM * fields["num_heads"][0])
     if name == "image_size" and isinstance(fields.get("patch_size"), int) and "depths" not in fields:
         return min(value, 4 * fields["patch_size"])
     if name == "num_kv_shared_layers" and layers:

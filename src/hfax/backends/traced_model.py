@@ -172,14 +172,13 @@ class TracedModel:
             inputs.pop("attention_mask", None)
 
         def call(module: torch.nn.Module) -> tuple[jax.Array, Arrays]:
-            cache = self._make_cache(capacity)
-            out = module(
-                **tracing.wrap(inputs), **static, **self._cache_arguments(cache), **self._keep_last(ids.shape[1])
-            )
-            arrays = _cache_arrays(cache, out)
+            cache, arguments, encoded = self._make_cache(capacity), tracing.wrap(inputs), {}
             if traits.is_encoder_decoder:
-                arrays["encoder.hidden"] = tracing.unwrap(out.encoder_last_hidden_state)
-            return _last(tracing.unwrap(out.logits)), arrays
+                outputs, arguments = _run_encoder(module, arguments)
+                encoded = {f"encoder.{n}": tracing.unwrap(t) for n, t in outputs.items() if isinstance(t, torch.Tensor)}
+                arguments["encoder_outputs"] = outputs
+            out = module(**arguments, **static, **self._cache_arguments(cache), **self._keep_last(ids.shape[1]))
+            return _last(tracing.unwrap(out.logits)), _cache_arrays(cache, out) | encoded
 
         kept: Arrays = {}
         logits, arrays = tracing.call_module(self.module, self._all(params), call, used=self.patches_used, kept=kept)
@@ -239,7 +238,8 @@ class TracedModel:
             cache_object = self._make_cache(capacity, length=length, arrays=state)
             arguments = {**tracing.wrap(inputs), **static, **self._cache_arguments(cache_object)}
             if traits.is_encoder_decoder:
-                arguments["encoder_outputs"] = BaseModelOutput(last_hidden_state=tracing.wrap(cache["encoder.hidden"]))
+                encoded = {n.removeprefix("encoder."): tracing.wrap(a) for n, a in cache.items() if n.startswith("encoder.")}
+                arguments["encoder_outputs"] = _EncoderOutputs(encoded)
             with decoder_padding(None if traits.is_encoder_decoder else tracing.wrap(attention_mask)):
                 out = module(**arguments)
             return _last(tracing.unwrap(out.logits)), cache | _cache_arrays(cache_object, out)
@@ -314,6 +314,31 @@ class TracedModel:
         for alias, name in self._tied.items():
             weights.setdefault(alias, weights[name])
         return weights
+
+
+class _EncoderOutputs(BaseModelOutput):
+    """An encoder's result with whatever tensors it had, under their names; what it had not is None."""
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        super().__init__(last_hidden_state=tensors["last_hidden_state"])
+        for name, tensor in tensors.items():
+            object.__setattr__(self, name, tensor)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return None
+
+
+def _run_encoder(module: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The encoder's result, and the inputs left for the decoder; as transformers' own generate does it."""
+    encoder = module.get_encoder()
+    names = inspect.signature(encoder.forward).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in names.values())
+    own = {n: v for n, v in inputs.items() if not n.startswith("decoder_") and (n in names or takes_all)}
+    outputs = encoder(**own, return_dict=True)
+    left = {n: v for n, v in inputs.items() if n.startswith("decoder_") or n == "attention_mask"}
+    return outputs, left
 
 
 def _cache_arrays(cache: Any, out: Any) -> Arrays:
