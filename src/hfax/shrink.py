@@ -172,6 +172,10 @@ def shrink_config(config: PretrainedConfig) -> PretrainedConfig:
     """
     small = copy.deepcopy(config)
     try:
+        text = small.get_text_config()
+        if text is not small and vars(small).get("vision_config") is not None and vars(text).get("rope_parameters"):
+            # the sections of three-dimensional positions are often a default of the modelling code, for full-size heads
+            text.rope_parameters.setdefault("mrope_section", [1, 1, 1])
         _shrink(small, _token_map(small))
     except Exception as error:
         raise UnsupportedModelError(

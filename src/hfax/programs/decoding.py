@@ -66,7 +66,8 @@ def start(
     seq2seq = model.traits.is_encoder_decoder
     prompt = inputs["decoder_input_ids" if seq2seq else "input_ids"].astype(jnp.int32)
     prompt_mask = jnp.ones_like(prompt) if seq2seq else inputs["attention_mask"].astype(jnp.int32)
-    mask = inputs["attention_mask"].astype(jnp.int32) if "attention_mask" in inputs else prompt_mask
+    absent = prompt_mask[:, :0] if seq2seq else prompt_mask  # an encoder without a mask gets none in decoding, too
+    mask = inputs["attention_mask"].astype(jnp.int32) if "attention_mask" in inputs else absent
     if not seq2seq:
         mask = jnp.pad(mask, ((0, 0), (0, spec.capacity - mask.shape[1])), constant_values=1)
     batch, length = prompt.shape
