@@ -1,0 +1,93 @@
+"""A fixed sample of the support matrix that goes through every patch and every kind of cache, compared with plain transformers."""
+
+from collections import Counter
+
+import pytest
+
+from hfax.matrix.architectures import MAPPINGS, Architecture, architectures
+from hfax.matrix.case import CaseResult
+from hfax.matrix.command import run_matrix
+from hfax.matrix.report import render
+from hfax.matrix.runner import run_cases
+from hfax.patches import registry
+
+SAMPLE = {
+    "causal-lm": [
+        "llama",  # full attention
+        "mistral",  # a sliding window shorter than the prompt
+        "gemma4_text",  # heads that differ between layers, shared caches
+        "llama4_text",  # chunked attention
+        "deepseek_v3",  # latent attention
+        "deepseek_v32",  # an indexer's keys
+        "deepseek_v4",  # without a cache; additive masks; sinks
+        "mamba2",  # states
+        "qwen3_next",  # gated delta rule beside attention
+        "falcon_h1",  # attention and states in one layer
+        "inkling_text",  # a window and states in one layer
+        "recurrent_gemma",  # states on modules
+        "rwkv",  # a list of states
+        "zamba2",  # shared attention
+        "bart",  # positions that count padding
+        "xglm",
+        "dbrx",
+        "jetmoe",
+        "longcat_flash",
+        "gpt_oss",
+    ],
+    "seq2seq-lm": ["t5", "m2m_100", "nllb-moe", "switch_transformers", "seamless_m4t", "seamless_m4t_v2"],
+    "masked-lm": ["xlm", "bert"],
+    "image-text-to-text": ["llava"],
+    "speech-seq2seq": ["whisper"],
+    "image-classification": ["vit"],
+    "ctc": ["wav2vec2"],
+}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, CaseResult]:
+    chosen = [a for mapping, types in SAMPLE.items() for a in architectures(mapping) if a.model_type in types]
+    return {f"{r.mapping}/{r.model_type}": r for r in run_cases(chosen)}
+
+
+@pytest.mark.parametrize("name", [f"{mapping}/{t}" for mapping, types in SAMPLE.items() for t in types])
+def test_agrees_with_transformers(results: dict[str, CaseResult], name: str) -> None:
+    result = results[name]
+    assert result.outcome == "works", result.reason
+    assert result.error <= 1e-4
+    if result.generates:
+        assert result.decode_traces == 1
+
+
+def test_the_sample_goes_through_every_patch(results: dict[str, CaseResult]) -> None:
+    used = Counter(name for r in results.values() for name in r.patches)
+    unused = {p.name for p in registry.all_patches()} - set(used)
+    assert unused <= {"prophetnet-positions", "no-value-checks", "no-value-checks-with"}
+
+
+def test_what_does_not_work_is_told_from_what_does(capsys: pytest.CaptureFixture[str]) -> None:
+    (result,) = run_cases([Architecture(mapping="causal-lm", model_type="xlnet", class_name="XLNetLMHeadModel")])
+    assert result.outcome == "generate fails"
+    assert "permutation mask" in result.reason
+    page = render([result])
+    assert "| causal-lm | 1 | 0 | 0 | 1 of 1 | 0 of 1 | 0 of 1, 0.0% |" in page
+    assert "| xlnet | generate fails |" in page
+
+
+def test_a_class_that_cannot_be_built_counts_neither_way() -> None:
+    (result,) = run_cases(
+        [Architecture(mapping="causal-lm", model_type="gemma4_assistant", class_name="Gemma4AssistantForCausalLM")]
+    )
+    assert result.outcome == "unbuilt"
+
+
+def test_command_writes_both_files(tmp_path) -> None:
+    failed = run_matrix(
+        mappings=["masked-lm"], model_types=["bert"], json_file=tmp_path / "a.json", markdown=tmp_path / "b" / "a.md"
+    )
+    assert failed == 0
+    assert '"outcome": "works"' in (tmp_path / "a.json").read_text()
+    assert "| masked-lm | 1 | 0 | 0 | 1 of 1 |  | 1 of 1, 100.0% |" in (tmp_path / "b" / "a.md").read_text()
+
+
+def test_every_mapping_has_architectures() -> None:
+    assert all(architectures(m) for m in MAPPINGS)

@@ -1,0 +1,121 @@
+"""Compiled programs on disk: found again, never trusted blindly, never in the way."""
+
+import logging
+import os
+import pickle
+import stat
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from hfax.programs import program_cache
+from hfax.programs.program_cache import ProgramCache, program_folder
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HFAX_HOME", str(tmp_path))
+    monkeypatch.delenv("HFAX_PROGRAM_CACHE", raising=False)
+    return tmp_path
+
+
+def _double(calls: list[int], cache: ProgramCache, size: int = 3) -> Any:
+    """The program that doubles; `calls` gets an entry for each trace."""
+
+    def function(x: jax.Array) -> tuple[jax.Array, str]:
+        calls.append(size)
+        return x * 2, "a note"
+
+    return cache.get("double", "key", function, (jnp.ones(size),))
+
+
+def _cache(key: str = "model") -> ProgramCache:
+    return ProgramCache(key, jax.devices()[0])
+
+
+def _files() -> list[Path]:
+    return sorted(program_folder().glob("*.program"))
+
+
+def test_second_object_neither_traces_nor_compiles() -> None:
+    calls: list[int] = []
+    _double(calls, _cache())
+    again = _double(calls, _cache())
+    assert calls == [3]
+    assert again.run(jnp.arange(3.0)).tolist() == [0, 2, 4]
+    assert again.note == "a note"
+
+
+def test_other_shapes_models_and_settings_are_other_programs() -> None:
+    calls: list[int] = []
+    _double(calls, _cache())
+    _double(calls, _cache(), size=4)
+    _double(calls, _cache("another model"))
+    with jax.default_matmul_precision("highest"):
+        _double(calls, _cache())
+    assert len(calls) == len(_files()) == 4
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a pickle", pickle.dumps(("wrong",))])
+def test_damaged_file_is_compiled_again(damage: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[int] = []
+    _double(calls, _cache())
+    (file,) = _files()
+    file.write_bytes(damage)
+    with caplog.at_level(logging.WARNING):
+        assert _double(calls, _cache()).run(jnp.ones(3)).tolist() == [2, 2, 2]
+    assert calls == [3, 3]
+    assert "compiled again" in caplog.text
+    _double(calls, _cache())
+    assert calls == [3, 3]
+
+
+def test_truncated_file_is_compiled_again() -> None:
+    calls: list[int] = []
+    _double(calls, _cache())
+    (file,) = _files()
+    file.write_bytes(file.read_bytes()[:-100])
+    assert _double(calls, _cache()).run(jnp.ones(3)).tolist() == [2, 2, 2]
+
+
+def test_files_are_for_their_owner_alone() -> None:
+    _double([], _cache())
+    assert stat.S_IMODE(program_folder().stat().st_mode) == 0o700
+    assert stat.S_IMODE(_files()[0].stat().st_mode) & 0o077 == 0
+
+
+def test_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HFAX_PROGRAM_CACHE", "0")
+    _double([], _cache())
+    assert not program_folder().exists()
+
+
+def test_what_was_unused_for_longest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    _double([], _cache("old"))
+    (old,) = _files()
+    os.utime(old, (1, 1))
+    _double([], _cache("middle"))
+    monkeypatch.setattr(program_cache, "_MAX_BYTES", old.stat().st_size * 2 + 1000)
+    _double([], _cache("new"))
+    assert len(_files()) == 2
+    assert not old.exists()
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    program_folder().parent.mkdir(exist_ok=True)
+    program_folder().write_text("a file where the folder should be")
+    with caplog.at_level(logging.WARNING):
+        assert _double([], _cache()).run(jnp.ones(3)).tolist() == [2, 2, 2]
+    assert "program not kept" in caplog.text
+
+
+def test_a_writer_that_died_leaves_nothing_that_is_read() -> None:
+    program_folder().mkdir(parents=True)
+    orphan = program_folder() / ".writing-dead"
+    orphan.write_bytes(b"half")
+    os.utime(orphan, (1, 1))
+    _double([], _cache())
+    assert not orphan.exists()

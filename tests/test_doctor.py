@@ -1,0 +1,77 @@
+"""A look at a model without its weights: the figures against arithmetic, the verdicts against what the model does."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+
+import hfax
+from hfax.errors import InvalidInputError
+
+
+def _llama_8b() -> transformers.LlamaConfig:
+    return transformers.LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        dtype="bfloat16",
+        tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
+    )
+
+
+def test_figures_of_a_full_size_model_are_the_arithmetic() -> None:
+    found = hfax.inspect(_llama_8b())
+    assert found.verdict == "works with patches"
+    assert found.num_parameters == 8_030_261_248
+    assert found.weight_bytes == 2 * found.num_parameters
+    assert found.cache_bytes_per_token == 32 * 2 * 8 * 128 * 2
+    assert found.state_bytes == 0
+    matrices = found.num_parameters - 128256 * 4096  # all but the embedding table
+    assert found.operations_per_token is not None
+    assert 2 * matrices < found.operations_per_token < 2.3 * matrices
+    assert "linear" in found.patches
+    assert found.patches["linear"]
+    assert "use_cache" in found.static_arguments
+
+
+def test_windows_and_states_do_not_grow() -> None:
+    mamba = hfax.inspect(transformers.MambaConfig(hidden_size=64, num_hidden_layers=2, state_size=8, vocab_size=99))
+    assert mamba.cache_bytes_per_token == 0
+    assert mamba.state_bytes is not None
+    assert mamba.state_bytes >= 2 * 128 * 8 * 4
+
+
+def test_what_fails_names_the_line() -> None:
+    found = hfax.inspect(hfax.shrink_config(transformers.LongformerConfig()), task="fill-mask")
+    assert found.verdict == "fails"
+    assert "modeling_longformer.py" in found.problems[0]
+
+
+def test_check_compares_a_small_copy_with_transformers() -> None:
+    config = hfax.shrink_config(_llama_8b())
+    assert hfax.inspect(config, check=True).checked == "agrees"
+
+
+def test_no_config(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="config"):
+        hfax.inspect(tmp_path)
+
+
+def test_command_prints_json_and_its_exit_code_is_the_verdict(tmp_path: Path) -> None:
+    hfax.shrink_config(_llama_8b()).save_pretrained(tmp_path / "good")
+    hfax.shrink_config(transformers.LongformerConfig(architectures=["LongformerForMaskedLM"])).save_pretrained(
+        tmp_path / "bad"
+    )
+    run = [sys.executable, "-m", "hfax", "doctor", "--json"]
+    good = subprocess.run([*run, str(tmp_path / "good")], capture_output=True, text=True, check=False)
+    bad = subprocess.run([*run, str(tmp_path / "bad")], capture_output=True, text=True, check=False)
+    assert (good.returncode, bad.returncode) == (0, 1), good.stderr + bad.stderr
+    assert json.loads(good.stdout)["class_name"] == "LlamaForCausalLM"
+    assert json.loads(bad.stdout)["problems"]
