@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect as python_inspect
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from hfax.backends.traced_model import TracedModel
 from hfax.errors import HfaxError, InvalidInputError, UnsupportedModelError
+from hfax.load.placement import to_numpy
 from hfax.patches import registry
 
 _PROMPT, _CAPACITIES = 64, (128, 256)
@@ -38,7 +40,8 @@ class Diagnosis:
         weight_bytes: in the config's dtype.
         cache_bytes_per_token: of keys and values, for one sequence; None if it does not generate.
         state_bytes: of what does not grow with the text (windows, recurrent states), for one sequence.
-        operations_per_token: floating-point operations of a decoding step, by XLA's count; None where it gives none.
+        operations_per_token: multiplications and additions in the matrix products of a decoding step, attention over 256 tokens
+            included (a loop's body counts once); None if it does not generate.
         static_arguments: parameters of forward that become part of the program.
         dtype: of the weights.
         checked: what the comparison with plain transformers gave; None if it was not asked for.
@@ -54,7 +57,7 @@ class Diagnosis:
     weight_bytes: int
     cache_bytes_per_token: int | None
     state_bytes: int | None
-    operations_per_token: float | None
+    operations_per_token: int | None
     static_arguments: tuple[str, ...]
     dtype: str
     checked: str | None
@@ -88,8 +91,7 @@ def inspect(
     code_folder = str(model) if trust_remote_code and not isinstance(model, PretrainedConfig) else None
     dtype = _resolve_dtype("auto", config, None)
     skeleton = _skeleton(config, task, dtype, code_folder, None)
-    buffers: Any = {n: _shape(b) for n, b in skeleton.buffers.items()}
-    traced = TracedModel(skeleton, skeleton.tied, buffers)
+    traced = TracedModel(skeleton, skeleton.tied, {n: jnp.asarray(to_numpy(b)) for n, b in skeleton.buffers.items()})
     params = {name: _shape(t) for name, t in skeleton.shapes.items()}
     look = _Look(traced, params)
     look.run()
@@ -124,7 +126,7 @@ class _Look:
         self.problems: list[str] = []
         self.cache_bytes_per_token: int | None = None
         self.state_bytes: int | None = None
-        self.operations_per_token: float | None = None
+        self.operations_per_token: int | None = None
 
     def run(self) -> None:
         """Forward for text models; prefill and a decoding step for those that write."""
@@ -180,8 +182,23 @@ class _Look:
                 static={},
             )
 
-        lowered = jax.jit(step).lower(self.params, cache, row, scalar, row, _ids(large))
-        self.operations_per_token = (lowered.cost_analysis() or {}).get("flops")
+        traced = jax.make_jaxpr(step)(self.params, cache, row, scalar, row, _ids(large))
+        self.operations_per_token = _product_operations(traced.jaxpr)
+
+
+def _product_operations(jaxpr: Any) -> int:
+    """Multiplications and additions of all matrix products of a traced function."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            contracted = equation.params["dimension_numbers"][0][0]
+            depth = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
+            total += 2 * math.prod(equation.outvars[0].aval.shape) * depth
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                total += _product_operations(inner)
+    return total
 
 
 def _config(model: str | Path | PretrainedConfig, trust_remote_code: bool) -> PretrainedConfig:
@@ -201,8 +218,6 @@ def _config(model: str | Path | PretrainedConfig, trust_remote_code: bool) -> Pr
 
 
 def _shape(tensor: Any) -> jax.ShapeDtypeStruct:
-    from hfax.load.placement import to_numpy
-
     if tensor.device.type != "meta":
         array = to_numpy(tensor)
         return jax.ShapeDtypeStruct(array.shape, array.dtype)

@@ -368,13 +368,14 @@ def _fit_layer_overrides(config: Any, layers: list[int] | None) -> None:
     spec = vars(config).get("_heterogeneity_spec")
     if spec is None or not layers:
         return
-    ratio = {"head_dim": 2}
-    config.per_layer_config = {
-        layers.index(index): {name: HEAD_DIM * ratio.get(name, 1) if _HEAD_DIMS.match(name) else value}
-        for index, fields in spec.per_layer_overrides.items()
-        for name, value in fields.items()
-        if index in layers
-    }
+    small: dict[int, dict[str, Any]] = {}
+    for index, different in spec.per_layer_overrides.items():
+        if index in layers:
+            small[layers.index(index)] = {
+                name: 2 * HEAD_DIM if name == "head_dim" else _new_value(name, value, different, layers, {})
+                for name, value in different.items()
+            }
+    config.per_layer_config = small
 
 
 def _fit_state_space_heads(config: Any) -> None:

@@ -33,6 +33,7 @@ SAMPLE = {
         "jetmoe",
         "longcat_flash",
         "gpt_oss",
+        "gemma4_unified",
     ],
     "seq2seq-lm": ["t5", "m2m_100", "nllb-moe", "switch_transformers", "seamless_m4t", "seamless_m4t_v2"],
     "masked-lm": ["xlm", "bert"],

@@ -39,7 +39,7 @@ def matrix(
             timeout_s=timeout_s,
             json_file=json_file,
             markdown=markdown,
-            say=lambda line: console.print(line, highlight=False, markup=False),
+            say=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
         )
         if failed:
             raise typer.Exit(1)

@@ -67,21 +67,23 @@ def run_matrix(
 
         results += run_cases(chosen, num_jobs=num_jobs, timeout_s=timeout_s, on_result=show)
         say(f"{mapping}: " + ", ".join(f"{n} {outcome}" for outcome, n in counts.most_common()))
+        _write(results, json_file, markdown)  # after each mapping: an interrupted run keeps what it has
     if not results:
         raise InvalidInputError(
             f"None of the mappings has {', '.join(model_types or [])}.",
             "Model types are spelled as in config.json.",
             "Look them up in docs/support.md.",
         )
+    return sum(r.outcome in HFAX_FAILS for r in results)
+
+
+def _write(results: list[CaseResult], json_file: Path | None, markdown: Path | None) -> None:
     results.sort(key=lambda r: (list(MAPPINGS).index(r.mapping), r.model_type))
     if json_file is not None:
-        _replace(
-            json_file,
-            json.dumps({"versions": versions(), "results": [dataclasses.asdict(r) for r in results]}, indent=1),
-        )
+        rows = [dataclasses.asdict(r) for r in results]
+        _replace(json_file, json.dumps({"versions": versions(), "results": rows}, indent=1))
     if markdown is not None:
         _replace(markdown, render(results))
-    return sum(r.outcome in HFAX_FAILS for r in results)
 
 
 def _replace(path: Path, text: str) -> None:

@@ -11,6 +11,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterable
 
+from hfax import __version__
 from hfax.matrix.architectures import MAPPINGS
 from hfax.matrix.case import CaseResult, first_line
 
@@ -28,8 +29,8 @@ count neither way in the last column."""
 
 def versions() -> dict[str, str]:
     """Of what the results depend on."""
-    names = ("hfax", "transformers", "torch", "jax", "torchax")
-    return {name: importlib.metadata.version(name) for name in names}
+    names = ("transformers", "torch", "jax", "torchax")
+    return {"hfax": __version__} | {name: importlib.metadata.version(name) for name in names}
 
 
 def render(results: list[CaseResult]) -> str:

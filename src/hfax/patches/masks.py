@@ -104,7 +104,22 @@ def _make(original: Callable[..., Any]) -> Callable[..., Any]:
     return get
 
 
+def _make_block_padding(original: Callable[..., Any]) -> Callable[..., Any]:
+    def pad(block_sequence_ids: Any, attention_mask: Any, kv_length: int, kv_offset: Any) -> Any:
+        if isinstance(kv_offset, torch.Tensor):  # a cache's ring, in decoding: what is written belongs to no block
+            return torch.full_like(block_sequence_ids, -1)
+        return original(block_sequence_ids, attention_mask, kv_length, kv_offset)
+
+    return pad
+
+
 PATCHES: list[Patch] = [
+    FunctionPatch(
+        name="blocks-beside-a-ring",
+        why="transformers pads the blocks of image tokens to the cache's length plus its offset, which is a vector for a ring",
+        target="transformers.masking_utils:maybe_pad_block_sequence_ids",
+        make=_make_block_padding,
+    ),
     FunctionPatch(
         name="masks-from-positions",
         why="transformers' sdpa and eager masks look at values to skip themselves, and do not know the slots of hfax's cache: "

@@ -253,7 +253,8 @@ def _read(path: Path, name: str, device: jax.Device) -> Program | None:
         return None
     except Exception as error:
         logger.warning("%s could not be used and is compiled again (%s: %s)", path, type(error).__name__, error)
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
         return None
 
 
