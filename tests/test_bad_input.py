@@ -320,17 +320,17 @@ while True:
 
 def test_ctrl_c_in_generation_ends_it_and_leaves_the_cache_usable(folder: Path, tmp_path: Path) -> None:
     environment = os.environ | {"HFAX_HOME": str(tmp_path)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", _INTERRUPTED, str(folder)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"ready\n"
-    time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    command = [sys.executable, "-c", _INTERRUPTED, str(folder)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, **pipes) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            time.sleep(0.3)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode != 0
     assert b"KeyboardInterrupt" in errors or process.returncode == -signal.SIGINT
     assert not list(tmp_path.rglob(".writing-*"))
