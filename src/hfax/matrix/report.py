@@ -55,7 +55,7 @@ def _summary(results: list[CaseResult]) -> Iterable[str]:
         outcomes = Counter(r.outcome for r in rows)
         ran = len(rows) - outcomes["unbuilt"] - outcomes["reference fails"]
         forward = ran - outcomes["forward fails"] - outcomes["forward differs"]
-        writers = [r for r in rows if r.generates]
+        writers = [r for r in rows if r.generates and r.outcome != "reference fails"]
         writes = f"{sum(r.outcome == 'works' for r in writers)} of {len(writers)}" if writers else ""
         share = f"{100 * outcomes['works'] / ran:.1f}%" if ran else ""
         yield (
