@@ -1,31 +1,43 @@
 """Decoding speed at batch 1 beside what else a user could run, and the memory bandwidth measured in the same run.
 
-    JAX_PLATFORMS=cpu python benchmarks/decode.py --json benchmarks/results/decode.json    # both dtypes, about ten minutes
-    JAX_PLATFORMS=cpu python benchmarks/decode.py --small                                  # a smoke test of the benchmark
+    python benchmarks/decode.py --json benchmarks/results/decode.json       # both dtypes, two runs: about ten minutes
+    python benchmarks/decode.py --dtype bfloat16 --cases hfax eager --runs 3
+    python benchmarks/decode.py --small                                     # a tiny model: does the benchmark work?
 
-Qwen3-0.6B's shape with random weights, a prompt of 64 tokens, 64 new ones, greedy, no end-of-sequence token. Every case
-(`benchmarks/decode_cases.py`) loads the same checkpoint in a process of its own; the cases take turns, `--rounds` times. Decoding
-alone counts: seconds for all new tokens less seconds for one, after a warm-up call. The bytes that each token must move are those
-of every weight once (the embedding table once, as the head) and of the cache.
+Qwen3-0.6B's shape with random weights, a prompt of 64 tokens, 64 new ones, greedy, no end-of-sequence token. Every case of
+`benchmarks/decode_cases.py` reads the same checkpoint in a process of its own, and the cases take turns, `--runs` times; figures
+are medians. Tokens a second are of decoding alone: the seconds of a call that writes all tokens less those of one that writes only
+the first. What a token must move is every weight once (the tied embedding once, as the head) and the cache. Caches of compiled
+programs start empty and live as long as the run: first calls are those of the first process.
 """
 
+from __future__ import annotations
+
 import argparse
+import contextlib
+import ctypes
+import importlib.metadata
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from decode_cases import CASES, NEW_TOKENS, PROMPT_TOKENS
 
-PROMPT_TOKENS = 64
+DTYPES = {"float32": 4, "bfloat16": 2}
+"""Bytes of one number."""
 SHAPE = {
     "hidden_size": 1024,
     "intermediate_size": 3072,
@@ -37,164 +49,207 @@ SHAPE = {
 }
 """Qwen3-0.6B."""
 SMALL = SHAPE | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 199}
+COLUMNS = "tokens/s", "of limit", "hfax is", "first token", "first call", "trace", "compile", "peak GB", "tokens"
 
 
-def read_bandwidth() -> float:
-    """Bytes a second that two threads read from 1 GB of memory (numpy sums of 64-bit words); the best of five."""
-    array = np.ones(1 << 27, np.int64)
-    halves = np.array_split(array, os.cpu_count() or 2)
-    best = 0.0
-    for _ in range(5):
-        threads = [threading.Thread(target=half.sum) for half in halves]
+def read_bandwidth(num_bytes: int) -> float:
+    """Bytes a second that all cores together read from memory: the best of two readers, a few times each.
+
+    `memchr` for a byte that is not there and the scalar product of an array with itself; both run without Python's lock.
+    """
+    libc = ctypes.CDLL(None)
+    libc.memchr.argtypes, libc.memchr.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t), ctypes.c_void_p
+    parts = np.array_split(np.ones(num_bytes // 4, np.float32), os.cpu_count() or 1)
+
+    def seconds(read: Callable[[np.ndarray], object]) -> float:
+        threads = [threading.Thread(target=read, args=(part,)) for part in parts]
         start = time.perf_counter()
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        best = max(best, array.nbytes / (time.perf_counter() - start))
-    return best
+        return time.perf_counter() - start
 
-
-def peak_bytes() -> int:
-    """Of this process; getrusage would count its parent's, too."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    readers: list[Callable[[np.ndarray], object]] = [
+        lambda part: libc.memchr(part.ctypes.data, 0x7F, part.nbytes),
+        lambda part: np.dot(part, part),
+    ]
+    return sum(part.nbytes for part in parts) / min(seconds(read) for read in readers * 4)
 
 
 def write_checkpoint(folder: Path, shape: dict[str, int], dtype: str) -> int:
-    """Random weights from a fixed seed; returns the bytes of all weights."""
+    """Random weights from a fixed seed; returns the bytes of all weights, tied ones once.
+
+    They are wide enough for the layers to outweigh the embedding; else the tied head repeats the last token for ever.
+    """
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(**shape, tie_word_embeddings=True, initializer_range=0.05)
+    config = transformers.Qwen3Config(
+        **shape, tie_word_embeddings=True, initializer_range=1.6 / shape["hidden_size"] ** 0.5
+    )
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.save_pretrained(folder)
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def measure(case: str, folder: Path, new_tokens: int) -> dict[str, object]:
-    """In this process: load, warm up, time."""
-    from decode_cases import CASES
-
-    phases: dict[str, float] = {}
-    if case == "hfax":
-        from hfax.phases import _listeners
-
-        _listeners.set((lambda e: phases.update({f"{e.name} {e.detail}": round(e.seconds, 2)}) if e.seconds else None,))
-    prompt = torch.from_numpy(np.random.default_rng(0).integers(3, 190, (1, PROMPT_TOKENS)))
-    start = time.perf_counter()
-    generate = CASES[case](folder, prompt)
-    loaded = time.perf_counter()
-    tokens = generate(new_tokens)
-    first_call = time.perf_counter() - loaded
-    if len(tokens) != new_tokens:
-        raise RuntimeError(f"{case} wrote {len(tokens)} tokens, not {new_tokens}")
-    generate(1)
-    took = []
-    for count in (1, new_tokens):
-        begin = time.perf_counter()
-        generate(count)
-        took.append(time.perf_counter() - begin)
-    return {
-        "case": case,
-        "tokens_per_second": (new_tokens - 1) / (took[1] - took[0]),
-        "load_seconds": round(loaded - start, 2),
-        "first_call_seconds": round(first_call, 2),
-        "peak_gb": round(peak_bytes() / 1e9, 2),
-        "phases_seconds": phases,
-        "tokens": tokens,
-    }
+def run_case(case: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """One process: what it measured, or `failure`. Its whole group ends with it, torch.compile's workers too."""
+    environment = os.environ | {"HFAX_HOME": f"{folder}/hfax", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+    environment.setdefault("JAX_PLATFORMS", "cpu")
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    command = [sys.executable, str(Path(__file__).with_name("decode_cases.py")), case, str(folder)]
+    if options.small:
+        command += ["--torch-backend", "eager"]
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=options.limit_s)
+    except subprocess.TimeoutExpired:
+        return {"failure": f"timed out after {options.limit_s:g} s"}
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode:
+        return {"failure": (stderr.strip().splitlines() or [f"ended with {process.returncode}"])[-1]}
+    return json.loads(stdout.splitlines()[-1])
 
 
-def run_dtype(dtype: str, options: argparse.Namespace) -> dict[str, object]:
+def run_dtype(dtype: str, options: argparse.Namespace) -> dict[str, Any]:
     """All cases of one dtype, in turns."""
     shape = SMALL if options.small else SHAPE
-    runs: dict[str, list[dict]] = {case: [] for case in options.cases}
-    failures: dict[str, str] = {}
+    runs: dict[str, list[dict[str, Any]]] = {case: [] for case in options.cases}
     bandwidths = []
-    with tempfile.TemporaryDirectory(prefix="hfax-decode-") as name:
-        weight_bytes = write_checkpoint(Path(name), shape, dtype)
-        for _ in range(options.rounds):
-            bandwidths.append(read_bandwidth())
-            for case in options.cases:
-                command = [
-                    sys.executable,
-                    __file__,
-                    "--case",
-                    case,
-                    "--folder",
-                    name,
-                    "--new-tokens",
-                    str(options.new_tokens),
-                ]
-                environment = os.environ | {"HFAX_HOME": f"{name}/programs"}
-                try:
-                    done = subprocess.run(
-                        command, capture_output=True, text=True, timeout=options.limit_s, env=environment
-                    )
-                except subprocess.TimeoutExpired:
-                    failures[case] = f"took longer than {options.limit_s} s"
+    with tempfile.TemporaryDirectory(prefix="decode-") as folder:
+        weight_bytes = write_checkpoint(Path(folder), shape, dtype)
+        for _ in range(options.runs):
+            for case, done in runs.items():
+                if any("failure" in run for run in done):
                     continue
-                if done.returncode:
-                    failures[case] = done.stderr.strip().splitlines()[-1]
-                else:
-                    runs[case].append(json.loads(done.stdout.splitlines()[-1]))
-    itemsize = 2 if dtype == "bfloat16" else 4
-    cache_bytes = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"] * itemsize
-    moved = weight_bytes + cache_bytes * (PROMPT_TOKENS + options.new_tokens // 2)
-    bandwidth = statistics.median(bandwidths)
-    result: dict[str, object] = {
+                bandwidths.append(read_bandwidth(1 << 24 if options.small else 1 << 30))
+                print(f"{dtype} {case} ...", file=sys.stderr, flush=True)
+                done.append(run_case(case, Path(folder), options))
+    cache_bytes = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"] * DTYPES[dtype]
+    moved = weight_bytes + cache_bytes * (PROMPT_TOKENS + NEW_TOKENS // 2)
+    bandwidth = max(bandwidths)
+    cases = {case: summarize(done, bandwidth / moved) for case, done in runs.items()}
+    ours = cases.get("hfax", {}).get("tokens_per_second")
+    for case in cases.values():
+        if ours and "failure" not in case:
+            case["hfax_over_it"] = round(ours / case["tokens_per_second"], 2)
+    return {
         "dtype": dtype,
-        "read_bandwidth_gb_per_second": round(bandwidth / 1e9, 1),
         "bytes_a_token": moved,
+        "read_gb_per_second": round(bandwidth / 1e9, 1),
+        "read_gb_per_second_every_time": [round(each / 1e9, 1) for each in bandwidths],
         "limit_tokens_per_second": round(bandwidth / moved, 2),
-        "failures": failures,
+        "cases": cases,
     }
+
+
+def summarize(runs: list[dict[str, Any]], limit: float) -> dict[str, Any]:
+    """Medians over the runs; seconds of the first call, of tracing and of compiling as in the first run, which found no caches."""
+    failed = next((run for run in runs if "failure" in run), None)
+    if failed:
+        return failed
+    hashes = {run["tokens_sha256"] for run in runs}
+    if len(hashes) > 1:
+        return {"failure": "greedy tokens differ from run to run"}
+    rates = [run["tokens_per_second"] for run in runs]
+    rate = statistics.median(rates)
+    first = runs[0]
+    return {
+        "tokens_per_second": round(rate, 3),
+        "tokens_per_second_every_run": [round(each, 3) for each in rates],
+        "share_of_bandwidth": round(rate / limit, 3),
+        "first_token_seconds": round(statistics.median(run["first_token_seconds"] for run in runs), 4),
+        "first_call_seconds": first["first_call_seconds"],
+        "first_call_seconds_every_run": [run["first_call_seconds"] for run in runs],
+        "load_seconds": first["load_seconds"],
+        "trace_seconds": first.get("trace_seconds"),
+        "compile_seconds": first.get("compile_seconds"),
+        "peak_gb": max(run["peak_gb"] for run in runs),
+        "num_tokens": first["num_tokens"],
+        "num_distinct_tokens": first["num_distinct_tokens"],
+        "tokens_sha256": first["tokens_sha256"],
+    }
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """One line a case."""
     print(
-        f"\n{dtype}: {moved / 1e9:.2f} GB a token, {bandwidth / 1e9:.1f} GB/s, limit {bandwidth / moved:.1f} tokens/s"
+        f"\n{result['dtype']}: {result['bytes_a_token'] / 1e9:.3g} GB a token, {result['read_gb_per_second']} GB/s read, "
+        f"limit {result['limit_tokens_per_second']} tokens/s"
     )
-    print(f"{'case':10}{'tokens/s':>10}{'of limit':>10}{'hfax is':>10}{'first call':>12}{'peak GB':>9}")
-    ours = statistics.median(r["tokens_per_second"] for r in runs["hfax"]) if runs.get("hfax") else float("nan")
-    for case, each in runs.items():
-        if not each:
-            print(f"{case:10}{failures.get(case)}")
+    print(f"{'case':8}" + "".join(f"{column:>13}" for column in COLUMNS))
+    for name, case in result["cases"].items():
+        if "failure" in case:
+            print(f"{name:8}  {case['failure']}")
             continue
-        rate = statistics.median(r["tokens_per_second"] for r in each)
-        first, peak = each[0]["first_call_seconds"], max(r["peak_gb"] for r in each)
-        print(f"{case:10}{rate:10.2f}{rate * moved / bandwidth:10.3f}{ours / rate:9.2f}x{first:11.1f}s{peak:9.2f}")
-        result[case] = {
-            "tokens_per_second": round(rate, 3),
-            "every_round": [round(r["tokens_per_second"], 3) for r in each],
-            "share_of_bandwidth": round(rate * moved / bandwidth, 3),
-            "hfax_over_it": round(ours / rate, 2),
-            "first_call_seconds": first,
-            "peak_gb": peak,
-            "phases_seconds": each[0]["phases_seconds"],
-            "tokens": each[0]["tokens"],
-        }
-    return result
+        times = f"{case['hfax_over_it']:.2f} x" if "hfax_over_it" in case else "-"
+        trace, compiling = (
+            f"{s:.2f} s" if s is not None else "-" for s in (case["trace_seconds"], case["compile_seconds"])
+        )
+        cells = (
+            f"{case['tokens_per_second']:.2f}",
+            f"{case['share_of_bandwidth']:.3f}",
+            times,
+            f"{case['first_token_seconds']:.3f} s",
+            f"{case['first_call_seconds']:.1f} s",
+            trace,
+            compiling,
+            f"{case['peak_gb']:.2f}",
+            case["tokens_sha256"][:8],
+        )
+        print(f"{name:8}" + "".join(f"{cell:>13}" for cell in cells), flush=True)
 
 
-def main() -> None:
-    """Measure and print."""
+def versions() -> dict[str, str]:
+    """Of what the figures depend on."""
+    names = "torch", "transformers", "jax", "torchax"
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in names}
+
+
+def main() -> int:
+    """Measure and print; 1 when a case has no figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
-    parser.add_argument("--cases", nargs="+", default=["hfax", "eager", "static", "recipe"])
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--limit-s", type=float, default=400)
-    parser.add_argument("--small", action="store_true", help="a tiny model, to see whether the benchmark works")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--runs", type=int, default=2, help="processes of each case")
+    parser.add_argument("--limit-s", type=float, default=240, help="seconds for one process of one case")
+    parser.add_argument(
+        "--small", action="store_true", help="a tiny model; torch.compile captures but generates no code"
+    )
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
-    if options.case:
-        print(json.dumps(measure(options.case, options.folder, options.new_tokens)))
-        return
-    results = [run_dtype(dtype, options) for dtype in options.dtypes]
+    if options.runs < 1 or options.limit_s <= 0:
+        parser.error("--runs and --limit-s must be positive")
+    transformers.utils.logging.disable_progress_bar()
+    results = []
+    for dtype in options.dtype:
+        results.append(run_dtype(dtype, options))
+        print_table(results[-1])
     if options.json:
-        machine = {"cores": os.cpu_count(), "platform": platform.platform(), "torch": torch.__version__}
+        report = {
+            "cores": os.cpu_count(),
+            "machine": platform.machine(),
+            "versions": versions(),
+            "small": options.small,
+            "prompt_tokens": PROMPT_TOKENS,
+            "new_tokens": NEW_TOKENS,
+            "runs": options.runs,
+            "results": results,
+        }
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"machine": machine, "results": results}, indent=2) + "\n")
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    return int(any("failure" in case for result in results for case in result["cases"].values()))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
