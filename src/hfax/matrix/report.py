@@ -24,7 +24,7 @@ of two, exactly, with sliding windows shorter than the prompt. Small random mode
 computes; they say nothing about full size, speed, or lower precision.
 
 *unbuilt*: the small model could not be made. *transformers fails*: plain transformers itself could not run the small model. Both
-count neither way in the last column."""
+count neither way in the last column. A mapping that is not in the table was not run."""
 
 
 def versions() -> dict[str, str]:
