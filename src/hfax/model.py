@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PretrainedConfig
 
+from hfax.backends import geometry
 from hfax.backends.structure import flatten, is_array, unflatten
 from hfax.backends.traced_model import TracedModel
 from hfax.errors import InvalidInputError, UnsupportedOptionError
@@ -179,7 +180,7 @@ class JaxModel:
         inputs = {**dict(zip(names, args, strict=False)), **inputs}
         to_torch = has_torch(inputs)
         inputs = {name: self._as_input(name, value) for name, value in inputs.items()}
-        arrays, structure = flatten(inputs, is_array)
+        arrays, structure = flatten(self._traced.prepare(inputs), is_array)
         arrays = jax.device_put(arrays, self._device)
 
         def forward(params: dict[str, jax.Array], arrays: list[jax.Array]) -> tuple[list[jax.Array], Any]:
@@ -234,6 +235,7 @@ class JaxModel:
         to_torch = has_torch([prompt, model_inputs])
         arrays = {n: self._host_array(n, v) for n, v in model_inputs.items() if is_array(v) or isinstance(v, list)}
         static = {n: v for n, v in model_inputs.items() if n not in arrays and v is not None}
+        arrays = registry.prepare_inputs(self._skeleton.module, arrays, self._traced.patches_used)
         prompts = self._prompts(prompt, arrays, config)
         eos_ids = _as_ids(config.eos_token_id)
         keep = [n for n, on in (("scores", config.output_scores), ("logits", config.output_logits)) if on]
@@ -311,13 +313,12 @@ class JaxModel:
             eos_token_ids=_as_ids(config.eos_token_id),
             context=self._context(),
             is_exact=traits.counts_padding,
+            extras=arrays,
         )
-        if arrays:
-            raise UnsupportedOptionError(
-                f"generate() does not take {', '.join(sorted(arrays))} for this model yet.",
-                "Prompts of decoder-only models are token ids; images and audio come with a later version.",
-                "Leave them out, or run the forward pass by calling the model.",
-            )
+        if traits.takes_position_ids and "position_ids" not in prompts.inputs:
+            positions = geometry.prompt_positions(self._skeleton.module, {**prompts.inputs, **prompts.static})
+            if positions is not None:
+                prompts.inputs["position_ids"] = positions
         return prompts
 
     def _decoder_start(self, config: GenerationConfig, rows: int) -> np.ndarray:

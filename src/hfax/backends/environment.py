@@ -131,6 +131,15 @@ class TraceEnvironment(torchax.tensor.Environment):
         """An array, or a constant torch tensor, as a tensor of the trace."""
         return TraceTensor(array, self)
 
+    def constant(self, make: Callable[[], torch.Tensor]) -> TraceTensor:
+        """A tensor of the trace whose value torch code can look at.
+
+        Args:
+            make: gives the value, in torch itself.
+        """
+        with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+            return TraceTensor(make(), self)
+
     def j2t_iso(self, jaxarray: Any) -> Any:
         """Arrays of any nested value as tensors of the trace."""
         return _map(lambda v: isinstance(v, jax.Array), self.wrap, jaxarray)

@@ -21,6 +21,7 @@ import torch
 from transformers import masking_utils, modeling_utils
 from transformers.integrations import moe
 
+from hfax.backends.geometry import HostArray
 from hfax.errors import UnsupportedModelError
 from hfax.patches import attention as attention_math
 from hfax.patches import masks, registry
@@ -71,6 +72,12 @@ def wrap(tree: Any) -> Any:
     """Every `jax.Array` or tracer of a pytree as the tensor that torch code sees. Costs nothing."""
     environment = _environment()
     return jax.tree.map(lambda leaf: environment.wrap(leaf) if isinstance(leaf, jax.Array) else leaf, tree)
+
+
+def wrap_constants(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with every `HostArray` as a tensor whose values torch code can look at."""
+    environment = _environment()
+    return {n: environment.constant(a.to_torch) if isinstance(a, HostArray) else a for n, a in arguments.items()}
 
 
 def unwrap(value: Any) -> Any:

@@ -18,12 +18,14 @@ import torch
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput
 
+from hfax.backends import geometry
 from hfax.backends import torchax as tracing
 from hfax.backends.pytrees import register_output_class
 from hfax.backends.structure import Leaf, Node, Static, flatten, is_array, unflatten
 from hfax.errors import UnsupportedModelError
 from hfax.kv_cache.cache import cache_arrays, make_cache
 from hfax.load.skeleton import Skeleton
+from hfax.patches import registry
 from hfax.patches.masks import decoder_padding
 
 Arrays = dict[str, jax.Array]
@@ -130,12 +132,23 @@ class TracedModel:
         self._tied = dict(tied)
         self._buffers = dict(buffers)
 
+    def prepare(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs of a call with geometry as `HostArray`s, with the positions that it decides, and after input patches."""
+        prepared = dict(inputs)
+        if not any(isinstance(v, jax.core.Tracer) for v in prepared.values()):
+            prepared = registry.prepare_inputs(self.module, prepared, self.patches_used)
+        prepared = geometry.keep_on_host(prepared)
+        if self.traits.takes_position_ids and (found := geometry.forward_positions(self.module, prepared)) is not None:
+            prepared["position_ids"] = found
+        return prepared
+
     def apply(self, params: Mapping[str, jax.Array], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """One forward call; results with `jax.Array`s in the place of tensors, their classes registered as pytrees."""
-        arrays, structure = flatten((args, dict(kwargs)), is_array)
+        arrays, structure = flatten((args, self.prepare(kwargs)), is_array)
 
         def call(module: torch.nn.Module) -> Any:
             call_args, call_kwargs = unflatten(structure, tracing.wrap([jnp.asarray(a) for a in arrays]))
+            call_kwargs = tracing.wrap_constants(call_kwargs)
             outputs, out_structure = flatten(module(*call_args, **call_kwargs), lambda v: isinstance(v, torch.Tensor))
             return [tracing.unwrap(o) for o in outputs], out_structure
 
@@ -146,12 +159,12 @@ class TracedModel:
     def prefill(
         self, params: Mapping[str, jax.Array], inputs: Mapping[str, jax.Array], static: Mapping[str, Any], capacity: int
     ) -> tuple[jax.Array, Arrays]:
-        """Run the prompts and fill a new cache.
+        """Run the prompts, with their images and sound, and fill a new cache.
 
         Args:
             params: the weights.
             inputs: the model's inputs; for decoders `input_ids` and `attention_mask`, both [batch, length], padding on the left.
-            static: further keyword arguments that are not arrays.
+            static: further keyword arguments that are not traced: options, and `HostArray`s of the prompts' geometry.
             capacity: of the cache, tokens.
 
         Returns:
@@ -171,7 +184,7 @@ class TracedModel:
         inputs = dict(inputs)
         ids = inputs["decoder_input_ids" if traits.is_encoder_decoder else "input_ids"]
         if traits.takes_position_ids and not traits.is_encoder_decoder and "position_ids" not in inputs:
-            inputs["position_ids"] = jnp.maximum(jnp.cumsum(inputs["attention_mask"], axis=1, dtype=jnp.int32) - 1, 0)
+            inputs["position_ids"] = text_positions(inputs["attention_mask"])
         if not traits.takes_attention_mask:
             inputs.pop("attention_mask", None)
 
@@ -181,7 +194,7 @@ class TracedModel:
                 outputs, arguments = _run_encoder(module, arguments)
                 encoded = {f"encoder.{n}": tracing.unwrap(t) for n, t in outputs.items() if isinstance(t, torch.Tensor)}
                 arguments["encoder_outputs"] = outputs
-            out = module(**arguments, **static, **self._cache_arguments(cache), **self._keep_last(ids.shape[1]))
+            out = module(**arguments, **tracing.wrap_constants(static), **self._cache_arguments(cache), **self._keep_last(ids.shape[1]))
             return _last(tracing.unwrap(out.logits)), _cache_arrays(cache, out) | encoded
 
         kept: Arrays = {}
@@ -199,6 +212,7 @@ class TracedModel:
         attention_mask: jax.Array,
         capacity: int,
         static: Mapping[str, Any],
+        token_type_ids: jax.Array | None = None,
     ) -> tuple[jax.Array, Arrays]:
         """Run one token of every sequence.
 
@@ -207,11 +221,13 @@ class TracedModel:
             cache: what `prefill` or the step before returned.
             tokens: [batch] int32.
             length: scalar int32, tokens in the cache.
-            positions: [batch] int32, the position of each token among its sequence's real tokens.
+            positions: [batch] int32, the position of each token among its sequence's real tokens; [batch, n] where a token has
+                several (of text, time, height and width).
             attention_mask: for decoders [batch, capacity], 0 at the prompts' padding; for encoder-decoders the encoder's mask,
                 of length 0 if it has none.
             capacity: of the cache.
-            static: as given to `prefill`.
+            static: options given to `prefill`, without what belongs to the prompts.
+            token_type_ids: [batch] int32, of the tokens, if the prompts had them.
 
         Returns:
             Logits [batch, vocab] float32, and the cache's arrays.
@@ -235,7 +251,9 @@ class TracedModel:
         else:
             inputs["input_ids"] = tokens[:, None]
             if traits.takes_position_ids:
-                inputs["position_ids"] = positions[:, None]
+                inputs["position_ids"] = jnp.moveaxis(positions, 0, -1)[..., None]
+            if token_type_ids is not None:
+                inputs["token_type_ids"] = token_type_ids[:, None]
             if traits.takes_attention_mask and not traits.has_recurrent_layers:
                 inputs["attention_mask"] = attention_mask
 
@@ -277,7 +295,7 @@ class TracedModel:
         if self.traits.takes_attention_mask:
             inputs["attention_mask"] = mask
         if self.traits.takes_position_ids:
-            inputs["position_ids"] = jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
+            inputs["position_ids"] = text_positions(mask)
         if "use_cache" in inspect.signature(self.module.forward).parameters:
             inputs["use_cache"] = False
 
@@ -321,6 +339,11 @@ class TracedModel:
         for alias, name in self._tied.items():
             weights.setdefault(alias, weights[name])
         return weights
+
+
+def text_positions(mask: jax.Array) -> jax.Array:
+    """Positions among the tokens that `mask`, [batch, length], marks with 1; 0 before the first."""
+    return jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
 
 
 class _EncoderOutputs(BaseModelOutput):

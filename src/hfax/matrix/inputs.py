@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hfax.matrix.architectures import GENERATING
+from hfax.matrix.images import prompts_with_images
 
 LENGTH = 20
 PADDING = 7
@@ -41,6 +42,8 @@ def make_inputs(model: Any, mapping: str) -> CaseInputs:
         NotImplementedError: no rule fits the model's main input.
     """
     names = set(inspect.signature(model.forward).parameters)
+    if mapping == "image-text-to-text" and not model.config.is_encoder_decoder and "pixel_values" in names:
+        return _with_images(model)
     if mapping in GENERATING and not model.config.is_encoder_decoder and model.main_input_name == "input_ids":
         return _decoder(model, names)
     if mapping == "zero-shot-image-classification":
@@ -55,6 +58,11 @@ def make_inputs(model: Any, mapping: str) -> CaseInputs:
         forward["decoder_input_ids"] = token_ids(model, length=6, seed=1)
     generate = {n: v for n, v in forward.items() if n != "decoder_input_ids"}
     return CaseInputs(forward=forward, generate=generate, mask=None)
+
+
+def _with_images(model: Any) -> CaseInputs:
+    forward = prompts_with_images(model, token_ids(model))
+    return CaseInputs(forward=forward, generate=dict(forward), mask=forward["attention_mask"].bool())
 
 
 def _field(config: Any, *names: str) -> Any:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import torch
 
-from hfax.patches.patch import ForwardPatch, FunctionPatch, Patch
+from hfax.patches.patch import ForwardPatch, FunctionPatch, OpPatch, Patch
 
 
 def _skip(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,7 +50,40 @@ def _lengths_on_host(module: Any, original: Callable[..., Any]) -> Callable[...,
     return forward
 
 
+_local = threading.local()
+
+
+def _any(x: jax.Array, dim: Any = None, keepdim: bool = False) -> jax.Array:
+    if dim is None and getattr(_local, "any_is_true", False):
+        with jax.ensure_compile_time_eval():
+            return jnp.asarray(True)
+    return jnp.any(x, axis=dim, keepdims=keepdim)
+
+
+def _any_is_true(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        before, _local.any_is_true = getattr(_local, "any_is_true", False), True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _local.any_is_true = before
+
+    return forward
+
+
 PATCHES: list[Patch] = [
+    OpPatch(
+        name="any",
+        why="for models that ask `if mask.any()` only to save work: see any-is-true",
+        ops=("torch.any", "torch.Tensor.any", "aten.any", "aten.any.default", "aten.any.dim"),
+        lower=_any,
+    ),
+    ForwardPatch(
+        name="any-is-true",
+        why="the model asks `if mask.any()` of a traced mask, and does nothing for a mask that is all false",
+        classes=("Ovis2Model", "FSMTModel"),
+        make=_any_is_true,
+    ),
     FunctionPatch(
         name="no-value-checks-with",
         why="`aten::_is_all_true` has no lowering: transformers' checks read values, which a trace does not have",

@@ -1,11 +1,15 @@
-"""Lowerings of single torch operations that are faster, or more exact, than torchax's own. Plain JAX; no torch here."""
+"""Lowerings of single torch operations that are faster, or more exact, than torchax's own, in plain JAX."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import torch
+from torch.utils._mode_utils import no_dispatch
 
 from hfax.patches.patch import OpPatch, Patch
 
@@ -57,7 +61,72 @@ def _vector_times_matrix(x: jax.Array, weight: jax.Array) -> jax.Array:
     return sum(parts[1:], parts[0])
 
 
+def interpolate(
+    x: jax.Array,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> jax.Array:
+    """torch's `interpolate`, axis by axis, with weights that torch itself gives for each axis.
+
+    Args:
+        x: [batch, channels, *spatial], one to three spatial axes.
+        size, scale_factor, mode, align_corners, recompute_scale_factor, antialias: as in torch.
+
+    Returns:
+        [batch, channels, *size] in the dtype of `x`; sums are float32.
+    """
+    axes = x.ndim - 2
+    sizes = tuple(size) if isinstance(size, (list, tuple)) else (size,) * axes
+    factors = tuple(scale_factor) if isinstance(scale_factor, (list, tuple)) else (scale_factor,) * axes
+    options = {"mode": mode, "align_corners": align_corners, "antialias": antialias}
+    out = x
+    for axis in range(axes):
+        length = x.shape[2 + axis]
+        given: dict[str, Any] = {"recompute_scale_factor": recompute_scale_factor}
+        if sizes[axis] is not None:
+            given = {"size": tuple(int(sizes[axis]) if i == axis else 2 for i in range(axes))}
+        elif factors[axis] is not None:
+            given["scale_factor"] = tuple(float(factors[axis]) if i == axis else 1.0 for i in range(axes))
+        weights = _axis_weights(length, axis, axes, repr(sorted({**options, **given}.items())), options | given)
+        if weights.shape == (length, length) and (weights == np.eye(length)).all():
+            continue
+        moved = jnp.moveaxis(out, 2 + axis, -1)
+        if mode.startswith("nearest"):
+            moved = jnp.take(moved, weights.argmax(0), axis=-1)
+        else:
+            moved = jnp.matmul(moved.astype(jnp.float32), weights, precision="highest")
+        out = jnp.moveaxis(moved, -1, 2 + axis)
+    return out.astype(x.dtype)
+
+
+_weights: dict[Any, np.ndarray] = {}
+
+
+def _axis_weights(length: int, axis: int, axes: int, key: str, options: dict[str, Any]) -> np.ndarray:
+    """[length, new length] float32: what each new place takes from each old one; torch interpolates the unit vectors."""
+    found = _weights.get((length, axis, axes, key))
+    if found is None:
+        with no_dispatch(), torch._C.DisableTorchFunction():
+            # the other axes have two places, not one: torch's antialiased kernel takes the wrong strides for one
+            shape = [1, length, *([1] * axis), length, *([1] * (axes - axis - 1))]
+            units = torch.eye(length).reshape(shape).expand([1, length, *(length if i == axis else 2 for i in range(axes))])
+            out = torch.nn.functional.interpolate(units.contiguous(), **options)
+            found = out.movedim(2 + axis, 2).flatten(3)[..., 0][0].numpy() if axes > 1 else out[0].numpy()
+        _weights[(length, axis, axes, key)] = found
+    return found
+
+
 PATCHES: list[Patch] = [
+    OpPatch(
+        name="interpolate",
+        why="torchax has no antialiased form, and rounds positions differently; sizes must be known here as there",
+        ops=("torch.nn.functional.interpolate",),
+        lower=interpolate,
+    ),
     OpPatch(
         name="linear",
         why="torchax multiplies bfloat16 in bfloat16: on CPU 15 times slower for one row, and rounded after every addend",

@@ -1,8 +1,9 @@
 """What a patch is: a named, reasoned, reversible change that holds only while one thread traces.
 
-Three kinds, in the order in which they should be reached for. An `OpPatch` lowers one torch operation. A `FunctionPatch` stands for
+Four kinds, in the order in which they should be reached for. An `OpPatch` lowers one torch operation. A `FunctionPatch` stands for
 one function or method of transformers or torch, in the tracing thread alone. A `ForwardPatch` stands for the forward of certain
-modules of the model at hand, on the instances, not on their class. What exists and what is in force is the registry's business.
+modules of the model at hand, on the instances, not on their class. An `InputPatch` changes the model's inputs on the host, before
+anything is traced, where shapes depend on their values. What exists and what is in force is the registry's business.
 """
 
 from __future__ import annotations
@@ -136,6 +137,33 @@ class ForwardPatch(Patch):
         """Whether it concerns this one module."""
         names = {cls.__name__ for cls in type(module).__mro__}
         return bool(names & set(self.classes)) and hasattr(module, self.method) and self.only_if(module)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InputPatch(Patch):
+    """Inputs changed on the host, before the trace, for models whose shapes depend on their values.
+
+    Args:
+        classes: names of the classes of the model, or of a module in it.
+        prepare: takes the module and the inputs by name, as arrays on the host; gives the inputs that are traced. It must do nothing
+            to inputs that it has changed already.
+    """
+
+    kind: ClassVar[str] = "inputs"
+    classes: tuple[str, ...]
+    prepare: Callable[[torch.nn.Module, dict[str, Any]], dict[str, Any]]
+
+    def applies_to(self) -> str:
+        """The classes."""
+        return ", ".join(self.classes)
+
+    def matches(self, module: torch.nn.Module) -> bool:
+        """Whether the model has such a module."""
+        return self.holder(module) is not None
+
+    def holder(self, module: torch.nn.Module) -> torch.nn.Module | None:
+        """The module that it is for."""
+        return next((m for m in module.modules() if {c.__name__ for c in type(m).__mro__} & set(self.classes)), None)
 
 
 def model_types_of(module: torch.nn.Module) -> set[str]:

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from hfax.errors import InvalidInputError
-from hfax.patches.patch import ForwardPatch, FunctionPatch, OpPatch, Patch
+from hfax.patches.patch import ForwardPatch, FunctionPatch, InputPatch, OpPatch, Patch
 
 logger = logging.getLogger(__name__)
 
 ENTRY_POINT = "hfax.patches"
-_FAMILIES = ("ops", "attention", "masks", "experts", "control_flow")
+_FAMILIES = ("ops", "attention", "masks", "experts", "control_flow", "images")
 
 _lock = threading.RLock()
 _registered: dict[str, Patch] = {}
@@ -40,7 +40,7 @@ def register_patch(patch: Patch) -> Callable[[], None]:
     """Add a patch for every model that it matches, from the next trace on.
 
     Args:
-        patch: an `OpPatch`, `FunctionPatch` or `ForwardPatch`; its name must be new.
+        patch: an `OpPatch`, `FunctionPatch`, `ForwardPatch` or `InputPatch`; its name must be new.
 
     Returns:
         A function that takes it away again.
@@ -54,7 +54,7 @@ def register_patch(patch: Patch) -> Callable[[], None]:
         raise InvalidInputError(
             f"{patch!r} is no patch.",
             "A patch says what it changes and why.",
-            "Pass an OpPatch, FunctionPatch or ForwardPatch of hfax.patches.patch.",
+            "Pass an OpPatch, FunctionPatch, ForwardPatch or InputPatch of hfax.patches.patch.",
         )
     with _lock:
         if patch.name in _registered:
@@ -118,6 +118,23 @@ def patched(module: torch.nn.Module, backend: str = "jax") -> Iterator[set[str]]
                 if patch.fits(part):
                     stack.enter_context(_forward_in_force(patch, part, used))
         yield used
+
+
+def prepare_inputs(module: torch.nn.Module, inputs: dict[str, Any], used: set[str]) -> dict[str, Any]:
+    """The inputs as the model's input patches want them.
+
+    Args:
+        module: the model.
+        inputs: by name; arrays on the host.
+        used: gets the names of the patches that changed something.
+    """
+    for patch in all_patches():
+        if isinstance(patch, InputPatch) and (holder := patch.holder(module)) is not None:
+            changed = patch.prepare(holder, inputs)
+            if changed is not inputs:
+                used.add(patch.name)
+            inputs = changed
+    return inputs
 
 
 _local = threading.local()

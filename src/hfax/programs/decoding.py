@@ -20,8 +20,8 @@ from hfax.programs.sampling import choose_token, init_sampling_state, process_lo
 from hfax.programs.sampling_config import SamplingSpec
 
 State = dict[str, Any]
-"""Keys: tokens [batch, capacity] int32, length () int32 (tokens in the cache), step () int32 (tokens drawn), positions [batch]
-int32, finished [batch] bool, mask [batch, …] int32, cache, sampling, and, where asked for, scores, logits and log_probs."""
+"""Keys: tokens [batch, capacity] int32, length () int32 (tokens in the cache), step () int32 (tokens drawn), positions [batch] or
+[batch, n] int32, token_type_ids [batch] where the prompts had them, finished [batch] bool, mask [batch, …] int32, cache, sampling, and, where asked for, scores, logits and log_probs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ def start(
         spec: what the program is made for.
         params: the weights.
         inputs: the model's inputs, [batch, …]; decoders' prompts padded on the left.
-        static: forward's arguments that are not arrays.
+        static: forward's arguments that are not traced.
         request: `seed` uint32, `pad` int32, `eos` [n] int32, `unused` [batch] bool (rows that only fill the batch's bucket),
             `sampling`: the values of `make_sampling_spec`.
     """
@@ -73,11 +73,13 @@ def start(
     batch, length = prompt.shape
     state: State = {
         "tokens": jnp.pad(prompt, ((0, 0), (0, spec.capacity - length))),
-        "positions": prompt_mask.sum(axis=1, dtype=jnp.int32),
+        "positions": _next_positions(inputs, prompt_mask),
         "finished": request["unused"],
         "mask": mask,
         "cache": cache,
     }
+    if "token_type_ids" in inputs:  # new tokens are of the prompt's last type
+        state["token_type_ids"] = inputs["token_type_ids"][:, -1]
     if (repeats := spec.num_return_sequences) > 1:
         repeat = lambda a: jnp.repeat(a, repeats, axis=0)  # noqa: E731
         state, logits, prompt, prompt_mask = jax.tree.map(repeat, (state, logits, prompt, prompt_mask))
@@ -88,6 +90,13 @@ def start(
         shape = (spec.max_steps, batch * repeats, *(() if name == "log_probs" else (logits.shape[-1],)))
         state[name] = jnp.zeros(shape, jnp.float32)
     return _draw(spec, state, logits, request)
+
+
+def _next_positions(inputs: Mapping[str, jax.Array], prompt_mask: jax.Array) -> jax.Array:
+    """Where the first new token stands, [batch] or [batch, n] int32."""
+    if "position_ids" in inputs:
+        return jnp.moveaxis(inputs["position_ids"][..., -1], -1, 0).astype(jnp.int32) + 1
+    return prompt_mask.sum(axis=1, dtype=jnp.int32)
 
 
 def advance(
@@ -114,6 +123,7 @@ def advance(
             attention_mask=state["mask"],
             capacity=spec.capacity,
             static=static,
+            token_type_ids=state.get("token_type_ids"),
         )
         state = state | {"cache": cache, "length": state["length"] + 1, "positions": state["positions"] + 1}
         return _draw(spec, state, logits, request)

@@ -147,7 +147,7 @@ def run_generation(
     }
     request = jax.device_put(request, device)
     inputs = jax.device_put(prompts.inputs, device)
-    loop = _Loop(model, programs, params, spec, static, request, device)
+    loop = _Loop(model, programs, params, spec, static, prompts.static, request, device)
     state = loop.start(inputs)
     return _drive(loop, state, prompts, options, sequences, streamer, stop_check)
 
@@ -162,23 +162,26 @@ class _Loop:
         params: Mapping[str, jax.Array],
         spec: LoopSpec,
         static: Mapping[str, Any],
+        prompt_static: Mapping[str, Any],
         request: Mapping[str, Any],
         device: jax.Device,
     ) -> None:
         self._model, self._programs, self._params = model, programs, dict(params)
         self._spec, self._static, self._request, self._device = spec, dict(static), request, device
+        self._prompt_static = dict(prompt_static)
         self._advance: Program | None = None
 
     def start(self, inputs: Mapping[str, jax.Array]) -> State:
         main = inputs.get("decoder_input_ids", inputs.get("input_ids"))
         assert main is not None
         name = f"prefill{list(main.shape)}"
+        static = {**self._static, **self._prompt_static}
         args = (self._params, dict(inputs), self._request)
         program = self._programs.get(
             name,
-            (self._spec, self._static),
+            (self._spec, static),
             lambda params, inputs, request: (
-                start(self._model, self._spec, params, inputs, self._static, request),
+                start(self._model, self._spec, params, inputs, static, request),
                 None,
             ),
             args,

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from transformers import GenerationConfig
 
+from hfax.backends.geometry import HostArray, keep_on_host
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.load.placement import narrow
 from hfax.programs.buckets import batch_bucket, capacity_bucket, prompt_bucket
@@ -29,6 +30,7 @@ class Prompts:
         padded_length: of the (decoder's) prompts, tokens.
         longest: the most tokens that one of the (decoder's) prompts has, padding left out.
         num_padded_rows: rows of `inputs`, a power of two; those past `len(given)` only fill it.
+        static: inputs that are constants of the program that reads the prompts: the geometry of images and sound.
     """
 
     given: np.ndarray
@@ -36,6 +38,7 @@ class Prompts:
     padded_length: int
     longest: int
     num_padded_rows: int
+    static: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def resolve_generation_config(
@@ -123,6 +126,7 @@ def pad_decoder_prompts(
     eos_token_ids: tuple[int, ...],
     context: int | None,
     is_exact: bool = False,
+    extras: Mapping[str, np.ndarray] | None = None,
 ) -> Prompts:
     """Check a batch of prompts and pad it on the left to its buckets.
 
@@ -135,6 +139,8 @@ def pad_decoder_prompts(
         eos_token_ids: end-of-sequence tokens.
         context: the model's longest sequence.
         is_exact: no padding beyond the given one, for models that count it as text.
+        extras: further inputs by name. Those with a value for each token are padded as the ids are, those that are geometry become
+            constants; with pixels or sound among them no rows are added, since nothing says how those are spread over the rows.
 
     Raises:
         InvalidInputError: see the messages.
@@ -145,20 +151,38 @@ def pad_decoder_prompts(
     mask = np.ones_like(ids) if attention_mask is None else _as_mask(attention_mask, ids.shape)
     rows, length = ids.shape
     bucket = length if is_exact else prompt_bucket(length, None if context is None else max(context - 1, length))
-    padded_rows = batch_bucket(rows)
+    extras = extras or {}
+    static = {n: v for n, v in keep_on_host(extras).items() if isinstance(v, HostArray)}
+    by_token = {n for n, v in extras.items() if n not in static and _is_by_token(n, v, ids.shape)}
+    contents = {n: v for n, v in extras.items() if n not in static and n not in by_token}
+    padded_rows = rows if contents else batch_bucket(rows)
     fill = 0 if pad_token_id is None else pad_token_id
     full_ids = np.full((padded_rows, bucket), fill, np.int32)
     full_mask = np.zeros((padded_rows, bucket), np.int32)
     full_ids[:rows, bucket - length :] = ids
     full_mask[:rows, bucket - length :] = mask
     full_mask[rows:, -1] = 1
+    inputs = {"input_ids": full_ids, "attention_mask": full_mask, **contents}
+    for name in by_token:
+        widths = [(0, 0)] * extras[name].ndim
+        rows_axis = extras[name].ndim - 2 if name == "position_ids" else 0
+        widths[rows_axis], widths[rows_axis + 1] = (0, padded_rows - rows), (bucket - length, 0)
+        inputs[name] = np.pad(extras[name], widths)
     return Prompts(
         given=ids,
-        inputs={"input_ids": full_ids, "attention_mask": full_mask},
+        inputs=inputs,
+        static=static,
         padded_length=bucket,
         longest=int(mask.sum(axis=1).max()),
         num_padded_rows=padded_rows,
     )
+
+
+def _is_by_token(name: str, array: np.ndarray, shape: tuple[int, ...]) -> bool:
+    """Whether an input has a value for each token of prompts of `shape`."""
+    if name == "position_ids":
+        return array.shape[-2:] == shape
+    return array.shape[:2] == shape and array.dtype.kind in "biu"
 
 
 def pad_encoder_inputs(

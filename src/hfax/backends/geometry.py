@@ -1,0 +1,136 @@
+"""Inputs whose values decide shapes: the grids, sizes and lengths of images, videos and sound.
+
+A compiled program has fixed shapes, so these stay constants of the program, on the host, where the modelling code may turn them
+into Python numbers; pixels, samples and token ids are traced. The three-dimensional positions that some models count from grids and
+token ids are computed here too, by the model's own function, before anything is traced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from hfax.backends.structure import is_array
+
+_GEOMETRY = re.compile(
+    r"(^|_)(grid|grids|thw|sizes?|shapes|lengths?|lens|num|crops|grid_ts|width|height|target_sizes)(_|$)"
+    r"|^(image|video)_position_ids$|^(pixel_attention|feature_attention|input_features|pixel|tile_fine|input_values|audio_input_ids"
+    r"|video_compression|padding)_mask$|^image_token_pooling$|^(image|video)_token_pooling$"
+)
+_TRACED = re.compile(r"^(high_res_)?pixel_values|^labels$")
+
+
+@dataclasses.dataclass(frozen=True)
+class HostArray:
+    """An array that is part of a program. Its repr tells every value apart.
+
+    Args:
+        array: int, bool or float; not changed afterwards.
+    """
+
+    array: np.ndarray
+
+    def __repr__(self) -> str:
+        digest = hashlib.sha256(np.ascontiguousarray(self.array).tobytes()).hexdigest()
+        return f"HostArray({self.array.shape}, {self.array.dtype}, {digest})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HostArray) and repr(self) == repr(other)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def to_torch(self) -> torch.Tensor:
+        """A copy; integers have 64 bits, as transformers' processors give them."""
+        tensor = torch.from_numpy(np.array(self.array))
+        return tensor.long() if tensor.dtype == torch.int32 else tensor
+
+
+def is_geometry(name: str) -> bool:
+    """Whether the values of an input of this name decide shapes."""
+    return bool(_GEOMETRY.search(name)) and not _TRACED.search(name)
+
+
+def keep_on_host(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs with arrays that are geometry as `HostArray`s. Traced values stay: there is nothing to keep."""
+    return {n: HostArray(np.asarray(v)) if is_geometry(n) and _is_concrete(v) else v for n, v in inputs.items()}
+
+
+def _is_concrete(value: Any) -> bool:
+    import jax
+
+    return is_array(value) and not isinstance(value, jax.core.Tracer)
+
+
+def forward_positions(module: torch.nn.Module, inputs: Mapping[str, Any]) -> np.ndarray | None:
+    """The positions of a call of forward in which images or videos have grids, [3, batch, length] int32.
+
+    Args:
+        module: the model, or one that holds it.
+        inputs: of forward, by name: arrays on the host, and `HostArray`s.
+
+    Returns:
+        None for models that count positions in one dimension, and for calls without grids or with positions.
+    """
+    if inputs.get("position_ids") is not None or not _has_grids(inputs):
+        return None
+    holder = next((m for m in module.modules() if hasattr(m, "get_rope_index")), None)
+    if holder is None or inputs.get("input_ids") is None:
+        return None
+    given = _as_torch(inputs)
+    names = inspect.signature(holder.get_rope_index).parameters  # type: ignore[operator]
+    if any(p.default is p.empty and n not in given and p.kind is not p.VAR_KEYWORD for n, p in names.items()):
+        return None
+    positions, _ = holder.get_rope_index(**{n: v for n, v in given.items() if n in names})  # type: ignore[operator]
+    return positions.numpy().astype(np.int32)
+
+
+def prompt_positions(module: Any, inputs: Mapping[str, Any]) -> np.ndarray | None:
+    """The positions of prompts as the model's own generate counts them, [batch, length] or [n, batch, length] int32.
+
+    Args:
+        module: the model.
+        inputs: of the prompts: `input_ids` and `attention_mask`, [batch, length], padded on the left, and what else was given.
+
+    Returns:
+        None if the class counts them as every text model does.
+    """
+    from transformers import GenerationMixin
+
+    own = getattr(type(module), "_prepare_position_ids_for_generation", None)
+    if own is None or own is GenerationMixin._prepare_position_ids_for_generation:
+        return None
+    given = _as_torch(inputs)
+    parts = [m for m in module.modules() if hasattr(m, "rope_deltas")]
+    before = [m.rope_deltas for m in parts]
+    try:
+        positions = module._prepare_position_ids_for_generation(given["input_ids"], given)
+    finally:
+        for part, value in zip(parts, before, strict=True):
+            part.rope_deltas = value
+    return positions.numpy().astype(np.int32)
+
+
+def _has_grids(inputs: Mapping[str, Any]) -> bool:
+    return any(n.endswith(("grid_thw", "grid_hw")) and v is not None for n, v in inputs.items())
+
+
+def _as_torch(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in inputs.items():
+        if isinstance(value, HostArray):
+            found[name] = value.to_torch()
+        elif name.startswith("pixel_values"):
+            continue
+        elif isinstance(value, torch.Tensor):
+            found[name] = value
+        elif is_array(value):
+            found[name] = HostArray(np.asarray(value)).to_torch()
+    return found

@@ -1,0 +1,96 @@
+"""Modelling code for images and videos whose shapes depend on values, replaced by code whose shapes do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from hfax.patches.patch import ForwardPatch, InputPatch, Patch
+
+_WITH_PADDING_IMAGES = (
+    "Idefics2Model",
+    "Idefics3Model",
+    "SmolVLMModel",
+    "ModernVBertModel",
+    "UltraVBertModel",
+)
+
+
+def _add_where(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def add(hidden_states: Any, visual_pos_masks: Any, visual_embeds: Any) -> Any:
+        """`hidden_states[visual_pos_masks] += visual_embeds`, with as many rows in `visual_embeds` as the mask is true."""
+        mask = visual_pos_masks.unsqueeze(-1).expand_as(hidden_states)
+        zeros = torch.zeros_like(hidden_states)
+        return hidden_states + zeros.masked_scatter(mask, visual_embeds.to(hidden_states.dtype))
+
+    return add
+
+
+def _without_padding_images(module: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Pixels of the real images alone, [rows, images, channels, height, width]; one row where rows have unequal numbers.
+
+    Padding images are all zeros.
+    """
+    pixels, mask = inputs.get("pixel_values"), inputs.get("pixel_attention_mask")
+    if pixels is None or pixels.ndim != 5:
+        return inputs
+    pixels = np.asarray(pixels)
+    is_real = pixels.reshape(*pixels.shape[:2], -1).any(axis=-1)
+    if is_real.all():
+        return inputs
+    counts = is_real.sum(axis=1)
+    rows = len(pixels) if (counts == counts[0]).all() else 1
+
+    def keep(array: Any) -> np.ndarray:
+        kept = np.asarray(array)[is_real]
+        return kept.reshape(rows, -1, *kept.shape[1:])
+
+    found = {**inputs, "pixel_values": keep(pixels)}
+    return found if mask is None else {**found, "pixel_attention_mask": keep(mask)}
+
+
+def _all_images(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def features(pixel_values: Any, pixel_attention_mask: Any = None, **kwargs: Any) -> Any:
+        pixels = pixel_values.flatten(0, 1).to(module.dtype)
+        if pixel_attention_mask is None:
+            mask = torch.ones((len(pixels), *pixels.shape[2:]), dtype=torch.bool, device=pixels.device)
+        else:
+            mask = pixel_attention_mask.flatten(0, 1)
+        patch = module.config.vision_config.patch_size
+        subgrid = mask.unfold(1, patch, patch).unfold(2, patch, patch).sum(dim=(-1, -2))
+        is_whole = type(module).__name__ == "Idefics2Model"  # the others count a patch that is real in part
+        patches = subgrid == patch * patch if is_whole else subgrid > 0
+        outputs = module.vision_model(pixel_values=pixels, patch_attention_mask=patches, return_dict=True)
+        arguments = {"attention_mask": patches.flatten(1)} if is_whole else {}
+        features = module.connector(outputs.last_hidden_state, **arguments)
+        outputs.pooler_output = list(features.reshape(len(pixel_values), -1, features.shape[-1]))
+        return outputs
+
+    return features
+
+
+PATCHES: list[Patch] = [
+    ForwardPatch(
+        name="features-added-by-mask",
+        why="deep-stacked image features are added to `hidden_states[mask]`, whose size depends on the mask's values",
+        classes=("Module",),
+        method="_deepstack_process",
+        make=_add_where,
+    ),
+    InputPatch(
+        name="padding-images-dropped",
+        why="the model drops images that are all zeros by looking at their pixels; here that is done before the trace",
+        classes=_WITH_PADDING_IMAGES,
+        prepare=_without_padding_images,
+    ),
+    ForwardPatch(
+        name="every-image-is-real",
+        why="the model looks for images that are all zeros; the host has dropped them already",
+        classes=_WITH_PADDING_IMAGES,
+        method="get_image_features",
+        make=_all_images,
+    ),
+]
