@@ -26,6 +26,7 @@ from hfax.load.placement import narrow, place, to_numpy
 from hfax.load.skeleton import Skeleton
 from hfax.patches import registry
 from hfax.programs import generation_request as requests
+from hfax.programs.checks import raise_failed
 from hfax.programs.generate import GenerationOptions, Streamer, run_generation
 from hfax.programs.program_cache import ProgramCache
 from hfax.programs.results import as_sequences, as_torch_tree, has_torch, make_stop_check
@@ -166,7 +167,7 @@ class JaxModel:
             The model's own result, with torch tensors if any input was one, else with jax arrays.
 
         Raises:
-            InvalidInputError: ids outside of the vocabulary.
+            InvalidInputError: ids outside of the vocabulary; images that do not fit the prompt's places for them.
             OutOfMemoryError: the program does not fit the device.
         """
         names = list(inspect.signature(self._skeleton.module.forward).parameters)
@@ -184,13 +185,15 @@ class JaxModel:
         arrays = jax.device_put(arrays, self._device)
 
         def forward(params: dict[str, jax.Array], arrays: list[jax.Array]) -> tuple[list[jax.Array], Any]:
-            outputs = self._traced.apply(params, (), unflatten(structure, arrays))
+            outputs = self._traced.apply_checked(params, (), unflatten(structure, arrays))
             return flatten(outputs, is_array)
 
         shapes = ", ".join(str(list(a.shape)) for a in arrays[:3])
         program = self._programs.get(f"forward {shapes}", structure, forward, (self.params, arrays))
         outputs = program.run(self.params, arrays)
-        return unflatten(program.note, as_torch_tree(outputs) if to_torch else outputs)
+        result, checks = unflatten(program.note, as_torch_tree(outputs) if to_torch else outputs)
+        raise_failed(checks)
+        return result
 
     forward = __call__
     """transformers' name for the same, which its pipelines call."""

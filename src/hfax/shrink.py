@@ -42,7 +42,7 @@ _WIDTHS = re.compile(
     r"^(hidden_size|d_model|n_embd|embed_dim|embedding_size|dim|out_hidden_size|projection_dim|project_dim|word_embed_proj_dim"
     r"|encoder_hidden_size|decoder_hidden_size|text_hidden_size|vision_hidden_size|audio_hidden_size|backbone_hidden_size"
     r"|emb_dim|output_dim|projector_hidden_size|hidden_size_global|cross_hidden_size|qformer_hidden_size|output_hidden_size"
-    r"|adapter_out_dim|vision_output_dim|projector_input_dim|projector_output_dim|attention_hidden_size|mlp_hidden_size|d_embed"
+    r"|adapter_(in|out)_dim|projection_hidden_size|vision_output_dim|projector_input_dim|projector_output_dim|attention_hidden_size|mlp_hidden_size|d_embed"
     r"|hidden_dim|fusion_hidden_size|text_embed_dim|mit_hidden_size|pooler_output_size|image_token_embed_dim|prediction_head_size"
     r"|projection_size|embedding_dim|pooler_hidden_size|cross_attention_hidden_size|model_dim|rnn_hidden_size|encoder_embed_dim|classifier_proj_size)$"
 )
@@ -114,6 +114,11 @@ _EXACT: dict[str, int] = {
     "codebook_size": 32,
     "num_embeddings": 32,
     "num_codevectors_per_group": 8,
+    "mm_tokens_per_image": 4,
+    "resolution": 64,
+    "index_kpool": 4,
+    "position_embedding_size": 64,
+    "mm_posemb_size": 64,
 }
 _HEAD_DIMS = re.compile(
     r"^(head_dim|attention_head_dim|attention_head_size|dim_head|swa_head_dim|kv_channels|global_head_dim|head_size|resampler_head_dim)$"
@@ -151,6 +156,21 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "attn_layers": ["local", "lsh"],
         "hash_seed": 0,
     },
+    # features are shuffled from places to channels before the projection
+    "llama4_vision_model": {"intermediate_size": lambda c: int(c.hidden_size / c.pixel_shuffle_ratio**2)},
+    "minimax_m3_vl": {"merged_hidden_size": lambda c: WIDTH * c.vision_config.spatial_merge_size**2},
+    "step3p5_vision": {"intermediate_size": lambda c: int(c.hidden_size * c.mlp_ratio)},
+    "molmo2_vision": {"image_size": [56, 56], "num_position_embeddings": 16},
+    "muse_glimmer": {"out_hidden_size": lambda c: c.vision_config.hidden_size * 4},
+    "muse_spark": {"out_hidden_size": lambda c: c.vision_config.hidden_size * 4},
+    "mllama_vision_model": {"vision_output_dim": lambda c: c.hidden_size * (1 + len(c.intermediate_layers_indices))},
+    # groups of 32 channels are normalized together
+    "chameleon_vqgan": {"base_channels": 32},
+    "emu3_vqgan": {"base_channels": 32, "hidden_size": 128},
+    # the queries of two fixed resolutions, and channels that end in the encoder's width
+    "deepseek_ocr2_sam_vision_model": {"downsample_channels": [32, WIDTH]},
+    "unlimited_ocr_sam_vision_model": {"downsample_channels": [32, WIDTH]},
+    "granite4_vision": {"spatial_target_layers": [0, 0, 1, 1]},
     # queries and keys are rounded up to 64 in all
     "xlstm": {"qk_dim_factor": 1.0, "chunk_size": 64},
 }
@@ -177,6 +197,7 @@ def shrink_config(config: PretrainedConfig) -> PretrainedConfig:
             # the sections of three-dimensional positions are often a default of the modelling code, for full-size heads
             text.rope_parameters.setdefault("mrope_section", [1, 1, 1])
         _shrink(small, _token_map(small))
+        _fit_images(small)
     except Exception as error:
         raise UnsupportedModelError(
             f"The config of model type {config.model_type!r} could not be shrunk.",
@@ -390,6 +411,30 @@ def _fit_state_space_heads(config: Any) -> None:
             _set(config, heads, width // HEAD_DIM)
 
 
+# Images
+
+
+def _fit_images(config: Any) -> None:
+    """What a model with images says of its vision part follows that part's new sizes."""
+    vision = vars(config).get("vision_config")
+    if vocabulary := vars(config).get("vocabulary_map"):
+        _set(config, "image_token_id", vocabulary["<image>"])
+    if vision is None:
+        return
+    size, layers = getattr(vision, "image_size", None), getattr(vision, "num_hidden_layers", None)
+    if vars(config).get("image_grid_pinpoints") and isinstance(size, int):
+        _set(config, "image_grid_pinpoints", [[size, 2 * size], [2 * size, size], [2 * size, 2 * size]])
+    for part in (config, vars(config).get("adapter_config")):
+        for name in ("vision_feature_layer", "vision_feature_layers"):
+            value = vars(part).get(name) if part is not None else None
+            if value is not None and isinstance(layers, int):
+                clip = lambda v: max(-layers, min(v, layers - 1))  # noqa: E731
+                _set(part, name, clip(value) if isinstance(value, int) else type(value)(clip(v) for v in value))
+    if vars(config).get("projector_patch_to_query_dict") and isinstance(size, int):
+        _set(config, "projector_patch_to_query_dict", {(size // vision.patch_size) ** 2: 4})
+        _set(config, "max_value_projector_patch_to_query_dict", 4)
+
+
 # Special tokens
 
 
@@ -414,6 +459,16 @@ def _token_map(config: Any) -> dict[int, int]:
 # Rotary embeddings
 
 
+def _proportional(parts: list[int], total: int) -> list[int]:
+    """Whole numbers in about the proportions of `parts` that add up to `total`."""
+    shares = [p * total / sum(parts) for p in parts]
+    found = [int(s) for s in shares]
+    order = sorted(range(len(parts)), key=lambda i: found[i] - shares[i])
+    for index in order[: total - sum(found)]:
+        found[index] += 1
+    return found
+
+
 def _fit_rope(rope: dict[str, Any], config: Any) -> None:
     """Sections and factors of rotary embeddings fitted to the small heads."""
     for value in rope.values():
@@ -425,9 +480,7 @@ def _fit_rope(rope: dict[str, Any], config: Any) -> None:
         rope["partial_rotary_factor"] = latent / head_dim
     rotary = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
     if rope.get("mrope_section"):
-        parts = len(rope["mrope_section"])
-        first = rotary - (parts - 1) * (rotary // parts)
-        rope["mrope_section"] = [first] + [rotary // parts] * (parts - 1)
+        rope["mrope_section"] = _proportional(rope["mrope_section"], rotary)
     for name in ("long_factor", "short_factor"):
         if rope.get(name):
             rope[name] = list(rope[name][:rotary])

@@ -20,6 +20,7 @@ import torchax.tensor
 from torchax.ops import mappings
 
 from hfax.backends import indexing
+from hfax.backends.masked_selection import MaskedSelection
 from hfax.backends.trace_tensor import TraceTensor, ValueReadError, known_range
 from hfax.backends.views import VIEW_OPS, keeps_order, write_back
 from hfax.load.placement import to_numpy
@@ -252,6 +253,8 @@ class TraceEnvironment(torchax.tensor.Environment):
                 return result
         static = indexing.static_index(index)
         array = as_array(tensor)
+        if (mask := indexing.whole_mask(static)) is not None:
+            return MaskedSelection(array, mask, self.wrap)
         result = self.wrap(indexing.read(array, static))
         if isinstance(tensor, TraceTensor) and indexing.is_basic(static):
             result.is_view_of(tensor, *indexing.make_reader(static))
@@ -263,6 +266,8 @@ class TraceEnvironment(torchax.tensor.Environment):
         if tensor.host is not None and all(_is_host(t) for t in _tensors((index, value))):
             self._on_host(torch.Tensor.__setitem__, (tensor, index, value), {})
             return
+        if isinstance(value, MaskedSelection) and (mask := indexing.whole_mask(indexing.static_index(index))) is not None:
+            value = value.under(mask)
         value = as_array(value) if isinstance(value, torch.Tensor) else value
         tensor._elem = indexing.write(tensor.jax(), indexing.static_index(index), value)
         tensor.wrote()
@@ -287,6 +292,7 @@ class TraceEnvironment(torchax.tensor.Environment):
         if op.needs_env:
             kwargs = {**kwargs, "env": self}
         if op.is_jax_function:
+            args, kwargs = tuple(_with_numbers(a) for a in args), {n: _with_numbers(a) for n, a in kwargs.items()}
             arrays, named = self.t2j_iso(args), self.t2j_iso(kwargs)
             if name in _SCALAR_AWARE:
                 arrays = _match_scalars(arrays)
@@ -466,6 +472,13 @@ def _known_comparison(name: str, args: Any) -> bool | None:
     if isinstance(one, TraceTensor) and one.host is None and one.ndim == 0 and type(other) is int:
         return one.compare(name, other)
     return None
+
+
+def _with_numbers(value: Any) -> Any:
+    """A list of sizes with constants without axes as Python numbers."""
+    if type(value) not in (list, tuple) or not any(isinstance(v, TraceTensor) for v in value):
+        return value
+    return type(value)(v.item() if isinstance(v, TraceTensor) and v.host is not None and not v.ndim else v for v in value)
 
 
 def _axis(name: str, rest: tuple[Any, ...], kwargs: Any) -> int:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 
@@ -64,8 +65,6 @@ def keep_on_host(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_concrete(value: Any) -> bool:
-    import jax
-
     return is_array(value) and not isinstance(value, jax.core.Tracer)
 
 
@@ -77,12 +76,12 @@ def forward_positions(module: torch.nn.Module, inputs: Mapping[str, Any]) -> np.
         inputs: of forward, by name: arrays on the host, and `HostArray`s.
 
     Returns:
-        None for models that count positions in one dimension, and for calls without grids or with positions.
+        None for models that count positions in one dimension, and for calls without images or with positions.
     """
-    if inputs.get("position_ids") is not None or not _has_grids(inputs):
+    if inputs.get("position_ids") is not None or not any(isinstance(v, HostArray) for v in inputs.values()):
         return None
     holder = next((m for m in module.modules() if hasattr(m, "get_rope_index")), None)
-    if holder is None or inputs.get("input_ids") is None:
+    if holder is None or inputs.get("input_ids") is None or isinstance(inputs["input_ids"], jax.core.Tracer):
         return None
     given = _as_torch(inputs)
     names = inspect.signature(holder.get_rope_index).parameters  # type: ignore[operator]
@@ -116,10 +115,6 @@ def prompt_positions(module: Any, inputs: Mapping[str, Any]) -> np.ndarray | Non
         for part, value in zip(parts, before, strict=True):
             part.rope_deltas = value
     return positions.numpy().astype(np.int32)
-
-
-def _has_grids(inputs: Mapping[str, Any]) -> bool:
-    return any(n.endswith(("grid_thw", "grid_hw")) and v is not None for n, v in inputs.items())
 
 
 def _as_torch(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -115,6 +115,13 @@ def _fitted(value: Array, array: Array, index: Any) -> Array:
     return value
 
 
+def whole_mask(index: Any) -> Array | None:
+    """The mask, if the index is one traced boolean mask over the leading axes, maybe with `:` behind it; else None."""
+    parts = index if isinstance(index, tuple) else (index,)
+    rest = [p for p in parts[1:] if p is not Ellipsis and not (isinstance(p, slice) and p == slice(None))]
+    return parts[0] if parts and not rest and _is_mask(parts[0]) and parts[0].ndim else None
+
+
 def make_reader(index: Any) -> tuple[Callable[[Array], Array], Callable[[Array, Array], Array]]:
     """For a basic index: the view's array from the base's, and the way back."""
     return lambda array: array[index], lambda array, new: array.at[index].set(new)

@@ -25,6 +25,7 @@ from hfax.backends.geometry import HostArray
 from hfax.errors import UnsupportedModelError
 from hfax.patches import attention as attention_math
 from hfax.patches import masks, registry
+from hfax.patches.control_flow import collecting_checks
 
 ATTENTION_NAME = "hfax"
 """The name under which hfax's functions stand in transformers' attention, mask and experts interfaces."""
@@ -106,6 +107,7 @@ def call_module(
     key: jax.Array | None = None,
     used: set[str] | None = None,
     kept: dict[str, jax.Array] | None = None,
+    checks: dict[str, jax.Array] | None = None,
 ) -> Any:
     """Run `call(module)` with the module's parameters and buffers replaced by `weights`.
 
@@ -117,6 +119,7 @@ def call_module(
         used: gets the names of the patches that ran.
         kept: arrays that the modules hold as attributes beside their weights ("layers.0.rnn.state"), which some keep between calls;
             in place, what `call` leaves there. None: nothing is held before, and what is left is dropped.
+        checks: gets the conditions on traced values that the modelling code checks: what each says, to a scalar bool.
 
     Returns:
         What `call` returns.
@@ -138,8 +141,13 @@ def call_module(
         # torch's integers have 64 bits, JAX's 32 unless told otherwise; every index would warn.
         warnings.filterwarnings("ignore", message="Explicitly requested dtype", category=UserWarning)
         environment.used.clear()
+        conditions: dict[str, Any] = {}
         try:
-            return call(module)
+            with collecting_checks(conditions):
+                out = call(module)
+            if checks is not None:
+                checks |= {what: unwrap(condition) for what, condition in conditions.items()}
+            return out
         except Exception as error:
             explained = _explain(error, module)
             if explained is None:

@@ -47,6 +47,7 @@ class ModelTraits:
         has_recurrent_layers: some layers keep a state instead of keys and values.
         counts_padding: positions are counted by the model itself, padding included, so prompts may not be padded further.
         has_usable_cache: decoding keeps keys and values; without, every step runs the whole text again.
+        repeated_inputs: inputs with a value for each token that new tokens take over from the last one.
         main_input: the name of its first input.
     """
 
@@ -59,6 +60,7 @@ class ModelTraits:
     has_recurrent_layers: bool
     counts_padding: bool
     has_usable_cache: bool
+    repeated_inputs: tuple[str, ...]
     main_input: str
 
 
@@ -80,6 +82,8 @@ def read_traits(module: torch.nn.Module) -> ModelTraits:
         counts_padding=config.model_type in COUNTS_PADDING
         or ("position_ids" not in names and (cache_argument in (None, "state") or _counts_positions(module))),
         has_usable_cache=cache_argument is not None and config.model_type not in WITHOUT_CACHE,
+        # beside pixels, token types say where images are, and new tokens are text
+        repeated_inputs=("cross_attention_mask",) if "pixel_values" in names else ("token_type_ids",),
         main_input=getattr(module, "main_input_name", "input_ids"),
     )
 
@@ -144,6 +148,12 @@ class TracedModel:
 
     def apply(self, params: Mapping[str, jax.Array], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """One forward call; results with `jax.Array`s in the place of tensors, their classes registered as pytrees."""
+        return self.apply_checked(params, args, kwargs)[0]
+
+    def apply_checked(
+        self, params: Mapping[str, jax.Array], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, dict[str, jax.Array]]:
+        """`apply`, and what the modelling code checks of values: what each condition says, to a scalar bool."""
         arrays, structure = flatten((args, self.prepare(kwargs)), is_array)
 
         def call(module: torch.nn.Module) -> Any:
@@ -152,12 +162,20 @@ class TracedModel:
             outputs, out_structure = flatten(module(*call_args, **call_kwargs), lambda v: isinstance(v, torch.Tensor))
             return [tracing.unwrap(o) for o in outputs], out_structure
 
-        outputs, out_structure = tracing.call_module(self.module, self._all(params), call, used=self.patches_used)
+        checks: dict[str, jax.Array] = {}
+        outputs, out_structure = tracing.call_module(
+            self.module, self._all(params), call, used=self.patches_used, checks=checks
+        )
         _register(out_structure)
-        return unflatten(out_structure, outputs)
+        return unflatten(out_structure, outputs), checks
 
     def prefill(
-        self, params: Mapping[str, jax.Array], inputs: Mapping[str, jax.Array], static: Mapping[str, Any], capacity: int
+        self,
+        params: Mapping[str, jax.Array],
+        inputs: Mapping[str, jax.Array],
+        static: Mapping[str, Any],
+        capacity: int,
+        checks: dict[str, jax.Array] | None = None,
     ) -> tuple[jax.Array, Arrays]:
         """Run the prompts, with their images and sound, and fill a new cache.
 
@@ -166,6 +184,7 @@ class TracedModel:
             inputs: the model's inputs; for decoders `input_ids` and `attention_mask`, both [batch, length], padding on the left.
             static: further keyword arguments that are not traced: options, and `HostArray`s of the prompts' geometry.
             capacity: of the cache, tokens.
+            checks: gets the conditions that must hold, see `apply_checked`.
 
         Returns:
             Logits of the last position, [batch, vocab] float32, and the cache's arrays (with the encoder's output, if any).
@@ -198,7 +217,9 @@ class TracedModel:
             return _last(tracing.unwrap(out.logits)), _cache_arrays(cache, out) | encoded
 
         kept: Arrays = {}
-        logits, arrays = tracing.call_module(self.module, self._all(params), call, used=self.patches_used, kept=kept)
+        logits, arrays = tracing.call_module(
+            self.module, self._all(params), call, used=self.patches_used, kept=kept, checks=checks
+        )
         return logits, arrays | {_ON_MODULES + name: array for name, array in kept.items()}
 
     def decode_step(
@@ -212,7 +233,7 @@ class TracedModel:
         attention_mask: jax.Array,
         capacity: int,
         static: Mapping[str, Any],
-        token_type_ids: jax.Array | None = None,
+        repeated: Mapping[str, jax.Array] | None = None,
     ) -> tuple[jax.Array, Arrays]:
         """Run one token of every sequence.
 
@@ -227,7 +248,7 @@ class TracedModel:
                 of length 0 if it has none.
             capacity: of the cache.
             static: options given to `prefill`, without what belongs to the prompts.
-            token_type_ids: [batch] int32, of the tokens, if the prompts had them.
+            repeated: further inputs of the tokens, [batch, …], which they share with the prompts' last tokens.
 
         Returns:
             Logits [batch, vocab] float32, and the cache's arrays.
@@ -252,8 +273,7 @@ class TracedModel:
             inputs["input_ids"] = tokens[:, None]
             if traits.takes_position_ids:
                 inputs["position_ids"] = jnp.moveaxis(positions, 0, -1)[..., None]
-            if token_type_ids is not None:
-                inputs["token_type_ids"] = token_type_ids[:, None]
+            inputs |= {name: array[:, None] for name, array in (repeated or {}).items()}
             if traits.takes_attention_mask and not traits.has_recurrent_layers:
                 inputs["attention_mask"] = attention_mask
 

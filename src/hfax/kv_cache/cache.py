@@ -58,6 +58,8 @@ def make_cache(
     """
     text_config = config.get_text_config(decoder=True)
     types, kwargs = get_layer_types_and_kwargs(text_config)
+    crossing = getattr(text_config, "cross_attention_layers", None) or ()  # layers that attend to images alone
+    types = ["cross_attention" if index in crossing else kind for index, kind in enumerate(types)]
     own = LayeredCache(layers=[_make_layer(t, k, ops, capacity, length) for t, k in zip(types, kwargs, strict=True)])
     if not has_encoder:
         _restore(own, arrays or {}, "layers")
@@ -78,6 +80,8 @@ def cache_arrays(cache: Cache | EncoderDecoderCache) -> dict[str, Tensor]:
 def _make_layer(kind: str, kwargs: dict[str, Any], ops: CacheOps, capacity: int, length: Tensor | None) -> Any:
     if kind == "full_attention":
         return FullAttentionLayer(ops, capacity, length)
+    if kind == "cross_attention":
+        return CrossAttentionLayer(ops, capacity, length)
     if kind in ("sliding_attention", "chunked_attention"):
         return SlidingWindowLayer(ops, capacity, length, window=kwargs["sliding_window"])
     if kind in ("linear_attention", "conv"):

@@ -69,6 +69,9 @@ def architectures(mapping: str) -> list[Architecture]:
 
 
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+_CODES = range(32)
+_CHAMELEON_MAP = {"<image>": 190} | {f"IMGIMG{''.join(chr(65 + int(d)) for d in str(i))}Z": 100 + i for i in _CODES}
+_EMU3_MAP = {"<image>": 190, "<|extra_200|>": 191} | {f"<|visual token {i:06}|>": 100 + i for i in _CODES}
 MISSING: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
@@ -77,7 +80,7 @@ MISSING: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
-        "indexer_kv_heads": 2,
+        "indexer_kv_heads": 1,
         "indexer_head_dim": 16,
         "indexer_budget": 8,
         "indexer_compress_ratio": 4,
@@ -88,6 +91,12 @@ MISSING: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 128},
     "ministral": {"head_dim": 128},
     "deepseek_v2": {"num_experts_per_tok": 6},
+    "chameleon": {"vocabulary_map": _CHAMELEON_MAP, "image_token_id": 190},
+    "emu3": {"vocabulary_map": _EMU3_MAP, "image_token_id": 190},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", *["sparse"] * 31], "num_experts_per_tok": 6},
+    "hunyuan_vl_text": {"head_dim": 128},
+    "step3p5": {"sliding_window": 512},
+    "granite4_vision": {"deepstack_layer_map": [(0, 0), (1, 1)], "downsample_rate": "1/2"},
 }
 """Model type to what its default config leaves out and every published checkpoint has."""
 
@@ -97,8 +106,13 @@ def complete(config: Any) -> None:
     for name in config.sub_configs:
         if (part := getattr(config, name, None)) is not None:
             complete(part)
+        elif name == "vision_config":
+            object.__setattr__(config, name, config.sub_configs[name]())
     for name, value in MISSING.get(config.model_type, {}).items():
         object.__setattr__(config, name, copy.deepcopy(value))
+    for name in ("image_token_id", "image_token_index"):  # a place in the text for images, which only checkpoints name
+        if name in vars(config) and getattr(config, name) is None and not config.is_encoder_decoder:
+            object.__setattr__(config, name, config.get_text_config().vocab_size - 1)
     rope = vars(config).get("rope_parameters")
     if isinstance(rope, dict) and "rope_theta" in rope and rope["rope_theta"] is None:
         rope["rope_theta"] = _ROPE["rope_theta"]
@@ -119,7 +133,7 @@ def small_config(architecture: Architecture) -> PretrainedConfig:
     wanted: Any = getattr(transformers, architecture.class_name).config_class
     if wanted is not None and not isinstance(config, wanted):
         parts = [getattr(config, name, None) for name in config.sub_configs]
-        config = next((p for p in parts if isinstance(p, wanted)), config)
+        config = next((p for p in parts if isinstance(p, wanted)), None) or wanted()
     complete(config)
     small = shrink_config(config)
     text = small.get_text_config()

@@ -51,7 +51,7 @@ def image_inputs(model: Any) -> dict[str, torch.Tensor]:
         tiles = 1 + (model.config.image_grid_pinpoints[0][0] // height) * (model.config.image_grid_pinpoints[0][1] // width)
         found["pixel_values"] = draw(IMAGES, tiles, _channels(config), height, width)
         found["image_sizes"] = torch.tensor([[height, width], [height // 2, width]])
-    elif "image_sizes" in names:
+    elif "image_sizes" in names and hasattr(getattr(model.model, "vision_tower", None), "patch_size"):
         found["image_sizes"] = torch.tensor([list(_size(config))] * IMAGES)
     return found
 
@@ -83,10 +83,20 @@ def _size(config: Any) -> tuple[int, int]:
 def _patches_with_grid(config: Any) -> dict[str, torch.Tensor]:
     """Patches of all images in one row, [patches, values], and how they lie, [images, 3] (time, height, width)."""
     merge = _number(config, "spatial_merge_size", "merge_size", "merge_kernel_size", default=2)
-    patch, frames = _number(config, "patch_size", default=14), _number(config, "temporal_patch_size", default=1)
+    patch = _number(config, "patch_size", default=14)
+    frames = _number(config, "temporal_patch_size", "patch_temporal", default=1)
     grid = torch.tensor([[1, 2 * merge, 2 * merge], [1, 2 * merge, 4 * merge]])
     values = _channels(config) * frames * patch * patch
     return {"pixel_values": draw(int(grid.prod(1).sum()), values), "image_grid_thw": grid}
+
+
+def _square_patches_with_grid(model: Any) -> dict[str, torch.Tensor]:
+    """The same with each patch as a small image, [patches, channels, patch, patch]."""
+    config = vision_config(model.config)
+    found = _patches_with_grid(config)
+    patch = _number(config, "patch_size", default=14)
+    pixels = found["pixel_values"]
+    return found | {"pixel_values": pixels.reshape(len(pixels), _channels(config), patch, patch)}
 
 
 def _packed_columns(config: Any) -> dict[str, torch.Tensor]:
@@ -113,8 +123,102 @@ def _masked_tiles(config: Any) -> dict[str, torch.Tensor]:
     return {"pixel_values": draw(IMAGES, 1, _channels(config), height, width), "pixel_attention_mask": mask}
 
 
-_OWN: dict[str, Callable[[Any], dict[str, torch.Tensor]]] = {}
-"""Model types whose images have a layout that no other has."""
+def _merged_patches(model: Any) -> dict[str, torch.Tensor]:
+    """A small image for each token, [tokens, merge · patch, merge · patch, channels]; the grid counts tokens."""
+    config = vision_config(model.config)
+    side = _number(config, "spatial_merge_size", default=2) * _number(config, "patch_size", default=14)
+    grid = torch.tensor([[1, 2, 2], [1, 2, 4]])
+    return {"pixel_values": draw(int(grid.prod(1).sum()), side, side, _channels(config)), "image_grid_thw": grid}
+
+
+def _patches_with_heights(model: Any) -> dict[str, torch.Tensor]:
+    """As `_patches_with_grid` with heights and widths alone, [images, 2]."""
+    config = vision_config(model.config)
+    grid = torch.tensor([[4, 4], [4, 8]])
+    values = _channels(config) * _number(config, "patch_size", default=14) ** 2
+    return {"pixel_values": draw(int(grid.prod(1).sum()), values), "image_grid_hw": grid}
+
+
+def _patches_with_positions(model: Any) -> dict[str, torch.Tensor]:
+    """Patches of each image, [images, patches, values], and where each lies, [images, patches, 2] (x, y)."""
+    config = vision_config(model.config)
+    side = 2 * _number(config, "pooling_kernel_size", default=1)
+    patch = _number(config, "model_patch_size", "patch_size", default=16)
+    places = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="xy"), dim=-1).reshape(-1, 2)
+    pixels = draw(IMAGES, side * side, 3 * patch * patch).sigmoid()
+    return {"pixel_values": pixels, "image_position_ids": places[None].repeat(IMAGES, 1, 1)}
+
+
+def _crops_with_pooling(model: Any) -> dict[str, torch.Tensor]:
+    """Patches of one crop an image, [crops, patches, values], and the four patches behind each token, [tokens, 4]."""
+    config = vision_config(model.config)
+    patch, side = _number(config, "patch_size", default=14), _size(config)[0] // _number(config, "patch_size", default=14)
+    places = torch.arange(side * side).reshape(side // 2, 2, side // 2, 2).transpose(1, 2).reshape(-1, 4)
+    pooling = torch.cat([places + image * side * side for image in range(IMAGES)])
+    return {
+        "pixel_values": draw(IMAGES, side * side, _channels(config) * patch * patch),
+        "image_token_pooling": pooling,
+        "image_grids": torch.tensor([[side // 2, side // 2, 0, 0]] * IMAGES),
+        "image_num_crops": torch.ones(IMAGES, dtype=torch.long),
+    }
+
+
+def _tiles_with_ratios(model: Any) -> dict[str, torch.Tensor]:
+    """Tiles of one image a row, [rows, images, tiles, channels, height, width], with a number for their arrangement."""
+    config = vision_config(model.config)
+    tiles = config.max_num_tiles
+    mask = torch.zeros(IMAGES, 1, tiles, dtype=torch.long)
+    mask[:, :, :1] = 1
+    return {
+        "pixel_values": draw(IMAGES, 1, tiles, _channels(config), *_size(config)),
+        "aspect_ratio_ids": torch.ones(IMAGES, 1, dtype=torch.long),
+        "aspect_ratio_mask": mask,
+    }
+
+
+def _masked_by_tile(model: Any) -> dict[str, torch.Tensor]:
+    """Tiles of one image a row, [rows, tiles, channels, height, width], and which are real, [rows, tiles]."""
+    config = vision_config(model.config)
+    mask = torch.ones(IMAGES, 2, dtype=torch.bool)
+    return {"pixel_values": draw(IMAGES, 2, _channels(config), *_size(config)), "pixel_attention_mask": mask}
+
+
+def _flat_patches(model: Any) -> dict[str, torch.Tensor]:
+    """[images, patches, row and column and values], places counted from 1."""
+    config = vision_config(model.config)
+    patch = _number(config, "patch_size", default=16)
+    places = torch.cartesian_prod(torch.arange(1, 4), torch.arange(1, 4)).float()[None].repeat(IMAGES, 1, 1)
+    return {"flattened_patches": torch.cat([places, draw(IMAGES, 9, _channels(config) * patch * patch)], dim=-1)}
+
+
+_OWN: dict[str, Callable[[Any], dict[str, torch.Tensor]]] = {
+    "kimi_k25": _square_patches_with_grid,
+    "paddleocr_vl": _square_patches_with_grid,
+    "inkling2": _merged_patches,
+    "inkling_mm_model": lambda model: {
+        "pixel_values": draw(
+            IMAGES, vision_config(model.config).temporal_patch_size, *[vision_config(model.config).patch_size] * 2, 3
+        )
+    },
+    "nemotron_h_omni": _patches_with_heights,
+    "gemma4": _patches_with_positions,
+    "gemma4_unified": _patches_with_positions,
+    "molmo2": _crops_with_pooling,
+    "mllama": _tiles_with_ratios,
+    "granite_docling": _masked_by_tile,
+    "pix2struct": _flat_patches,
+    "deepseek_vl_hybrid": lambda model: {
+        "pixel_values": draw(IMAGES, 3, *_size(vision_config(model.config))),
+        "high_res_pixel_values": draw(IMAGES, 3, *_size(model.config.high_res_vision_config)),
+    },
+    "emu3": lambda model: {
+        "pixel_values": draw(IMAGES, 3, 64, 64),
+        "image_sizes": torch.tensor([[64, 64]] * IMAGES),
+    },
+    "fuyu": lambda model: {"pixel_values": draw(IMAGES, 4, 3 * model.config.patch_size**2)},
+    "video_llama_3": lambda model: _patches_with_grid(vision_config(model.config)) | {"image_merge_sizes": torch.tensor([1, 2])},
+}
+"""Model types whose images have a layout that few others have."""
 
 
 def prompts_with_images(model: Any, ordinary: torch.Tensor) -> dict[str, Any]:
@@ -125,12 +229,12 @@ def prompts_with_images(model: Any, ordinary: torch.Tensor) -> dict[str, Any]:
         ordinary: [2, n] ids of text.
     """
     images = image_inputs(model)
-    counts = feature_counts(model, images)
     token = image_token(model.config)
+    counts = feature_counts(model, images) if token is not None else [0] * IMAGES
     rows = []
     for row, count in enumerate(counts):
         text = ordinary[row]
-        rows.append(torch.cat([text[:_BEFORE], torch.full((count,), token), text[_BEFORE : _BEFORE + _AFTER - row]]))
+        rows.append(torch.cat([text[:_BEFORE], torch.full((count,), token or 0), text[_BEFORE : _BEFORE + _AFTER - row]]))
     length = max(len(r) for r in rows)
     ids, mask = torch.zeros(IMAGES, length, dtype=torch.long), torch.zeros(IMAGES, length, dtype=torch.long)
     for row, values in enumerate(rows):
@@ -141,12 +245,20 @@ def prompts_with_images(model: Any, ordinary: torch.Tensor) -> dict[str, Any]:
         if name in names:
             found[name] = ((ids == token) & (mask == 1)).long()
             break
+    if "moe_mm_token_type_ids" in names:
+        found["moe_mm_token_type_ids"] = found["mm_token_type_ids"]
+    if "cross_attention_mask" in names:  # every token after the image sees its first tile
+        tiles = images["pixel_values"].shape[2]
+        found["cross_attention_mask"] = torch.zeros(IMAGES, length, 1, tiles, dtype=torch.long)
+        found["cross_attention_mask"][:, _BEFORE:, :, 0] = 1
     return found
 
 
-def image_token(config: Any) -> int:
-    """The id that stands for an image's features."""
-    for name in ("image_token_id", "image_token_index", "media_placeholder_token_id"):
+def image_token(config: Any) -> int | None:
+    """The id that stands for an image's features; None if they are not put among the text's."""
+    if config.model_type in ("git", "blip", "mllama"):
+        return None
+    for name in ("image_token_id", "image_token_index", "media_placeholder_token_id", "image_patch_id"):
         if isinstance(value := getattr(config, name, None), int):
             return value
     raise NotImplementedError("the config names no image token")
@@ -156,10 +268,14 @@ def feature_counts(model: Any, images: dict[str, torch.Tensor]) -> list[int]:
     """How many features each image gives."""
     base: Any = model if hasattr(model, "get_image_features") else model.model
     names = inspect.signature(base.get_image_features).parameters
+    if hasattr(getattr(model, "model", None), "get_image_features"):  # the outer one may only pass them on
+        base, names = model.model, inspect.signature(model.model.get_image_features).parameters
     with torch.no_grad():
         out = base.get_image_features(**{n: v for n, v in images.items() if n in names}, return_dict=True)
     features = getattr(out, "pooler_output", None)
-    features = out if features is None else features
+    features = getattr(out, "last_hidden_state", out) if features is None else features
+    if (stacked := getattr(out, "deepstack_features", None)) and features is None:
+        features = stacked[0][1] if isinstance(stacked[0], tuple) else stacked[0]
     if isinstance(features, (list, tuple)):
         counts = [f.numel() // f.shape[-1] for f in features]
         return counts if len(counts) == IMAGES else [sum(counts) // IMAGES] * IMAGES

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -12,9 +14,47 @@ import torch
 
 from hfax.patches.patch import ForwardPatch, FunctionPatch, OpPatch, Patch
 
+_local = threading.local()
 
-def _skip(original: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: None
+
+@contextlib.contextmanager
+def collecting_checks(found: dict[str, Any]) -> Iterator[None]:
+    """Within the block, what modelling code checks of traced values goes to `found`: where it stands, to a scalar bool tensor."""
+    before, _local.checks = getattr(_local, "checks", None), found
+    try:
+        yield
+    finally:
+        _local.checks = before
+
+
+def note_check(condition: Any, what: str | None = None) -> None:
+    """Remember a condition on traced values that must hold when the program runs.
+
+    Args:
+        condition: bool, of any shape; all of it must be true.
+        what: what it says; None: the line of modelling code that is running.
+    """
+    if (found := getattr(_local, "checks", None)) is not None:
+        found[f"{what or 'a check of the model fails'} ({_place()})"] = condition.all()
+
+
+def _place() -> str:
+    """The innermost line of modelling code in the stack."""
+    frames = (f for f in reversed(traceback.extract_stack()) if "/models/" in f.filename or "modeling_" in f.filename)
+    frame = next(frames, None)
+    return "" if frame is None else f"{frame.filename.rpartition('/')[2]}:{frame.lineno} in {frame.name}"
+
+
+def _make_check(original: Callable[..., Any]) -> Callable[..., Any]:
+    def check(*args: Any) -> None:
+        condition = next(a for a in args if isinstance(a, torch.Tensor))
+        message = args[-1] if callable(args[-1]) else None
+        if getattr(condition, "host", None) is None:
+            note_check(condition)
+        elif not bool(condition.all()):
+            raise ValueError(message() if message is not None else f"a check of the model fails ({_place()})")
+
+    return check
 
 
 def _prophetnet_positions(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,9 +90,6 @@ def _lengths_on_host(module: Any, original: Callable[..., Any]) -> Callable[...,
     return forward
 
 
-_local = threading.local()
-
-
 def _any(x: jax.Array, dim: Any = None, keepdim: bool = False) -> jax.Array:
     if dim is None and getattr(_local, "any_is_true", False):
         with jax.ensure_compile_time_eval():
@@ -85,16 +122,16 @@ PATCHES: list[Patch] = [
         make=_any_is_true,
     ),
     FunctionPatch(
-        name="no-value-checks-with",
-        why="`aten::_is_all_true` has no lowering: transformers' checks read values, which a trace does not have",
+        name="value-checks-with",
+        why="transformers' checks read values, which a trace does not have; the program gives them back, and the host checks",
         target="torch:_check_tensor_all_with",
-        make=_skip,
+        make=_make_check,
     ),
     FunctionPatch(
-        name="no-value-checks",
+        name="value-checks",
         why="the same check, in the form that transformers uses when it knows that it is traced",
         target="torch:_check_tensor_all",
-        make=_skip,
+        make=_make_check,
     ),
     *(
         FunctionPatch(
@@ -102,9 +139,17 @@ PATCHES: list[Patch] = [
             why="the model compares the traced length with its table of positions, unless it believes to be compiled by torch",
             target=f"transformers.models.{name}.modeling_{name}:is_torchdynamo_compiling",
             make=lambda original: lambda: True,
-            model_types=(name, name.replace("_", "-")),
+            model_types=(model_type,),
         )
-        for name in ("xglm", "nllb_moe", "m2m_100", "seamless_m4t", "seamless_m4t_v2")
+        for name, model_type in (
+            ("xglm", "xglm"),
+            ("nllb_moe", "nllb-moe"),
+            ("m2m_100", "m2m_100"),
+            ("seamless_m4t", "seamless_m4t"),
+            ("seamless_m4t_v2", "seamless_m4t_v2"),
+            ("kosmos2", "kosmos-2"),
+            ("kosmos2_5", "kosmos-2.5"),
+        )
     ),
     ForwardPatch(
         name="lengths-on-the-host",

@@ -102,7 +102,50 @@ def _parallel_experts(module: Any, original: Callable[..., Any]) -> Callable[...
     return forward
 
 
+def _clamped_experts(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+        """Experts whose gate and other half are clamped; the index past the last expert stands for none."""
+        is_real = top_k_index < module.num_experts
+        weights = torch.where(is_real, top_k_weights, torch.zeros_like(top_k_weights)).to(hidden_states.dtype)
+        chosen = top_k_index.clamp(max=module.num_experts - 1)
+        states = torch.einsum("th,eih->tei", hidden_states, module.gate_up_proj)
+        outputs = torch.einsum("tei,ehi->teh", module._apply_gate(states), module.down_proj)
+        share = torch.zeros((len(hidden_states), module.num_experts), dtype=weights.dtype, device=hidden_states.device)
+        return torch.einsum("teh,te->th", outputs, share.scatter_add(1, chosen, weights))
+
+    return forward
+
+
+def _by_modality(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(hidden_states: Any, moe_mm_token_type_ids: Any = None) -> Any:
+        """Text experts for tokens of type 0, image experts for the others; every token runs through both."""
+        if moe_mm_token_type_ids is None:
+            return original(hidden_states)
+        rows, length = hidden_states.shape[:2]
+        is_image = moe_mm_token_type_ids.bool()
+        text, text_logits = module.text_moe(hidden_states)
+        image, image_logits = module.vision_moe(hidden_states)
+        out = torch.where(is_image[..., None], image.reshape(hidden_states.shape), text.reshape(hidden_states.shape))
+        text_logits, image_logits = (x.reshape(rows * length, -1) for x in (text_logits, image_logits))
+        logits = torch.where(is_image.reshape(-1, 1), image_logits, text_logits)
+        return (out if module.shared_experts is None else out + module.shared_experts(hidden_states)), logits
+
+    return forward
+
+
 PATCHES: list[Patch] = [
+    ForwardPatch(
+        name="clamped-experts",
+        why="Step 3.7 loops over the experts that were hit (`nonzero`); here every expert runs on every token",
+        classes=("Step3p7Experts",),
+        make=_clamped_experts,
+    ),
+    ForwardPatch(
+        name="experts-by-modality",
+        why="ERNIE 4.5 VL sends `hidden_states[is_image]` to experts of their own; its size depends on the token types",
+        classes=("Ernie4_5_VLMoeMoeBlock",),
+        make=_by_modality,
+    ),
     ForwardPatch(
         name="experts-with-identity",
         why="LongCat-Flash loops over the experts that were hit (`nonzero`), some of which pass their input through",

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hfax.patches.control_flow import note_check
 from hfax.patches.patch import ForwardPatch, InputPatch, Patch
 
 _WITH_PADDING_IMAGES = (
@@ -17,16 +18,6 @@ _WITH_PADDING_IMAGES = (
     "ModernVBertModel",
     "UltraVBertModel",
 )
-
-
-def _add_where(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    def add(hidden_states: Any, visual_pos_masks: Any, visual_embeds: Any) -> Any:
-        """`hidden_states[visual_pos_masks] += visual_embeds`, with as many rows in `visual_embeds` as the mask is true."""
-        mask = visual_pos_masks.unsqueeze(-1).expand_as(hidden_states)
-        zeros = torch.zeros_like(hidden_states)
-        return hidden_states + zeros.masked_scatter(mask, visual_embeds.to(hidden_states.dtype))
-
-    return add
 
 
 def _without_padding_images(module: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -72,13 +63,37 @@ def _all_images(module: Any, original: Callable[..., Any]) -> Callable[..., Any]
     return features
 
 
+def _decode_by_language_model(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(pixel_values: Any = None, **kwargs: Any) -> Any:
+        return module.language_model(**kwargs) if pixel_values is None else original(pixel_values, **kwargs)
+
+    return forward
+
+
+def _placeholders(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def get(input_ids: Any = None, inputs_embeds: Any = None, image_features: Any = None, **kwargs: Any) -> Any:
+        if input_ids is None or image_features is None:
+            return original(input_ids, inputs_embeds, image_features, **kwargs)
+        mask = (input_ids == module.config.image_token_id).unsqueeze(-1).expand_as(inputs_embeds)
+        note_check(mask.sum() == image_features.numel(), "image tokens and image features must be as many")
+        return mask
+
+    return get
+
+
 PATCHES: list[Patch] = [
     ForwardPatch(
-        name="features-added-by-mask",
-        why="deep-stacked image features are added to `hidden_states[mask]`, whose size depends on the mask's values",
-        classes=("Module",),
-        method="_deepstack_process",
-        make=_add_where,
+        name="placeholders-counted-later",
+        why="HunYuan VL raises if image tokens and features differ in number, by looking; the program gives the condition back",
+        classes=("HunYuanVLModel",),
+        method="get_placeholder_mask",
+        make=_placeholders,
+    ),
+    ForwardPatch(
+        name="decoding-without-pixels",
+        why="BLIP-2's forward wants pixels at every step; its own generate runs the language model alone after the prompt",
+        classes=("Blip2ForConditionalGeneration", "InstructBlipForConditionalGeneration", "InstructBlipVideoForConditionalGeneration"),
+        make=_decode_by_language_model,
     ),
     InputPatch(
         name="padding-images-dropped",

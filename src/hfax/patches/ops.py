@@ -103,6 +103,32 @@ def interpolate(
     return out.astype(x.dtype)
 
 
+def embedding_bag(
+    input: jax.Array,
+    weight: jax.Array,
+    offsets: Any = None,
+    max_norm: Any = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: jax.Array | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> jax.Array:
+    """torch's `embedding_bag` for bags of equal size, [bags, n] indices into [rows, width]: [bags, width].
+
+    Raises:
+        NotImplementedError: bags given by offsets, a norm bound or a padding index.
+    """
+    if input.ndim != 2 or offsets is not None or max_norm is not None or padding_idx is not None or mode not in ("sum", "mean"):
+        raise NotImplementedError("embedding_bag with offsets, a norm bound, a padding index or mode='max' has no lowering")
+    rows = weight[input]
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights[..., None]
+    return rows.sum(axis=1) if mode == "sum" else rows.mean(axis=1)
+
+
 _weights: dict[Any, np.ndarray] = {}
 
 
@@ -126,6 +152,12 @@ PATCHES: list[Patch] = [
         why="torchax has no antialiased form, and rounds positions differently; sizes must be known here as there",
         ops=("torch.nn.functional.interpolate",),
         lower=interpolate,
+    ),
+    OpPatch(
+        name="embedding-bag",
+        why="`aten::_embedding_bag` has no lowering",
+        ops=("torch.nn.functional.embedding_bag",),
+        lower=embedding_bag,
     ),
     OpPatch(
         name="linear",

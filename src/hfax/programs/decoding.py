@@ -21,7 +21,7 @@ from hfax.programs.sampling_config import SamplingSpec
 
 State = dict[str, Any]
 """Keys: tokens [batch, capacity] int32, length () int32 (tokens in the cache), step () int32 (tokens drawn), positions [batch] or
-[batch, n] int32, token_type_ids [batch] where the prompts had them, finished [batch] bool, mask [batch, …] int32, cache, sampling, and, where asked for, scores, logits and log_probs."""
+[batch, n] int32, repeated (inputs of the prompts' last tokens, which new tokens have too), finished [batch] bool, mask [batch, …] int32, cache, sampling, and, where asked for, scores, logits and log_probs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,12 @@ def start(
         static: forward's arguments that are not traced.
         request: `seed` uint32, `pad` int32, `eos` [n] int32, `unused` [batch] bool (rows that only fill the batch's bucket),
             `sampling`: the values of `make_sampling_spec`.
+
+    Returns:
+        The state, and under "checks" the conditions that the host must check before it goes on.
     """
-    logits, cache = model.prefill(params, inputs, static, spec.capacity)
+    checks: dict[str, jax.Array] = {}
+    logits, cache = model.prefill(params, inputs, static, spec.capacity, checks)
     seq2seq = model.traits.is_encoder_decoder
     prompt = inputs["decoder_input_ids" if seq2seq else "input_ids"].astype(jnp.int32)
     prompt_mask = jnp.ones_like(prompt) if seq2seq else inputs["attention_mask"].astype(jnp.int32)
@@ -78,8 +82,7 @@ def start(
         "mask": mask,
         "cache": cache,
     }
-    if "token_type_ids" in inputs:  # new tokens are of the prompt's last type
-        state["token_type_ids"] = inputs["token_type_ids"][:, -1]
+    state["repeated"] = {n: inputs[n][:, -1] for n in model.traits.repeated_inputs if n in inputs}
     if (repeats := spec.num_return_sequences) > 1:
         repeat = lambda a: jnp.repeat(a, repeats, axis=0)  # noqa: E731
         state, logits, prompt, prompt_mask = jax.tree.map(repeat, (state, logits, prompt, prompt_mask))
@@ -89,7 +92,7 @@ def start(
     for name in spec.keep:
         shape = (spec.max_steps, batch * repeats, *(() if name == "log_probs" else (logits.shape[-1],)))
         state[name] = jnp.zeros(shape, jnp.float32)
-    return _draw(spec, state, logits, request)
+    return _draw(spec, state, logits, request) | {"checks": checks}
 
 
 def _next_positions(inputs: Mapping[str, jax.Array], prompt_mask: jax.Array) -> jax.Array:
@@ -123,7 +126,7 @@ def advance(
             attention_mask=state["mask"],
             capacity=spec.capacity,
             static=static,
-            token_type_ids=state.get("token_type_ids"),
+            repeated=state["repeated"],
         )
         state = state | {"cache": cache, "length": state["length"] + 1, "positions": state["positions"] + 1}
         return _draw(spec, state, logits, request)

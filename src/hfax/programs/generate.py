@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 
 from hfax.backends.traced_model import TracedModel
 from hfax.errors import InvalidInputError
+from hfax.programs.checks import raise_failed
 from hfax.programs.decoding import LoopSpec, State, advance, start
 from hfax.programs.generation_request import Prompts, choose_capacity
 from hfax.programs.program_cache import Program, ProgramCache
@@ -186,7 +187,9 @@ class _Loop:
             ),
             args,
         )
-        return program.run(*args)
+        state = program.run(*args)
+        raise_failed(state.pop("checks"))
+        return state
 
     def advance(self, state: State, limit: int) -> State:
         args = (self._params, state, self._request, jax.device_put(np.int32(limit), self._device))

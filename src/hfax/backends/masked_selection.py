@@ -1,0 +1,107 @@
+"""`x[mask]` where the mask is traced: a tensor whose length the program does not know.
+
+It can be counted, and combined with a tensor of known length: then it is taken to have that length, and the program gives the
+condition back, so that the host can raise if it does not hold. Anything else raises `ValueReadError`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from hfax.backends.trace_tensor import TraceTensor, ValueReadError
+from hfax.patches.control_flow import note_check
+
+
+class MaskedSelection:
+    """What a traced mask selects.
+
+    Args:
+        array: what it selects from, [*mask, *rest].
+        mask: bool.
+        wrap: makes a tensor of the trace from an array.
+    """
+
+    def __init__(self, array: jax.Array, mask: jax.Array, wrap: Callable[[jax.Array], TraceTensor]) -> None:
+        self._array, self._mask, self._wrap = array, mask, wrap
+        self._rest = array.shape[mask.ndim :]
+
+    def numel(self) -> TraceTensor:
+        """How many values are selected, a traced scalar."""
+        count = self._mask.sum(dtype=jnp.int32)
+        for size in self._rest:
+            count = count * size
+        return self._wrap(count)
+
+    def to(self, *args: Any, **kwargs: Any) -> MaskedSelection:
+        """As torch's: another dtype."""
+        dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), None)
+        if dtype is None:
+            return self
+        return MaskedSelection(self._wrap(self._array).to(dtype).jax(), self._mask, self._wrap)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def clone(self) -> MaskedSelection:
+        """Itself: it is never changed."""
+        return self
+
+    def rows(self, number: int) -> TraceTensor:
+        """The selected values as [number, *rest]; the program gives back whether there are as many."""
+        mask = self._mask.reshape(-1)
+        note_check(self._wrap(mask.sum(dtype=jnp.int32) == number), f"a mask must select {number} places")
+        places = jnp.nonzero(mask, size=number, fill_value=0)[0]
+        return self._wrap(self._array.reshape(mask.size, *self._rest)[places])
+
+    def under(self, mask: jax.Array) -> TraceTensor:
+        """All selected values and room for more, to be written through `mask`; the program gives back whether the counts agree."""
+        if mask is not self._mask:
+            counts = self._mask.sum(dtype=jnp.int32) == mask.sum(dtype=jnp.int32)
+            note_check(self._wrap(counts), "two masks must select as many places")
+        places = jnp.nonzero(self._mask.reshape(-1), size=self._mask.size, fill_value=0)[0]
+        return self._wrap(self._array.reshape(self._mask.size, *self._rest)[places])
+
+    def _combine(self, other: Any, operation: Callable[[Any, Any], Any]) -> Any:
+        if isinstance(other, MaskedSelection) and other._mask is self._mask:
+            both = operation(self._wrap(self._array), other._wrap(other._array))
+            return MaskedSelection(both.jax(), self._mask, self._wrap)
+        if isinstance(other, torch.Tensor) and other.ndim == len(self._rest) + 1 and other.shape[0] != 1:
+            return operation(self.rows(other.shape[0]), other)
+        if isinstance(other, (int, float)) or (isinstance(other, torch.Tensor) and other.ndim <= len(self._rest)):
+            return MaskedSelection(operation(self._wrap(self._array), other).jax(), self._mask, self._wrap)
+        raise self._error()
+
+    def __add__(self, other: Any) -> Any:
+        return self._combine(other, operator.add)
+
+    def __sub__(self, other: Any) -> Any:
+        return self._combine(other, operator.sub)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._combine(other, operator.mul)
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._combine(other, operator.truediv)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = {"add": operator.add, "mul": operator.mul}.get(getattr(func, "__name__", ""))
+        if name is not None and len(args) == 2 and isinstance(args[1], cls):
+            return args[1]._combine(args[0], name)
+        raise next(a for a in args if isinstance(a, cls))._error()
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._error()
+
+    def _error(self) -> ValueReadError:
+        return ValueReadError("indexing with a boolean mask", torch.Size(self._mask.shape), torch.bool)
+
+    def _fail(self, *args: Any) -> Any:
+        raise self._error()
+
+    __len__ = __iter__ = __bool__ = __getitem__ = __setitem__ = __neg__ = __invert__ = _fail
