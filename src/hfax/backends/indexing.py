@@ -46,7 +46,7 @@ def _part(part: Any) -> Any:
         host = part.host
         if host is None:
             array = part.jax()
-            return array
+            return array if isinstance(array, jax.core.Tracer) else np.asarray(array)
         part = host
     if isinstance(part, torch.Tensor):
         if part.ndim == 0 and part.dtype != torch.bool:

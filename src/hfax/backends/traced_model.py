@@ -66,7 +66,9 @@ class ModelTraits:
 
 def read_traits(module: torch.nn.Module) -> ModelTraits:
     """The traits of a transformers model."""
-    names = inspect.signature(module.forward).parameters
+    names = set(inspect.signature(module.forward).parameters)
+    if _passes_on(module):
+        names |= {"past_key_values", "position_ids"} & set(inspect.signature(module.language_model.forward).parameters)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
     config: Any = module.config
     layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or []
     cache_argument = next((n for n in ("past_key_values", "cache_params", "state") if n in names), None)
@@ -110,6 +112,12 @@ COUNTS_PADDING = {
     "git": "transformers attends to the padding of prompts without an image",
 }
 """Model types that take position ids and still give another text after more padding, and why."""
+
+
+def _passes_on(module: torch.nn.Module) -> bool:
+    """Whether forward hands what it does not know, so also a cache, to a language model."""
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(module.forward).parameters.values())
+    return takes_all and hasattr(module, "language_model")
 
 
 def _counts_positions(module: torch.nn.Module) -> bool:
@@ -199,6 +207,14 @@ class TracedModel:
                 "Call the model itself, or generate with plain transformers.",
             )
         if not traits.has_usable_cache:
+            extra = set(inputs) - {"input_ids", "attention_mask", "position_ids"}
+            extra |= {n for n, v in static.items() if isinstance(v, geometry.HostArray)}
+            if extra:
+                raise UnsupportedModelError(
+                    f"generate() of {type(self.module).__name__} does not take {', '.join(sorted(extra))}.",
+                    "The model keeps no cache that hfax can use, so every step would read them again.",
+                    "Call the model itself, or generate with plain transformers.",
+                )
             return self._whole_text(params, inputs["input_ids"], inputs["attention_mask"], static, capacity)
         inputs = dict(inputs)
         ids = inputs["decoder_input_ids" if traits.is_encoder_decoder else "input_ids"]

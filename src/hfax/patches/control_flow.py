@@ -91,9 +91,9 @@ def _lengths_on_host(module: Any, original: Callable[..., Any]) -> Callable[...,
 
 
 def _any(x: jax.Array, dim: Any = None, keepdim: bool = False) -> jax.Array:
-    if dim is None and getattr(_local, "any_is_true", False):
+    if dim in (None, 0) and getattr(_local, "any_is_true", False):
         with jax.ensure_compile_time_eval():
-            return jnp.asarray(True)
+            return jnp.ones(() if dim is None else x.shape[1:], bool)
     return jnp.any(x, axis=dim, keepdims=keepdim)
 
 
@@ -112,13 +112,20 @@ PATCHES: list[Patch] = [
     OpPatch(
         name="any",
         why="for models that ask `if mask.any()` only to save work: see any-is-true",
-        ops=("torch.any", "torch.Tensor.any", "aten.any", "aten.any.default", "aten.any.dim"),
+        ops=("torch.any", "torch.Tensor.any"),  # not aten.any, of which `all` is made
         lower=_any,
     ),
     ForwardPatch(
         name="any-is-true",
         why="the model asks `if mask.any()` of a traced mask, and does nothing for a mask that is all false",
         classes=("Ovis2Model", "FSMTModel"),
+        make=_any_is_true,
+    ),
+    ForwardPatch(
+        name="every-pool-is-kept",
+        why="GLM-5 drops pools of keys that are invalid in every row (`any(0)`); it masks them as well, so they may stay",
+        classes=("Glm5NextTextIndexer", "Glm5NextIndexer"),
+        method="get_pooled_states",
         make=_any_is_true,
     ),
     FunctionPatch(
