@@ -70,6 +70,8 @@ def read_traits(module: torch.nn.Module) -> ModelTraits:
     if _passes_on(module):
         names |= {"past_key_values", "position_ids"} & set(inspect.signature(module.language_model.forward).parameters)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
     config: Any = module.config
+    if config.model_type in OWN_POSITIONS:
+        names.discard("position_ids")
     layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or []
     cache_argument = next((n for n in ("past_key_values", "cache_params", "state") if n in names), None)
     return ModelTraits(
@@ -90,6 +92,13 @@ def read_traits(module: torch.nn.Module) -> ModelTraits:
     )
 
 
+OWN_POSITIONS = {
+    "kosmos-2": "transformers' own generate leaves position_ids out, and the model counts cached padding",
+    "kosmos-2.5": "transformers' own generate leaves position_ids out, and the model counts cached padding",
+}
+"""Model types whose forward takes position ids that their generation does not give, and why."""
+
+
 WITHOUT_CACHE = {
     "deepseek_v4": "its compressed attention keeps caches of its own kinds",
     "minimax": "its forward accepts only a cache class of its own",
@@ -102,7 +111,6 @@ WRITES_OTHERWISE = {
     "flaubert": "it writes at a mask token appended to the text",
     "xlnet": "it writes at a place that its permutation mask hides",
     "prophetnet": "its decoder counts positions by the cache of its first stream",
-    "pp_formulanet": "hfax's tokens differ from transformers', and the cause is not found yet",
     "SeamlessM4TForSpeechToText": "hfax's tokens differ from transformers', and the cause is not found yet",
     "cpmant": "its forward takes the whole text and a table of its own at every step",
 }
@@ -224,7 +232,7 @@ class TracedModel:
             inputs.pop("attention_mask", None)
 
         def call(module: torch.nn.Module) -> tuple[jax.Array, Arrays]:
-            cache, arguments, encoded = self._make_cache(capacity), tracing.wrap(inputs), {}
+            cache, arguments, encoded = self._make_cache(capacity, prompt_length=ids.shape[1]), tracing.wrap(inputs), {}
             if traits.is_encoder_decoder:
                 outputs, arguments = _run_encoder(module, arguments)
                 encoded = {f"encoder.{n}": tracing.unwrap(t) for n, t in outputs.items() if isinstance(t, torch.Tensor)}
@@ -343,7 +351,13 @@ class TracedModel:
             return _last(logits), {"text.ids": jnp.pad(ids, ((0, 0), (0, capacity - ids.shape[1])))}
         return jax.lax.dynamic_index_in_dim(logits, last, axis=1, keepdims=False).astype(jnp.float32), {}
 
-    def _make_cache(self, capacity: int, length: jax.Array | None = None, arrays: Arrays | None = None) -> Any:
+    def _make_cache(
+        self,
+        capacity: int,
+        length: jax.Array | None = None,
+        arrays: Arrays | None = None,
+        prompt_length: int | None = None,
+    ) -> Any:
         """What forward takes under `cache_argument`."""
         if self.traits.cache_argument == "state":
             return [tracing.wrap(arrays[f"state.{i}"]) for i in range(len(arrays))] if arrays else None
@@ -361,6 +375,7 @@ class TracedModel:
             length=traced_length,
             arrays=tracing.wrap(arrays) if arrays is not None else None,
             has_encoder=self.traits.is_encoder_decoder,
+            prompt_length=prompt_length,
         )
 
     def _cache_arguments(self, cache: Any) -> dict[str, Any]:

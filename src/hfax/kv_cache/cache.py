@@ -42,6 +42,7 @@ def make_cache(
     length: Tensor | None = None,
     arrays: dict[str, Tensor] | None = None,
     has_encoder: bool = False,
+    prompt_length: int | None = None,
 ) -> Cache:
     """A cache object for one trace.
 
@@ -52,6 +53,7 @@ def make_cache(
         length: tokens held so far, a scalar array; None for an empty cache that a prefill fills.
         arrays: what `cache_arrays` gave, to continue; required with `length`.
         has_encoder: the model is an encoder-decoder whose cross-attention is cached too.
+        prompt_length: tokens of the prompts that fill an empty cache; what is more stands before them.
 
     Raises:
         UnsupportedModelError: the config has a kind of layer that hfax has no cache for.
@@ -61,6 +63,9 @@ def make_cache(
     crossing = getattr(text_config, "cross_attention_layers", None) or ()  # layers that attend to images alone
     types = ["cross_attention" if index in crossing else kind for index, kind in enumerate(types)]
     own = LayeredCache(layers=[_make_layer(t, k, ops, capacity, length) for t, k in zip(types, kwargs, strict=True)])
+    for layer in own.layers:
+        if isinstance(layer, FullAttentionLayer):
+            layer.prompt_length = prompt_length
     if not has_encoder:
         _restore(own, arrays or {}, "layers")
         return own
@@ -128,3 +133,6 @@ def _restore(cache: Cache, arrays: dict[str, Tensor], prefix: str) -> None:
         else:
             setattr(layer, kind, array)
             layer.is_initialized = True
+    for layer in cache.layers:
+        if isinstance(layer, FullAttentionLayer) and layer.keys is not None:
+            layer.restored()

@@ -42,7 +42,10 @@ class CacheOps(Protocol):
 
 
 class FullAttentionLayer(CacheLayerMixin):
-    """Keys and values of every token, [batch, heads, capacity, head_dim]."""
+    """Keys and values of every token, [batch, heads, capacity, head_dim].
+
+    Some models put features of images before the prompt; the layer then holds that many more than `capacity`.
+    """
 
     is_compileable = True
     is_sliding = False
@@ -55,6 +58,7 @@ class FullAttentionLayer(CacheLayerMixin):
         self.capacity = capacity
         self.base_length = length
         self.num_new = 0
+        self.prompt_length: int | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the arrays are made by the first `update`."""
@@ -65,6 +69,8 @@ class FullAttentionLayer(CacheLayerMixin):
         start, self.num_new = self.num_new, self.num_new + key_states.shape[-2]
         if self.base_length is None:
             self._require_one_prefill(start)
+            if self.prompt_length is not None:
+                self.capacity += max(self.num_new - self.prompt_length, 0)
             self.keys = self.ops.pad_to(key_states, self.capacity)
             self.values = self.ops.pad_to(value_states, self.capacity)
             return key_states, value_states
@@ -72,6 +78,12 @@ class FullAttentionLayer(CacheLayerMixin):
         self.keys = self.ops.write(self.keys, key_states, position)
         self.values = self.ops.write(self.values, value_states, position)
         return self.keys, self.values
+
+    def restored(self) -> None:
+        """After the arrays were given back: count what stands before the prompt."""
+        if self.base_length is not None and (before := self.keys.shape[-2] - self.capacity) > 0:
+            self.base_length = self.base_length + before
+            self.capacity += before
 
     def _require_one_prefill(self, num_before: int) -> None:
         if num_before:
@@ -99,6 +111,9 @@ class SlidingWindowLayer(FullAttentionLayer):
     """Keys and values of the last `window` tokens, in a ring: the token at position p is in slot p modulo window."""
 
     is_sliding = True
+
+    def restored(self) -> None:
+        """Nothing stands before the prompt."""
 
     def __init__(self, ops: CacheOps, capacity: int, length: Tensor | None, *, window: int) -> None:
         super().__init__(ops, capacity, length)
@@ -212,6 +227,9 @@ class IndexedLayer(FullAttentionLayer):
 
 class CrossAttentionLayer(FullAttentionLayer):
     """Keys and values of an encoder's output: written once, as long as they are, then only read."""
+
+    def restored(self) -> None:
+        """Its length is not the text's."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the encoder's keys and values as they are."""
