@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 
 from hfax.backends import geometry
 from hfax.backends import torchax as tracing
@@ -111,7 +112,7 @@ WRITES_OTHERWISE = {
     "flaubert": "it writes at a mask token appended to the text",
     "xlnet": "it writes at a place that its permutation mask hides",
     "prophetnet": "its decoder counts positions by the cache of its first stream",
-    "SeamlessM4TForSpeechToText": "hfax's tokens differ from transformers', and the cause is not found yet",
+
     "cpmant": "its forward takes the whole text and a table of its own at every step",
 }
 """Model types, or classes, whose generation in transformers is not one token after the other through forward, and how it is."""
@@ -397,13 +398,17 @@ def text_positions(mask: jax.Array) -> jax.Array:
     return jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
 
 
-class _EncoderOutputs(BaseModelOutput):
-    """An encoder's result with whatever tensors it had, under their names; what it had not is None."""
+class _EncoderOutputs(BaseModelOutputWithPooling, BaseModelOutput):
+    """An encoder's result with whatever tensors it had, under their names; what it had not is None.
+
+    Of both classes, since models ask for one or the other and else take the result apart by its order.
+    """
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         super().__init__(last_hidden_state=tensors["last_hidden_state"])
         for name, tensor in tensors.items():
             object.__setattr__(self, name, tensor)
+            OrderedDict.__setitem__(self, name, tensor)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

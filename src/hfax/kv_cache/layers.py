@@ -206,11 +206,12 @@ class HybridSlidingLayer(RecurrentLayer, SlidingWindowLayer):  # pyright: ignore
 class IndexedLayer(FullAttentionLayer):
     """Every token's keys and values, and the keys by which a sparse layer's indexer chooses among them."""
 
-    state_names = ("keys", "values", "indexer_keys")
+    state_names = ("keys", "values", "indexer_keys", "positions")
 
     def __init__(self, ops: CacheOps, capacity: int, length: Tensor | None) -> None:
         super().__init__(ops, capacity, length)
         self.indexer_keys: Tensor = None
+        self.positions: Tensor = None
         self.num_new_indexed = 0
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
@@ -223,6 +224,20 @@ class IndexedLayer(FullAttentionLayer):
         position = self.base_length + start if start else self.base_length
         self.indexer_keys = self.ops.write(self.indexer_keys, indexer_key_states, position)
         return self.indexer_keys
+
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """The positions of all slots, [n, batch, capacity]; None before the prompt. Models append the step's own, and set it."""
+        return self.positions
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor) -> None:
+        if self.positions is None:
+            self.positions = self.ops.pad_to(positions.unsqueeze(-1), self.capacity).squeeze(-1)
+        else:
+            new = positions[..., self.capacity :].unsqueeze(-1)
+            self.positions = self.ops.write(self.positions.unsqueeze(-1), new, self.base_length).squeeze(-1)
 
 
 class CrossAttentionLayer(FullAttentionLayer):

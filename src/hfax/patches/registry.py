@@ -27,7 +27,7 @@ from hfax.patches.patch import ForwardPatch, FunctionPatch, InputPatch, OpPatch,
 logger = logging.getLogger(__name__)
 
 ENTRY_POINT = "hfax.patches"
-_FAMILIES = ("ops", "attention", "masks", "experts", "control_flow", "images")
+_FAMILIES = ("ops", "attention", "masks", "experts", "control_flow", "images", "indexers")
 
 _lock = threading.RLock()
 _registered: dict[str, Patch] = {}
