@@ -107,17 +107,24 @@ WITHOUT_CACHE = {
 """Model types whose text is run again for every token, and why."""
 
 
+APPENDS_MASK = {
+    "xlm": "it predicts the token that stands at a mask after the text",
+    "flaubert": "it predicts the token that stands at a mask after the text",
+}
+"""Model types that write without a cache at a mask token, and why."""
+
+
 WRITES_OTHERWISE = {
-    "xlm": "it writes at a mask token appended to the text",
-    "flaubert": "it writes at a mask token appended to the text",
+    "prophetnet": "after the prompt it counts positions with padding, before it without",
     "xlnet": "it writes at a place that its permutation mask hides",
-    "prophetnet": "its decoder counts positions by the cache of its first stream",
 
     "cpmant": "its forward takes the whole text and a table of its own at every step",
 }
 """Model types, or classes, whose generation in transformers is not one token after the other through forward, and how it is."""
 COUNTS_PADDING = {
     "deepseek_v4": "its compressed keys stand for windows counted from the first token",
+    "xlm": "transformers reads prompts without their mask, padding like text",
+    "flaubert": "transformers reads prompts without their mask, padding like text",
     "git": "transformers attends to the padding of prompts without an image",
 }
 """Model types that take position ids and still give another text after more padding, and why."""
@@ -336,6 +343,19 @@ class TracedModel:
                 "Compiled decoding of encoder-decoders keeps the keys and values of past tokens between steps.",
                 "Call the model itself instead of generate().",
             )
+        if (config := self.module.config).model_type in APPENDS_MASK:
+            if last is None:
+                buffer = jnp.pad(ids, ((0, 0), (0, 1)))
+                place: Any = ids.shape[1]
+            else:
+                buffer, place = ids, last + 1
+            buffer = jax.lax.dynamic_update_slice_in_dim(
+                buffer, jnp.full((len(ids), 1), config.mask_token_id, ids.dtype), place, axis=1
+            )
+            all_seen = jnp.broadcast_to(jnp.arange(buffer.shape[1]) <= place, buffer.shape).astype(jnp.int32)
+            logits = self._text_logits(params, {"input_ids": buffer, "attention_mask": all_seen, **self._language(buffer)}, static)
+            logits = jax.lax.dynamic_index_in_dim(logits, place, axis=1, keepdims=False).astype(jnp.float32)
+            return logits, {"text.ids": jnp.pad(ids, ((0, 0), (0, capacity - ids.shape[1])))} if last is None else {}
         inputs: dict[str, Any] = {"input_ids": ids}
         if self.traits.takes_attention_mask:
             inputs["attention_mask"] = mask
@@ -343,14 +363,23 @@ class TracedModel:
             inputs["position_ids"] = text_positions(mask)
         if "use_cache" in inspect.signature(self.module.forward).parameters:
             inputs["use_cache"] = False
-
-        def call(module: torch.nn.Module) -> jax.Array:
-            return tracing.unwrap(module(**tracing.wrap(inputs), **static, return_dict=True).logits)
-
-        logits = tracing.call_module(self.module, self._all(params), call, used=self.patches_used)
+        logits = self._text_logits(params, inputs, static)
         if last is None:
             return _last(logits), {"text.ids": jnp.pad(ids, ((0, 0), (0, capacity - ids.shape[1])))}
         return jax.lax.dynamic_index_in_dim(logits, last, axis=1, keepdims=False).astype(jnp.float32), {}
+
+    def _language(self, ids: jax.Array) -> dict[str, jax.Array]:
+        """The input that names each token's language, if the config sets one."""
+        language = getattr(self.module.config, "lang_id", None)
+        return {} if language is None else {"langs": jnp.full_like(ids, language)}
+
+    def _text_logits(
+        self, params: Mapping[str, jax.Array], inputs: Mapping[str, jax.Array], static: Mapping[str, Any]
+    ) -> jax.Array:
+        def call(module: torch.nn.Module) -> jax.Array:
+            return tracing.unwrap(module(**tracing.wrap(inputs), **static, return_dict=True).logits)
+
+        return tracing.call_module(self.module, self._all(params), call, used=self.patches_used)
 
     def _make_cache(
         self,
