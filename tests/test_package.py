@@ -16,7 +16,7 @@ import hfax
 SOURCE = Path(hfax.__file__).parent
 
 ORDER = [
-    {"errors", "home", "phases", "demo"},
+    {"errors", "home", "modelling_line", "phases", "demo"},
     {"shrink"},
     {"kv_cache"},
     {"load"},

@@ -220,6 +220,7 @@ def test_writes_through_a_traced_mask() -> None:
     "function",
     [
         lambda x: x[x > 3],
+        lambda x: x[x > 3].sum(),
         lambda x: x if x.sum() > 0 else -x,
         lambda x: x * x.max().item(),
         lambda x: x[: x[0, 1].long()],

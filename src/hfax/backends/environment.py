@@ -22,7 +22,7 @@ from torchax.ops import mappings
 from hfax.backends import indexing
 from hfax.backends.masked_selection import MaskedSelection
 from hfax.backends.trace_tensor import TraceTensor, ValueReadError, known_range
-from hfax.backends.views import VIEW_OPS, keeps_order, write_back
+from hfax.backends.views import VIEW_OPS, link_host_view, link_views, selects_leading
 from hfax.load.placement import to_numpy
 
 _MAX_HOST_ELEMENTS = 1 << 16
@@ -53,36 +53,10 @@ _TO = frozenset(
 )
 _COPY = frozenset({torch.Tensor.copy_, torch.ops.aten.copy_, torch.ops.aten.copy_.default})
 _RANDOM_NAMES = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential", "poisson")
-_SCALAR_AWARE = frozenset(
-    {
-        *(
-            "add",
-            "sub",
-            "mul",
-            "div",
-            "rsub",
-            "true_divide",
-            "floor_divide",
-            "pow",
-            "where",
-            "maximum",
-            "minimum",
-            "fmod",
-        ),
-        *(
-            "remainder",
-            "lerp",
-            "addcmul",
-            "addcdiv",
-            "atan2",
-            "hypot",
-            "masked_fill",
-            "clamp",
-            "clamp_min",
-            "clamp_max",
-        ),
-    }
+_ARITHMETIC = (
+    "add sub mul div rsub true_divide floor_divide pow maximum minimum fmod remainder lerp addcmul addcdiv atan2 hypot"
 )
+_SCALAR_AWARE = frozenset([*_ARITHMETIC.split(), "where", "masked_fill", "clamp", "clamp_min", "clamp_max"])
 """Operations in which torch lets an operand without axes follow the dtype of those that have some."""
 _RESHAPED_IN_PLACE = frozenset({"unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_"})
 _COMPARISONS = frozenset({"eq", "ne", "gt", "ge", "lt", "le"})
@@ -185,7 +159,7 @@ class TraceEnvironment(torchax.tensor.Environment):
             if id(tensor) in by_identity:
                 return by_identity[id(tensor)]
             wrapped = TraceTensor(tensor, self)
-            _link_host_view(wrapped, inputs)
+            link_host_view(wrapped, inputs)
             return wrapped
 
         return _map(lambda v: isinstance(v, _Plain), back, result)
@@ -258,7 +232,7 @@ class TraceEnvironment(torchax.tensor.Environment):
         result = self.wrap(indexing.read(array, static))
         if isinstance(tensor, TraceTensor) and indexing.is_basic(static):
             result.is_view_of(tensor, *indexing.make_reader(static))
-            result._is_contiguous = tensor._is_contiguous and _selects_leading(static)
+            result._is_contiguous = tensor._is_contiguous and selects_leading(static)
         return result
 
     def set_item(self, tensor: TraceTensor, index: Any, value: Any) -> None:
@@ -266,7 +240,10 @@ class TraceEnvironment(torchax.tensor.Environment):
         if tensor.host is not None and all(_is_host(t) for t in _tensors((index, value))):
             self._on_host(torch.Tensor.__setitem__, (tensor, index, value), {})
             return
-        if isinstance(value, MaskedSelection) and (mask := indexing.whole_mask(indexing.static_index(index))) is not None:
+        if (
+            isinstance(value, MaskedSelection)
+            and (mask := indexing.whole_mask(indexing.static_index(index))) is not None
+        ):
             value = value.under(mask)
         value = as_array(value) if isinstance(value, torch.Tensor) else value
         tensor._elem = indexing.write(tensor.jax(), indexing.static_index(index), value)
@@ -302,7 +279,7 @@ class TraceEnvironment(torchax.tensor.Environment):
             with self._dispatch_mode:
                 result = op.func(*wrapped[0], **wrapped[1])
         if name in VIEW_OPS and isinstance(func, torch._ops.OpOverload) and isinstance(args[0], TraceTensor):
-            _link_views(result, name, op.func if op.is_jax_function else self._as_function(func), args, kwargs)
+            link_views(result, name, op.func if op.is_jax_function else self._as_function(func), args, kwargs)
         if name in ("add", "sub", "rsub"):
             _note_sum(result, name, args)
         for target in _written(func, args, kwargs):
@@ -326,12 +303,19 @@ class TraceEnvironment(torchax.tensor.Environment):
 _TOO_LARGE = object()
 
 
+def is_tensor(value: Any) -> bool:
+    """Whether torch code sees a tensor in it; what a traced mask selected is one whose length is not known."""
+    return isinstance(value, (torch.Tensor, MaskedSelection))
+
+
 def as_array(tensor: Any) -> Any:
     """The array of a tensor of any kind."""
     if isinstance(tensor, (torchax.tensor.Tensor, torchax.tensor.View)):
         return tensor.jax()
     if isinstance(tensor, torch.Tensor):
         return jnp.asarray(to_numpy(tensor))
+    if isinstance(tensor, MaskedSelection):
+        raise tensor.error()
     return tensor
 
 
@@ -430,26 +414,6 @@ def _functional_form(func: Any, name: str) -> Any:
     return getattr(packet, func._overloadname, None)
 
 
-def _link_views(result: Any, name: str, lowering: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    base: TraceTensor = args[0]
-    if name in ("view", "reshape") and not base._is_contiguous:
-        return  # only reshape() gets here with such a tensor, and it copies
-    rest = tuple(args[1:])
-    outputs = [result] if isinstance(result, TraceTensor) else list(result)
-    for position, view in enumerate(outputs):
-        if not isinstance(view, TraceTensor) or view is base:
-            continue
-
-        def forward(array: Any, position: int = position, single: bool = view is result) -> Any:
-            out = lowering(array, *rest, **kwargs)
-            return out if single else out[position]
-
-        back = write_back(name, rest)
-        view.is_view_of(base, forward, back)
-        leading = name in ("slice", "select", "split", "split_with_sizes", "unbind") and _axis(name, rest, kwargs) == 0
-        view._is_contiguous = base._is_contiguous and (keeps_order(name) or leading)
-
-
 def _note_sum(result: Any, name: str, args: Any) -> None:
     """Keep count when a traced scalar changes by a known number: ranges that begin and end with it have a known length."""
     if not isinstance(result, TraceTensor) or result.host is not None or result.ndim or len(args) < 2:
@@ -478,46 +442,9 @@ def _with_numbers(value: Any) -> Any:
     """A list of sizes with constants without axes as Python numbers."""
     if type(value) not in (list, tuple) or not any(isinstance(v, TraceTensor) for v in value):
         return value
-    return type(value)(v.item() if isinstance(v, TraceTensor) and v.host is not None and not v.ndim else v for v in value)
-
-
-def _axis(name: str, rest: tuple[Any, ...], kwargs: Any) -> int:
-    position = 1 if name in ("split", "split_with_sizes") else 0
-    return rest[position] if len(rest) > position else kwargs.get("dim", 0)
-
-
-def _link_host_view(view: TraceTensor, inputs: list[TraceTensor]) -> None:
-    """Remember that a constant shares an argument's storage, in case a traced value is written there later."""
-    plain = view.host
-    assert plain is not None
-    for base in inputs:
-        root = base
-        while root._base_tensor is not None:
-            root = root._base_tensor
-        storage = root.host
-        if storage is None or storage.data_ptr() == 0 or not storage.is_contiguous():
-            continue
-        if storage.untyped_storage().data_ptr() != plain.untyped_storage().data_ptr() or storage.dtype != plain.dtype:
-            continue
-        offset = int(plain.storage_offset()) - int(storage.storage_offset())
-        view.is_view_of(root, _by_strides(tuple(plain.shape), plain.stride(), offset), None)
-        return
-
-
-def _by_strides(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Callable[[Any], Any]:
-    """The view of a contiguous array that torch describes by strides."""
-
-    def forward(array: Any) -> Any:
-        with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
-            index = torch.arange(array.size).as_strided(shape, strides, offset).numpy()
-        return array.reshape(-1)[index]
-
-    return forward
-
-
-def _selects_leading(index: Any) -> bool:
-    parts = index if isinstance(index, tuple) else (index,)
-    return all(p is None or p is Ellipsis or p == slice(None) for p in parts[1:])
+    return type(value)(
+        v.item() if isinstance(v, TraceTensor) and v.host is not None and not v.ndim else v for v in value
+    )
 
 
 def _match_scalars(arrays: Any) -> Any:
@@ -539,15 +466,3 @@ def _kind(dtype: Any) -> int:
     if dtype == jnp.bool_:
         return 0
     return 1 if jnp.issubdtype(dtype, jnp.integer) else 2 if jnp.issubdtype(dtype, jnp.floating) else 3
-
-
-def modelling_line(error: BaseException) -> str:
-    """The innermost line of modelling code in an error's traceback: "modeling_llama.py:123 in forward"."""
-    found, trace = "", error.__traceback__
-    while trace is not None:
-        path = trace.tb_frame.f_code.co_filename
-        is_ours = any(part in path for part in ("/torch/", "/torchax/", "/jax/", "/hfax/", "contextlib", "/functools"))
-        if not is_ours:
-            found = f"{path}:{trace.tb_lineno} in {trace.tb_frame.f_code.co_name}"
-        trace = trace.tb_next
-    return found

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.core import Tracer
 
 from hfax.backends.trace_tensor import TraceTensor, ValueReadError, known_range
 from hfax.load.placement import to_numpy
@@ -46,7 +47,7 @@ def _part(part: Any) -> Any:
         host = part.host
         if host is None:
             array = part.jax()
-            return array if isinstance(array, jax.core.Tracer) else np.asarray(array)
+            return array if isinstance(array, Tracer) else np.asarray(array)
         part = host
     if isinstance(part, torch.Tensor):
         if part.ndim == 0 and part.dtype != torch.bool:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import torch
 
 from hfax.backends.trace_tensor import TraceTensor, ValueReadError
+from hfax.modelling_line import running_line
 from hfax.patches.control_flow import note_check
 
 
@@ -30,6 +31,7 @@ class MaskedSelection:
     def __init__(self, array: jax.Array, mask: jax.Array, wrap: Callable[[jax.Array], TraceTensor]) -> None:
         self._array, self._mask, self._wrap = array, mask, wrap
         self._rest = array.shape[mask.ndim :]
+        self._made_at = running_line()
 
     def numel(self) -> TraceTensor:
         """How many values are selected, a traced scalar."""
@@ -72,7 +74,7 @@ class MaskedSelection:
             return operation(self.rows(other.shape[0]), other)
         if isinstance(other, (int, float)) or (isinstance(other, torch.Tensor) and other.ndim <= len(self._rest)):
             return MaskedSelection(operation(self._wrap(self._array), other).jax(), self._mask, self._wrap)
-        raise self._error()
+        raise self.error()
 
     def __add__(self, other: Any) -> Any:
         return self._combine(other, operator.add)
@@ -93,15 +95,16 @@ class MaskedSelection:
         name = {"add": operator.add, "mul": operator.mul}.get(getattr(func, "__name__", ""))
         if name is not None and len(args) == 2 and isinstance(args[1], cls):
             return args[1]._combine(args[0], name)
-        raise next(a for a in args if isinstance(a, cls))._error()
+        raise next(a for a in args if isinstance(a, cls)).error()
 
     def __getattr__(self, name: str) -> Any:
-        raise self._error()
+        raise self.error()
 
-    def _error(self) -> ValueReadError:
-        return ValueReadError("indexing with a boolean mask", torch.Size(self._mask.shape), torch.bool)
+    def error(self) -> ValueReadError:
+        """What to raise where its length would have to be known."""
+        return ValueReadError("indexing with a boolean mask", torch.Size(self._mask.shape), torch.bool, self._made_at)
 
     def _fail(self, *args: Any) -> Any:
-        raise self._error()
+        raise self.error()
 
     __len__ = __iter__ = __bool__ = __getitem__ = __setitem__ = __neg__ = __invert__ = _fail

@@ -23,6 +23,7 @@ from transformers.integrations import moe
 
 from hfax.backends.geometry import HostArray
 from hfax.errors import UnsupportedModelError
+from hfax.modelling_line import line_of_error
 from hfax.patches import attention as attention_math
 from hfax.patches import masks, registry
 from hfax.patches.control_flow import collecting_checks
@@ -44,6 +45,7 @@ def _import_environment() -> Any:
 
 _tracing = _import_environment()
 as_array = _tracing.as_array
+is_tensor = _tracing.is_tensor
 
 
 def _environment() -> Any:
@@ -195,7 +197,7 @@ _VALUE_ERRORS = (
 
 def _explain(error: Exception, module: torch.nn.Module) -> UnsupportedModelError | None:
     """What a failed trace means to the user; None if the error speaks for itself."""
-    where = _tracing.modelling_line(error)
+    where = getattr(error, "where", None) or line_of_error(error)
     first = str(error).partition("\n")[0]
     if isinstance(error, _VALUE_ERRORS):
         return UnsupportedModelError(

@@ -245,11 +245,14 @@ class ValueReadError(Exception):
 
     Args:
         what: how it asked.
-        shape, dtype: of the tensor.
+        shape: of the tensor.
+        dtype: of the tensor.
+        where: the line that is to blame; None: the one that raised.
     """
 
-    def __init__(self, what: str, shape: torch.Size, dtype: torch.dtype) -> None:
+    def __init__(self, what: str, shape: torch.Size, dtype: torch.dtype, where: str | None = None) -> None:
         super().__init__(f"{what} of a traced tensor, shape {tuple(shape)}, {dtype}")
+        self.where = where
 
 
 def known_range(start: Any, stop: Any) -> Array | None:

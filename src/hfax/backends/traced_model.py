@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from jax.core import Tracer
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 
@@ -117,7 +118,6 @@ APPENDS_MASK = {
 WRITES_OTHERWISE = {
     "prophetnet": "after the prompt it counts positions with padding, before it without",
     "xlnet": "it writes at a place that its permutation mask hides",
-
     "cpmant": "its forward takes the whole text and a table of its own at every step",
 }
 """Model types, or classes, whose generation in transformers is not one token after the other through forward, and how it is."""
@@ -163,7 +163,7 @@ class TracedModel:
     def prepare(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The inputs of a call with geometry as `HostArray`s, with the positions that it decides, and after input patches."""
         prepared = dict(inputs)
-        if not any(isinstance(v, jax.core.Tracer) for v in prepared.values()):
+        if not any(isinstance(v, Tracer) for v in prepared.values()):
             prepared = registry.prepare_inputs(self.module, prepared, self.patches_used)
         prepared = geometry.keep_on_host(prepared)
         if self.traits.takes_position_ids and (found := geometry.forward_positions(self.module, prepared)) is not None:
@@ -183,7 +183,7 @@ class TracedModel:
         def call(module: torch.nn.Module) -> Any:
             call_args, call_kwargs = unflatten(structure, tracing.wrap([jnp.asarray(a) for a in arrays]))
             call_kwargs = tracing.wrap_constants(call_kwargs)
-            outputs, out_structure = flatten(module(*call_args, **call_kwargs), lambda v: isinstance(v, torch.Tensor))
+            outputs, out_structure = flatten(module(*call_args, **call_kwargs), tracing.is_tensor)
             return [tracing.unwrap(o) for o in outputs], out_structure
 
         checks: dict[str, jax.Array] = {}
@@ -245,7 +245,12 @@ class TracedModel:
                 outputs, arguments = _run_encoder(module, arguments)
                 encoded = {f"encoder.{n}": tracing.unwrap(t) for n, t in outputs.items() if isinstance(t, torch.Tensor)}
                 arguments["encoder_outputs"] = outputs
-            out = module(**arguments, **tracing.wrap_constants(static), **self._cache_arguments(cache), **self._keep_last(ids.shape[1]))
+            out = module(
+                **arguments,
+                **tracing.wrap_constants(static),
+                **self._cache_arguments(cache),
+                **self._keep_last(ids.shape[1]),
+            )
             return _last(tracing.unwrap(out.logits)), _cache_arrays(cache, out) | encoded
 
         kept: Arrays = {}
@@ -353,7 +358,9 @@ class TracedModel:
                 buffer, jnp.full((len(ids), 1), config.mask_token_id, ids.dtype), place, axis=1
             )
             all_seen = jnp.broadcast_to(jnp.arange(buffer.shape[1]) <= place, buffer.shape).astype(jnp.int32)
-            logits = self._text_logits(params, {"input_ids": buffer, "attention_mask": all_seen, **self._language(buffer)}, static)
+            logits = self._text_logits(
+                params, {"input_ids": buffer, "attention_mask": all_seen, **self._language(buffer)}, static
+            )
             logits = jax.lax.dynamic_index_in_dim(logits, place, axis=1, keepdims=False).astype(jnp.float32)
             return logits, {"text.ids": jnp.pad(ids, ((0, 0), (0, capacity - ids.shape[1])))} if last is None else {}
         inputs: dict[str, Any] = {"input_ids": ids}

@@ -1,6 +1,7 @@
 """Which torch operations give a view of their first argument, and how a write through that view reaches it.
 
-Turns an operation's name and arguments into functions on arrays. It knows no tensors and no environment.
+Turns an operation's name and arguments into functions on arrays, and links the tensors of a trace that share storage. It carries
+out no operation.
 """
 
 from __future__ import annotations
@@ -9,6 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import torch
+import torch.utils._mode_utils as mode_utils
+
+from hfax.backends.trace_tensor import TraceTensor
 
 Array = Any
 
@@ -46,3 +51,72 @@ def write_back(name: str, args: tuple[Any, ...]) -> Callable[[Array, Array], Arr
 
 def _inverse(order: list[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
+
+
+def link_views(result: Any, name: str, lowering: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Link the outputs of a view operation with its first argument.
+
+    Args:
+        result: a tensor, or several.
+        name: of the aten operation.
+        lowering: the operation as a function of arrays.
+        args: its arguments; the first is the base.
+        kwargs: its named arguments.
+    """
+    base: TraceTensor = args[0]
+    if name in ("view", "reshape") and not base._is_contiguous:
+        return  # only reshape() gets here with such a tensor, and it copies
+    rest = tuple(args[1:])
+    outputs = [result] if isinstance(result, TraceTensor) else list(result)
+    for position, view in enumerate(outputs):
+        if not isinstance(view, TraceTensor) or view is base:
+            continue
+
+        def forward(array: Any, position: int = position, single: bool = view is result) -> Any:
+            out = lowering(array, *rest, **kwargs)
+            return out if single else out[position]
+
+        back = write_back(name, rest)
+        view.is_view_of(base, forward, back)
+        leading = name in ("slice", "select", "split", "split_with_sizes", "unbind") and _axis(name, rest, kwargs) == 0
+        view._is_contiguous = base._is_contiguous and (keeps_order(name) or leading)
+
+
+def _axis(name: str, rest: tuple[Any, ...], kwargs: Any) -> int:
+    position = 1 if name in ("split", "split_with_sizes") else 0
+    return rest[position] if len(rest) > position else kwargs.get("dim", 0)
+
+
+def link_host_view(view: TraceTensor, inputs: list[TraceTensor]) -> None:
+    """Remember that a constant shares an argument's storage, in case a traced value is written there later."""
+    plain = view.host
+    assert plain is not None
+    for base in inputs:
+        root = base
+        while root._base_tensor is not None:
+            root = root._base_tensor
+        storage = root.host
+        if storage is None or storage.data_ptr() == 0 or not storage.is_contiguous():
+            continue
+        if storage.untyped_storage().data_ptr() != plain.untyped_storage().data_ptr() or storage.dtype != plain.dtype:
+            continue
+        offset = int(plain.storage_offset()) - int(storage.storage_offset())
+        view.is_view_of(root, _by_strides(tuple(plain.shape), plain.stride(), offset), None)
+        return
+
+
+def _by_strides(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Callable[[Any], Any]:
+    """The view of a contiguous array that torch describes by strides."""
+
+    def forward(array: Any) -> Any:
+        with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+            index = torch.arange(array.size).as_strided(shape, strides, offset).numpy()
+        return array.reshape(-1)[index]
+
+    return forward
+
+
+def selects_leading(index: Any) -> bool:
+    """Whether an index changes the first axis alone, so that what it selects of a contiguous tensor is contiguous."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(p is None or p is Ellipsis or p == slice(None) for p in parts[1:])

@@ -81,7 +81,11 @@ class FullAttentionLayer(CacheLayerMixin):
 
     def restored(self) -> None:
         """After the arrays were given back: count what stands before the prompt."""
-        if self.base_length is not None and (before := self.keys.shape[-2] - self.capacity) > 0:
+        if (
+            self.base_length is not None
+            and self.keys is not None
+            and (before := self.keys.shape[-2] - self.capacity) > 0
+        ):
             self.base_length = self.base_length + before
             self.capacity += before
 
@@ -224,7 +228,6 @@ class IndexedLayer(FullAttentionLayer):
         position = self.base_length + start if start else self.base_length
         self.indexer_keys = self.ops.write(self.indexer_keys, indexer_key_states, position)
         return self.indexer_keys
-
 
     @property
     def indexer_position_ids(self) -> Tensor | None:

@@ -48,7 +48,9 @@ def image_inputs(model: Any) -> dict[str, torch.Tensor]:
     found = {"pixel_values": draw(IMAGES, _channels(config), *_size(config))}
     if "image_sizes" in names and "image_grid_pinpoints" in vars(model.config):
         height, width = _size(config)
-        tiles = 1 + (model.config.image_grid_pinpoints[0][0] // height) * (model.config.image_grid_pinpoints[0][1] // width)
+        tiles = 1 + (model.config.image_grid_pinpoints[0][0] // height) * (
+            model.config.image_grid_pinpoints[0][1] // width
+        )
         found["pixel_values"] = draw(IMAGES, tiles, _channels(config), height, width)
         found["image_sizes"] = torch.tensor([[height, width], [height // 2, width]])
     elif "image_sizes" in names and hasattr(getattr(model.model, "vision_tower", None), "patch_size"):
@@ -152,7 +154,10 @@ def _patches_with_positions(model: Any) -> dict[str, torch.Tensor]:
 def _crops_with_pooling(model: Any) -> dict[str, torch.Tensor]:
     """Patches of one crop an image, [crops, patches, values], and the four patches behind each token, [tokens, 4]."""
     config = vision_config(model.config)
-    patch, side = _number(config, "patch_size", default=14), _size(config)[0] // _number(config, "patch_size", default=14)
+    patch, side = (
+        _number(config, "patch_size", default=14),
+        _size(config)[0] // _number(config, "patch_size", default=14),
+    )
     places = torch.arange(side * side).reshape(side // 2, 2, side // 2, 2).transpose(1, 2).reshape(-1, 4)
     pooling = torch.cat([places + image * side * side for image in range(IMAGES)])
     return {
@@ -216,7 +221,9 @@ _OWN: dict[str, Callable[[Any], dict[str, torch.Tensor]]] = {
         "image_sizes": torch.tensor([[64, 64]] * IMAGES),
     },
     "fuyu": lambda model: {"pixel_values": draw(IMAGES, 4, 3 * model.config.patch_size**2)},
-    "video_llama_3": lambda model: _patches_with_grid(vision_config(model.config)) | {"image_merge_sizes": torch.tensor([1, 2])},
+    "video_llama_3": lambda model: (
+        _patches_with_grid(vision_config(model.config)) | {"image_merge_sizes": torch.tensor([1, 2])}
+    ),
 }
 """Model types whose images have a layout that few others have."""
 
@@ -234,7 +241,9 @@ def prompts_with_images(model: Any, ordinary: torch.Tensor) -> dict[str, Any]:
     rows = []
     for row, count in enumerate(counts):
         text = ordinary[row]
-        rows.append(torch.cat([text[:_BEFORE], torch.full((count,), token or 0), text[_BEFORE : _BEFORE + _AFTER - row]]))
+        rows.append(
+            torch.cat([text[:_BEFORE], torch.full((count,), token or 0), text[_BEFORE : _BEFORE + _AFTER - row]])
+        )
     length = max(len(r) for r in rows)
     ids, mask = torch.zeros(IMAGES, length, dtype=torch.long), torch.zeros(IMAGES, length, dtype=torch.long)
     for row, values in enumerate(rows):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from hfax.modelling_line import running_line
 from hfax.patches.patch import ForwardPatch, FunctionPatch, OpPatch, Patch
 
 _local = threading.local()
@@ -35,14 +35,7 @@ def note_check(condition: Any, what: str | None = None) -> None:
         what: what it says; None: the line of modelling code that is running.
     """
     if (found := getattr(_local, "checks", None)) is not None:
-        found[f"{what or 'a check of the model fails'} ({_place()})"] = condition.all()
-
-
-def _place() -> str:
-    """The innermost line of modelling code in the stack."""
-    frames = (f for f in reversed(traceback.extract_stack()) if "/models/" in f.filename or "modeling_" in f.filename)
-    frame = next(frames, None)
-    return "" if frame is None else f"{frame.filename.rpartition('/')[2]}:{frame.lineno} in {frame.name}"
+        found[f"{what or 'a check of the model fails'} ({running_line()})"] = condition.all()
 
 
 def _make_check(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,7 +45,7 @@ def _make_check(original: Callable[..., Any]) -> Callable[..., Any]:
         if getattr(condition, "host", None) is None:
             note_check(condition)
         elif not bool(condition.all()):
-            raise ValueError(message() if message is not None else f"a check of the model fails ({_place()})")
+            raise ValueError(message() if message is not None else f"a check of the model fails ({running_line()})")
 
     return check
 
@@ -124,7 +117,7 @@ PATCHES: list[Patch] = [
     ForwardPatch(
         name="every-pool-is-kept",
         why="GLM-5 drops pools of keys that are invalid in every row (`any(0)`); it masks them as well, so they may stay",
-        classes=("Glm5NextTextIndexer", "Glm5NextIndexer"),
+        classes=("Glm5NextTextIndexer",),
         method="get_pooled_states",
         make=_any_is_true,
     ),

@@ -92,7 +92,11 @@ PATCHES: list[Patch] = [
     ForwardPatch(
         name="decoding-without-pixels",
         why="BLIP-2's forward wants pixels at every step; its own generate runs the language model alone after the prompt",
-        classes=("Blip2ForConditionalGeneration", "InstructBlipForConditionalGeneration", "InstructBlipVideoForConditionalGeneration"),
+        classes=(
+            "Blip2ForConditionalGeneration",
+            "InstructBlipForConditionalGeneration",
+            "InstructBlipVideoForConditionalGeneration",
+        ),
         make=_decode_by_language_model,
     ),
     InputPatch(

@@ -74,7 +74,12 @@ def interpolate(
 
     Args:
         x: [batch, channels, *spatial], one to three spatial axes.
-        size, scale_factor, mode, align_corners, recompute_scale_factor, antialias: as in torch.
+        size: new spatial sizes, or one for all.
+        scale_factor: factors of the sizes, instead.
+        mode: "nearest", "nearest-exact", "linear", "bilinear", "bicubic", "trilinear" or "area".
+        align_corners: corners keep their values.
+        recompute_scale_factor: places follow the rounded sizes, not the factors.
+        antialias: wider filters where sizes shrink.
 
     Returns:
         [batch, channels, *size] in the dtype of `x`; sums are float32.
@@ -121,8 +126,16 @@ def embedding_bag(
     Raises:
         NotImplementedError: bags given by offsets, a norm bound or a padding index.
     """
-    if input.ndim != 2 or offsets is not None or max_norm is not None or padding_idx is not None or mode not in ("sum", "mean"):
-        raise NotImplementedError("embedding_bag with offsets, a norm bound, a padding index or mode='max' has no lowering")
+    if (
+        input.ndim != 2
+        or offsets is not None
+        or max_norm is not None
+        or padding_idx is not None
+        or mode not in ("sum", "mean")
+    ):
+        raise NotImplementedError(
+            "embedding_bag with offsets, a norm bound, a padding index or mode='max' has no lowering"
+        )
     rows = weight[input]
     if per_sample_weights is not None:
         rows = rows * per_sample_weights[..., None]
@@ -139,7 +152,9 @@ def _axis_weights(length: int, axis: int, axes: int, key: str, options: dict[str
         with no_dispatch(), torch._C.DisableTorchFunction():
             # the other axes have two places, not one: torch's antialiased kernel takes the wrong strides for one
             shape = [1, length, *([1] * axis), length, *([1] * (axes - axis - 1))]
-            units = torch.eye(length).reshape(shape).expand([1, length, *(length if i == axis else 2 for i in range(axes))])
+            units = (
+                torch.eye(length).reshape(shape).expand([1, length, *(length if i == axis else 2 for i in range(axes))])
+            )
             out = torch.nn.functional.interpolate(units.contiguous(), **options)
             found = out.movedim(2 + axis, 2).flatten(3)[..., 0][0].numpy() if axes > 1 else out[0].numpy()
         _weights[(length, axis, axes, key)] = found

@@ -145,8 +145,8 @@ class InputPatch(Patch):
 
     Args:
         classes: names of the classes of the model, or of a module in it.
-        prepare: takes the module and the inputs by name, as arrays on the host; gives the inputs that are traced. It must do nothing
-            to inputs that it has changed already.
+        prepare: takes the module and the inputs by name, as arrays on the host; gives the inputs that are traced. It must do
+            nothing to inputs that it has changed already.
     """
 
     kind: ClassVar[str] = "inputs"

@@ -21,7 +21,8 @@ from hfax.programs.sampling_config import SamplingSpec
 
 State = dict[str, Any]
 """Keys: tokens [batch, capacity] int32, length () int32 (tokens in the cache), step () int32 (tokens drawn), positions [batch] or
-[batch, n] int32, repeated (inputs of the prompts' last tokens, which new tokens have too), finished [batch] bool, mask [batch, …] int32, cache, sampling, and, where asked for, scores, logits and log_probs."""
+[batch, n] int32, repeated (inputs of the prompts' last tokens, which new tokens have too), finished [batch] bool,
+mask [batch, …] int32, cache, sampling, and, where asked for, scores, logits and log_probs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
