@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         UnsupportedOptionError,
     )
     from hfax.patches.registry import register_patch
+    from hfax.pipelines import pipeline
     from hfax.shrink import shrink_config
 
 __version__ = "0.1.0"
@@ -43,6 +44,7 @@ _HOMES = {
     "UnsupportedModelError": "hfax.errors",
     "UnsupportedOptionError": "hfax.errors",
     "inspect": "hfax.doctor",
+    "pipeline": "hfax.pipelines",
     "register_patch": "hfax.patches.registry",
     "register_pytrees": "hfax.backends.pytrees",
     "shrink_config": "hfax.shrink",
@@ -61,6 +63,7 @@ __all__ = [
     "UnsupportedOptionError",
     "__version__",
     "inspect",
+    "pipeline",
     "register_patch",
     "register_pytrees",
     "shrink_config",

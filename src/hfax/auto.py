@@ -195,6 +195,7 @@ def _finish(
         device=_default_device(),
         generation_config=read_generation_config(folder, skeleton.module),
         name_or_path=name,
+        folder=folder,
         task=task,
     )
 

@@ -28,6 +28,7 @@ from hfax.patches import registry
 from hfax.programs import generation_request as requests
 from hfax.programs.checks import raise_failed
 from hfax.programs.generate import GenerationOptions, Streamer, run_generation
+from hfax.programs.own_generate import own_generate, run_own_generate
 from hfax.programs.program_cache import ProgramCache
 from hfax.programs.results import as_sequences, as_torch_tree, has_torch, make_stop_check
 
@@ -45,6 +46,7 @@ class JaxModel:
         config: transformers' configuration.
         generation_config: defaults of `generate`.
         name_or_path: where the weights came from.
+        folder: the checkpoint's files on this machine; None for random weights.
         task: the pipeline task it was loaded for, if one was given.
     """
 
@@ -57,6 +59,7 @@ class JaxModel:
         device: jax.Device,
         generation_config: GenerationConfig,
         name_or_path: str,
+        folder: Path | None,
         task: str | None,
     ) -> None:
         self.params = params
@@ -64,6 +67,7 @@ class JaxModel:
         self.config: PretrainedConfig = skeleton.module.config
         self.generation_config = generation_config
         self.name_or_path = name_or_path
+        self.folder = folder
         self.task = task
         self._device = device
         self._skeleton = skeleton
@@ -229,10 +233,50 @@ class JaxModel:
             InvalidInputError: a prompt or an option is out of range.
             UnsupportedOptionError: an option that hfax does not implement; it is never ignored.
         """
+        if own_generate(self._skeleton.module) is not None:
+            if generation_config is not None:
+                options["generation_config"] = generation_config
+            return self._by_own_generate(inputs, options, seed=seed, streamer=streamer, tokenizer=tokenizer)
+        return self._generate(inputs, generation_config, options, seed=seed, streamer=streamer, tokenizer=tokenizer)
+
+    def _by_own_generate(self, prompt: Any, options: dict[str, Any], **rest: Any) -> Any:
+        """The class's own `generate`, with torch tensors in it, whatever was given."""
+        to_torch = has_torch([prompt, options])
+        arrays, structure = flatten((prompt, options), is_array)
+        prompt, options = unflatten(structure, [torch.as_tensor(self._host_array("inputs", a)) for a in arrays])
+
+        def loop(inputs: Any, config: Any, options: dict[str, Any], timestamps: Any) -> Any:
+            return self._generate(inputs, config, options, timestamps=timestamps, **rest)
+
+        outputs = run_own_generate(
+            self._skeleton.module,
+            prompt,
+            options,
+            generation_config=self.generation_config,
+            forward=self.__call__,
+            loop=loop,
+        )
+        if to_torch:
+            return outputs
+        arrays, structure = flatten(outputs, is_array)
+        return unflatten(structure, [jax.device_put(self._host_array("outputs", a), self._device) for a in arrays])
+
+    def _generate(
+        self,
+        inputs: Any,
+        generation_config: GenerationConfig | None,
+        options: dict[str, Any],
+        *,
+        seed: int | None,
+        streamer: Streamer | None,
+        tokenizer: Any,
+        timestamps: Mapping[str, int] | None = None,
+    ) -> Any:
         given = options.pop("input_ids", None)
         prompt = given if inputs is None else inputs
         keep_log_probs = bool(options.pop("output_log_probs", False))
         extras = {n: options.pop(n) for n in _SAMPLING_EXTRAS if options.get(n) is not None}
+        extras |= {"timestamps": timestamps} if timestamps is not None else {}
         config, model_inputs = requests.resolve_generation_config(self.generation_config, generation_config, options)
         requests.reject_unknown(model_inputs, set(inspect.signature(self._skeleton.module.forward).parameters))
         to_torch = has_torch([prompt, model_inputs])

@@ -301,7 +301,8 @@ class TracedModel:
         inputs: dict[str, Any] = {}
         if traits.is_encoder_decoder:
             inputs["decoder_input_ids"] = tokens[:, None]
-            inputs["attention_mask"] = attention_mask
+            if attention_mask.shape[1]:
+                inputs["attention_mask"] = attention_mask
             if (
                 traits.takes_decoder_mask
             ):  # some make one as long as the text, which is traced; causality hides the rest

@@ -20,30 +20,38 @@ from transformers.initialization import no_init_weights
 
 from hfax.errors import UnsupportedModelError, UnsupportedOptionError
 
-TASK_TO_AUTO_CLASS = {
-    "text-generation": "AutoModelForCausalLM",
-    "text2text-generation": "AutoModelForSeq2SeqLM",
-    "summarization": "AutoModelForSeq2SeqLM",
-    "translation": "AutoModelForSeq2SeqLM",
-    "text-classification": "AutoModelForSequenceClassification",
-    "sentiment-analysis": "AutoModelForSequenceClassification",
-    "zero-shot-classification": "AutoModelForSequenceClassification",
-    "token-classification": "AutoModelForTokenClassification",
-    "ner": "AutoModelForTokenClassification",
-    "question-answering": "AutoModelForQuestionAnswering",
-    "fill-mask": "AutoModelForMaskedLM",
-    "feature-extraction": "AutoModel",
-    "image-classification": "AutoModelForImageClassification",
-    "object-detection": "AutoModelForObjectDetection",
-    "image-segmentation": "AutoModelForImageSegmentation",
-    "depth-estimation": "AutoModelForDepthEstimation",
-    "video-classification": "AutoModelForVideoClassification",
-    "image-text-to-text": "AutoModelForImageTextToText",
-    "image-to-text": "AutoModelForImageTextToText",
-    "automatic-speech-recognition": "AutoModelForSpeechSeq2Seq",
-    "audio-classification": "AutoModelForAudioClassification",
+TASK_TO_AUTO_CLASS: dict[str, tuple[str, ...]] = {
+    "text-generation": ("AutoModelForCausalLM",),
+    "text2text-generation": ("AutoModelForSeq2SeqLM",),
+    "summarization": ("AutoModelForSeq2SeqLM",),
+    "translation": ("AutoModelForSeq2SeqLM",),
+    "text-classification": ("AutoModelForSequenceClassification",),
+    "sentiment-analysis": ("AutoModelForSequenceClassification",),
+    "zero-shot-classification": ("AutoModelForSequenceClassification",),
+    "token-classification": ("AutoModelForTokenClassification",),
+    "ner": ("AutoModelForTokenClassification",),
+    "question-answering": ("AutoModelForQuestionAnswering",),
+    "fill-mask": ("AutoModelForMaskedLM",),
+    "feature-extraction": ("AutoModel",),
+    "image-feature-extraction": ("AutoModel",),
+    "image-classification": ("AutoModelForImageClassification",),
+    "zero-shot-image-classification": ("AutoModelForZeroShotImageClassification",),
+    "object-detection": ("AutoModelForObjectDetection",),
+    "zero-shot-object-detection": ("AutoModelForZeroShotObjectDetection",),
+    "image-segmentation": (
+        "AutoModelForImageSegmentation",
+        "AutoModelForSemanticSegmentation",
+        "AutoModelForInstanceSegmentation",
+        "AutoModelForUniversalSegmentation",
+    ),
+    "depth-estimation": ("AutoModelForDepthEstimation",),
+    "video-classification": ("AutoModelForVideoClassification",),
+    "image-text-to-text": ("AutoModelForImageTextToText",),
+    "image-to-text": ("AutoModelForImageTextToText",),
+    "automatic-speech-recognition": ("AutoModelForSpeechSeq2Seq", "AutoModelForCTC"),
+    "audio-classification": ("AutoModelForAudioClassification",),
 }
-"""transformers' pipeline task names, and the auto class that each stands for."""
+"""transformers' pipeline task names, and the auto classes that each stands for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,28 +91,30 @@ def resolve_model_class(
             "task= takes a pipeline name of transformers.",
             f"Use one of: {', '.join(sorted(TASK_TO_AUTO_CLASS))}; or leave it out for the checkpoint's own class.",
         )
-    auto_name = TASK_TO_AUTO_CLASS[task] if task else None
+    auto_names = TASK_TO_AUTO_CLASS[task] if task else ()
     architectures = getattr(config, "architectures", None) or []
-    if code_folder is not None and (remote := _remote_class(config, auto_name, architectures, code_folder)) is not None:
+    if (
+        code_folder is not None
+        and (remote := _remote_class(config, auto_names, architectures, code_folder)) is not None
+    ):
         return remote
-    if auto_name is not None:
-        mapping = getattr(transformers, auto_name)._model_mapping
-        if type(config) not in mapping:
+    if auto_names:
+        mappings = [getattr(transformers, name)._model_mapping for name in auto_names]
+        found = [c for m in mappings if type(config) in m for c in _as_tuple(m[type(config)])]
+        if not found:
             raise UnsupportedOptionError(
                 f"task={task!r} does not fit a {config.model_type!r} model.",
-                f"transformers has no {auto_name} class for {type(config).__name__}.",
+                f"transformers has no {' or '.join(auto_names)} class for {type(config).__name__}.",
                 f"Leave task out to use {', '.join(architectures) or 'the default class'}.",
             )
-        found = mapping[type(config)]
-        return found[0] if isinstance(found, tuple) else found
+        return next((c for c in found if c.__name__ in architectures), found[0])
     for name in architectures:
         if (cls := getattr(transformers, name, None)) is not None:
             return cls
     for auto in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModel"):
         mapping = getattr(transformers, auto)._model_mapping
         if not architectures and type(config) in mapping:
-            found = mapping[type(config)]
-            return found[0] if isinstance(found, tuple) else found
+            return _as_tuple(mapping[type(config)])[0]
     raise UnsupportedModelError(
         f"No model class for architectures {architectures} (model type {config.model_type!r}).",
         f"transformers {transformers.__version__} has no class of that name, and custom code was not trusted or is not there.",
@@ -113,14 +123,18 @@ def resolve_model_class(
     )
 
 
+def _as_tuple(classes: Any) -> tuple[Any, ...]:
+    return classes if isinstance(classes, tuple) else (classes,)
+
+
 def _remote_class(
-    config: PretrainedConfig, auto_name: str | None, architectures: list[str], code_folder: str
+    config: PretrainedConfig, auto_names: tuple[str, ...], architectures: list[str], code_folder: str
 ) -> type[PreTrainedModel] | None:
     """The class that the checkpoint's own code provides (`auto_map`), if it does."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     auto_map = getattr(config, "auto_map", None) or {}
-    wanted = [auto_name] if auto_name else [n for n in auto_map if n.startswith("AutoModel")]
+    wanted = auto_names or [n for n in auto_map if n.startswith("AutoModel")]
     references = [auto_map[n] for n in wanted if n in auto_map]
     if not references:
         return None

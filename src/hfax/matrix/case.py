@@ -239,7 +239,9 @@ def _compare_generate(state: dict[str, Any]) -> None:
     with phases.listen(
         lambda event: traces.append(event.detail) if event.name == "trace" and event.seconds is not None else None
     ):
-        tokens = ours.generate(**inputs.generate, max_new_tokens=NEW_TOKENS, do_sample=False, num_beams=1)
+        tokens = ours.generate(
+            **inputs.generate, max_new_tokens=NEW_TOKENS, do_sample=False, num_beams=1, return_dict_in_generate=True
+        ).sequences
     result.decode_traces = sum(1 for t in traces if "decode" in t)
     result.patches = sorted(set(result.patches) | set(ours.patches_used))
     expected = state["expected_tokens"]

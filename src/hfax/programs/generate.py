@@ -73,7 +73,7 @@ class GenerationOptions:
         eos_token_ids: tokens that end a sequence.
         pad_token_id: follows a sequence's end.
         keep: records of `LoopSpec.keep`.
-        extra_sampling: options that GenerationConfig lacks (presence_penalty, frequency_penalty).
+        extra_sampling: options that GenerationConfig lacks (presence_penalty, frequency_penalty, timestamps).
     """
 
     config: GenerationConfig
@@ -82,7 +82,7 @@ class GenerationOptions:
     eos_token_ids: tuple[int, ...]
     pad_token_id: int
     keep: tuple[str, ...]
-    extra_sampling: Mapping[str, float]
+    extra_sampling: Mapping[str, Any]
 
 
 def run_generation(

@@ -133,6 +133,26 @@ def suppress_at_begin(scores: jax.Array, at: DecodeStep) -> jax.Array:
     return scores.at[:, at.values["begin_suppress_tokens"]].min(limits, mode="drop")
 
 
+def pair_timestamps(scores: jax.Array, at: DecodeStep) -> jax.Array:
+    """Whisper's rules for timestamps (2212.04356): in pairs, never falling, the first one early, and where they are likelier."""
+    begin, steps = at.values["timestamp_begin"], at.step
+    ids, columns = jnp.arange(scores.shape[-1])[None], jnp.arange(at.tokens.shape[1])[None]
+    is_time = ids >= begin
+    times = (columns >= at.end - steps) & (columns < at.end) & (at.tokens >= begin)
+    before = [jax.lax.dynamic_index_in_dim(at.tokens, jnp.maximum(at.end - n, 0), axis=1) >= begin for n in (1, 2)]
+    is_last, is_pair = (steps >= 1) & before[0], (steps < 2) | before[1]
+    place = jnp.where(times, columns, -1).max(axis=1, keepdims=True)
+    newest = jnp.take_along_axis(at.tokens, jnp.maximum(place, 0), axis=1)
+    lowest = jnp.where(place < 0, begin, jnp.where(is_last & ~is_pair, newest, newest + 1))
+    banned = (ids == begin - 1) | (is_time & (ids < lowest)) | (is_last & is_pair & is_time)
+    banned |= is_last & ~is_pair & (ids < at.values["timestamp_text_end"])
+    banned |= (steps == 0) & (~is_time | (ids > begin + at.values["timestamp_max_initial"]))
+    scores = jnp.where(banned, _NEVER, scores)
+    all_times = jax.nn.logsumexp(jnp.where(is_time, scores, _NEVER), axis=-1, keepdims=True)
+    best_text = jnp.where(is_time, _NEVER, scores).max(axis=-1, keepdims=True)
+    return jnp.where((all_times > best_text) & ~is_time, _NEVER, scores)
+
+
 def divide_by_temperature(scores: jax.Array, at: DecodeStep) -> jax.Array:
     """Flatten (above 1) or sharpen (below) the distribution."""
     return scores / at.values["temperature"]
@@ -212,6 +232,7 @@ PROCESSORS: Mapping[str, Processor] = {
     "exponential_decay_length_penalty": hasten_end,
     "suppress_tokens": suppress,
     "begin_suppress_tokens": suppress_at_begin,
+    "timestamps": pair_timestamps,
     "temperature": divide_by_temperature,
     "top_k": keep_top_k,
     "top_k_top_p": keep_top_k_top_p,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,7 @@ def make_sampling_spec(
     max_new_tokens: int,
     presence_penalty: float = 0.0,
     frequency_penalty: float = 0.0,
+    timestamps: Mapping[str, int] | None = None,
 ) -> tuple[SamplingSpec, dict[str, np.ndarray]]:
     """Check every option of a call.
 
@@ -60,6 +62,8 @@ def make_sampling_spec(
         max_new_tokens: the last token drawn is number `max_new_tokens`; there the forced end stands.
         presence_penalty: subtracted from the score of each token already generated.
         frequency_penalty: subtracted once for each time a token was generated.
+        timestamps: Whisper's rules for timestamp tokens: `timestamp_begin`, the first of them (the one before it is never drawn),
+            `timestamp_text_end`, the end-of-sequence token, and `timestamp_max_initial`, how far the first may be from the first.
 
     Returns:
         The spec, and the values by name: scalars, or id lists of a power of two entries, filled with `vocab_size`.
@@ -77,6 +81,8 @@ def make_sampling_spec(
     _add_sequences(found, config, eos)
     _add_lengths(found, config, eos, max_new_tokens)
     _add_token_lists(found, config)
+    if timestamps is not None:
+        found.add("timestamps", **timestamps)
     num_candidates = _add_warpers(found, config) if config.do_sample else 0
     for name in ("remove_invalid_values", "renormalize_logits"):
         if getattr(config, name):

@@ -1,0 +1,203 @@
+"""Whisper's own `generate` options, run by hfax's loop, beside transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers.generation import logits_process as reference_processors
+
+import hfax
+from hfax.errors import UnsupportedModelError, UnsupportedOptionError
+from hfax.programs.sampling import init_sampling_state, process_logits
+from hfax.programs.sampling_config import make_sampling_spec
+
+from .checkpoints import RATE, save_whisper, sound
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_whisper(tmp_path_factory.mktemp("whisper"))
+
+
+@pytest.fixture(scope="module")
+def ours(folder: Path) -> Any:
+    return hfax.AutoModelForTPU.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path) -> Any:
+    return transformers.WhisperForConditionalGeneration.from_pretrained(folder).eval()
+
+
+@pytest.fixture(scope="module")
+def processor(folder: Path) -> Any:
+    return transformers.WhisperProcessor.from_pretrained(folder)
+
+
+def _features(processor: Any, *seconds: float) -> dict[str, torch.Tensor]:
+    """Of several recordings, whole and padded to the longest."""
+    sounds = [sound(s, seed) for seed, s in enumerate(seconds)]
+    options = {"truncation": False, "padding": "longest"} if max(seconds) > 1 else {}
+    return dict(processor(sounds, sampling_rate=RATE, return_tensors="pt", return_attention_mask=True, **options))
+
+
+SHORT: dict[str, dict[str, Any]] = {
+    "language by detection": {},
+    "language by name": {"language": "german", "task": "translate"},
+    "a language for each": {"language": ["<|fr|>", "de"], "task": "transcribe"},
+    "timestamps": {"return_timestamps": True, "language": "en"},
+    "more tokens": {"max_new_tokens": 30, "language": "en"},
+    "the whole result": {"return_dict_in_generate": True, "output_scores": True, "language": "en"},
+    "segments": {"return_timestamps": True, "return_segments": True, "language": "en"},
+    "other suppressed tokens": {"suppress_tokens": [9, 10, 40], "begin_suppress_tokens": [30], "language": "en"},
+}
+LONG: dict[str, dict[str, Any]] = {
+    "two recordings": {},
+    "conditioned on what was said": {"condition_on_prev_tokens": True, "language": "en"},
+    "thresholds": {
+        "language": "en",
+        "temperature": (0.0,),
+        "logprob_threshold": -0.5,
+        "compression_ratio_threshold": 1.35,
+        "no_speech_threshold": 0.6,
+    },
+    "silence is skipped": {
+        "language": "en",
+        "temperature": (0.0,),
+        "logprob_threshold": 0.0,
+        "no_speech_threshold": 0.0,
+    },
+}
+
+
+def _same(mine: Any, expected: Any) -> None:
+    if isinstance(expected, torch.Tensor):
+        assert mine.shape == expected.shape
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4, check_dtype=False)
+    elif isinstance(expected, dict):
+        for key, value in expected.items():
+            if key not in ("past_key_values", "encoder_attentions", "decoder_attentions", "cross_attentions"):
+                _same(mine[key], value)
+    elif isinstance(expected, (list, tuple)):
+        assert len(mine) == len(expected)
+        for a, b in zip(mine, expected, strict=True):
+            _same(a, b)
+    else:
+        assert mine == expected
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_short_recordings(ours: Any, theirs: Any, processor: Any, name: str) -> None:
+    inputs, options = _features(processor, 0.9, 0.5), {"max_new_tokens": 14, **SHORT[name]}
+    _same(ours.generate(**inputs, **options), theirs.generate(**inputs, **options))
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_recordings(ours: Any, theirs: Any, processor: Any, name: str) -> None:
+    inputs, options = _features(processor, 3.3, 2.1), {"max_new_tokens": 14, "return_timestamps": True, **LONG[name]}
+    expected = theirs.generate(**inputs, **options)
+    assert expected.shape[1] == 0 if name == "silence is skipped" else expected.shape[1] > 14
+    _same(ours.generate(**inputs, **options), expected)
+
+
+def test_a_prompt_before_the_text(ours: Any, theirs: Any, processor: Any) -> None:
+    inputs = _features(processor, 0.9)
+    prompt = torch.from_numpy(processor.get_prompt_ids("abc"))
+    options = {"prompt_ids": prompt, "max_new_tokens": 12, "language": "en"}
+    _same(ours.generate(**inputs, **options), theirs.generate(**inputs, **options))
+
+
+def test_a_hotter_try_is_made_where_the_first_fails(ours: Any, processor: Any) -> None:
+    inputs = _features(processor, 2.4)
+    options = {"max_new_tokens": 12, "return_timestamps": True, "language": "en", "seed": 3}
+    cold = ours.generate(**inputs, **options, temperature=(0.0,), logprob_threshold=0.0)
+    warm = ours.generate(**inputs, **options, temperature=(0.0, 0.9), logprob_threshold=0.0)
+    again = ours.generate(**inputs, **options, temperature=(0.0, 0.9), logprob_threshold=0.0)
+    assert warm.tolist() == again.tolist() != cold.tolist()
+
+
+def test_arrays_in_give_arrays_back(ours: Any, processor: Any) -> None:
+    inputs = {n: np.asarray(v) for n, v in _features(processor, 0.9).items()}
+    found = ours.generate(**inputs, max_new_tokens=4, language="en")
+    assert isinstance(found, jax.Array)
+
+
+def test_the_skeleton_is_left_alone(ours: Any, theirs: Any, processor: Any) -> None:
+    before = dict(vars(ours._skeleton.module)), dict(vars(type(ours._skeleton.module)))
+    ours.generate(**_features(processor, 0.9), max_new_tokens=4)
+    assert (dict(vars(ours._skeleton.module)), dict(vars(type(ours._skeleton.module)))) == before
+    assert not hasattr(theirs, "_hfax_loop")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"return_token_timestamps": True, "return_timestamps": True}, "attention weights"),
+        ({"num_beams": 3}, "num_beams=3"),
+        ({"stopping_criteria": [lambda *a, **k: False]}, "stopping_criteria"),
+        ({"logits_processor": [lambda ids, scores: scores]}, "Python code"),
+    ],
+)
+def test_what_is_not_done_says_so(ours: Any, processor: Any, options: dict[str, Any], message: str) -> None:
+    ours.generation_config.alignment_heads = [[0, 0]]
+    with pytest.raises(UnsupportedOptionError, match=message):
+        ours.generate(**_features(processor, 0.9), max_new_tokens=4, language="en", **options)
+
+
+def test_a_class_that_writes_in_a_way_of_its_own_says_so() -> None:
+    from transformers import SpeechT5Config
+
+    model = hfax.AutoModelForTPU.from_config(
+        SpeechT5Config(
+            architectures=["SpeechT5ForTextToSpeech"],
+            hidden_size=16,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=16,
+            decoder_ffn_dim=16,
+        )
+    )
+    with pytest.raises(UnsupportedModelError, match="way of its own"):
+        model.generate(torch.tensor([[5, 6]]))
+
+
+BEGIN, END, VOCABULARY, PROMPT = 30, 20, 48, [3, 29]
+
+
+@pytest.mark.parametrize("most", [None, 4])
+@pytest.mark.parametrize(
+    "drawn", [[], [33], [33, 5], [33, 5, 36], [33, 5, 36, 36], [5], [33, 33], [40, 7, 44, 44, 8]], ids=str
+)
+def test_timestamp_rules_are_those_of_transformers(drawn: list[int], most: int | None) -> None:
+    class Config:
+        no_timestamps_token_id = BEGIN - 1
+        eos_token_id, bos_token_id = END, END
+        max_initial_timestamp_index = most
+
+    processor = reference_processors.WhisperTimeStampLogitsProcessor(Config(), begin_index=len(PROMPT))  # type: ignore[arg-type]
+    ids = torch.tensor([PROMPT + drawn])
+    for seed, lift in ((0, 0.0), (1, 3.0)):  # once the timestamps together are likelier than any word
+        scores = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(seed))
+        scores[:, BEGIN:] += lift
+        expected = processor(ids, scores)
+        rules = {
+            "timestamp_begin": BEGIN,
+            "timestamp_text_end": END,
+            "timestamp_max_initial": 1 << 30 if most is None else most,
+        }
+        spec, values = make_sampling_spec(
+            transformers.GenerationConfig(), vocab_size=VOCABULARY, prompt_length=2, max_new_tokens=9, timestamps=rules
+        )
+        tokens = np.zeros((1, 12), np.int32)
+        tokens[0, : ids.shape[1]] = ids
+        state = init_sampling_state(spec, VOCABULARY, tokens[:, :2], np.ones((1, 2), bool))
+        found = process_logits(spec, values, state, scores.numpy(), tokens, np.int32(len(drawn)))
+        np.testing.assert_allclose(found, expected)
