@@ -16,7 +16,6 @@ _WITH_PADDING_IMAGES = (
     "Idefics3Model",
     "SmolVLMModel",
     "ModernVBertModel",
-    "UltraVBertModel",
 )
 
 

@@ -84,7 +84,7 @@ class QuestionAnsweringPipeline(ChunkPipeline):
         is_one = isinstance(inputs, Mapping) or (inputs is None and isinstance(question, str))
         return answers[0] if is_one else answers
 
-    def preprocess(
+    def preprocess(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         example: Example,
         *,
@@ -135,9 +135,9 @@ class QuestionAnsweringPipeline(ChunkPipeline):
                 **{n: torch.tensor([encoded[n][index]]) for n in names},
             }
 
-    def _forward(self, model_inputs: dict[str, Any], **_: Any) -> Any:
-        kept = {n: model_inputs.pop(n) for n in ("is_last", "example", "encoding", "is_context", "no_answer")}
-        output = self.model(**model_inputs)
+    def _forward(self, input_tensors: dict[str, Any], **_: Any) -> Any:
+        kept = {n: input_tensors.pop(n) for n in ("is_last", "example", "encoding", "is_context", "no_answer")}
+        output = self.model(**input_tensors)
         return {"start": output["start_logits"], "end": output["end_logits"], **kept}
 
     def postprocess(  # pyright: ignore[reportIncompatibleMethodOverride]
