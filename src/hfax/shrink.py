@@ -118,6 +118,8 @@ _EXACT: dict[str, int] = {
     "resolution": 64,
     "index_kpool": 4,
     "position_embedding_size": 64,
+    "num_queries": 10,
+    "frames_per_clip": 4,
     "mm_posemb_size": 64,
 }
 _HEAD_DIMS = re.compile(
@@ -156,6 +158,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "attn_layers": ["local", "lsh"],
         "hash_seed": 0,
     },
+    # the sizes of boxes are cut from the hidden size in six parts
+    "lilt": {"hidden_size": 96},
+    # every channel is a group of its own
+    "mimi": {"upsample_groups": lambda c: c.hidden_size},
+    "pocket_tts_audio_tokenizer": {"upsample_groups": lambda c: c.hidden_size},
+    "pocket_tts_audio_tokenizer_decoder": {"upsample_groups": lambda c: c.hidden_size},
     # features are shuffled from places to channels before the projection
     "llama4_vision_model": {"intermediate_size": lambda c: int(c.hidden_size / c.pixel_shuffle_ratio**2)},
     "minimax_m3_vl": {"merged_hidden_size": lambda c: WIDTH * c.vision_config.spatial_merge_size**2},
@@ -224,8 +232,9 @@ def _shrink(config: Any, tokens: dict[int, int]) -> None:
         _set(config, name, value(config) if callable(value) else value)
     if layers and len(fields.get("stage_names") or ()) > len(layers) + 1:
         _set(config, "stage_names", ["stem", *(f"stage{i + 1}" for i in range(len(layers)))])
-        _set(config, "_out_features", [f"stage{len(layers)}"])
-        _set(config, "_out_indices", [len(layers)])
+        places = range(1, len(layers) + 1) if len(fields.get("_out_indices") or ()) > 1 else [len(layers)]
+        _set(config, "_out_features", [f"stage{i}" for i in places])
+        _set(config, "_out_indices", list(places))
     _fit_state_space_heads(config)
     _fit_layer_overrides(config, layers)
     if getattr(config, "rope_parameters", None):
@@ -248,6 +257,10 @@ def _kept_layers(fields: dict[str, Any]) -> list[int] | None:
         return list(range(min(count, len(fields["block_types"] or "12"))))
     if "attn_layer_period" in fields and not isinstance(fields.get("layers_block_type"), (list, tuple)):
         return list(range(min(count, 4)))
+    if len(taken := fields.get("backbone_out_indices") or fields.get("_out_indices") or ()) > 1:
+        first = 0 if "backbone_out_indices" in fields else 1
+        if all(isinstance(i, int) and 0 <= i - first < count for i in taken) and "depths" not in fields:
+            return sorted(i - first for i in taken)  # layers whose outputs are used side by side
     lists = [v for v in fields.values() if isinstance(v, (list, tuple)) and len(v) == count and count > 3]
     kinds: dict[Any, int] = {}
     for index in range(count):
@@ -298,7 +311,7 @@ def _new_int(name: str, value: int, fields: dict[str, Any], layers: list[int] | 
         return sum(1 for i in layers if i < value)
     if name == "embed_dim" and isinstance(fields.get("num_heads"), (list, tuple)):  # each stage doubles it
         return min(value, HEAD_DIM * fields["num_heads"][0])
-    if name == "image_size" and isinstance(fields.get("patch_size"), int) and "depths" not in fields:
+    if name in ("image_size", "crop_size") and isinstance(fields.get("patch_size"), int) and "depths" not in fields:
         return min(value, 4 * fields["patch_size"])
     if name == "num_kv_shared_layers" and layers:
         count = next(v for n, v in fields.items() if _LAYER_COUNTS.match(n) and isinstance(v, int))

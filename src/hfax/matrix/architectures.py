@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any
 
 import transformers
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig, ResNetConfig
 from transformers.models.auto import modeling_auto
 
 from hfax.shrink import shrink_config
@@ -96,6 +96,16 @@ MISSING: dict[str, dict[str, Any]] = {
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", *["sparse"] * 31], "num_experts_per_tok": 6},
     "hunyuan_vl_text": {"head_dim": 128},
     "step3p5": {"sliding_window": 512},
+    "qwen2_vl_text": {"rope_parameters": {**_ROPE, "mrope_section": [16, 24, 24]}},
+    "qwen2_5_vl_text": {"rope_parameters": {**_ROPE, "mrope_section": [16, 24, 24]}},
+    "glm_image_text": {"rope_parameters": {**_ROPE, "mrope_section": [8, 12, 12]}},
+    "glm_ocr_text": {"rope_parameters": {**_ROPE, "mrope_section": [8, 12, 12]}},
+    "autoformer": {"prediction_length": 8, "context_length": 16},
+    "informer": {"prediction_length": 8, "context_length": 16},
+    "time_series_transformer": {"prediction_length": 8, "context_length": 16},
+    "wav2vec2-bert": {"vocab_size": 32},
+    "wav2vec2-conformer": {"vocab_size": 32},
+    "moonshine_streaming": {"num_key_value_heads": 4},
     "granite4_vision": {"deepstack_layer_map": [(0, 0), (1, 1)], "downsample_rate": "1/2"},
 }
 """Model type to what its default config leaves out and every published checkpoint has."""
@@ -103,6 +113,11 @@ MISSING: dict[str, dict[str, Any]] = {
 
 def complete(config: Any) -> None:
     """Fill in what a class's default config leaves out and its model cannot be built without."""
+    if type(backbone := getattr(config, "backbone_config", None)).__name__ == "TimmBackboneConfig":
+        # the same kind of network, of which transformers has a port
+        small = ResNetConfig(hidden_sizes=[16, 32, 32, 64], depths=[1] * 4, embedding_size=16, layer_type="basic")
+        small.set_output_features_output_indices(out_features=None, out_indices=list(backbone.out_indices))
+        object.__setattr__(config, "backbone_config", small)
     for name in config.sub_configs:
         if (part := getattr(config, name, None)) is not None:
             complete(part)

@@ -74,6 +74,8 @@ def run_case(architecture: Architecture) -> CaseResult:
                 stage(state)
             except _DiffersError as difference:
                 result.outcome, result.reason = difference.outcome, str(difference)
+            except ImportError as error:  # transformers wants a library that is not installed
+                result.outcome, result.reason = "reference fails", _describe(error)
             except BaseException as error:
                 result.outcome, result.reason = outcome, _describe(error)
             if result.outcome != "works":

@@ -2,7 +2,7 @@
 
 Turns a model into pixels in the layout that its forward takes (whole images, tiles, or patches in a row with a grid beside them),
 asks the model's own `get_image_features` how many features each image gives, and writes prompts with as many image tokens. Layouts
-are chosen by the names of forward's parameters; what one model type does in a way of its own is in `_OWN`.
+are chosen by the names of forward's parameters; what one model type does in a way of its own is in `LAYOUTS`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def image_inputs(model: Any) -> dict[str, torch.Tensor]:
     """
     names = set(inspect.signature(model.forward).parameters)
     config = vision_config(model.config)
-    if own := _OWN.get(model.config.model_type):
+    if own := LAYOUTS.get(model.config.model_type):
         return own(model)
     if "image_grid_thw" in names:
         return _patches_with_grid(config)
@@ -45,16 +45,16 @@ def image_inputs(model: Any) -> dict[str, torch.Tensor]:
         return _padded_patches(config)
     if "pixel_attention_mask" in names:
         return _masked_tiles(config)
-    found = {"pixel_values": draw(IMAGES, _channels(config), *_size(config))}
+    found = {"pixel_values": draw(IMAGES, _channels(config), *image_size(config))}
     if "image_sizes" in names and "image_grid_pinpoints" in vars(model.config):
-        height, width = _size(config)
+        height, width = image_size(config)
         tiles = 1 + (model.config.image_grid_pinpoints[0][0] // height) * (
             model.config.image_grid_pinpoints[0][1] // width
         )
         found["pixel_values"] = draw(IMAGES, tiles, _channels(config), height, width)
         found["image_sizes"] = torch.tensor([[height, width], [height // 2, width]])
     elif "image_sizes" in names and hasattr(getattr(model.model, "vision_tower", None), "patch_size"):
-        found["image_sizes"] = torch.tensor([list(_size(config))] * IMAGES)
+        found["image_sizes"] = torch.tensor([list(image_size(config))] * IMAGES)
     return found
 
 
@@ -63,7 +63,7 @@ def draw(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def _number(config: Any, *names: str, default: int) -> int:
+def image_number(config: Any, *names: str, default: int) -> int:
     for name in names:
         value = getattr(config, name, None)
         if isinstance(value, (list, tuple)):
@@ -74,19 +74,19 @@ def _number(config: Any, *names: str, default: int) -> int:
 
 
 def _channels(config: Any) -> int:
-    return _number(config, "num_channels", "in_channels", "in_chans", default=3)
+    return image_number(config, "num_channels", "in_channels", "in_chans", default=3)
 
 
-def _size(config: Any) -> tuple[int, int]:
+def image_size(config: Any) -> tuple[int, int]:
     size = getattr(config, "image_size", None) or getattr(config, "resolution", None) or 64
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
 def _patches_with_grid(config: Any) -> dict[str, torch.Tensor]:
     """Patches of all images in one row, [patches, values], and how they lie, [images, 3] (time, height, width)."""
-    merge = _number(config, "spatial_merge_size", "merge_size", "merge_kernel_size", default=2)
-    patch = _number(config, "patch_size", default=14)
-    frames = _number(config, "temporal_patch_size", "patch_temporal", default=1)
+    merge = image_number(config, "spatial_merge_size", "merge_size", "merge_kernel_size", default=2)
+    patch = image_number(config, "patch_size", default=14)
+    frames = image_number(config, "temporal_patch_size", "patch_temporal", default=1)
     grid = torch.tensor([[1, 2 * merge, 2 * merge], [1, 2 * merge, 4 * merge]])
     values = _channels(config) * frames * patch * patch
     return {"pixel_values": draw(int(grid.prod(1).sum()), values), "image_grid_thw": grid}
@@ -96,21 +96,21 @@ def _square_patches_with_grid(model: Any) -> dict[str, torch.Tensor]:
     """The same with each patch as a small image, [patches, channels, patch, patch]."""
     config = vision_config(model.config)
     found = _patches_with_grid(config)
-    patch = _number(config, "patch_size", default=14)
+    patch = image_number(config, "patch_size", default=14)
     pixels = found["pixel_values"]
     return found | {"pixel_values": pixels.reshape(len(pixels), _channels(config), patch, patch)}
 
 
 def _packed_columns(config: Any) -> dict[str, torch.Tensor]:
     """Patches of all images side by side, [1, channels, patch, patches · patch], and their sizes in patches, [images, 2]."""
-    patch = _number(config, "patch_size", default=14)
+    patch = image_number(config, "patch_size", default=14)
     sizes = torch.tensor([[4, 4], [4, 8]])
     return {"pixel_values": draw(1, _channels(config), patch, int(sizes.prod(1).sum()) * patch), "target_sizes": sizes}
 
 
 def _padded_patches(config: Any) -> dict[str, torch.Tensor]:
     """Patches of each image, padded to the longest, [images, patches, values], their sizes, [images, 2], and a mask."""
-    patch = _number(config, "patch_size", default=14)
+    patch = image_number(config, "patch_size", default=14)
     shapes = torch.tensor([[4, 4], [4, 6]])
     counts = shapes.prod(1)
     mask = torch.arange(int(counts.max()))[None] < counts[:, None]
@@ -120,7 +120,7 @@ def _padded_patches(config: Any) -> dict[str, torch.Tensor]:
 
 def _masked_tiles(config: Any) -> dict[str, torch.Tensor]:
     """Images of each row, [rows, images, channels, height, width], and which pixels are real."""
-    height, width = _size(config)
+    height, width = image_size(config)
     mask = torch.ones(IMAGES, 1, height, width, dtype=torch.bool)
     return {"pixel_values": draw(IMAGES, 1, _channels(config), height, width), "pixel_attention_mask": mask}
 
@@ -128,7 +128,7 @@ def _masked_tiles(config: Any) -> dict[str, torch.Tensor]:
 def _merged_patches(model: Any) -> dict[str, torch.Tensor]:
     """A small image for each token, [tokens, merge · patch, merge · patch, channels]; the grid counts tokens."""
     config = vision_config(model.config)
-    side = _number(config, "spatial_merge_size", default=2) * _number(config, "patch_size", default=14)
+    side = image_number(config, "spatial_merge_size", default=2) * image_number(config, "patch_size", default=14)
     grid = torch.tensor([[1, 2, 2], [1, 2, 4]])
     return {"pixel_values": draw(int(grid.prod(1).sum()), side, side, _channels(config)), "image_grid_thw": grid}
 
@@ -137,15 +137,15 @@ def _patches_with_heights(model: Any) -> dict[str, torch.Tensor]:
     """As `_patches_with_grid` with heights and widths alone, [images, 2]."""
     config = vision_config(model.config)
     grid = torch.tensor([[4, 4], [4, 8]])
-    values = _channels(config) * _number(config, "patch_size", default=14) ** 2
+    values = _channels(config) * image_number(config, "patch_size", default=14) ** 2
     return {"pixel_values": draw(int(grid.prod(1).sum()), values), "image_grid_hw": grid}
 
 
 def _patches_with_positions(model: Any) -> dict[str, torch.Tensor]:
     """Patches of each image, [images, patches, values], and where each lies, [images, patches, 2] (x, y)."""
     config = vision_config(model.config)
-    side = 2 * _number(config, "pooling_kernel_size", default=1)
-    patch = _number(config, "model_patch_size", "patch_size", default=16)
+    side = 2 * image_number(config, "pooling_kernel_size", default=1)
+    patch = image_number(config, "model_patch_size", "patch_size", default=16)
     places = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="xy"), dim=-1).reshape(-1, 2)
     pixels = draw(IMAGES, side * side, 3 * patch * patch).sigmoid()
     return {"pixel_values": pixels, "image_position_ids": places[None].repeat(IMAGES, 1, 1)}
@@ -155,8 +155,8 @@ def _crops_with_pooling(model: Any) -> dict[str, torch.Tensor]:
     """Patches of one crop an image, [crops, patches, values], and the four patches behind each token, [tokens, 4]."""
     config = vision_config(model.config)
     patch, side = (
-        _number(config, "patch_size", default=14),
-        _size(config)[0] // _number(config, "patch_size", default=14),
+        image_number(config, "patch_size", default=14),
+        image_size(config)[0] // image_number(config, "patch_size", default=14),
     )
     places = torch.arange(side * side).reshape(side // 2, 2, side // 2, 2).transpose(1, 2).reshape(-1, 4)
     pooling = torch.cat([places + image * side * side for image in range(IMAGES)])
@@ -175,7 +175,7 @@ def _tiles_with_ratios(model: Any) -> dict[str, torch.Tensor]:
     mask = torch.zeros(IMAGES, 1, tiles, dtype=torch.long)
     mask[:, :, :1] = 1
     return {
-        "pixel_values": draw(IMAGES, 1, tiles, _channels(config), *_size(config)),
+        "pixel_values": draw(IMAGES, 1, tiles, _channels(config), *image_size(config)),
         "aspect_ratio_ids": torch.ones(IMAGES, 1, dtype=torch.long),
         "aspect_ratio_mask": mask,
     }
@@ -185,18 +185,18 @@ def _masked_by_tile(model: Any) -> dict[str, torch.Tensor]:
     """Tiles of one image a row, [rows, tiles, channels, height, width], and which are real, [rows, tiles]."""
     config = vision_config(model.config)
     mask = torch.ones(IMAGES, 2, dtype=torch.bool)
-    return {"pixel_values": draw(IMAGES, 2, _channels(config), *_size(config)), "pixel_attention_mask": mask}
+    return {"pixel_values": draw(IMAGES, 2, _channels(config), *image_size(config)), "pixel_attention_mask": mask}
 
 
 def _flat_patches(model: Any) -> dict[str, torch.Tensor]:
     """[images, patches, row and column and values], places counted from 1."""
     config = vision_config(model.config)
-    patch = _number(config, "patch_size", default=16)
+    patch = image_number(config, "patch_size", default=16)
     places = torch.cartesian_prod(torch.arange(1, 4), torch.arange(1, 4)).float()[None].repeat(IMAGES, 1, 1)
     return {"flattened_patches": torch.cat([places, draw(IMAGES, 9, _channels(config) * patch * patch)], dim=-1)}
 
 
-_OWN: dict[str, Callable[[Any], dict[str, torch.Tensor]]] = {
+LAYOUTS: dict[str, Callable[[Any], dict[str, torch.Tensor]]] = {
     "kimi_k25": _square_patches_with_grid,
     "paddleocr_vl": _square_patches_with_grid,
     "inkling2": _merged_patches,
@@ -213,8 +213,8 @@ _OWN: dict[str, Callable[[Any], dict[str, torch.Tensor]]] = {
     "granite_docling": _masked_by_tile,
     "pix2struct": _flat_patches,
     "deepseek_vl_hybrid": lambda model: {
-        "pixel_values": draw(IMAGES, 3, *_size(vision_config(model.config))),
-        "high_res_pixel_values": draw(IMAGES, 3, *_size(model.config.high_res_vision_config)),
+        "pixel_values": draw(IMAGES, 3, *image_size(vision_config(model.config))),
+        "high_res_pixel_values": draw(IMAGES, 3, *image_size(model.config.high_res_vision_config)),
     },
     "emu3": lambda model: {
         "pixel_values": draw(IMAGES, 3, 64, 64),

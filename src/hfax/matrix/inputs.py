@@ -1,7 +1,7 @@
-"""Inputs for a small model of any mapping: token ids with padding on the left, pixels, sound.
+"""Inputs for a small model of any mapping: prompts with padding on the left, or whatever its forward reads.
 
-Turns a model and the name of its mapping into the arguments of its forward and of its generate. Everything is drawn from a fixed
-seed. It does not run models.
+Turns a model and the name of its mapping into the arguments of its forward and of its generate. It does not run models, except to
+ask a vision tower how many features an image gives.
 """
 
 from __future__ import annotations
@@ -13,11 +13,24 @@ from typing import Any
 import torch
 
 from hfax.matrix.architectures import GENERATING
-from hfax.matrix.images import prompts_with_images
+from hfax.matrix.fields import LENGTH, make_field, token_ids
+from hfax.matrix.images import image_token, prompts_with_images
 
-LENGTH = 20
 PADDING = 7
 """Tokens of padding on the left of the first of two prompts."""
+_TOGETHER = (
+    ("visual_feats", "visual_pos"),
+    ("states", "actions", "rewards", "returns_to_go", "timesteps"),
+    ("past_time_features", "past_observed_mask", "future_values", "future_time_features"),
+    ("pixel_values", "spatial_shapes", "pixel_attention_mask"),
+    ("pixel_values", "target_sizes"),
+    ("query_embeds", "encoder_hidden_states"),
+    ("audio_mel", "audio_mel_mask"),
+    ("input_features", "input_features_mask"),
+)
+"""Inputs that are given together where a forward has them: with the first one of a group the others."""
+_ALWAYS = ("bbox", "visual_feats", "qformer_input_ids", "noise_sequence", "task_inputs")
+"""Inputs that a model cannot do without though its signature says so."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,107 +52,58 @@ def make_inputs(model: Any, mapping: str) -> CaseInputs:
     """Inputs for a model of a mapping.
 
     Raises:
-        NotImplementedError: no rule fits the model's main input.
+        NotImplementedError: no rule fits the model's inputs.
     """
-    names = set(inspect.signature(model.forward).parameters)
-    if mapping == "image-text-to-text" and not model.config.is_encoder_decoder and "pixel_values" in names:
+    names = inspect.signature(model.forward).parameters
+    if mapping in ("image-text-to-text", "base") and "pixel_values" in names and _writes_beside_images(model, mapping):
         return _with_images(model)
     if mapping in GENERATING and not model.config.is_encoder_decoder and model.main_input_name == "input_ids":
-        return _decoder(model, names)
-    if mapping == "zero-shot-image-classification":
-        return _image_and_text(model, names)
-    if model.main_input_name == "input_ids":
-        return _encoder(model, names, mapping)
-    main = _MAIN_INPUTS.get(model.main_input_name)
-    if main is None:
-        raise NotImplementedError(f"no inputs for {model.main_input_name}")
-    forward: dict[str, Any] = {model.main_input_name: main(model, mapping)}
-    if model.config.is_encoder_decoder and "decoder_input_ids" in names:
-        forward["decoder_input_ids"] = token_ids(model, length=6, seed=1)
+        return _decoder(model, set(names))
+    wanted = _wanted(model, mapping, names)
+    if wanted <= {"input_ids", "bbox", "decoder_input_ids"}:
+        return _encoder(model, set(names), mapping, extra=wanted - {"input_ids", "decoder_input_ids"})
+    forward = {name: make_field(model, name) for name in names if name in wanted}
+    if "input_ids" in forward and "attention_mask" in names:
+        forward["attention_mask"] = torch.ones_like(forward["input_ids"])
     generate = {n: v for n, v in forward.items() if n != "decoder_input_ids"}
     return CaseInputs(forward=forward, generate=generate, mask=None)
+
+
+def _writes_beside_images(model: Any, mapping: str) -> bool:
+    """Whether images stand among the text that the model goes on with."""
+    if model.config.is_encoder_decoder or mapping == "image-text-to-text":
+        return not model.config.is_encoder_decoder
+    try:
+        return image_token(model.config) is not None and hasattr(model, "get_image_features")
+    except NotImplementedError:
+        return False
+
+
+def _wanted(model: Any, mapping: str, names: Any) -> set[str]:
+    """The names of the inputs to give."""
+    required = {
+        n for n, p in names.items() if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
+    main = model.main_input_name
+    wanted = required | ({main} if isinstance(main, str) else set(main)) & set(names)
+    wanted |= {n for n in _ALWAYS if n in names}
+    if "pixel_values" in names and "input_ids" in names and (mapping == "base" or "zero-shot" in mapping):
+        wanted |= {"pixel_values", "input_ids"}  # two towers
+    if "input_features" in names and "input_ids" in names and model.config.model_type in ("clap", "clvp", "pop2piano"):
+        wanted |= {"input_features"} if model.config.model_type == "pop2piano" else {"input_features", "input_ids"}
+    for first, *others in _TOGETHER:
+        if first in wanted:
+            wanted |= {n for n in others if n in names}
+    if model.config.is_encoder_decoder and "decoder_input_ids" in names:
+        wanted.add("decoder_input_ids")
+    if wanted & {"pixel_values"} and "noise" in names:
+        wanted.add("noise")
+    return wanted or {"input_ids"}
 
 
 def _with_images(model: Any) -> CaseInputs:
     forward = prompts_with_images(model, token_ids(model))
     return CaseInputs(forward=forward, generate=dict(forward), mask=forward["attention_mask"].bool())
-
-
-def _field(config: Any, *names: str) -> Any:
-    """The first of the fields that the config or one of its parts has."""
-    parts = [config, *(getattr(config, n, None) for n in config.sub_configs)]
-    for part in parts:
-        for name in names:
-            if part is not None and (value := getattr(part, name, None)) is not None:
-                return value
-    return None
-
-
-def _pixels(model: Any, mapping: str) -> torch.Tensor:
-    """[2, channels, height, width], or [2, frames, channels, height, width] for video."""
-    size = _field(model.config, "image_size", "input_size", "img_size") or 64
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    channels = _field(model.config, "num_channels") or 3
-    frames = (_field(model.config, "num_frames") or 8,) if mapping == "video-classification" else ()
-    return torch.randn((2, *frames, channels, height, width), generator=torch.Generator().manual_seed(0))
-
-
-def _wave(model: Any, mapping: str) -> torch.Tensor:
-    """[2, samples], or [2, frames, mel bins] for models that read spectrograms under this name."""
-    generator = torch.Generator().manual_seed(0)
-    if (length := getattr(model.config, "max_length", None)) and (bins := getattr(model.config, "num_mel_bins", None)):
-        return torch.randn((2, length, bins), generator=generator)
-    return torch.randn((2, 4000), generator=generator)
-
-
-def _features(model: Any, mapping: str) -> torch.Tensor:
-    """[2, mel bins, frames] for Whisper's family, [2, frames, features] for the others."""
-    generator = torch.Generator().manual_seed(0)
-    config = model.config
-    if (positions := getattr(config, "max_source_positions", None)) and config.model_type in ("whisper",):
-        return torch.randn((2, config.num_mel_bins, 2 * positions), generator=generator)
-    width = _field(config, "feature_projection_input_dim", "input_feat_per_channel", "num_mel_bins", "input_dim")
-    if width is None:
-        raise NotImplementedError("the width of the features is not in the config")
-    return torch.randn((2, 80, width), generator=generator)
-
-
-_MAIN_INPUTS = {"pixel_values": _pixels, "input_values": _wave, "input_features": _features}
-
-
-def _image_and_text(model: Any, names: set[str]) -> CaseInputs:
-    ids = token_ids(model, length=8)
-    end = _field(model.config, "eos_token_id")
-    if isinstance(end, int):
-        ids[:, -1] = end
-    forward: dict[str, Any] = {"pixel_values": _pixels(model, ""), "input_ids": ids}
-    if "attention_mask" in names:
-        forward["attention_mask"] = torch.ones_like(ids)
-    return CaseInputs(forward=forward, generate={}, mask=None)
-
-
-def _vocabulary(model: Any) -> int:
-    config = model.config.get_text_config(decoder=True)
-    return int(getattr(config, "vocab_size", None) or model.config.vocab_size)
-
-
-def special_ids(config: Any) -> set[int]:
-    """Every special token of a config and its parts."""
-    found: set[int] = set()
-    for name, value in vars(config).items():
-        if hasattr(value, "sub_configs"):
-            found |= special_ids(value)
-        elif name.endswith(("_token_id", "_token_index")):
-            found |= set(value if isinstance(value, (list, tuple)) else [value]) - {None}
-    return found
-
-
-def token_ids(model: Any, rows: int = 2, length: int = LENGTH, seed: int = 0) -> torch.Tensor:
-    """[rows, length] int64 ordinary tokens, each once in a row: equal tokens would tie where a model chooses the best of them."""
-    avoided = special_ids(model.config) | {0, 1, 2, 3}
-    ordinary = torch.tensor([i for i in range(_vocabulary(model)) if i not in avoided])
-    generator = torch.Generator().manual_seed(seed)
-    return torch.stack([ordinary[torch.randperm(len(ordinary), generator=generator)[:length]] for _ in range(rows)])
 
 
 def _left_padded(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,10 +124,10 @@ def _decoder(model: Any, names: set[str]) -> CaseInputs:
     return CaseInputs(forward=forward, generate={"input_ids": ids, "attention_mask": mask}, mask=mask.bool())
 
 
-def _encoder(model: Any, names: set[str], mapping: str) -> CaseInputs:
+def _encoder(model: Any, names: set[str], mapping: str, extra: set[str]) -> CaseInputs:
     ids, mask = _left_padded(model)
     ids, mask = ids.flip(1), mask.flip(1)
-    forward: dict[str, Any] = {"input_ids": ids}
+    forward: dict[str, Any] = {"input_ids": ids} | {name: make_field(model, name) for name in extra}
     if "attention_mask" in names:
         forward["attention_mask"] = mask
     if mapping not in (*GENERATING, "base") and model.config.is_encoder_decoder:

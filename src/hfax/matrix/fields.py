@@ -1,0 +1,282 @@
+"""A small input for each name that a forward of transformers may have, from the model's config: ids, pixels, sound, series, boxes.
+
+Turns a model and the name of an argument into a tensor, drawn from a fixed seed. Shapes follow the fields of the config; what a
+model type reads in a layout of its own is in a table. Which names a case gives is decided by `inputs`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hfax.matrix.images import LAYOUTS, draw, image_inputs, vision_config
+
+LENGTH = 20
+"""Tokens of a text."""
+ROWS = 2
+STEPS = 6
+"""Of a time series or a trajectory."""
+_SAMPLES = 4000
+_MONO = (
+    "dac",
+    "encodec",
+    "mimi",
+    "pe_audio",
+    "vibevoice_acoustic",
+    "xcodec",
+    "pocket_tts",
+    "neucodec",
+    "higgs_audio_v2",
+)
+"""Beginnings of model types that read sound as [rows, channels, samples]."""
+
+
+def make_field(model: Any, name: str) -> Any:
+    """The input of this name.
+
+    Raises:
+        NotImplementedError: no rule makes it.
+    """
+    if name not in _MAKERS:
+        raise NotImplementedError(f"no inputs for {name}")
+    return _MAKERS[name](model)
+
+
+def find(config: Any, *names: str) -> Any:
+    """The first of the fields that the config, or one of its parts, has."""
+    parts = [config, *(getattr(config, n, None) for n in getattr(config, "sub_configs", {}))]
+    for part in parts:
+        for name in names:
+            if part is not None and (value := getattr(part, name, None)) is not None:
+                return value
+    return None
+
+
+# Text
+
+
+def vocabulary(model: Any) -> int:
+    """How many ids the model's text part knows."""
+    config = model.config.get_text_config(decoder=True)
+    size = (
+        getattr(config, "vocab_size", None)
+        or getattr(model.config, "vocab_size", None)
+        or find(model.config, "vocab_size")
+    )
+    return int(size or 199)
+
+
+def special_ids(config: Any) -> set[int]:
+    """Every special token of a config and its parts."""
+    found: set[int] = set()
+    for name, value in vars(config).items():
+        if hasattr(value, "sub_configs"):
+            found |= special_ids(value)
+        elif name.endswith(("_token_id", "_token_index")):
+            found |= set(value if isinstance(value, (list, tuple)) else [value]) - {None}
+    return found
+
+
+def token_ids(model: Any, rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> torch.Tensor:
+    """[rows, length] int64 ordinary tokens, each once in a row: equal tokens would tie where a model chooses the best of them."""
+    avoided = special_ids(model.config) | {0, 1, 2, 3}
+    ordinary = torch.tensor([i for i in range(vocabulary(model)) if i not in avoided])
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([ordinary[torch.randperm(len(ordinary), generator=generator)[:length]] for _ in range(rows)])
+
+
+def _boxes(model: Any) -> torch.Tensor:
+    """[rows, length, 4]: left, top, right, bottom; whole numbers for models with tables of them."""
+    corners = torch.rand((ROWS, LENGTH, 2, 2), generator=torch.Generator().manual_seed(0)).sort(dim=2).values.flatten(2)
+    table = getattr(model.config, "max_2d_position_embeddings", None)
+    return (corners * (table // 2)).long() if table and model.config.model_type != "udop" else corners
+
+
+def _text_with_end(model: Any) -> torch.Tensor:
+    """Ids that end where text towers look for the end."""
+    ids = token_ids(model, length=8)
+    end = find(model.config, "eos_token_id")
+    if isinstance(end, int):
+        ids[:, -1] = end
+    return ids
+
+
+# Images and videos
+
+
+def _pixels(model: Any) -> Any:
+    """[rows, channels, height, width]; with an axis of frames, or in rows of patches, where the model reads such."""
+    config = model.config
+    if layout := LAYOUTS.get(config.model_type.removesuffix("_vision").removesuffix("_vision_model")):
+        return layout(model)["pixel_values"]
+    names = set(_parameters(model))
+    if names & {"grid_thw", "image_grid_thw", "spatial_shapes", "target_sizes"}:
+        return image_inputs(model)["pixel_values"]
+    frames = find(config, "num_frames") if _reads_frames(model) else None
+    channels = find(config, "num_channels", "in_channels") or 3
+    return draw(ROWS, *((frames,) if frames else ()), channels, *_height_and_width(config))
+
+
+def _reads_frames(model: Any) -> bool:
+    return model.config.model_type in ("timesformer", "videomae", "vivit", "xclip", "tvp", "instructblipvideo")
+
+
+def _height_and_width(config: Any) -> tuple[int, int]:
+    size = (
+        find(config, "image_size", "input_size", "img_size", "crop_size")
+        or find(vision_config(config), "image_size")
+        or 64
+    )
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def _video(model: Any) -> torch.Tensor:
+    """[rows, frames, channels, height, width]."""
+    frames = find(model.config, "num_frames", "frames_per_clip") or 4
+    return draw(ROWS, frames, find(model.config, "num_channels", "in_chans") or 3, *_height_and_width(model.config))
+
+
+def _patches(model: Any) -> torch.Tensor:
+    """[patches, values] of two images, as grids describe them."""
+    return image_inputs(model)["pixel_values"]
+
+
+def _grid(model: Any) -> torch.Tensor:
+    found = image_inputs(model)
+    return found.get("image_grid_thw", found.get("image_grid_hw"))  # type: ignore[return-value]
+
+
+# Sound
+
+
+def _wave(model: Any) -> torch.Tensor:
+    """[rows, samples], [rows, channels, samples] for codecs, [rows, frames, mel bins] for what reads spectrograms as waves."""
+    config = model.config
+    if (length := getattr(config, "max_length", None)) and (bins := getattr(config, "num_mel_bins", None)):
+        return draw(ROWS, length, bins)
+    if config.model_type.startswith(_MONO):
+        return draw(ROWS, getattr(config, "audio_channels", None) or 1, _SAMPLES)
+    if config.model_type == "muse_spark_audio":
+        return draw(ROWS, 2 * 1920)
+    if config.model_type == "speecht5" and "decoder_input_values" in _parameters(model):  # the model behind its prenets
+        return draw(ROWS, STEPS, config.hidden_size)
+    return draw(ROWS, _SAMPLES)
+
+
+_FEATURE_WIDTHS = (
+    "feature_projection_input_dim",
+    "input_feat_per_channel",
+    "num_mel_bins",
+    "feature_size",
+    "input_feat_size",
+    "input_dim",
+)
+
+
+def _features(model: Any) -> torch.Tensor:
+    """[rows, mel bins, frames] for Whisper's family, [rows, frames, features] for the others."""
+    config = model.config
+    width = find(config, *_FEATURE_WIDTHS)
+    if (
+        (positions := find(config, "max_source_positions"))
+        and find(config, "num_mel_bins")
+        and not find(config, "conv_kernel_sizes")
+    ):
+        return draw(ROWS, width, 2 * positions)
+    if config.model_type in _BINS_FIRST:
+        return draw(ROWS, width, 80)
+    if width is None:
+        width = {"gemma4_audio": 128}.get(config.model_type)
+    if width is None:
+        raise NotImplementedError("the width of the features is not in the config")
+    return draw(ROWS, 80, width)
+
+
+_BINS_FIRST = ("glmasr_encoder", "voxtral_realtime_encoder", "qwen3_asr_encoder", "audioflamingo3_encoder")
+
+
+def _latents(model: Any) -> torch.Tensor:
+    """[rows, channels, frames] of a codec."""
+    return draw(ROWS, find(model.config, "hidden_size", "latent_dim", "vae_dim") or 64, 10)
+
+
+# Series
+
+
+def _series(model: Any) -> torch.Tensor:
+    config = model.config
+    length = getattr(config, "context_length", None) or 32
+    if lags := getattr(config, "lags_sequence", None):
+        return draw(ROWS, length + max(lags))
+    channels = getattr(config, "num_input_channels", None)
+    return draw(ROWS, length, *((channels,) if channels else ()))
+
+
+def _like_series(model: Any, fill: float, features: str | None = None) -> torch.Tensor:
+    past = _series(model)
+    return torch.full((*past.shape, getattr(model.config, features)) if features else past.shape, fill)
+
+
+def _future(model: Any, features: str | None = None) -> torch.Tensor:
+    width = (getattr(model.config, features),) if features else ()
+    return draw(ROWS, model.config.prediction_length, *width)
+
+
+_MAKERS: dict[str, Callable[[Any], Any]] = {
+    "input_ids": _text_with_end,
+    "decoder_input_ids": lambda model: token_ids(model, length=STEPS, seed=1),
+    "qformer_input_ids": lambda model: token_ids(model, length=STEPS, seed=1) % 100,
+    "task_inputs": lambda model: token_ids(model, length=model.config.task_seq_len) % 77,
+    "bbox": _boxes,
+    "visual_feats": lambda model: draw(ROWS, 3, model.config.visual_feat_dim),
+    "visual_pos": lambda model: draw(ROWS, 3, model.config.visual_pos_dim).sigmoid(),
+    "query_embeds": lambda model: draw(ROWS, 3, model.config.hidden_size),
+    "encoder_hidden_states": lambda model: draw(ROWS, 5, model.config.encoder_hidden_size),
+    "inputs_embeds": lambda model: draw(ROWS, STEPS, model.config.hidden_size),
+    "pixel_values": _pixels,
+    "pixel_values_videos": _video,
+    "prompt_pixel_values": lambda model: draw(ROWS, 3, *_height_and_width(model.config)),
+    "prompt_masks": lambda model: draw(ROWS, 3, *_height_and_width(model.config)),
+    "pixel_attention_mask": lambda model: image_inputs(model)["pixel_attention_mask"],
+    "spatial_shapes": lambda model: image_inputs(model)["spatial_shapes"],
+    "target_sizes": lambda model: image_inputs(model)["target_sizes"],
+    "hidden_states": lambda model: _patches(model) if "grid_thw" in _parameters(model) else _latents(model),
+    "grid_thw": _grid,
+    "image_grid_thw": _grid,
+    "merge_sizes": lambda model: torch.tensor([1, 2]),
+    "noise": lambda model: draw(ROWS, math.prod(s // model.config.patch_size for s in _height_and_width(model.config))),
+    "noise_sequence": lambda model: draw(ROWS, 80, model.config.model_in_channels),
+    "input_values": _wave,
+    "input_features": _features,
+    "input_features_mask": lambda model: _features_mask(model),
+    "audio_mel": lambda model: draw(ROWS, 48, model.config.input_feat_size),
+    "audio_mel_mask": lambda model: torch.zeros(ROWS, 48, dtype=torch.bool),
+    "latents": _latents,
+    "states": lambda model: draw(ROWS, STEPS, model.config.state_dim),
+    "actions": lambda model: draw(ROWS, STEPS, model.config.act_dim),
+    "rewards": lambda model: draw(ROWS, STEPS, 1),
+    "returns_to_go": lambda model: draw(ROWS, STEPS, 1),
+    "timesteps": lambda model: torch.arange(STEPS)[None].repeat(ROWS, 1),
+    "past_values": _series,
+    "past_values_padding": lambda model: _like_series(model, 0).long(),
+    "past_observed_mask": lambda model: _like_series(model, 1.0),
+    "past_time_features": lambda model: _like_series(model, 0.5, "num_time_features"),
+    "future_values": _future,
+    "future_time_features": lambda model: _future(model, "num_time_features"),
+    "freq": lambda model: torch.zeros(ROWS, 1, dtype=torch.long),
+    "flattened_patches": lambda model: LAYOUTS["pix2struct"](model)["flattened_patches"],
+}
+
+
+def _features_mask(model: Any) -> torch.Tensor:
+    shape = _features(model).shape
+    is_bins_first = shape[1] != 80 or model.config.model_type in _BINS_FIRST
+    return torch.ones(ROWS, shape[-1 if is_bins_first else 1], dtype=torch.long)
+
+
+def _parameters(model: Any) -> Any:
+    return inspect.signature(model.forward).parameters
