@@ -44,7 +44,7 @@ _WIDTHS = re.compile(
     r"|emb_dim|output_dim|projector_hidden_size|hidden_size_global|cross_hidden_size|qformer_hidden_size|output_hidden_size"
     r"|adapter_(in|out)_dim|projection_hidden_size|vision_output_dim|projector_input_dim|projector_output_dim|attention_hidden_size|mlp_hidden_size|d_embed"
     r"|hidden_dim|fusion_hidden_size|text_embed_dim|mit_hidden_size|pooler_output_size|image_token_embed_dim|prediction_head_size"
-    r"|projection_size|embedding_dim|pooler_hidden_size|cross_attention_hidden_size|model_dim|rnn_hidden_size|encoder_embed_dim|classifier_proj_size)$"
+    r"|projection_size|embedding_dim|reassemble_hidden_size|bottleneck_features|pooler_hidden_size|cross_attention_hidden_size|model_dim|rnn_hidden_size|encoder_embed_dim|classifier_proj_size)$"
 )
 _INNER_WIDTHS = re.compile(
     r"^(intermediate_size|ffn_dim|(en|de)coder_ffn_dim|d_ff|n_inner|mlp_dim|ffn_hidden_size|inner_dim|ffn_intermediate_size|dim_ff"
@@ -160,6 +160,16 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     # the sizes of boxes are cut from the hidden size in six parts
     "lilt": {"hidden_size": 96},
+    # the last layer's width follows from a factor
+    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 320},
+    "align_vision_model": {"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 320},
+    "align": {"projection_dim": lambda c: c.vision_config.hidden_dim},
+    # the position of a box joins the heads, and groups of 8 are normalized
+    "detr": {"encoder_attention_heads": 8, "decoder_attention_heads": 8},
+    "eomt": {"num_blocks": 1},
+    "eomt_dinov3": {"num_blocks": 1},
+    "oneformer": {"conv_dim": WIDTH, "mask_dim": WIDTH},
+    "mobilevitv2": {"image_size": 64},
     # every channel is a group of its own
     "mimi": {"upsample_groups": lambda c: c.hidden_size},
     "pocket_tts_audio_tokenizer": {"upsample_groups": lambda c: c.hidden_size},
@@ -306,7 +316,7 @@ def _new_value(name: str, value: Any, fields: dict[str, Any], layers: list[int] 
 
 def _new_int(name: str, value: int, fields: dict[str, Any], layers: list[int] | None, tokens: dict[int, int]) -> int:
     if _LAYER_COUNTS.match(name):
-        return min(value, len(layers or (0, 0))) if layers else min(value, 2)
+        return min(value, max(len(layers or ()), 2))
     if name in ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "first_k_dense") and layers:
         return sum(1 for i in layers if i < value)
     if name == "embed_dim" and isinstance(fields.get("num_heads"), (list, tuple)):  # each stage doubles it

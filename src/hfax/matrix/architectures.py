@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any
 
 import transformers
-from transformers import CONFIG_MAPPING, PretrainedConfig, ResNetConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig, ResNetConfig, SwinConfig
 from transformers.models.auto import modeling_auto
 
 from hfax.shrink import shrink_config
@@ -105,6 +105,9 @@ MISSING: dict[str, dict[str, Any]] = {
     "time_series_transformer": {"prediction_length": 8, "context_length": 16},
     "wav2vec2-bert": {"vocab_size": 32},
     "wav2vec2-conformer": {"vocab_size": 32},
+    "beit": {"_out_indices": [3, 5, 7, 11], "_out_features": ["stage3", "stage5", "stage7", "stage11"]},
+    "data2vec-vision": {"_out_indices": [3, 5, 7, 11], "_out_features": ["stage3", "stage5", "stage7", "stage11"]},
+    "pp_doclayout_v2": {"class_thresholds": [0.5] * 25, "class_order": list(range(25))},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "granite4_vision": {"deepstack_layer_map": [(0, 0), (1, 1)], "downsample_rate": "1/2"},
 }
@@ -115,7 +118,10 @@ def complete(config: Any) -> None:
     """Fill in what a class's default config leaves out and its model cannot be built without."""
     if type(backbone := getattr(config, "backbone_config", None)).__name__ == "TimmBackboneConfig":
         # the same kind of network, of which transformers has a port
-        small = ResNetConfig(hidden_sizes=[16, 32, 32, 64], depths=[1] * 4, embedding_size=16, layer_type="basic")
+        if "swin" in backbone.backbone:
+            small: Any = SwinConfig(embed_dim=16, depths=[1] * 4, num_heads=[2] * 4, image_size=64, window_size=4)
+        else:
+            small = ResNetConfig(hidden_sizes=[16, 32, 32, 64], depths=[1] * 4, embedding_size=16, layer_type="basic")
         small.set_output_features_output_indices(out_features=None, out_indices=list(backbone.out_indices))
         object.__setattr__(config, "backbone_config", small)
     for name in config.sub_configs:
