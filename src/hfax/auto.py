@@ -168,14 +168,8 @@ def _skeleton(
         )
     register_interfaces()
     model_class = resolve_model_class(config, task, code_folder=code_folder)
-    own = ATTENTION_NAME if model_class._supports_sdpa else ADDITIVE_NAME
-    try:
-        return build_skeleton(model_class, config, dtype, attention=attn_implementation or own, experts=ATTENTION_NAME)
-    except UnsupportedModelError as error:
-        if not (isinstance(error.__cause__, KeyError) and own in error.__cause__.args):
-            raise
-        # the class looks attention names up in a table of its own
-        return build_skeleton(model_class, config, dtype, attention="eager", experts=ATTENTION_NAME)
+    own = {"sdpa": ATTENTION_NAME, "eager": ADDITIVE_NAME}
+    return build_skeleton(model_class, config, dtype, attention=attn_implementation or own, experts=ATTENTION_NAME)
 
 
 def _finish(

@@ -44,7 +44,7 @@ _WIDTHS = re.compile(
     r"|emb_dim|output_dim|projector_hidden_size|hidden_size_global|cross_hidden_size|qformer_hidden_size|output_hidden_size"
     r"|adapter_(in|out)_dim|projection_hidden_size|vision_output_dim|projector_input_dim|projector_output_dim|attention_hidden_size|mlp_hidden_size|d_embed"
     r"|hidden_dim|fusion_hidden_size|text_embed_dim|mit_hidden_size|pooler_output_size|image_token_embed_dim|prediction_head_size"
-    r"|projection_size|embedding_dim|reassemble_hidden_size|bottleneck_features|pooler_hidden_size|cross_attention_hidden_size|model_dim|rnn_hidden_size|encoder_embed_dim|classifier_proj_size)$"
+    r"|projection_size|embedding_dim|reassemble_hidden_size|bottleneck_features|adapter_input_size|fpn_hidden_size|vit_dim|codebook_dim|pooler_hidden_size|cross_attention_hidden_size|model_dim|rnn_hidden_size|encoder_embed_dim|classifier_proj_size)$"
 )
 _INNER_WIDTHS = re.compile(
     r"^(intermediate_size|ffn_dim|(en|de)coder_ffn_dim|d_ff|n_inner|mlp_dim|ffn_hidden_size|inner_dim|ffn_intermediate_size|dim_ff"
@@ -120,6 +120,7 @@ _EXACT: dict[str, int] = {
     "position_embedding_size": 64,
     "num_queries": 10,
     "frames_per_clip": 4,
+    "n_window": 20,
     "mm_posemb_size": 64,
 }
 _HEAD_DIMS = re.compile(
@@ -170,6 +171,22 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "eomt_dinov3": {"num_blocks": 1},
     "oneformer": {"conv_dim": WIDTH, "mask_dim": WIDTH},
     "mobilevitv2": {"image_size": 64},
+    # places in a sum of sines are split over the corners
+    "bros": {"dim_bbox_sinusoid_emb_2d": 16, "dim_bbox_sinusoid_emb_1d": 2, "dim_bbox_projection": 16},
+    # the prompts' grid is that of the image's features
+    "sam_prompt_encoder": {"image_embedding_size": 4},
+    "sam_hq_prompt_encoder": {"image_embedding_size": 4},
+    "sam2_hiera_det_model": {"hidden_size": 96},
+    "seggpt": {
+        "merge_index": 0,
+        "intermediate_hidden_state_indices": [1],
+        "image_size": [64, 32],
+        "pretrain_image_size": 64,
+    },
+    "depth_pro": {"patch_size": lambda c: c.image_model_config.image_size},
+    "fun_asr_nano": {"adaptor_config.intermediate_size": WIDTH // 4},
+    # each layer's own cache, or the one of the layer that it shares with
+    "mistral_large4_text": {"kv_source_layers": lambda c: list(range(c.num_hidden_layers))},
     # every channel is a group of its own
     "mimi": {"upsample_groups": lambda c: c.hidden_size},
     "pocket_tts_audio_tokenizer": {"upsample_groups": lambda c: c.hidden_size},
@@ -213,7 +230,9 @@ def shrink_config(config: PretrainedConfig) -> PretrainedConfig:
         text = small.get_text_config()
         if text is not small and vars(small).get("vision_config") is not None and vars(text).get("rope_parameters"):
             # the sections of three-dimensional positions are often a default of the modelling code, for full-size heads
-            text.rope_parameters.setdefault("mrope_section", [1, 1, 1])
+            kinds = [v for v in text.rope_parameters.values() if isinstance(v, dict)]
+            for rope in kinds or [text.rope_parameters]:
+                rope.setdefault("mrope_section", [1, 1, 1])
         _shrink(small, _token_map(small))
         _fit_images(small)
     except Exception as error:
@@ -238,8 +257,12 @@ def _shrink(config: Any, tokens: dict[int, int]) -> None:
         new = _new_value(name, value, fields, layers, tokens)
         if new is not value:
             _set(config, name, new)
-    for name, value in SPECIAL.get(config.model_type, {}).items():
-        _set(config, name, value(config) if callable(value) else value)
+    for path, value in SPECIAL.get(config.model_type, {}).items():
+        *parts, name = path.split(".")
+        holder = config
+        for part in parts:
+            holder = getattr(holder, part)
+        _set(holder, name, value(config) if callable(value) else value)
     if layers and len(fields.get("stage_names") or ()) > len(layers) + 1:
         _set(config, "stage_names", ["stem", *(f"stage{i + 1}" for i in range(len(layers)))])
         places = range(1, len(layers) + 1) if len(fields.get("_out_indices") or ()) > 1 else [len(layers)]

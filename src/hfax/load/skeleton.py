@@ -10,7 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -143,7 +143,12 @@ def _remote_class(
 
 
 def build_skeleton(
-    model_class: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype, *, attention: str, experts: str
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    *,
+    attention: str | Mapping[str, str],
+    experts: str,
 ) -> Skeleton:
     """Build `model_class(config)` without allocating its weights.
 
@@ -151,7 +156,8 @@ def build_skeleton(
         model_class: the transformers class.
         config: copied, not changed.
         dtype: of the floating-point parameters.
-        attention: the name of the attention function to use where the class goes through transformers' interface.
+        attention: the name of the attention function to use; or what stands for each of those that transformers chooses, which
+            differ between the parts of some models, where these go through its interface.
         experts: the name of the experts function, likewise.
 
     Raises:
@@ -161,8 +167,13 @@ def build_skeleton(
     try:
         with _parameters_on_meta(), no_init_weights():
             module = model_class._from_config(
-                config, dtype=dtype, **_implementations(model_class, attention=attention, experts=experts)
+                config,
+                dtype=dtype,
+                attn_implementation=attention if isinstance(attention, str) else None,
+                experts_implementation=experts,
             )
+            if not isinstance(attention, str):
+                _rename_attention(module, attention)
     except Exception as error:
         raise UnsupportedModelError(
             f"{model_class.__name__} could not be built from its config.",
@@ -178,15 +189,16 @@ def build_skeleton(
     return Skeleton(module=module, shapes=held, tied=tied, buffers=buffers)
 
 
-def _implementations(model_class: type[PreTrainedModel], *, attention: str, experts: str) -> dict[str, Any]:
-    """Keyword arguments that choose the attention and experts functions, as far as the class goes through them."""
-    chosen: dict[str, Any] = {"experts_implementation": experts}
-    if attention == "eager" or not model_class._supports_attention_backend:
-        # A class outside the interface looks its own names up, so only transformers' names are safe there.
-        chosen["attn_implementation"] = "eager" if attention == "eager" or not model_class._supports_sdpa else "sdpa"
-    else:
-        chosen["attn_implementation"] = attention
-    return chosen
+def _rename_attention(module: PreTrainedModel, names: Mapping[str, str]) -> None:
+    """Have each part that goes through transformers' attention interface use what stands for the function chosen for it.
+
+    A class outside the interface looks its own names up, so it keeps transformers' names.
+    """
+    for part in module.modules():
+        if isinstance(part, PreTrainedModel) and part._supports_attention_backend:
+            config = part.config
+            chosen = config._attn_implementation
+            config._attn_implementation_internal = names.get(chosen or "", chosen)
 
 
 def _tied_names(module: PreTrainedModel) -> dict[str, str]:

@@ -94,7 +94,6 @@ MISSING: dict[str, dict[str, Any]] = {
     "chameleon": {"vocabulary_map": _CHAMELEON_MAP, "image_token_id": 190},
     "emu3": {"vocabulary_map": _EMU3_MAP, "image_token_id": 190},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", *["sparse"] * 31], "num_experts_per_tok": 6},
-    "hunyuan_vl_text": {"head_dim": 128},
     "step3p5": {"sliding_window": 512},
     "qwen2_vl_text": {"rope_parameters": {**_ROPE, "mrope_section": [16, 24, 24]}},
     "qwen2_5_vl_text": {"rope_parameters": {**_ROPE, "mrope_section": [16, 24, 24]}},
@@ -108,7 +107,13 @@ MISSING: dict[str, dict[str, Any]] = {
     "beit": {"_out_indices": [3, 5, 7, 11], "_out_features": ["stage3", "stage5", "stage7", "stage11"]},
     "data2vec-vision": {"_out_indices": [3, 5, 7, 11], "_out_features": ["stage3", "stage5", "stage7", "stage11"]},
     "pp_doclayout_v2": {"class_thresholds": [0.5] * 25, "class_order": list(range(25))},
-    "moonshine_streaming": {"num_key_value_heads": 4},
+    "glm4v_text": {"rope_parameters": {**_ROPE, "mrope_section": [8, 12, 12]}},
+    "glm4v_moe_text": {"rope_parameters": {**_ROPE, "mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}},
+    "hunyuan_vl_text": {"head_dim": 128, "rope_parameters": {**_ROPE, "mrope_section": [16, 16, 16, 16]}},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 151652, "vision_end_token_id": 151653},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 151652, "vision_end_token_id": 151653},
+    "t5": {"decoder_start_token_id": 0},
+    "moonshine_streaming": {"num_key_value_heads": 8},
     "granite4_vision": {"deepstack_layer_map": [(0, 0), (1, 1)], "downsample_rate": "1/2"},
 }
 """Model type to what its default config leaves out and every published checkpoint has."""
@@ -116,7 +121,8 @@ MISSING: dict[str, dict[str, Any]] = {
 
 def complete(config: Any) -> None:
     """Fill in what a class's default config leaves out and its model cannot be built without."""
-    if type(backbone := getattr(config, "backbone_config", None)).__name__ == "TimmBackboneConfig":
+    backbone: Any = getattr(config, "backbone_config", None)
+    if type(backbone).__name__ == "TimmBackboneConfig":
         # the same kind of network, of which transformers has a port
         if "swin" in backbone.backbone:
             small: Any = SwinConfig(embed_dim=16, depths=[1] * 4, num_heads=[2] * 4, image_size=64, window_size=4)

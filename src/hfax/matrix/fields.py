@@ -20,6 +20,7 @@ LENGTH = 20
 ROWS = 2
 STEPS = 6
 """Of a time series or a trajectory."""
+_TEXT, _SHORTER = 8, 2
 _SAMPLES = 4000
 _MONO = (
     "dac",
@@ -97,12 +98,19 @@ def _boxes(model: Any) -> torch.Tensor:
 
 
 def _text_with_end(model: Any) -> torch.Tensor:
-    """Ids that end where text towers look for the end."""
-    ids = token_ids(model, length=8)
+    """[rows, 8] ids that end where text towers look for the end, the first row two tokens sooner."""
+    ids = token_ids(model, length=_TEXT)
     end = find(model.config, "eos_token_id")
     if isinstance(end, int):
-        ids[:, -1] = end
+        ids[0, -1 - _SHORTER] = ids[1, -1] = end
     return ids
+
+
+def text_mask(ids: torch.Tensor) -> torch.Tensor:
+    """[rows, length] int64, 0 behind the first row's end."""
+    mask = torch.ones_like(ids)
+    mask[0, ids.shape[1] - _SHORTER :] = 0
+    return mask
 
 
 # Images and videos
@@ -111,10 +119,13 @@ def _text_with_end(model: Any) -> torch.Tensor:
 def _pixels(model: Any) -> Any:
     """[rows, channels, height, width]; with an axis of frames, or in rows of patches, where the model reads such."""
     config = model.config
-    if layout := LAYOUTS.get(config.model_type.removesuffix("_vision").removesuffix("_vision_model")):
-        return layout(model)["pixel_values"]
     names = set(_parameters(model))
-    if names & {"grid_thw", "image_grid_thw", "spatial_shapes", "target_sizes"}:
+    if config.model_type.removesuffix("_vision") in LAYOUTS or names & {
+        "grid_thw",
+        "image_grid_thw",
+        "spatial_shapes",
+        "target_sizes",
+    }:
         return image_inputs(model)["pixel_values"]
     frames = find(config, "num_frames") if _reads_frames(model) else None
     channels = find(config, "num_channels", "in_channels") or 3
@@ -267,6 +278,8 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "past_time_features": lambda model: _like_series(model, 0.5, "num_time_features"),
     "future_values": _future,
     "future_time_features": lambda model: _future(model, "num_time_features"),
+    "inputs": lambda model: _byte_inputs(model),
+    "pixel_position_ids": lambda model: LAYOUTS["gemma4"](model)["image_position_ids"],
     "freq": lambda model: torch.zeros(ROWS, 1, dtype=torch.long),
     "flattened_patches": lambda model: LAYOUTS["pix2struct"](model)["flattened_patches"],
 }
@@ -276,6 +289,15 @@ def _features_mask(model: Any) -> torch.Tensor:
     shape = _features(model).shape
     is_bins_first = shape[1] != 80 or model.config.model_type in _BINS_FIRST
     return torch.ones(ROWS, shape[-1 if is_bins_first else 1], dtype=torch.long)
+
+
+def _byte_inputs(model: Any) -> torch.Tensor:
+    """What a Perceiver's preprocessor takes: ids, pixels, or vectors where there is none."""
+    preprocessor = getattr(getattr(model, "perceiver", model), "input_preprocessor", None)
+    name = type(preprocessor).__name__
+    if "Text" in name:
+        return token_ids(model)
+    return _pixels(model) if "Image" in name else draw(ROWS, LENGTH, model.config.d_model)
 
 
 def _parameters(model: Any) -> Any:

@@ -35,9 +35,9 @@ def image_inputs(model: Any) -> dict[str, torch.Tensor]:
     """
     names = set(inspect.signature(model.forward).parameters)
     config = vision_config(model.config)
-    if own := LAYOUTS.get(model.config.model_type):
+    if own := LAYOUTS.get(model.config.model_type.removesuffix("_vision")):
         return own(model)
-    if "image_grid_thw" in names:
+    if names & {"image_grid_thw", "grid_thw"}:
         return _patches_with_grid(config)
     if "target_sizes" in names:
         return _packed_columns(config)
@@ -53,7 +53,7 @@ def image_inputs(model: Any) -> dict[str, torch.Tensor]:
         )
         found["pixel_values"] = draw(IMAGES, tiles, _channels(config), height, width)
         found["image_sizes"] = torch.tensor([[height, width], [height // 2, width]])
-    elif "image_sizes" in names and hasattr(getattr(model.model, "vision_tower", None), "patch_size"):
+    elif "image_sizes" in names and not hasattr(model.config, "image_grid_pinpoints"):
         found["image_sizes"] = torch.tensor([list(image_size(config))] * IMAGES)
     return found
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hfax.matrix.architectures import GENERATING
-from hfax.matrix.fields import LENGTH, make_field, token_ids
+from hfax.matrix.fields import LENGTH, make_field, text_mask, token_ids
 from hfax.matrix.images import image_token, prompts_with_images
 
 PADDING = 7
@@ -63,10 +63,14 @@ def make_inputs(model: Any, mapping: str) -> CaseInputs:
     if wanted <= {"input_ids", "bbox", "decoder_input_ids"}:
         return _encoder(model, set(names), mapping, extra=wanted - {"input_ids", "decoder_input_ids"})
     forward = {name: make_field(model, name) for name in names if name in wanted}
+    mask = None
     if "input_ids" in forward and "attention_mask" in names:
-        forward["attention_mask"] = torch.ones_like(forward["input_ids"])
+        mask = text_mask(forward["input_ids"])
+        forward["attention_mask"] = mask
+        if "bbox" in forward:
+            forward["bbox"] = forward["bbox"][:, : mask.shape[1]]
     generate = {n: v for n, v in forward.items() if n != "decoder_input_ids"}
-    return CaseInputs(forward=forward, generate=generate, mask=None)
+    return CaseInputs(forward=forward, generate=generate, mask=None if mask is None else mask.bool())
 
 
 def _writes_beside_images(model: Any, mapping: str) -> bool:
