@@ -20,7 +20,7 @@ import torchax.tensor
 from torchax.ops import mappings
 
 from hfax.backends import indexing
-from hfax.backends.masked_selection import MaskedSelection
+from hfax.backends.masked_selection import DistinctRuns, MaskedSelection, MaskPlaces
 from hfax.backends.trace_tensor import TraceTensor, ValueReadError, known_range
 from hfax.backends.views import VIEW_OPS, link_host_view, link_views, selects_leading
 from hfax.load.placement import to_numpy
@@ -252,6 +252,15 @@ class TraceEnvironment(torchax.tensor.Environment):
     # Traced operations
 
     def _traced(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func is torch.where and len(args) == 1:
+            return MaskPlaces.of(args[0])
+        if func is torch.unique_consecutive and not any(kwargs.values()) and args[0].ndim == 1:
+            return DistinctRuns(as_array(args[0]), self.wrap)
+        if func is torch.Tensor.new_tensor:
+            return self._construct(torch.tensor, args[1:], {"dtype": args[0].dtype, **kwargs, "device": None})
+        if name in _RESHAPED_IN_PLACE and isinstance(func, torch._ops.OpOverload):
+            args[0]._elem = as_array(self.dispatch(_functional_form(func, name), (), args, kwargs))
+            return args[0]
         if name in _COMPARISONS and (known := _known_comparison(name, args)) is not None:
             return TraceTensor(torch.tensor(known), self)
         try:
@@ -260,11 +269,7 @@ class TraceEnvironment(torchax.tensor.Environment):
             functional = _functional_form(func, name)
             if functional is None:
                 raise
-            result = self.dispatch(functional, (), args, kwargs)
-            if name in _RESHAPED_IN_PLACE:
-                args[0]._elem = as_array(result)
-            else:
-                self._store(args[0], as_array(result))
+            self._store(args[0], as_array(self.dispatch(functional, (), args, kwargs)))
             return args[0]
         if op.needs_env:
             kwargs = {**kwargs, "env": self}

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from jax.core import Tracer
 
+from hfax.backends.masked_selection import MaskPlaces
 from hfax.backends.trace_tensor import TraceTensor, ValueReadError, known_range
 from hfax.load.placement import to_numpy
 
@@ -29,6 +30,8 @@ def is_basic(index: Any) -> bool:
 
 def static_index(index: Any) -> Any:
     """torch's index with constants as Python numbers and numpy arrays, and traced tensors as `jax.Array`s."""
+    if isinstance(index, MaskPlaces):
+        return _part(index.mask)
     if isinstance(index, tuple):
         return tuple(_part(p) for p in index)
     if isinstance(index, list):

@@ -47,6 +47,27 @@ class MaskedSelection:
             return self
         return MaskedSelection(self._wrap(self._array).to(dtype).jax(), self._mask, self._wrap)  # pyright: ignore[reportAttributeAccessIssue]
 
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """The number of places, a traced scalar, and the sizes of the rest."""
+        return (self._wrap(self._mask.sum(dtype=jnp.int32)), *self._rest)
+
+    def view(self, rows: int, number: int, *rest: int) -> SelectionByRow:
+        """What the mask selects in each of its rows, which must be as much in all; the program gives back whether it is.
+
+        Args:
+            rows: of the mask.
+            number: -1, for what is not known.
+            *rest: the other axes, as they are.
+        """
+        if number != -1 or self._mask.ndim != 2 or rows != self._mask.shape[0] or rest != self._rest:
+            raise self.error()
+        counts = self._mask.sum(axis=1)
+        note_check(self._wrap(counts == counts[0]), "a mask must select as many places in each row")
+        return SelectionByRow(self._array, self._mask, self._wrap, self.error)
+
+    reshape = view
+
     def clone(self) -> MaskedSelection:
         """Itself: it is never changed."""
         return self
@@ -108,3 +129,75 @@ class MaskedSelection:
         raise self.error()
 
     __len__ = __iter__ = __bool__ = __getitem__ = __setitem__ = __neg__ = __invert__ = _fail
+
+
+class SelectionByRow:
+    """What a traced mask selects in each row: only the last of each can be taken.
+
+    Args:
+        array: [rows, places, *rest].
+        mask: [rows, places] bool.
+        wrap: makes a tensor of the trace from an array.
+        error: what to raise for anything else.
+    """
+
+    def __init__(
+        self,
+        array: jax.Array,
+        mask: jax.Array,
+        wrap: Callable[[jax.Array], TraceTensor],
+        error: Callable[[], ValueReadError],
+    ) -> None:
+        self._array, self._mask, self._wrap, self._error = array, mask, wrap, error
+
+    def __getitem__(self, index: Any) -> TraceTensor:
+        parts = index if isinstance(index, tuple) else (index,)
+        if len(parts) < 2 or parts[1] != -1 or any(p not in (slice(None), Ellipsis) for p in (parts[0], *parts[2:])):
+            raise self._error()
+        places = jnp.arange(self._mask.shape[1], dtype=jnp.int32)
+        last = jnp.where(self._mask, places, -1).max(axis=1)
+        return self._wrap(self._array[jnp.arange(len(self._array)), last])
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._error()
+
+
+class DistinctRuns:
+    """The result of `unique_consecutive` of a traced tensor: it can be counted.
+
+    Args:
+        array: [n].
+        wrap: makes a tensor of the trace from an array.
+    """
+
+    def __init__(self, array: jax.Array, wrap: Callable[[jax.Array], TraceTensor]) -> None:
+        self._array, self._wrap = array, wrap
+        self._made_at = running_line()
+
+    def numel(self) -> TraceTensor:
+        """How many runs of equal values there are, a traced scalar."""
+        return self._wrap((self._array[1:] != self._array[:-1]).sum(dtype=jnp.int32) + min(len(self._array), 1))
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueReadError("unique_consecutive()", torch.Size(self._array.shape), torch.int64, self._made_at)
+
+
+class MaskPlaces(tuple[Any, ...]):
+    """The result of `torch.where(mask)` of a traced mask: it can be an index, where it means the mask itself."""
+
+    mask: TraceTensor
+
+    @classmethod
+    def of(cls, mask: TraceTensor) -> MaskPlaces:
+        """The places where `mask` is true."""
+        found = cls()
+        found.mask = mask
+        found.made_at = running_line()
+        return found
+
+    made_at: str = ""
+
+    def _fail(self, *args: Any) -> Any:
+        raise ValueReadError("where()", self.mask.shape, torch.bool, self.made_at)
+
+    __len__ = __iter__ = __getitem__ = __bool__ = __add__ = _fail  # type: ignore[assignment]

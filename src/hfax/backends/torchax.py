@@ -110,6 +110,7 @@ def call_module(
     used: set[str] | None = None,
     kept: dict[str, jax.Array] | None = None,
     checks: dict[str, jax.Array] | None = None,
+    constants: Mapping[str, torch.Tensor] | None = None,
 ) -> Any:
     """Run `call(module)` with the module's parameters and buffers replaced by `weights`.
 
@@ -121,6 +122,7 @@ def call_module(
         used: gets the names of the patches that ran.
         kept: arrays that the modules hold as attributes beside their weights ("layers.0.rnn.state"), which some keep between calls;
             in place, what `call` leaves there. None: nothing is held before, and what is left is dropped.
+        constants: buffers whose values the modelling code may look at, instead of those in `weights`.
         checks: gets the conditions on traced values that the modelling code checks: what each says, to a scalar bool.
 
     Returns:
@@ -130,6 +132,7 @@ def call_module(
     with _locks_lock:
         lock = _module_locks.setdefault(id(module), threading.RLock())
     tensors = {name: environment.wrap(array) for name, array in weights.items()}
+    tensors |= {name: environment.constant(tensor.clone) for name, tensor in (constants or {}).items()}
     with (
         lock,
         environment.override_property(prng=jax.random.key(0) if key is None else key),

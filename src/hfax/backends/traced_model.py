@@ -159,6 +159,8 @@ class TracedModel:
         """Names of the patches that ran in any trace so far."""
         self._tied = dict(tied)
         self._buffers = dict(buffers)
+        self._constants = {n: b for n, b in skeleton.buffers.items() if not b.ndim and not b.is_floating_point()}
+        """Whole numbers: sizes that modelling code keeps as buffers."""
 
     def prepare(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The inputs of a call with geometry as `HostArray`s, with the positions that it decides, and after input patches."""
@@ -188,7 +190,7 @@ class TracedModel:
 
         checks: dict[str, jax.Array] = {}
         outputs, out_structure = tracing.call_module(
-            self.module, self._all(params), call, used=self.patches_used, checks=checks
+            self.module, self._all(params), call, used=self.patches_used, checks=checks, constants=self._constants
         )
         _register(out_structure)
         return unflatten(out_structure, outputs), checks
@@ -255,7 +257,13 @@ class TracedModel:
 
         kept: Arrays = {}
         logits, arrays = tracing.call_module(
-            self.module, self._all(params), call, used=self.patches_used, kept=kept, checks=checks
+            self.module,
+            self._all(params),
+            call,
+            used=self.patches_used,
+            kept=kept,
+            checks=checks,
+            constants=self._constants,
         )
         return logits, arrays | {_ON_MODULES + name: array for name, array in kept.items()}
 
@@ -327,7 +335,9 @@ class TracedModel:
                 out = module(**arguments)
             return _last(tracing.unwrap(out.logits)), cache | _cache_arrays(cache_object, out)
 
-        logits, arrays = tracing.call_module(self.module, self._all(params), call, used=self.patches_used, kept=kept)
+        logits, arrays = tracing.call_module(
+            self.module, self._all(params), call, used=self.patches_used, kept=kept, constants=self._constants
+        )
         return logits, arrays | {_ON_MODULES + name: array for name, array in kept.items()}
 
     def _whole_text(
@@ -387,7 +397,9 @@ class TracedModel:
         def call(module: torch.nn.Module) -> jax.Array:
             return tracing.unwrap(module(**tracing.wrap(inputs), **static, return_dict=True).logits)
 
-        return tracing.call_module(self.module, self._all(params), call, used=self.patches_used)
+        return tracing.call_module(
+            self.module, self._all(params), call, used=self.patches_used, constants=self._constants
+        )
 
     def _make_cache(
         self,

@@ -120,12 +120,8 @@ def _pixels(model: Any) -> Any:
     """[rows, channels, height, width]; with an axis of frames, or in rows of patches, where the model reads such."""
     config = model.config
     names = set(_parameters(model))
-    if config.model_type.removesuffix("_vision") in LAYOUTS or names & {
-        "grid_thw",
-        "image_grid_thw",
-        "spatial_shapes",
-        "target_sizes",
-    }:
+    is_own = config.model_type.removesuffix("_vision") in LAYOUTS
+    if is_own or names & {"grid_thw", "image_grid_thw", "spatial_shapes", "target_sizes"}:
         return image_inputs(model)["pixel_values"]
     frames = find(config, "num_frames") if _reads_frames(model) else None
     channels = find(config, "num_channels", "in_channels") or 3

@@ -22,13 +22,15 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
 
     Args:
         x: [..., in_features].
-        weight: [out_features, in_features].
+        weight: [out_features, in_features], or [in_features], which leaves the last axis out.
         bias: [out_features].
 
     Returns:
         [..., out_features] in the promoted dtype of `x` and `weight`.
     """
     dtype = jnp.result_type(x, weight)
+    if weight.ndim == 1:
+        return jnp.matmul(x, weight, preferred_element_type=dtype) if bias is None else jnp.matmul(x, weight) + bias
     if dtype == jnp.bfloat16 and math.prod(x.shape[:-1]) == 1:
         out = _vector_times_matrix(x.reshape(-1), weight).reshape(*x.shape[:-1], -1)
     else:
