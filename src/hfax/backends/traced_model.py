@@ -117,6 +117,7 @@ APPENDS_MASK = {
 
 WRITES_OTHERWISE = {
     "prophetnet": "after the prompt it counts positions with padding, before it without",
+    "fsmt": "with a cache its decoder masks nothing, so it would look past the text in a cache of fixed size",
     "xlnet": "it writes at a place that its permutation mask hides",
     "cpmant": "its forward takes the whole text and a table of its own at every step",
 }
@@ -311,10 +312,10 @@ class TracedModel:
             inputs["decoder_input_ids"] = tokens[:, None]
             if attention_mask.shape[1]:
                 inputs["attention_mask"] = attention_mask
-            if (
-                traits.takes_decoder_mask
-            ):  # some make one as long as the text, which is traced; causality hides the rest
-                inputs["decoder_attention_mask"] = jnp.ones((len(tokens), capacity), jnp.int32)
+            if traits.takes_decoder_mask:
+                # some models make one as long as the text, which is traced; and some have no causal mask for a single token
+                real = (jnp.arange(capacity) <= length).astype(jnp.int32)
+                inputs["decoder_attention_mask"] = jnp.broadcast_to(real, (len(tokens), capacity))
         else:
             inputs["input_ids"] = tokens[:, None]
             if traits.takes_position_ids:

@@ -101,16 +101,6 @@ def _any_is_true(module: Any, original: Callable[..., Any]) -> Callable[..., Any
     return forward
 
 
-def _table_as_it_is(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(input: Any, *, past_key_values_length: Any = 0) -> Any:
-        if isinstance(past_key_values_length, int):
-            return original(input, past_key_values_length=past_key_values_length)
-        positions = module.make_positions(input, module.padding_idx) + past_key_values_length
-        return torch.nn.functional.embedding(positions, module.weight)
-
-    return forward
-
-
 PATCHES: list[Patch] = [
     OpPatch(
         name="any",
@@ -166,12 +156,6 @@ PATCHES: list[Patch] = [
         why="XLM and Flaubert assert that the longest length, computed from the traced ids, fits (`item`)",
         classes=("XLMModel", "FlaubertModel"),
         make=_lengths_on_host,
-    ),
-    ForwardPatch(
-        name="fsmt-positions",
-        why="FSMT makes its table of positions longer if the traced length asks for it; generate() never goes past its end",
-        classes=("SinusoidalPositionalEmbedding",),
-        make=_table_as_it_is,
     ),
     ForwardPatch(
         name="prophetnet-positions",
