@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any
 
 import transformers
-from transformers import CONFIG_MAPPING, PretrainedConfig, ResNetConfig, SwinConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, ResNetConfig, SwinConfig
 from transformers.models.auto import modeling_auto
 
 from hfax.shrink import shrink_config
@@ -72,6 +72,14 @@ _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 _CODES = range(32)
 _CHAMELEON_MAP = {"<image>": 190} | {f"IMGIMG{''.join(chr(65 + int(d)) for d in str(i))}Z": 100 + i for i in _CODES}
 _EMU3_MAP = {"<image>": 190, "<|extra_200|>": 191} | {f"<|visual token {i:06}|>": 100 + i for i in _CODES}
+_SIDES = {"long": 7, "mid": 5, "short": 3}
+_BLOCK: dict[str, Any] = {
+    "reduce_channel": [1, 1, 0],
+    "return_channel": [1, 1, 0],
+    **{f"vertical_long_to_small_conv_{n}ratio": [[k, 1], [1, 1], [k // 2, 0]] for n, k in _SIDES.items()},
+    **{f"horizontal_small_to_long_conv_{n}ratio": [[1, k], [1, 1], [0, k // 2]] for n, k in _SIDES.items()},
+    **{f"symmetric_conv_long_{n}ratio": [[k, k], [1, 1], [k // 2, k // 2]] for n, k in _SIDES.items()},
+}
 MISSING: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
@@ -113,6 +121,18 @@ MISSING: dict[str, dict[str, Any]] = {
     "qwen2_5_omni_thinker": {"vision_start_token_id": 151652, "vision_end_token_id": 151653},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 151652, "vision_end_token_id": 151653},
     "t5": {"decoder_start_token_id": 0},
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    "instructblipvideo": {"video_token_index": 190},
+    "pp_ocrv5_server_det": {
+        "intraclass_block_config": _BLOCK,
+        "kernel_list": [3, 2, 2],
+        "scale_factor_list": [1, 2, 4, 8],
+    },
+    "pp_ocrv6_medium_det": {
+        "intraclass_block_config": _BLOCK,
+        "kernel_list": [3, 2, 2],
+        "scale_factor_list": [1, 2, 4, 8],
+    },
     "moonshine_streaming": {"num_key_value_heads": 8},
     "granite4_vision": {"deepstack_layer_map": [(0, 0), (1, 1)], "downsample_rate": "1/2"},
 }
@@ -133,7 +153,7 @@ def complete(config: Any) -> None:
     for name in config.sub_configs:
         if (part := getattr(config, name, None)) is not None:
             complete(part)
-        elif name == "vision_config":
+        elif name == "vision_config" and config.sub_configs[name] is not AutoConfig:
             object.__setattr__(config, name, config.sub_configs[name]())
     for name, value in MISSING.get(config.model_type, {}).items():
         object.__setattr__(config, name, copy.deepcopy(value))

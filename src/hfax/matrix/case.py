@@ -110,8 +110,10 @@ def _describe(error: BaseException) -> str:
 
 def _build(state: dict[str, Any]) -> None:
     architecture: Architecture = state["architecture"]
+    model_class = getattr(transformers, architecture.class_name, None)
+    if model_class is None:
+        raise _DiffersError("reference fails", f"transformers exports no {architecture.class_name}")
     config = small_config(architecture)
-    model_class = getattr(transformers, architecture.class_name)
     torch.manual_seed(0)
     model = model_class._from_config(config) if hasattr(model_class, "_from_config") else model_class(config)
     model = model.eval()

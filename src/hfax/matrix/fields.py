@@ -243,6 +243,8 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "visual_pos": lambda model: draw(ROWS, 3, model.config.visual_pos_dim).sigmoid(),
     "query_embeds": lambda model: draw(ROWS, 3, model.config.hidden_size),
     "encoder_hidden_states": lambda model: draw(ROWS, 5, model.config.encoder_hidden_size),
+    "noise_embeds": lambda model: draw(ROWS, STEPS, model.config.hidden_size),
+    "context_hidden_states": lambda model: draw(ROWS, LENGTH, model.config.hidden_size),
     "inputs_embeds": lambda model: draw(ROWS, STEPS, model.config.hidden_size),
     "pixel_values": _pixels,
     "pixel_values_videos": _video,

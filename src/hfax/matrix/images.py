@@ -53,9 +53,14 @@ def image_inputs(model: Any) -> dict[str, torch.Tensor]:
         )
         found["pixel_values"] = draw(IMAGES, tiles, _channels(config), height, width)
         found["image_sizes"] = torch.tensor([[height, width], [height // 2, width]])
-    elif "image_sizes" in names and not hasattr(model.config, "image_grid_pinpoints"):
+    elif "image_sizes" in names and _reads_any_size(model):
         found["image_sizes"] = torch.tensor([list(image_size(config))] * IMAGES)
     return found
+
+
+def _reads_any_size(model: Any) -> bool:
+    parts = (getattr(model.model, n, None) for n in ("vision_tower", "vision_encoder"))
+    return any(hasattr(part, "patch_size") for part in parts)
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -220,6 +225,7 @@ LAYOUTS: dict[str, Callable[[Any], dict[str, torch.Tensor]]] = {
         "pixel_values": draw(IMAGES, 3, 64, 64),
         "image_sizes": torch.tensor([[64, 64]] * IMAGES),
     },
+    "instructblipvideo": lambda model: {"pixel_values": draw(IMAGES, 4, 3, *image_size(vision_config(model.config)))},
     "fuyu": lambda model: {"pixel_values": draw(IMAGES, 4, 3 * model.config.patch_size**2)},
     "video_llama_3": lambda model: (
         _patches_with_grid(vision_config(model.config)) | {"image_merge_sizes": torch.tensor([1, 2])}
@@ -236,24 +242,26 @@ def prompts_with_images(model: Any, ordinary: torch.Tensor) -> dict[str, Any]:
         ordinary: [2, n] ids of text.
     """
     images = image_inputs(model)
+    names = inspect.signature(model.forward).parameters
+    if "qformer_input_ids" in names:
+        images["qformer_input_ids"] = ordinary[:, -_AFTER:] % model.config.qformer_config.vocab_size
+        images["qformer_attention_mask"] = torch.ones_like(images["qformer_input_ids"])
     token = image_token(model.config)
     counts = feature_counts(model, images) if token is not None else [0] * IMAGES
-    rows = []
+    length = _BEFORE + _AFTER + max(count - row for row, count in enumerate(counts))
+    ids, mask, is_image = (torch.zeros(IMAGES, length, dtype=torch.long) for _ in range(3))
     for row, count in enumerate(counts):
-        text = ordinary[row]
-        rows.append(
-            torch.cat([text[:_BEFORE], torch.full((count,), token or 0), text[_BEFORE : _BEFORE + _AFTER - row]])
-        )
-    length = max(len(r) for r in rows)
-    ids, mask = torch.zeros(IMAGES, length, dtype=torch.long), torch.zeros(IMAGES, length, dtype=torch.long)
-    for row, values in enumerate(rows):
+        text, after = ordinary[row], _AFTER - row
+        values = torch.cat([text[:_BEFORE], torch.full((count,), token or 0), text[_BEFORE : _BEFORE + after]])
         ids[row, length - len(values) :], mask[row, length - len(values) :] = values, 1
+        is_image[row, length - after - count : length - after] = 1
     found = {"input_ids": ids, "attention_mask": mask, **images}
-    names = inspect.signature(model.forward).parameters
     for name in ("mm_token_type_ids", "token_type_ids"):
         if name in names:
-            found[name] = ((ids == token) & (mask == 1)).long()
+            found[name] = is_image
             break
+    if "image_embeds_position_mask" in names:
+        found["image_embeds_position_mask"] = is_image
     if "moe_mm_token_type_ids" in names:
         found["moe_mm_token_type_ids"] = found["mm_token_type_ids"]
     if "cross_attention_mask" in names:  # every token after the image sees its first tile
@@ -267,7 +275,10 @@ def image_token(config: Any) -> int | None:
     """The id that stands for an image's features; None if they are not put among the text's."""
     if config.model_type in ("git", "blip", "mllama"):
         return None
-    for name in ("image_token_id", "image_token_index", "media_placeholder_token_id", "image_patch_id"):
+    if config.model_type == "kosmos-2":  # a mask says where images are, whatever stands there
+        return 0
+    names = ("image_token_id", "image_token_index", "media_placeholder_token_id", "image_patch_id", "video_token_index")
+    for name in names:
         if isinstance(value := getattr(config, name, None), int):
             return value
     raise NotImplementedError("the config names no image token")
@@ -275,12 +286,14 @@ def image_token(config: Any) -> int | None:
 
 def feature_counts(model: Any, images: dict[str, torch.Tensor]) -> list[int]:
     """How many features each image gives."""
-    base: Any = model if hasattr(model, "get_image_features") else model.model
-    names = inspect.signature(base.get_image_features).parameters
-    if hasattr(getattr(model, "model", None), "get_image_features"):  # the outer one may only pass them on
-        base, names = model.model, inspect.signature(model.model.get_image_features).parameters
+    holders = [
+        h for h in (getattr(model, "model", None), model) if h is not None
+    ]  # the outer one may only pass them on
+    methods = ("get_image_features", "get_video_features")
+    read: Any = next(getattr(h, m) for m in methods for h in holders if hasattr(h, m))
+    names = inspect.signature(read).parameters
     with torch.no_grad():
-        out = base.get_image_features(**{n: v for n, v in images.items() if n in names}, return_dict=True)
+        out = read(**{n: v for n, v in images.items() if n in names}, return_dict=True)
     features = getattr(out, "pooler_output", None)
     features = getattr(out, "last_hidden_state", out) if features is None else features
     if (stacked := getattr(out, "deepstack_features", None)) and features is None:

@@ -77,6 +77,8 @@ def _writes_beside_images(model: Any, mapping: str) -> bool:
     """Whether images stand among the text that the model goes on with."""
     if model.config.is_encoder_decoder or mapping == "image-text-to-text":
         return not model.config.is_encoder_decoder
+    if getattr(model.config, "vision_config", model) is None:
+        return False
     try:
         return image_token(model.config) is not None and hasattr(model, "get_image_features")
     except NotImplementedError:
