@@ -189,6 +189,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "mistral_large4_text": {"kv_source_layers": lambda c: list(range(c.num_hidden_layers))},
     # every channel is a group of its own
     "mimi": {"upsample_groups": lambda c: c.hidden_size},
+    "timesfm2_5": {"context_length": 128},
     "mimi_encoder": {"upsample_groups": lambda c: c.hidden_size},
     "mimi_decoder": {"upsample_groups": lambda c: c.hidden_size},
     "data2vec-vision": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},

@@ -286,6 +286,8 @@ def image_token(config: Any) -> int | None:
 
 def feature_counts(model: Any, images: dict[str, torch.Tensor]) -> list[int]:
     """How many features each image gives."""
+    if number := getattr(model.config, "latent_query_num", None):
+        return [number] * IMAGES
     holders = [
         h for h in (getattr(model, "model", None), model) if h is not None
     ]  # the outer one may only pass them on

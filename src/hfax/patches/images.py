@@ -64,7 +64,9 @@ def _all_images(module: Any, original: Callable[..., Any]) -> Callable[..., Any]
 
 def _decode_by_language_model(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(pixel_values: Any = None, **kwargs: Any) -> Any:
-        return module.language_model(**kwargs) if pixel_values is None else original(pixel_values, **kwargs)
+        if pixel_values is not None:
+            return original(pixel_values, **kwargs)
+        return (module.language_model if hasattr(module, "language_model") else module.text_model)(**kwargs)
 
     return forward
 
@@ -90,11 +92,11 @@ PATCHES: list[Patch] = [
     ),
     ForwardPatch(
         name="decoding-without-pixels",
-        why="BLIP-2's forward wants pixels at every step; its own generate runs the language model alone after the prompt",
+        why="the forward wants pixels at every step; the class's own generate runs the language model alone after the prompt",
         classes=(
             "Blip2ForConditionalGeneration",
             "InstructBlipForConditionalGeneration",
-            "InstructBlipVideoForConditionalGeneration",
+            "Kosmos2ForConditionalGeneration",
         ),
         make=_decode_by_language_model,
     ),

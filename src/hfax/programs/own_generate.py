@@ -24,7 +24,6 @@ Loop = Callable[..., Any]
 GENERAL_ALL_THE_SAME = {
     "Blip2ForConditionalGeneration": "it runs its language model on the prompt with features, as forward does",
     "InstructBlipForConditionalGeneration": "the same",
-    "InstructBlipVideoForConditionalGeneration": "the same",
     "Kosmos2ForConditionalGeneration": "it encodes the image first, as forward does",
 }
 """Classes whose own `generate` writes what hfax's loop writes through their forward, and what it does beside."""
