@@ -307,22 +307,22 @@ class TracedModel:
             return logits, {"text.ids": ids}
         kept = {n.removeprefix(_ON_MODULES): a for n, a in cache.items() if n.startswith(_ON_MODULES)}
         state = {name: a for name, a in cache.items() if not name.startswith(("encoder.", _ON_MODULES))}
+        # the cache is longer than the text, and some models mask nothing of it for a single token
+        is_written = (jnp.arange(capacity) <= length).astype(jnp.int32)
         inputs: dict[str, Any] = {}
         if traits.is_encoder_decoder:
             inputs["decoder_input_ids"] = tokens[:, None]
             if attention_mask.shape[1]:
                 inputs["attention_mask"] = attention_mask
             if traits.takes_decoder_mask:
-                # some models make one as long as the text, which is traced; and some have no causal mask for a single token
-                real = (jnp.arange(capacity) <= length).astype(jnp.int32)
-                inputs["decoder_attention_mask"] = jnp.broadcast_to(real, (len(tokens), capacity))
+                inputs["decoder_attention_mask"] = jnp.broadcast_to(is_written, (len(tokens), capacity))
         else:
             inputs["input_ids"] = tokens[:, None]
             if traits.takes_position_ids:
                 inputs["position_ids"] = jnp.moveaxis(positions, 0, -1)[..., None]
             inputs |= {name: array[:, None] for name, array in (repeated or {}).items()}
             if traits.takes_attention_mask and not traits.has_recurrent_layers:
-                inputs["attention_mask"] = attention_mask
+                inputs["attention_mask"] = attention_mask * is_written
 
         def call(module: torch.nn.Module) -> tuple[jax.Array, Arrays]:
             cache_object = self._make_cache(capacity, length=length, arrays=state)
