@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import inspect as python_inspect
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ import jax.numpy as jnp
 import transformers
 from transformers import AutoConfig, PretrainedConfig
 
+from hfax.backends import geometry
+from hfax.backends.observations import Observations, observing
 from hfax.backends.traced_model import TracedModel
 from hfax.errors import HfaxError, InvalidInputError, UnsupportedModelError
 from hfax.load.placement import to_numpy
+from hfax.matrix.inputs import make_inputs
 from hfax.patches import registry
 
 _PROMPT, _CAPACITIES = 64, (128, 256)
@@ -35,6 +39,9 @@ class Diagnosis:
         model_type, class_name: of the model.
         verdict: "works", "works with patches" or "fails".
         problems: what fails, why and what to do, one text each.
+        unsupported_operations: line of modelling code to the torch operation there that has no lowering.
+        value_reads: line to how the code looks at a traced value there, which decides what it does next.
+        wide_dtypes: line to "float64" or "int64", asked for there of a traced value; programs compute in 32 bits.
         patches: name to reason, of those that ran.
         num_parameters: of the full model.
         weight_bytes: in the config's dtype.
@@ -52,6 +59,9 @@ class Diagnosis:
     class_name: str
     verdict: str
     problems: tuple[str, ...]
+    unsupported_operations: dict[str, str]
+    value_reads: dict[str, str]
+    wide_dtypes: dict[str, str]
     patches: dict[str, str]
     num_parameters: int
     weight_bytes: int
@@ -105,6 +115,9 @@ def inspect(
         class_name=type(skeleton.module).__name__,
         verdict="fails" if look.problems else "works with patches" if patches else "works",
         problems=tuple(look.problems),
+        unsupported_operations=look.seen.missing,
+        value_reads=look.seen.reads,
+        wide_dtypes=look.seen.wide,
         patches=patches,
         num_parameters=sum(t.numel() for t in skeleton.shapes.values()),
         weight_bytes=sum(t.numel() * t.element_size() for t in skeleton.shapes.values()),
@@ -124,37 +137,37 @@ class _Look:
     def __init__(self, traced: TracedModel, params: dict[str, Any]) -> None:
         self.traced, self.params = traced, params
         self.problems: list[str] = []
+        self.seen = Observations()
         self.cache_bytes_per_token: int | None = None
         self.state_bytes: int | None = None
         self.operations_per_token: int | None = None
 
     def run(self) -> None:
-        """Forward for text models; prefill and a decoding step for those that write."""
-        module = self.traced.module
-        if self.traced.traits.main_input != "input_ids":
-            self.problems.append(
-                f"{type(module).__name__} reads {self.traced.traits.main_input}, not text: "
-                "only a check (--check) says whether it runs."
-            )
-            return
-        if not module.can_generate() or self.traced.traits.is_encoder_decoder:
-            self._try(lambda: jax.eval_shape(self._forward, self.params, _ids(_PROMPT)))
-            return
-        self._try(self._decoding)
+        """Forward; for those that write from text, prefill and a decoding step."""
+        module, traits = self.traced.module, self.traced.traits
+        if traits.main_input == "input_ids" and module.can_generate() and not traits.is_encoder_decoder:
+            self._try(self._decoding)
+        else:
+            self._try(self._forward)
 
-    def _try(self, trace: Any) -> None:
-        try:
-            trace()
-        except HfaxError as error:
-            self.problems.append(str(error))
-        except Exception as error:
-            self.problems.append(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    def _try(self, trace: Callable[[], Any]) -> None:
+        """Trace as a program is made; if that fails, once more past everything that is in the way, to find the rest."""
+        with observing(goes_on=False) as self.seen:
+            error = _error_of(trace)
+        if error is None:
+            return
+        with observing(goes_on=True) as self.seen:
+            later = _error_of(trace)
+        missing, reads = self.seen.missing.items(), self.seen.reads.items()
+        found = [f"{line} uses {name}, for which hfax has no lowering. {_OPERATION_FIX}" for line, name in missing]
+        found += [f"{line} looks at a traced value ({how}). {_VALUE_FIX}" for line, how in reads]
+        self.problems += (found or [error]) + ([later] if found and later is not None else [])
 
-    def _forward(self, params: Any, ids: Any) -> Any:
-        inputs: dict[str, Any] = {"input_ids": ids}
-        if self.traced.traits.is_encoder_decoder:
-            inputs["decoder_input_ids"] = ids
-        return self.traced.apply(params, (), inputs)
+    def _forward(self) -> Any:
+        inputs = {n: _abstract(n, v) for n, v in make_inputs(self.traced.module, "base").forward.items()}
+        arrays = {n: v for n, v in inputs.items() if isinstance(v, jax.ShapeDtypeStruct)}
+        rest = {n: v for n, v in inputs.items() if n not in arrays}
+        return jax.eval_shape(lambda p, x: self.traced.apply(p, (), {**x, **rest}), self.params, arrays)
 
     def _decoding(self) -> None:
         sizes, cache = [], {}
@@ -184,6 +197,29 @@ class _Look:
 
         traced = jax.make_jaxpr(step)(self.params, cache, row, scalar, row, _ids(large))
         self.operations_per_token = _product_operations(traced.jaxpr)
+
+
+_OPERATION_FIX = "Register an OpPatch for it (hfax.register_patch)."
+_VALUE_FIX = "Register a patch for that function (hfax.register_patch), or keep that input on the host."
+
+
+def _error_of(trace: Callable[[], Any]) -> str | None:
+    try:
+        trace()
+    except HfaxError as error:
+        return str(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return None
+
+
+def _abstract(name: str, value: Any) -> Any:
+    """An input's shape and dtype; what decides shapes stays as it is."""
+    if geometry.is_geometry(name) or not hasattr(value, "dtype"):
+        return value
+    array = to_numpy(value)
+    narrow = {"int64": "int32", "float64": "float32"}
+    return jax.ShapeDtypeStruct(array.shape, narrow.get(array.dtype.name, array.dtype))
 
 
 def _product_operations(jaxpr: Any) -> int:

@@ -21,6 +21,7 @@ from torchax.ops import mappings
 
 from hfax.backends import indexing
 from hfax.backends.masked_selection import DistinctRuns, MaskedSelection, MaskPlaces
+from hfax.backends.observations import note_missing, note_wide
 from hfax.backends.trace_tensor import TraceTensor, ValueReadError, known_range
 from hfax.backends.views import VIEW_OPS, link_host_view, link_views, selects_leading
 from hfax.load.placement import to_numpy
@@ -184,6 +185,8 @@ class TraceEnvironment(torchax.tensor.Environment):
         if tensor.host is not None:
             with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
                 return TraceTensor(tensor.host.to(dtype), self)
+        if dtype in (torch.float64, torch.int64):
+            note_wide(str(dtype).removeprefix("torch."))
         return self.wrap(tensor.jax().astype(mappings.t2j_dtype(dtype)))
 
     def _clone(self, tensor: TraceTensor) -> TraceTensor:
@@ -268,6 +271,8 @@ class TraceEnvironment(torchax.tensor.Environment):
         except torchax.tensor.OperatorNotFound:
             functional = _functional_form(func, name)
             if functional is None:
+                if isinstance(func, torch._ops.OpOverload) and note_missing(name):
+                    return self._like_meta(func, args, kwargs)
                 raise
             self._store(args[0], as_array(self.dispatch(functional, (), args, kwargs)))
             return args[0]
@@ -290,6 +295,16 @@ class TraceEnvironment(torchax.tensor.Environment):
         for target in _written(func, args, kwargs):
             target.wrote()
         return result
+
+    def _like_meta(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Zeros of the shapes and dtypes that torch gives the operation, for a diagnosis that goes on without it."""
+
+        def meta(tensor: Any) -> torch.Tensor:
+            return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
+
+        with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+            result = func(*_map(_is_tensor, meta, args), **_map(_is_tensor, meta, kwargs))
+        return _map(_is_tensor, lambda t: self.wrap(jnp.zeros(tuple(t.shape), mappings.t2j_dtype(t.dtype))), result)
 
     def _as_function(self, func: Any) -> Callable[..., Any]:
         """An operation that is lowered by others, as a function of an array."""
@@ -355,6 +370,10 @@ def _tensors(value: Any) -> Iterator[Any]:
             yield from _tensors(item)
     elif isinstance(value, slice):
         yield from _tensors((value.start, value.stop, value.step))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _is_host(value: Any) -> bool:
