@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -54,6 +55,70 @@ def test_what_fails_names_the_line() -> None:
     found = hfax.inspect(hfax.shrink_config(transformers.LongformerConfig()), task="fill-mask")
     assert found.verdict == "fails"
     assert "modeling_longformer.py" in found.problems[0]
+
+
+_ODD = """
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+
+class OddConfig(PretrainedConfig):
+    model_type = "odd"
+    hidden_size = 4
+    vocab_size = 9
+
+
+class OddModel(PreTrainedModel):
+    config_class = OddConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.table = torch.nn.Embedding(config.vocab_size, config.hidden_size)
+        self.post_init()
+
+    def forward(self, input_ids):
+        x = self.table(input_ids)
+        if x.sum() > 0:
+            x = -x
+        x = torch.geqrf(x)[0]
+        x = x.to(torch.float64) + torch.geqrf(x)[0]
+        return BaseModelOutput(last_hidden_state=x * x.max().item())
+"""
+
+
+def test_everything_in_the_way_is_listed_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "modeling_odd.py").write_text(_ODD)
+    auto_map = {"AutoConfig": "modeling_odd.OddConfig", "AutoModel": "modeling_odd.OddModel"}
+    config = {"model_type": "odd", "architectures": ["OddModel"], "auto_map": auto_map}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = hfax.inspect(tmp_path, trust_remote_code=True)
+    line = _ODD.splitlines().index("        if x.sum() > 0:") + 1
+    assert found.verdict == "fails"
+    assert list(found.unsupported_operations.values()) == ["geqrf", "geqrf"]
+    assert [place.split(":")[-1] for place in found.unsupported_operations] == [
+        f"{line + n} in forward" for n in (2, 3)
+    ]
+    assert [place.split(":")[-1] for place in found.value_reads] == [f"{line + n} in forward" for n in (0, 4)]
+    assert list(found.wide_dtypes.values()) == ["float64"]
+    assert len(found.problems) == 4
+    assert all("modeling_odd.py" in problem for problem in found.problems)
+
+
+@pytest.mark.parametrize(
+    ("config", "task"),
+    [
+        (transformers.ViTConfig(), "image-classification"),
+        (transformers.Wav2Vec2Config(), "audio-classification"),
+        (transformers.WhisperConfig(), "automatic-speech-recognition"),
+        (transformers.CLIPConfig(), "zero-shot-image-classification"),
+    ],
+)
+def test_models_of_images_and_sound_are_traced_too(config: Any, task: str) -> None:
+    found = hfax.inspect(config, task=task)
+    assert found.verdict == "works with patches", found.problems
+    assert not found.unsupported_operations
+    assert not found.value_reads
 
 
 def test_check_compares_a_small_copy_with_transformers() -> None:

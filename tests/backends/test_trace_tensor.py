@@ -257,3 +257,103 @@ def test_values_kept_on_a_module_do_not_outlive_the_trace() -> None:
     module = Counter()
     jax.jit(lambda x: tracing.call_module(module, {}, lambda m: tracing.unwrap(m(tracing.wrap(x)))))(jnp.ones(3))
     assert not hasattr(module, "seen")
+
+
+# What masks select
+
+
+def _checked(function: Callable[..., Any], *arrays: np.ndarray) -> tuple[list[np.ndarray], dict[str, bool]]:
+    """Results, and what the program gives back of the code's checks."""
+    said: list[str] = []
+
+    def call(*values: jax.Array) -> Any:
+        def inside(_: torch.nn.Module) -> list[jax.Array]:
+            out = function(*(tracing.wrap(v) for v in values))
+            return [tracing.unwrap(o) for o in (out if isinstance(out, tuple) else (out,))]
+
+        checks: dict[str, jax.Array] = {}
+        out = tracing.call_module(torch.nn.Identity(), {}, inside, checks=checks)
+        said.extend(checks)
+        return out, list(checks.values())
+
+    out, held = jax.jit(call)(*arrays)
+    return [np.array(o) for o in out], dict(zip(said, map(bool, held), strict=True))
+
+
+_MASK = np.array([[0, 1, 0, 1, 0, 0], [1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1], [0, 1, 1, 0, 0, 0]], bool)
+
+
+def test_what_a_mask_selects_meets_a_tensor_of_known_length() -> None:
+    known = np.arange(8, dtype=np.float32)
+    (out,), checks = _checked(lambda x, m, k: x[m] * 2 + k, _X, _MASK, known)
+    np.testing.assert_allclose(out, _X[_MASK] * 2 + known)
+    assert list(checks.values()) == [True]
+    _, checks = _checked(lambda x, m, k: x[m] + k, _X, _MASK, known[:7])
+    assert list(checks.values()) == [False]
+    assert "7 places" in next(iter(checks))
+
+
+def test_what_a_mask_selects_can_be_counted_and_written_under_another() -> None:
+    def function(x: Any, m: Any) -> Any:
+        out = torch.zeros_like(x)
+        out[m.flip(1)] = x[m] * 1.0
+        return out, x[m].numel() + 0 * x[0, 0]
+
+    (out, count), checks = _checked(function, _X, _MASK)
+    expected = np.zeros_like(_X)
+    expected[_MASK[:, ::-1]] = _X[_MASK]
+    np.testing.assert_allclose(out, expected)
+    assert count == 8
+    assert all(checks.values())
+
+
+def test_the_last_of_each_row_that_a_mask_selects() -> None:
+    function = lambda x, m: x.unsqueeze(-1)[m, :].view(4, -1, 1)[:, -1, :]  # noqa: E731
+    (out,), checks = _checked(function, _X, _MASK)
+    np.testing.assert_allclose(out[:, 0], [3, 7, 17, 20])
+    assert list(checks.values()) == [True]
+    uneven = _MASK.copy()
+    uneven[0, 0] = True
+    assert list(_checked(function, _X, uneven)[1].values()) == [False]
+
+
+def test_places_of_a_mask_are_an_index_and_nothing_else() -> None:
+    def function(x: Any) -> Any:
+        x = x + 0
+        x[torch.where(x > 20)] = -1
+        return x
+
+    _same(function, _X)
+    with pytest.raises(UnsupportedModelError, match="where"):
+        _traced(lambda x: torch.where(x > 3)[0], _X)
+
+
+def test_runs_of_equal_values_can_be_counted() -> None:
+    numbers = np.array([3, 3, 5, 5, 3], np.int32)
+    _same(lambda x: x[0] * 0 + torch.unique_consecutive(x).numel(), numbers)
+    with pytest.raises(UnsupportedModelError, match="unique_consecutive"):
+        _traced(lambda x: torch.unique_consecutive(x) + 1, numbers)
+
+
+def test_new_tensors_and_reshapes_in_place() -> None:
+    def function(x: Any) -> Any:
+        x = x + 1
+        x.unsqueeze_(1)
+        return x * x.new_tensor([2.0, 3, 4, 5, 6, 7])
+
+    _same(function, _X)
+
+
+def test_buffers_of_whole_numbers_are_constants() -> None:
+    class Padded(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("stride", torch.tensor(3), persistent=False)
+
+        def forward(self, x: Any) -> Any:
+            return torch.nn.functional.pad(x, (0, self.stride)) if self.stride > 2 else x
+
+    module = Padded()
+    call = lambda m: tracing.unwrap(m(tracing.wrap(jnp.asarray(_X))))  # noqa: E731
+    out = tracing.call_module(module, {"stride": jnp.int32(3)}, call, constants={"stride": module.stride})
+    assert out.shape == (4, 9)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from hfax.patches.ops import linear
+from hfax.patches.ops import embedding_bag, interpolate, linear
 
 
 @pytest.mark.parametrize("rows", [(1,), (1, 1), (2, 3), (7,)])
@@ -31,3 +31,46 @@ def test_linear_in_float32_agrees_with_torch() -> None:
     x, weight, bias = (rng.standard_normal(s, dtype=np.float32) for s in ((3, 33), (5, 33), (5,)))
     expected = torch.nn.functional.linear(*map(torch.from_numpy, (x, weight, bias))).numpy()
     np.testing.assert_allclose(linear(*map(jnp.asarray, (x, weight, bias))), expected, atol=1e-5)
+
+
+def test_linear_with_a_vector_for_weight() -> None:
+    x, weight = np.ones((2, 3), np.float32), np.array([1, 2, 3], np.float32)
+    expected = torch.nn.functional.linear(torch.from_numpy(x), torch.from_numpy(weight)).numpy()
+    np.testing.assert_allclose(linear(jnp.asarray(x), jnp.asarray(weight)), expected)
+
+
+_SIZES = [(7,), (5, 3), (11, 14), (4, 4)]
+
+
+@pytest.mark.parametrize("antialias", [False, True])
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])
+@pytest.mark.parametrize("size", _SIZES[1:], ids=str)
+def test_interpolate_in_two_dimensions(mode: str, size: tuple[int, int], antialias: bool) -> None:
+    if antialias and mode.startswith("nearest"):
+        with pytest.raises(ValueError, match="bilinear"):
+            torch.nn.functional.interpolate(torch.zeros(1, 1, 2, 2), size=size, mode=mode, antialias=True)
+        return
+    x = torch.randn((2, 3, 6, 8), generator=torch.Generator().manual_seed(0))
+    expected = torch.nn.functional.interpolate(x, size=size, mode=mode, antialias=antialias)
+    out = interpolate(jnp.asarray(x.numpy()), size=size, mode=mode, antialias=antialias)
+    np.testing.assert_allclose(out, expected.numpy(), atol=2e-5)
+
+
+@pytest.mark.parametrize("align", [False, True])
+@pytest.mark.parametrize(("mode", "axes"), [("linear", 1), ("bilinear", 2), ("trilinear", 3)])
+def test_interpolate_by_factors(mode: str, axes: int, align: bool) -> None:
+    x = torch.randn((1, 2, 5, 6, 4)[: axes + 2], generator=torch.Generator().manual_seed(0))
+    for factor in (2, 1.7, 0.6):
+        options = {"scale_factor": factor, "mode": mode, "align_corners": align}
+        expected = torch.nn.functional.interpolate(x, **options)
+        np.testing.assert_allclose(interpolate(jnp.asarray(x.numpy()), **options), expected.numpy(), atol=2e-5)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_embedding_bag(mode: str) -> None:
+    weight = torch.randn((9, 4), generator=torch.Generator().manual_seed(0))
+    bags = torch.tensor([[1, 2, 2], [0, 8, 3]])
+    expected = torch.nn.functional.embedding_bag(bags, weight, mode=mode).numpy()
+    np.testing.assert_allclose(embedding_bag(jnp.asarray(bags), jnp.asarray(weight), mode=mode), expected, rtol=1e-6)
+    with pytest.raises(NotImplementedError, match="offsets"):
+        embedding_bag(jnp.asarray(bags), jnp.asarray(weight), offsets=[0])

@@ -299,11 +299,15 @@ class TraceEnvironment(torchax.tensor.Environment):
     def _like_meta(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Zeros of the shapes and dtypes that torch gives the operation, for a diagnosis that goes on without it."""
 
-        def meta(tensor: Any) -> torch.Tensor:
-            return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
+        def run(device: str) -> Any:
+            make = lambda t: torch.zeros(tuple(t.shape), dtype=t.dtype, device=device)  # noqa: E731
+            return func(*_map(_is_tensor, make, args), **_map(_is_tensor, make, kwargs))
 
         with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
-            result = func(*_map(_is_tensor, meta, args), **_map(_is_tensor, meta, kwargs))
+            try:
+                result = run("meta")
+            except NotImplementedError:  # torch itself must compute it to know its shape
+                result = run("cpu")
         return _map(_is_tensor, lambda t: self.wrap(jnp.zeros(tuple(t.shape), mappings.t2j_dtype(t.dtype))), result)
 
     def _as_function(self, func: Any) -> Callable[..., Any]:

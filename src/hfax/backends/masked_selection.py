@@ -178,8 +178,10 @@ class DistinctRuns:
         """How many runs of equal values there are, a traced scalar."""
         return self._wrap((self._array[1:] != self._array[:-1]).sum(dtype=jnp.int32) + min(len(self._array), 1))
 
-    def __getattr__(self, name: str) -> Any:
+    def _fail(self, *args: Any) -> Any:
         raise ValueReadError("unique_consecutive()", torch.Size(self._array.shape), torch.int64, self._made_at)
+
+    __getattr__ = __len__ = __iter__ = __getitem__ = __bool__ = __add__ = __sub__ = __mul__ = _fail
 
 
 class MaskPlaces(tuple[Any, ...]):

@@ -1,0 +1,107 @@
+"""Images in prompts, through the public calls: pixels from transformers' own processors, and what does not fit together."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+import hfax
+from hfax.errors import InvalidInputError, UnsupportedModelError
+from hfax.matrix.case import draw_weights
+from hfax.patches.images import _without_padding_images
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+_GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def _pictures(*sizes: tuple[int, int]) -> list[Any]:
+    rng = np.random.default_rng(0)
+    return [Image.fromarray(rng.integers(0, 255, (h, w, 3), dtype=np.uint8)) for h, w in sizes]
+
+
+def _prompts(config: Any, counts: list[int]) -> dict[str, torch.Tensor]:
+    """A row for each image, with as many of its tokens as it has features, padded on the left."""
+    token = config.image_token_id
+    rows = [[7, 8, 9, *[token] * count, 11, 12] for count in counts]
+    length = max(map(len, rows))
+    ids = torch.tensor([[0] * (length - len(r)) + r for r in rows])
+    mask = torch.tensor([[0] * (length - len(r)) + [1] * len(r) for r in rows])
+    return {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": (ids == token).long()}
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """A small Qwen2-VL of plain transformers, and the same in hfax."""
+    config = hfax.shrink_config(transformers.Qwen2VLConfig())
+    plain = transformers.Qwen2VLForConditionalGeneration(config).eval()
+    draw_weights(plain)
+    folder: Path = tmp_path_factory.mktemp("qwen")
+    plain.save_pretrained(folder)
+    return plain, hfax.AutoModelForTPU.from_pretrained(folder)
+
+
+def _qwen_inputs(model: Any, *sizes: tuple[int, int]) -> dict[str, torch.Tensor]:
+    vision = model.config.vision_config
+    processor = transformers.Qwen2VLImageProcessorPil(
+        patch_size=vision.patch_size,
+        merge_size=vision.spatial_merge_size,
+        temporal_patch_size=vision.temporal_patch_size,
+        size={"shortest_edge": 56 * 56, "longest_edge": 140 * 140},
+    )
+    pixels = processor(_pictures(*sizes), return_tensors="pt")
+    counts = (pixels["image_grid_thw"].prod(1) // vision.spatial_merge_size**2).tolist()
+    return {**_prompts(model.config, counts), **pixels}
+
+
+@pytest.mark.parametrize("sizes", [((56, 56), (56, 56)), ((56, 112), (84, 56))], ids=str)
+def test_images_of_any_size_are_read_and_written_about(qwen: tuple[Any, Any], sizes: Any) -> None:
+    plain, ours = qwen
+    inputs = _qwen_inputs(plain, *sizes)
+    with torch.no_grad():
+        expected = plain(**inputs).logits
+    found, real = ours(**inputs).logits, inputs["attention_mask"].bool()
+    assert (found - expected)[real].abs().max() < 1e-4 * expected.abs().max()
+    assert ours.generate(**inputs, **_GREEDY).tolist() == plain.generate(**inputs, **_GREEDY).tolist()
+
+
+def test_a_prompt_alone_writes_what_it_writes_in_a_batch(qwen: tuple[Any, Any]) -> None:
+    _, ours = qwen
+    both = ours.generate(**_qwen_inputs(ours, (56, 112), (56, 56)), **_GREEDY)
+    alone = ours.generate(**_qwen_inputs(ours, (56, 112)), **_GREEDY)
+    assert both[0, -8:].tolist() == alone[0, -8:].tolist()
+
+
+def test_too_few_image_tokens_are_an_error_that_names_the_check(qwen: tuple[Any, Any]) -> None:
+    _, ours = qwen
+    inputs = _qwen_inputs(ours, (56, 56))
+    token = ours.config.image_token_id
+    inputs["input_ids"] = torch.where(inputs["input_ids"] == token, 20, inputs["input_ids"])
+    inputs["input_ids"][0, 4] = token
+    with pytest.raises(InvalidInputError, match="do not fit together"):
+        ours(**inputs)
+    with pytest.raises(InvalidInputError, match="do not fit together"):
+        ours.generate(**inputs, **_GREEDY)
+    assert ours.generate(**_qwen_inputs(ours, (56, 56)), **_GREEDY).shape[1] > 8  # the model is none the worse
+
+
+def test_padding_images_are_dropped_before_the_trace() -> None:
+    pixels = np.ones((2, 2, 3, 4, 4), np.float32)
+    pixels[0, 1] = 0
+    mask = np.ones((2, 2, 4, 4), bool)
+    inputs = {"pixel_values": pixels, "pixel_attention_mask": mask, "input_ids": np.zeros((2, 3))}
+    found = _without_padding_images(None, inputs)
+    assert found["pixel_values"].shape == (1, 3, 3, 4, 4)
+    assert found["pixel_attention_mask"].shape == (1, 3, 4, 4)
+    assert _without_padding_images(None, found) is found
+    assert _without_padding_images(None, {"input_ids": np.zeros(1)}).keys() == {"input_ids"}
+
+
+def test_an_image_for_a_model_that_keeps_no_cache_is_refused() -> None:
+    config = hfax.shrink_config(transformers.DeepseekV4Config())
+    model = hfax.AutoModelForTPU.from_config(config)
+    with pytest.raises(UnsupportedModelError, match="does not take inputs_embeds"):
+        model.generate(torch.tensor([[5, 6, 7]]), inputs_embeds=torch.zeros(1, 3, 64), max_new_tokens=2)
