@@ -246,6 +246,15 @@ def custom(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**40])
+def test_numbers_that_need_64_bits(model: JaxModel, value: int) -> None:
+    positions = torch.tensor([[0, 1, 2, value]])
+    with _complains(InvalidInputError, str(value), "32 bits"):
+        model(torch.tensor(_IDS), position_ids=positions)
+    with _complains(InvalidInputError, str(value), "32 bits"):
+        model(torch.tensor(_IDS).numpy(), position_ids=positions.numpy())
+
+
 def test_custom_code_is_not_run_unless_trusted(custom: Path) -> None:
     with _complains(HfaxError, "trust_remote_code=True"):
         AutoModelForTPU.from_pretrained(custom)

@@ -105,3 +105,21 @@ def test_an_image_for_a_model_that_keeps_no_cache_is_refused() -> None:
     model = hfax.AutoModelForTPU.from_config(config)
     with pytest.raises(UnsupportedModelError, match="does not take inputs_embeds"):
         model.generate(torch.tensor([[5, 6, 7]]), inputs_embeds=torch.zeros(1, 3, 64), max_new_tokens=2)
+
+
+def test_without_mask_and_token_types_a_prefix_is_as_bidirectional_as_in_transformers(tmp_path: Path) -> None:
+    """transformers' mask depends on what is given; nothing of it may be decided by values that a trace does not see."""
+    config = hfax.shrink_config(transformers.PaliGemmaConfig())
+    plain = transformers.PaliGemmaForConditionalGeneration(config).eval()
+    draw_weights(plain)
+    plain.save_pretrained(tmp_path)
+    ours = hfax.AutoModelForTPU.from_pretrained(tmp_path)
+    size = config.vision_config.image_size
+    pixels = torch.randn((1, 3, size, size), generator=torch.Generator().manual_seed(0))
+    count = (size // config.vision_config.patch_size) ** 2
+    ids = torch.tensor([[config.image_token_id] * count + [7, 8, 9, 10]])
+    for extra in ({}, {"attention_mask": torch.ones_like(ids)}, {"token_type_ids": torch.zeros_like(ids)}):
+        with torch.no_grad():
+            expected = plain(input_ids=ids, pixel_values=pixels, **extra).logits
+        found = ours(input_ids=ids, pixel_values=pixels, **extra).logits
+        assert (found - expected).abs().max() < 1e-4 * expected.abs().max(), extra.keys()

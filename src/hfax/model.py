@@ -392,7 +392,8 @@ class JaxModel:
 
     def _host_array(self, name: str, value: Any) -> np.ndarray:
         if isinstance(value, torch.Tensor):
-            return to_numpy(value.cpu())
+            value = value.detach().cpu()
+            return narrow(value.numpy()) if value.dtype in (torch.int64, torch.uint64) else to_numpy(value)
         try:
             return narrow(np.asarray(value))
         except ValueError as error:

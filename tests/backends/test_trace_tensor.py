@@ -357,3 +357,11 @@ def test_buffers_of_whole_numbers_are_constants() -> None:
     call = lambda m: tracing.unwrap(m(tracing.wrap(jnp.asarray(_X))))  # noqa: E731
     out = tracing.call_module(module, {"stride": jnp.int32(3)}, call, constants={"stride": module.stride})
     assert out.shape == (4, 9)
+
+
+def test_the_largest_whole_numbers_stay_the_largest() -> None:
+    largest = torch.iinfo(torch.int64).max
+    (out,) = _traced(lambda x: torch.where(x > 3, torch.full_like(x, 5).long(), torch.tensor(largest)).min(), _X)
+    assert out == 5
+    (out,) = _traced(lambda x: torch.where(x > 30, x.long(), torch.tensor(largest)).min(), _X)
+    assert out == np.iinfo(np.int32).max

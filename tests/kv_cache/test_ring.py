@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hfax.kv_cache.layers import SlidingWindowLayer
+from hfax.kv_cache.layers import FullAttentionLayer, SlidingWindowLayer
 
 
 class TorchOps:
@@ -46,3 +46,13 @@ def test_after_any_prompt_each_slot_holds_the_position_it_claims(prompt: int) ->
         np.testing.assert_array_equal(keys[0, 0, :, 0].numpy()[valid], positions[valid])
         assert sorted(positions[valid]) == list(range(max(0, length - window + 1), length + 1))
         layer = step
+
+
+@pytest.mark.parametrize("make", [FullAttentionLayer, lambda *a: SlidingWindowLayer(*a, window=4)])
+def test_a_length_that_was_read_does_not_change_with_the_next_update(make: Any) -> None:
+    layer = make(TorchOps(), 8, torch.tensor(3))
+    layer.keys = layer.values = torch.zeros(1, 1, 8 if make is FullAttentionLayer else 4, 2)
+    before = layer.get_seq_length()
+    layer.update(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
+    assert int(before) == 3
+    assert int(layer.get_seq_length()) == 4

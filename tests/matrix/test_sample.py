@@ -34,6 +34,8 @@ SAMPLE = {
         "longcat_flash",
         "gpt_oss",
         "gemma4_unified",
+        "roberta",  # position ids that it would count wrongly by itself
+        "bamba",
     ],
     "seq2seq-lm": ["t5", "m2m_100", "nllb-moe", "switch_transformers", "seamless_m4t", "seamless_m4t_v2"],
     "masked-lm": ["xlm", "bert"],
@@ -42,6 +44,7 @@ SAMPLE = {
         "qwen2_vl",  # a grid, positions of three axes
         "gemma3",  # token types of images
         "mllama",  # cross-attention to images
+        "paligemma",  # prompts that see themselves in both directions
         "blip-2",
         "ernie4_5_vl_moe",
         "glm5_next",

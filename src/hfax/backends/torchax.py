@@ -286,6 +286,8 @@ def _attention_forward(
     if s_aux is None:  # some modules pass their sinks, under either name, others leave them on the module
         s_aux = kwargs.get("sinks", getattr(module, "sinks", None))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not causal and (all_real := getattr(attention_mask, "all_real", None)) is not None:
+        attention_mask = attention_mask | all_real
     num_queries, num_keys = query.shape[2], key.shape[2]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
 

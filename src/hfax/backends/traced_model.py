@@ -86,6 +86,8 @@ def read_traits(module: torch.nn.Module) -> ModelTraits:
         has_recurrent_layers=cache_argument == "cache_params"
         or any(t in ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba") for t in layer_types),
         counts_padding=config.model_type in COUNTS_PADDING
+        # prompts that see themselves in both directions do so only where nothing is padding
+        or getattr(config.get_text_config(decoder=True), "use_bidirectional_attention", None) is True
         or ("position_ids" not in names and (cache_argument in (None, "state") or _counts_positions(module))),
         has_usable_cache=cache_argument is not None and config.model_type not in WITHOUT_CACHE,
         # beside pixels, token types say where images are, and new tokens are text

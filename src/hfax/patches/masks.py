@@ -42,18 +42,26 @@ def attention_mask(
     kv_offset: Any = 0,
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
     attention_mask: Any = None,
+    allow_is_causal_skip: bool = False,
     allow_is_bidirectional_skip: bool = False,
+    local_size: int | None = None,
     device: Any = None,
     **kwargs: Any,
 ) -> Any:
     """transformers' mask interface: bool, [batch, 1, queries, keys].
 
-    `kv_offset` may be a vector over the keys, for a cache whose slots are not in the order of their positions.
+    `kv_offset` may be a vector over the keys, for a cache whose slots are not in the order of their positions. Where transformers
+    would leave out a causal mask if no token were padding, the result has that condition, a traced scalar, as `all_real`: the
+    attention of modules that are not causal by themselves then sees everything, as there (PaliGemma without token types).
     """
     is_ring = isinstance(kv_offset, torch.Tensor) and kv_offset.ndim == 1
     if attention_mask is None:
         attention_mask = getattr(_local, "padding", None)
     if attention_mask is None and allow_is_bidirectional_skip and not is_ring:
+        return None
+    is_skipped = allow_is_causal_skip and not is_ring and _is_zero(q_offset) and q_length == kv_length
+    is_skipped = is_skipped and (local_size is None or kv_length < local_size)
+    if attention_mask is None and is_skipped:
         return None
     queries = torch.arange(q_length, device=device) + q_offset
     keys = torch.arange(kv_length, device=device) + kv_offset
@@ -65,7 +73,13 @@ def attention_mask(
     mask = mask.expand(batch_size, -1, q_length, kv_length)
     if attention_mask is not None:
         mask = mask & _real_keys(attention_mask, keys)
+    if is_skipped:
+        mask.all_real = (attention_mask != 0).all()
     return mask & (keys >= 0)[None, None, None, :] if is_ring else mask
+
+
+def _is_zero(offset: Any) -> bool:
+    return isinstance(offset, int) and offset == 0
 
 
 def _real_keys(padding: Any, keys: Any) -> Any:
@@ -113,7 +127,22 @@ def _make_block_padding(original: Callable[..., Any]) -> Callable[..., Any]:
     return pad
 
 
+def _make_packed(original: Callable[..., Any]) -> Callable[..., Any]:
+    def find(position_ids: Any) -> Any:
+        found = original(position_ids)
+        is_known = found is not None and getattr(found, "host", None) is not None
+        return None if is_known and bool((found[:, -1] == 0).all()) else found
+
+    return find
+
+
 PATCHES: list[Patch] = [
+    FunctionPatch(
+        name="packed-only-where-positions-say-so",
+        why="a trace takes every text for several packed ones, also where the positions are known and say otherwise",
+        target="transformers.masking_utils:find_packed_sequence_indices",
+        make=_make_packed,
+    ),
     FunctionPatch(
         name="blocks-beside-a-ring",
         why="transformers pads the blocks of image tokens to the cache's length plus its offset, which is a vector for a ring",
