@@ -75,3 +75,12 @@ def test_another_architecture() -> None:
     assert [r[0] for r in rows] == ["gpt2", "qwen3_moe"]
     assert all(float(r[2]) < 1e-4 for r in rows)
     assert all(len(r[3].split(",")) == 4 for r in rows)
+
+
+def test_images() -> None:
+    out = _run("07_images.py")
+    assert "a grid of [1, 6, 4] patches, 6 image tokens" in out
+    ours, theirs = (re.search(rf"^{name}: +(.*)$", out, re.MULTILINE) for name in ("hfax", "transformers"))
+    assert ours is not None
+    assert theirs is not None
+    assert ours.group(1) == theirs.group(1)

@@ -197,7 +197,7 @@ def _features(model: Any) -> torch.Tensor:
     if config.model_type in _BINS_FIRST:
         return draw(ROWS, width, 80)
     if width is None:
-        width = {"gemma4_audio": 128}.get(config.model_type)
+        width = {"gemma4_audio": 128, "pop2piano": getattr(config, "d_model", None)}.get(config.model_type)
     if width is None:
         raise NotImplementedError("the width of the features is not in the config")
     return draw(ROWS, 80, width)
