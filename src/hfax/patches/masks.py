@@ -130,8 +130,9 @@ def _make_block_padding(original: Callable[..., Any]) -> Callable[..., Any]:
 def _make_packed(original: Callable[..., Any]) -> Callable[..., Any]:
     def find(position_ids: Any) -> Any:
         found: Any = original(position_ids)
-        is_known = found is not None and getattr(found, "host", None) is not None
-        return None if is_known and bool((found[:, -1] == 0).all()) else found
+        if found is None or getattr(found, "host", None) is None:
+            return found
+        return None if bool((found[:, -1] == 0).all()) else found
 
     return find
 
