@@ -150,6 +150,7 @@ def complete(config: Any) -> None:
             small = ResNetConfig(hidden_sizes=[16, 32, 32, 64], depths=[1] * 4, embedding_size=16, layer_type="basic")
         small.set_output_features_output_indices(out_features=None, out_indices=list(backbone.out_indices))
         object.__setattr__(config, "backbone_config", small)
+        object.__setattr__(config, "timm_kwargs", {})
     for name in config.sub_configs:
         if (part := getattr(config, name, None)) is not None:
             complete(part)

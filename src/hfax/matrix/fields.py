@@ -128,6 +128,14 @@ def _pixels(model: Any) -> Any:
     return draw(ROWS, *((frames,) if frames else ()), channels, *_height_and_width(config))
 
 
+def _num_patches(config: Any) -> int:
+    """What a masked autoencoder hides some of; a hierarchical one hides units of several patches."""
+    patch = getattr(config, "patch_stride", None) or config.patch_size
+    sides = patch if isinstance(patch, (list, tuple)) else (patch, patch)
+    unit = math.prod(getattr(config, "masked_unit_size", None) or (1, 1))
+    return math.prod(size // side for size, side in zip(_height_and_width(config), sides, strict=True)) // unit
+
+
 def _reads_frames(model: Any) -> bool:
     return model.config.model_type in ("timesformer", "videomae", "vivit", "xclip", "tvp", "instructblipvideo")
 
@@ -257,7 +265,7 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "grid_thw": _grid,
     "image_grid_thw": _grid,
     "merge_sizes": lambda model: torch.tensor([1, 2]),
-    "noise": lambda model: draw(ROWS, math.prod(s // model.config.patch_size for s in _height_and_width(model.config))),
+    "noise": lambda model: draw(ROWS, _num_patches(model.config)),
     "noise_sequence": lambda model: draw(ROWS, 80, model.config.model_in_channels),
     "input_values": _wave,
     "input_features": _features,

@@ -59,7 +59,8 @@ def image_inputs(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _reads_any_size(model: Any) -> bool:
-    parts = (getattr(model.model, n, None) for n in ("vision_tower", "vision_encoder"))
+    inner = getattr(model, "model", model)
+    parts = (getattr(inner, n, None) for n in ("vision_tower", "vision_encoder"))
     return any(hasattr(part, "patch_size") for part in parts)
 
 
@@ -226,6 +227,7 @@ LAYOUTS: dict[str, Callable[[Any], dict[str, torch.Tensor]]] = {
         "image_sizes": torch.tensor([[64, 64]] * IMAGES),
     },
     "instructblipvideo": lambda model: {"pixel_values": draw(IMAGES, 4, 3, *image_size(vision_config(model.config)))},
+    "neomme": lambda model: {"pixel_values": draw(4 * IMAGES, model.config.patch_dim)},
     "fuyu": lambda model: {"pixel_values": draw(IMAGES, 4, 3 * model.config.patch_size**2)},
     "video_llama_3": lambda model: (
         _patches_with_grid(vision_config(model.config)) | {"image_merge_sizes": torch.tensor([1, 2])}

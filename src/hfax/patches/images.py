@@ -16,6 +16,7 @@ _WITH_PADDING_IMAGES = (
     "Idefics3Model",
     "SmolVLMModel",
     "ModernVBertModel",
+    "UltraVBertModel",
 )
 
 
