@@ -230,6 +230,9 @@ def test_the_host_names_only_processors_that_exist():
         eos_token_id=EOS, forced_bos_token_id=1, forced_eos_token_id=1, **OPTIONS["everything"]
     )
     everything.remove_invalid_values = True
-    spec, _ = make_sampling_spec(everything, vocab_size=VOCAB, prompt_length=1, max_new_tokens=1, presence_penalty=0.1)
+    rules = {"timestamp_begin": 5, "timestamp_text_end": 2, "timestamp_max_initial": 3}
+    spec, _ = make_sampling_spec(
+        everything, vocab_size=VOCAB, prompt_length=1, max_new_tokens=1, presence_penalty=0.1, timestamps=rules
+    )
     alternatives = {"top_k", "top_p"}
     assert set(spec.active) == set(PROCESSORS) - alternatives

@@ -50,25 +50,6 @@ def _make_check(original: Callable[..., Any]) -> Callable[..., Any]:
     return check
 
 
-def _prophetnet_positions(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(
-        inputs_shape: Any,
-        device: Any,
-        attention_mask: Any = None,
-        past_key_values: Any = None,
-        position_ids: Any = None,
-    ) -> Any:
-        length = past_key_values.get_seq_length() if past_key_values is not None else 0
-        if position_ids is None and isinstance(length, torch.Tensor):
-            position_ids = torch.ones((1, 1), dtype=torch.long, device=device) * (
-                module.padding_idx + inputs_shape[1] + length
-            )
-            return torch.nn.functional.embedding(position_ids, module.weight), position_ids
-        return original(inputs_shape, device, attention_mask, past_key_values, position_ids)
-
-    return forward
-
-
 def _lengths_on_host(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(input_ids: Any = None, attention_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
         given: Any = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
@@ -156,11 +137,5 @@ PATCHES: list[Patch] = [
         why="XLM and Flaubert assert that the longest length, computed from the traced ids, fits (`item`)",
         classes=("XLMModel", "FlaubertModel"),
         make=_lengths_on_host,
-    ),
-    ForwardPatch(
-        name="prophetnet-positions",
-        why="ProphetNet's table of positions turns the traced length into a Python int",
-        classes=("ProphetNetPositionalEmbeddings",),
-        make=_prophetnet_positions,
     ),
 ]

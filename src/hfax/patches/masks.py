@@ -101,8 +101,11 @@ def chosen_keys(indices: Any, mask: Any, num_keys: int) -> Any:
 
 
 def additive_mask(dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
-    """The same as 0 where a query may look and the dtype's lowest number elsewhere, which eager attention adds."""
-    mask = attention_mask(dtype=dtype, **kwargs)
+    """The same as 0 where a query may look and the dtype's lowest number elsewhere, which eager attention adds.
+
+    A causal mask is never left out: eager attention has no other way to know of it.
+    """
+    mask = attention_mask(dtype=dtype, **{**kwargs, "allow_is_causal_skip": False})
     if mask is None:
         return None
     lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=mask.device)
