@@ -123,3 +123,33 @@ def test_without_mask_and_token_types_a_prefix_is_as_bidirectional_as_in_transfo
             expected = plain(input_ids=ids, pixel_values=pixels, **extra).logits
         found = ours(input_ids=ids, pixel_values=pixels, **extra).logits
         assert (found - expected).abs().max() < 1e-4 * expected.abs().max(), extra.keys()
+
+
+@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen3VL"])
+def test_a_video_in_a_prompt(tmp_path: Path, name: str) -> None:
+    config: Any = hfax.shrink_config(getattr(transformers, f"{name}Config")())
+    plain = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    draw_weights(plain)
+    plain.save_pretrained(tmp_path)
+    ours = hfax.AutoModelForTPU.from_pretrained(tmp_path)
+    vision, token = config.vision_config, config.video_token_id
+    merge, frames = vision.spatial_merge_size, 2
+    grid = torch.tensor([[frames, 2 * merge, 2 * merge]])
+    patches, values = int(grid.prod()), 3 * vision.temporal_patch_size * vision.patch_size**2
+    frame = [token] * (patches // merge**2 // frames)
+    if name == "Qwen3VL":  # each frame stands between marks, behind its time
+        text = [9, config.vision_start_token_id, *frame, config.vision_end_token_id] * frames
+    else:
+        text = frame * frames
+    ids = torch.tensor([[7, 8, *text, 10, 11]])
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": (ids == token).long() * 2,
+        "pixel_values_videos": torch.randn((patches, values), generator=torch.Generator().manual_seed(0)),
+        "video_grid_thw": grid,
+    }
+    with torch.no_grad():
+        expected = plain(**inputs).logits
+    assert (ours(**inputs).logits - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert ours.generate(**inputs, **_GREEDY).tolist() == plain.generate(**inputs, **_GREEDY).tolist()

@@ -222,7 +222,8 @@ def test_writes_through_a_traced_mask() -> None:
         lambda x: x[x > 3],
         lambda x: x[x > 3].sum(),
         lambda x: x if x.sum() > 0 else -x,
-        lambda x: x * x.max().item(),
+        lambda x: x * int(x.max().item()),
+        lambda x: x[: x[0, 1].long().item()],
         lambda x: x[: x[0, 1].long()],
         lambda x: torch.arange(x[0, 1].long()),
     ],
@@ -365,3 +366,7 @@ def test_the_largest_whole_numbers_stay_the_largest() -> None:
     assert out == 5
     (out,) = _traced(lambda x: torch.where(x > 30, x.long(), torch.tensor(largest)).min(), _X)
     assert out == np.iinfo(np.int32).max
+
+
+def test_a_traced_number_is_used_without_being_known() -> None:
+    _same(lambda x: x * x.max().item() + (x[0].sum().item() == 15), _X)

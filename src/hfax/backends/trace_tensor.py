@@ -169,7 +169,9 @@ class TraceTensor(torchax.tensor.Tensor):
         return self._constant("numpy()").numpy()
 
     def item(self) -> Any:
-        """As torch's, for constants."""
+        """As torch's, for constants; of a traced scalar itself, which is an error as soon as Python needs the number."""
+        if self._host is None and self.numel() == 1 and isinstance(self._elem, jax.core.Tracer):
+            return self.reshape(())
         return self._constant("item()").item()
 
     def __bool__(self) -> bool:

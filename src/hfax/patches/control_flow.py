@@ -132,6 +132,13 @@ PATCHES: list[Patch] = [
             ("kosmos2_5", "kosmos-2.5"),
         )
     ),
+    FunctionPatch(
+        name="audio-tokens-are-expanded",
+        why="Qwen2-Audio looks whether the prompt has a token for each feature, unless it believes to be compiled; it must have",
+        target="transformers.models.qwen2_audio.modeling_qwen2_audio:is_torchdynamo_compiling",
+        make=lambda original: lambda: True,
+        model_types=("qwen2_audio",),
+    ),
     ForwardPatch(
         name="lengths-on-the-host",
         why="XLM and Flaubert assert that the longest length, computed from the traced ids, fits (`item`)",
