@@ -83,7 +83,7 @@ class OddModel(PreTrainedModel):
             x = -x
         x = torch.geqrf(x)[0]
         x = x.to(torch.float64) + torch.geqrf(x)[0]
-        return BaseModelOutput(last_hidden_state=x * x.max().item())
+        return BaseModelOutput(last_hidden_state=x * int(x.max()))
 """
 
 
