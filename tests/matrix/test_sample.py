@@ -100,6 +100,14 @@ def test_what_does_not_work_is_told_from_what_does(capsys: pytest.CaptureFixture
     assert "| xlnet | generate fails |" in page
 
 
+def test_reasons_do_not_say_where_libraries_lie_on_this_machine() -> None:
+    (result,) = run_cases(
+        [Architecture(mapping="masked-lm", model_type="longformer", class_name="LongformerForMaskedLM")]
+    )
+    assert result.outcome == "forward fails"
+    assert "(transformers/models/longformer/modeling_longformer.py:" in result.reason
+
+
 def test_a_class_that_cannot_be_built_counts_neither_way() -> None:
     (result,) = run_cases(
         [Architecture(mapping="causal-lm", model_type="gemma4_assistant", class_name="Gemma4AssistantForCausalLM")]

@@ -28,6 +28,8 @@ from hfax.matrix.inputs import CaseInputs, make_inputs
 NEW_TOKENS = 16
 TOLERANCE = 1e-4
 """Of the outputs' scale."""
+_INSTALLED = re.compile(r"/[^ ()]*/(transformers|torch|jax|hfax)/")
+"""What stands before a library's own path on the machine that ran a case."""
 _ROUNDING = 4.0
 """A difference of so many times the reference's own from float64 is rounding."""
 _MEANINGLESS = 1e-2
@@ -104,7 +106,7 @@ def _describe(error: BaseException) -> str:
         where = f" [{modelling[-1].filename.rpartition('/')[2]}:{modelling[-1].lineno}]"
     elif frames:
         where = f" [{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}]"
-    first = " ".join(str(error).split())[:400]
+    first = _INSTALLED.sub(r"\1/", " ".join(str(error).split()))[:400]
     return f"{type(error).__name__}: {first}{where}"
 
 
