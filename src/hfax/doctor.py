@@ -217,9 +217,12 @@ def _abstract(name: str, value: Any) -> Any:
     """An input's shape and dtype; what decides shapes stays as it is."""
     if geometry.is_geometry(name) or not hasattr(value, "dtype"):
         return value
-    array = to_numpy(value)
-    narrow = {"int64": "int32", "float64": "float32"}
-    return jax.ShapeDtypeStruct(array.shape, narrow.get(array.dtype.name, array.dtype))
+    return _array_shape(value)
+
+
+def _array_shape(tensor: Any) -> jax.ShapeDtypeStruct:
+    array = to_numpy(tensor)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
 def _product_operations(jaxpr: Any) -> int:
@@ -255,8 +258,7 @@ def _config(model: str | Path | PretrainedConfig, trust_remote_code: bool) -> Pr
 
 def _shape(tensor: Any) -> jax.ShapeDtypeStruct:
     if tensor.device.type != "meta":
-        array = to_numpy(tensor)
-        return jax.ShapeDtypeStruct(array.shape, array.dtype)
+        return _array_shape(tensor)
     dtype = jnp.dtype(str(tensor.dtype).removeprefix("torch."))
     narrow = {"int64": "int32", "float64": "float32"}
     return jax.ShapeDtypeStruct(tuple(tensor.shape), narrow.get(dtype.name, dtype.name))

@@ -28,7 +28,7 @@ from hfax.patches import registry
 from hfax.programs import generation_request as requests
 from hfax.programs.checks import raise_failed
 from hfax.programs.generate import GenerationOptions, Streamer, run_generation
-from hfax.programs.own_generate import own_generate, run_own_generate
+from hfax.programs.own_generate import has_own_generate, run_own_generate
 from hfax.programs.program_cache import ProgramCache
 from hfax.programs.results import as_sequences, as_torch_tree, has_torch, make_stop_check
 
@@ -233,7 +233,7 @@ class JaxModel:
             InvalidInputError: a prompt or an option is out of range.
             UnsupportedOptionError: an option that hfax does not implement; it is never ignored.
         """
-        if own_generate(self._skeleton.module) is not None:
+        if has_own_generate(self._skeleton.module):
             if generation_config is not None:
                 options["generation_config"] = generation_config
             return self._by_own_generate(inputs, options, seed=seed, streamer=streamer, tokenizer=tokenizer)

@@ -62,7 +62,6 @@ _SCALAR_AWARE = frozenset([*_ARITHMETIC.split(), "where", "masked_fill", "clamp"
 _RESHAPED_IN_PLACE = frozenset({"unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_"})
 _COMPARISONS = frozenset({"eq", "ne", "gt", "ge", "lt", "le"})
 
-_Plain = torch.Tensor
 OperatorNotFound = torchax.tensor.OperatorNotFound
 
 
@@ -122,7 +121,7 @@ class TraceEnvironment(torchax.tensor.Environment):
 
     def t2j_iso(self, torchtensors: Any) -> Any:
         """Tensors of any nested value as arrays; plain torch tensors become constants of the program."""
-        return _map(lambda v: isinstance(v, _Plain), as_array, torchtensors)
+        return _map(_is_tensor, as_array, torchtensors)
 
     # Constants
 
@@ -163,7 +162,7 @@ class TraceEnvironment(torchax.tensor.Environment):
             link_host_view(wrapped, inputs)
             return wrapped
 
-        return _map(lambda v: isinstance(v, _Plain), back, result)
+        return _map(_is_tensor, back, result)
 
     # Conversions and copies
 
@@ -285,7 +284,7 @@ class TraceEnvironment(torchax.tensor.Environment):
                 arrays = _match_scalars(arrays)
             result = self.j2t_iso(op.func(*arrays, **named))
         else:
-            wrapped = _map(lambda v: isinstance(v, _Plain), self._as_trace_tensor, (args, kwargs))
+            wrapped = _map(_is_tensor, self._as_trace_tensor, (args, kwargs))
             with self._dispatch_mode:
                 result = op.func(*wrapped[0], **wrapped[1])
         if name in VIEW_OPS and isinstance(func, torch._ops.OpOverload) and isinstance(args[0], TraceTensor):
@@ -387,8 +386,10 @@ def _is_host(value: Any) -> bool:
 
 
 def _is_tensor_or_device(value: Any) -> bool:
-    return isinstance(value, (torch.Tensor, torch.device)) or (
-        isinstance(value, str) and value.partition(":")[0] in ("jax", "privateuseone", "meta")
+    return (
+        _is_tensor(value)
+        or isinstance(value, torch.device)
+        or (isinstance(value, str) and value.partition(":")[0] in ("jax", "privateuseone", "meta"))
     )
 
 

@@ -50,10 +50,10 @@ def _as_text(found) -> str:  # noqa: ANN001 (its class would import jax)
     if found.static_arguments:
         lines.append(f"  static arguments {', '.join(found.static_arguments)}")
     lines += [f"  patch {name}: {why}" for name, why in found.patches.items()]
-    for what, seen in (("float64 and int64 become 32 bits at", found.wide_dtypes),):
-        floats = [line for line, dtype in seen.items() if dtype == "float64"]
-        if seen:
-            lines.append(f"  {what} {len(seen)} lines" + (f", float64 at {', '.join(floats)}" if floats else ""))
+    if found.wide_dtypes:
+        floats = [line for line, dtype in found.wide_dtypes.items() if dtype == "float64"]
+        where = f", float64 at {', '.join(floats)}" if floats else ""
+        lines.append(f"  float64 and int64 become 32 bits at {len(found.wide_dtypes)} lines{where}")
     if found.checked is not None:
         lines.append(f"  check            {found.checked}")
     lines += [f"  problem: {problem}" for problem in found.problems]

@@ -29,8 +29,8 @@ GENERAL_ALL_THE_SAME = {
 """Classes whose own `generate` writes what hfax's loop writes through their forward, and what it does beside."""
 
 
-def own_generate(module: Any) -> Callable[..., Any] | None:
-    """The class's own `generate`, if it has one that hfax runs on the host.
+def has_own_generate(module: Any) -> bool:
+    """Whether the class has a `generate` of its own that hfax runs on the host.
 
     Raises:
         UnsupportedModelError: it has one that does not go through transformers' general `generate`.
@@ -38,7 +38,7 @@ def own_generate(module: Any) -> Callable[..., Any] | None:
     cls = type(module)
     holder = next((c for c in cls.__mro__ if "generate" in vars(c)), GenerationMixin)
     if holder is GenerationMixin or cls.__name__ in GENERAL_ALL_THE_SAME:
-        return None
+        return False
     functions = (inspect.unwrap(f) for f in vars(holder).values() if inspect.isfunction(f))
     codes = [f.__code__ for f in functions]
     if not any("__class__" in c.co_freevars and "generate" in c.co_names for c in codes):
@@ -47,7 +47,7 @@ def own_generate(module: Any) -> Callable[..., Any] | None:
             "Its generate() does not go through transformers' general one, which is the part that hfax compiles.",
             "Call the model itself, or generate with plain transformers.",
         )
-    return cls.generate
+    return True
 
 
 def run_own_generate(
