@@ -18,6 +18,7 @@ SOURCE = Path(hfax.__file__).parent
 ORDER = [
     {"errors", "home", "modelling_line", "phases", "demo"},
     {"shrink"},
+    {"kernels"},
     {"kv_cache"},
     {"load"},
     {"patches"},

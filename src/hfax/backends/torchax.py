@@ -23,8 +23,9 @@ from transformers.integrations import moe
 
 from hfax.backends.geometry import HostArray
 from hfax.errors import UnsupportedModelError
+from hfax.kernels import attention as attention_math
+from hfax.kernels.cache_write import cache_write
 from hfax.modelling_line import line_of_error
-from hfax.patches import attention as attention_math
 from hfax.patches import masks, registry
 from hfax.patches.control_flow import collecting_checks
 
@@ -95,6 +96,11 @@ def call_jax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if isinstance(out, tuple):
         return tuple(environment.wrap(o) for o in out)
     return environment.wrap(out)
+
+
+def _call_torch(function: Callable[..., Any], *arrays: jax.Array) -> jax.Array:
+    """Call torch code of a trace from a JAX function that it called: arrays in, an array out."""
+    return unwrap(function(*(wrap(a) for a in arrays)))
 
 
 _module_locks: dict[int, threading.RLock] = {}
@@ -230,12 +236,8 @@ class JaxCacheOps:
     """`hfax.kv_cache.CacheOps` on the tensors of a trace."""
 
     def write(self, buffer: Any, new: Any, start: Any) -> Any:
-        """See `CacheOps.write`; a dynamic_update_slice, in place where the buffer is donated."""
-
-        def update(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_update_slice_in_dim(buffer, new.astype(buffer.dtype), start, axis=buffer.ndim - 2)
-
-        return call_jax(update, buffer, new, start)
+        """See `CacheOps.write`; in place where the buffer is donated."""
+        return call_jax(cache_write, buffer, new, start)
 
     def pad_to(self, new: Any, capacity: int) -> Any:
         """See `CacheOps.pad_to`."""
@@ -288,12 +290,15 @@ def _attention_forward(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not causal and (all_real := getattr(attention_mask, "all_real", None)) is not None:
         attention_mask = attention_mask | all_real
+    block = getattr(attention_mask, "block", None)
     num_queries, num_keys = query.shape[2], key.shape[2]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
 
     def compute(query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, bias: Any, sinks: Any) -> Any:
         if mask is None and causal and num_queries > 1:
-            mask = attention_math.causal_positions(num_queries, num_keys)
+            mask = attention_math.causal_mask(num_queries, num_keys)
+        elif mask is not None:
+            mask = attention_math.Mask(array=mask, block=None if block is None else functools.partial(_call_torch, block))
         return attention_math.attention(
             query, key, value, mask, scale=scale, softcap=softcap, position_bias=bias, sinks=sinks
         )

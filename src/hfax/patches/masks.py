@@ -50,7 +50,8 @@ def attention_mask(
 ) -> Any:
     """transformers' mask interface: bool, [batch, 1, queries, keys].
 
-    `kv_offset` may be a vector over the keys, for a cache whose slots are not in the order of their positions. Where transformers
+    `kv_offset` may be a vector over the keys, for a cache whose slots are not in the order of their positions. The result has the
+    mask of any block of queries and keys as `block`, a function of their indices, for attention that works in blocks. Where transformers
     would leave out a causal mask if no token were padding, the result has that condition, a traced scalar, as `all_real`: the
     attention of modules that are not causal by themselves then sees everything, as there (PaliGemma without token types).
     """
@@ -67,15 +68,22 @@ def attention_mask(
     keys = torch.arange(kv_length, device=device) + kv_offset
     batch = torch.arange(batch_size, device=device)
     heads = torch.arange(1, device=device)
-    mask = mask_function(
-        batch[:, None, None, None], heads[None, :, None, None], queries[None, None, :, None], keys[None, None, None, :]
-    )
-    mask = mask.expand(batch_size, -1, q_length, kv_length)
-    if attention_mask is not None:
-        mask = mask & _real_keys(attention_mask, keys)
+
+    def seen(queries: Any, keys: Any) -> Any:
+        mask = mask_function(
+            batch[:, None, None, None], heads[None, :, None, None], queries[None, None, :, None], keys[None, None, None, :]
+        )
+        mask = mask.expand(batch_size, -1, queries.shape[0], keys.shape[0])
+        if attention_mask is not None:
+            mask = mask & _real_keys(attention_mask, keys)
+        return mask & (keys >= 0)[None, None, None, :] if is_ring else mask
+
+    mask = seen(queries, keys)
     if is_skipped:
         mask.all_real = (attention_mask != 0).all()
-    return mask & (keys >= 0)[None, None, None, :] if is_ring else mask
+    if not is_ring:
+        mask.block = lambda queries, keys: seen(queries + q_offset, keys + kv_offset)
+    return mask
 
 
 def _is_zero(offset: Any) -> bool:

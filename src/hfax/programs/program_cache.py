@@ -32,6 +32,8 @@ from jax.experimental import serialize_executable
 
 from hfax.errors import OutOfMemoryError
 from hfax.home import hfax_home
+from hfax.kernels.cpu import library
+from hfax.kernels.target import compiling_for
 from hfax.load.placement import check_fits
 from hfax.phases import phase
 
@@ -131,7 +133,7 @@ class ProgramCache:
             notes.append(note)
             return results
 
-        with phase("trace", name):
+        with phase("trace", name), compiling_for(self._device):
             lowered = jax.jit(traced, donate_argnums=donate).lower(*args)
         options = _CPU_DECODE_OPTIONS if is_loop and self._device.platform == "cpu" else None
         with phase("compile", name):
@@ -159,7 +161,9 @@ def environment_key(device: jax.Device) -> str:
         os.environ.get("LIBTPU_INIT_ARGS", ""),
         sys.version.split()[0],
         platform.machine(),
-        _cpu_features() if device.platform == "cpu" else "",
+        library.processor_features() if device.platform == "cpu" else "",
+        # asking also makes the kernels known to XLA, which must be before a program that calls them is read
+        (library.problem() or library.digest()) if device.platform == "cpu" else "",
     ]
     return _digest(*versions, devices, *settings, _source_digest())
 
@@ -175,15 +179,6 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "none"
-
-
-def _cpu_features() -> str:
-    """A CPU executable holds the instructions of the machine that compiled it."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                return line
-    return platform.processor()
 
 
 @functools.cache

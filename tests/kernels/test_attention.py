@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from hfax.patches.attention import attention, causal_positions, key_padding
+from hfax.kernels.attention import attention, causal_positions, key_padding
 
 
 def _inputs(heads: int, kv_heads: int, queries: int, keys: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

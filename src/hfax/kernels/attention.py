@@ -1,0 +1,253 @@
+"""Attention, and masks built from positions: grouped-query, no repeated heads.
+
+`attention` chooses: one product with all scores at once; blocks of queries and keys with running sums, for prompts whose scores
+would fill the memory; on CPU a C++ kernel that reads only the keys that a step's queries see. The functions take and return
+`jax.Array`s; the backend registers them with transformers' attention interface. They do not know models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from hfax.kernels import target
+from hfax.kernels.cpu import calls, library
+
+_MASKED = -1e30
+"""Stands for minus infinity in scores: exp() of it is 0, and a row with nothing to see stays finite."""
+
+
+_MAX_SCORES_BYTES = 64 << 20
+"""Larger matrices of scores are not made; their blocks are."""
+_QUERY_BLOCK, _KEY_BLOCK = 256, 512
+_KERNEL_QUERIES = 16
+"""Up to so many queries attend to a long cache by the C++ kernel."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mask:
+    """Which keys each query sees.
+
+    Args:
+        array: [batch | 1, heads | 1, queries, keys]; bool (True: attend) or additive float.
+        block: the same by parts: takes positions of queries, [n], and of keys, [m], as they stand in the arrays, and gives
+            [batch | 1, 1, n, m] bool; None if only the array is known. Where blocks are used, nothing computes the array.
+    """
+
+    array: jax.Array
+    block: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array | Mask | None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    position_bias: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Scaled dot-product attention.
+
+    Args:
+        query: [batch, heads, queries, head_dim].
+        key: [batch, kv_heads, keys, head_dim]; `heads` is a multiple of `kv_heads`, and consecutive heads share a key head.
+        value: [batch, kv_heads, keys, value_dim].
+        mask: [batch | 1, heads | 1, queries, keys]; bool (True: attend) or additive float; or a `Mask`; None to attend everywhere.
+        scale: multiplies the scores.
+        softcap: scores become `softcap * tanh(scores / softcap)`, as in Gemma 2.
+        position_bias: added to the scores, shaped as `mask`.
+        sinks: [heads], one extra logit a head that takes probability and has no value, as in gpt-oss.
+
+    Returns:
+        The output, [batch, queries, heads, value_dim], and the probabilities, [batch, heads, queries, keys] (which XLA drops
+        where nobody reads them), both in the query's dtype. Rows that may attend to nothing are 0, as in torch.
+    """
+    given = mask if isinstance(mask, Mask) or mask is None else Mask(array=mask)
+    array = None if given is None else given.array
+    out, probabilities = _all_at_once(
+        query, key, value, array, scale=scale, softcap=softcap, position_bias=position_bias, sinks=sinks
+    )
+    if position_bias is not None or given is None:
+        return out, probabilities
+    if _has_kernel(query, key, value, given.array):
+        target.choose("attention: C++ kernel, reads the keys that are seen")
+        seen = jnp.broadcast_to(given.array, (*given.array.shape[:2], query.shape[2], key.shape[2]))
+        out = calls.decode_attention(query, key, value, seen, scale=scale, softcap=softcap, sinks=sinks)
+    elif given.block is not None and 4 * query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] > _MAX_SCORES_BYTES:
+        target.choose("attention: blocks of queries and keys")
+        out = _in_blocks(query, key, value, given.block, scale=scale, softcap=softcap, sinks=sinks)
+    return out, probabilities
+
+
+def _has_kernel(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> bool:
+    where = target.current()
+    if where is None or where.platform != "cpu" or mask.dtype != jnp.bool_ or mask.ndim != 4:
+        return False
+    if not (query.dtype == key.dtype == value.dtype and query.dtype in (jnp.bfloat16, jnp.float32)):
+        return False
+    # a kernel call for each row of the batch
+    same_batch = query.shape[0] == key.shape[0] == value.shape[0]
+    return same_batch and query.shape[2] <= _KERNEL_QUERIES and mask.shape[3] == key.shape[2] and library.is_available()
+
+
+def _in_blocks(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    block_mask: Callable[[jax.Array, jax.Array], jax.Array],
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """`attention`'s output with running sums over blocks of keys; a block that no query of a block sees is not computed.
+
+    No array is larger than [batch, heads, query block, key block] beside inputs and output.
+    """
+    batch, heads, num_queries, _ = query.shape
+    kv_heads, num_keys, width = key.shape[1], key.shape[2], value.shape[-1]
+    groups = heads // kv_heads
+    size, step = min(_QUERY_BLOCK, num_queries), min(_KEY_BLOCK, num_keys)
+    query = _padded(query, size)
+    key, value = _padded(key, step), _padded(value, step)
+    num_blocks = query.shape[2] // size
+    blocks = query.reshape(batch, kv_heads, groups, num_blocks, size, query.shape[3])
+
+    def one(block: jax.Array) -> jax.Array:
+        grouped = jax.lax.dynamic_index_in_dim(blocks, block, axis=3, keepdims=False)
+        rows = block * size + jnp.arange(size)
+
+        def visit(state: tuple[jax.Array, ...], begin: jax.Array, seen: jax.Array) -> tuple[jax.Array, ...]:
+            total, weight, top = state
+            part = jax.lax.dynamic_slice_in_dim(key, begin, step, axis=2)
+            scores = jnp.einsum("bkgqd,bksd->bkgqs", grouped, part, preferred_element_type=jnp.float32) * scale
+            if softcap is not None:
+                scores = softcap * jnp.tanh(scores / softcap)
+            scores = jnp.where(seen[:, :, None], scores, _MASKED)
+            highest = jnp.maximum(top, scores.max(axis=-1, keepdims=True))
+            shrink = jnp.exp(top - highest)
+            share = jnp.where(seen[:, :, None], jnp.exp(scores - highest), 0.0)
+            part = jax.lax.dynamic_slice_in_dim(value, begin, step, axis=2)
+            more = jnp.einsum("bkgqs,bksd->bkgqd", share.astype(value.dtype), part, preferred_element_type=jnp.float32)
+            return total * shrink + more, weight * shrink + share.sum(axis=-1, keepdims=True), highest
+
+        def next_keys(index: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            columns = index * step + jnp.arange(step)
+            seen = block_mask(jnp.minimum(rows, num_queries - 1), jnp.minimum(columns, num_keys - 1))
+            seen = seen & (columns < num_keys)
+            return jax.lax.cond(seen.any(), lambda s: visit(s, index * step, seen), lambda s: s, state)
+
+        shape = (batch, kv_heads, groups, size)
+        top = jnp.full((*shape, 1), _MASKED, jnp.float32)
+        weight = jnp.zeros((*shape, 1), jnp.float32)
+        if sinks is not None:
+            top = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(1, kv_heads, groups, 1, 1), top.shape)
+            weight = weight + 1.0
+        state = (jnp.zeros((*shape, width), jnp.float32), weight, top)
+        total, weight, _ = jax.lax.fori_loop(0, key.shape[2] // step, next_keys, state)
+        return (total / jnp.where(weight == 0, 1.0, weight)).astype(query.dtype)
+
+    out = jax.lax.map(one, jnp.arange(num_blocks))  # [blocks, batch, kv_heads, groups, size, width]
+    out = out.transpose(1, 0, 4, 2, 3, 5).reshape(batch, num_blocks * size, heads, width)
+    return out[:, :num_queries]
+
+
+def _padded(array: jax.Array, multiple: int) -> jax.Array:
+    """With zeros after axis 2, up to a multiple."""
+    return jnp.pad(array, ((0, 0), (0, 0), (0, -array.shape[2] % multiple), (0, 0)))
+
+
+def _all_at_once(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    position_bias: jax.Array | None,
+    sinks: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """`attention` with the whole matrix of scores."""
+    batch, heads, num_queries, _ = query.shape
+    kv_heads, num_keys = key.shape[1], key.shape[2]
+    groups = heads // kv_heads
+    grouped = query.reshape(query.shape[0], kv_heads, groups, num_queries, query.shape[3])
+    scores = jnp.einsum("bkgqd,bksd->bkgqs", grouped, key, preferred_element_type=jnp.float32) * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    if position_bias is not None:
+        scores = scores + _grouped(position_bias, kv_heads, num_queries, num_keys).astype(jnp.float32)
+    seen = None
+    if mask is not None:
+        mask = _grouped(mask, kv_heads, num_queries, num_keys)
+        if mask.dtype == jnp.bool_:
+            seen = mask.any(axis=-1, keepdims=True)
+            scores = jnp.where(mask, scores, _MASKED)
+        else:
+            scores = scores + mask.astype(jnp.float32)
+    probabilities = _softmax(scores, sinks, kv_heads, groups)
+    if seen is not None:
+        probabilities = jnp.where(seen, probabilities, 0.0)
+    probabilities = probabilities.astype(value.dtype)
+    out = jnp.einsum("bkgqs,bksd->bkgqd", probabilities, value, preferred_element_type=jnp.float32)
+    batch = max(batch, key.shape[0])
+    out = out.astype(query.dtype).reshape(batch, heads, num_queries, value.shape[-1]).swapaxes(1, 2)
+    return out, probabilities.astype(query.dtype).reshape(batch, heads, num_queries, num_keys)
+
+
+def _softmax(scores: jax.Array, sinks: jax.Array | None, kv_heads: int, groups: int) -> jax.Array:
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    extra = sinks.astype(jnp.float32).reshape(1, kv_heads, groups, 1, 1)
+    top = jnp.maximum(scores.max(axis=-1, keepdims=True), extra)
+    weights = jnp.exp(scores - top)
+    return weights / (weights.sum(axis=-1, keepdims=True) + jnp.exp(extra - top))
+
+
+def _grouped(mask: jax.Array, kv_heads: int, num_queries: int, num_keys: int) -> jax.Array:
+    """A mask over [batch, heads | 1, queries | 1, keys] as one over [batch, kv_heads | 1, groups | 1, queries, keys]."""
+    if mask.ndim < 4:
+        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    mask = mask[..., :num_keys]
+    if mask.shape[1] == 1:
+        return mask[:, :, None]
+    return mask.reshape(mask.shape[0], kv_heads, mask.shape[1] // kv_heads, *mask.shape[2:])
+
+
+def causal_positions(num_queries: int, num_keys: int, *, align_end: bool = True) -> jax.Array:
+    """[1, 1, queries, keys] bool: each query sees the keys up to its own position.
+
+    `align_end`: the last query stands at the last key, as after a cache; else the first query at the first key, as torch has it.
+    """
+    rows = jnp.arange(num_queries)[:, None] + (num_keys - num_queries if align_end else 0)
+    return (jnp.arange(num_keys)[None, :] <= rows)[None, None]
+
+
+def causal_mask(num_queries: int, num_keys: int) -> Mask:
+    """`causal_positions` with its blocks."""
+    after = num_keys - num_queries
+    block = lambda rows, columns: (columns[None, :] <= rows[:, None] + after)[None, None]  # noqa: E731
+    return Mask(array=causal_positions(num_queries, num_keys), block=block)
+
+
+def key_padding(padding_mask: jax.Array, positions: jax.Array) -> jax.Array:
+    """Which keys are real tokens.
+
+    Args:
+        padding_mask: [batch, length], nonzero for tokens.
+        positions: [keys], the position of each key in the sequence; below zero for a slot that holds nothing.
+
+    Returns:
+        [batch, 1, 1, keys] bool; positions past the mask's end are False.
+    """
+    length = padding_mask.shape[-1]
+    inside = (positions >= 0) & (positions < length)
+    picked = jnp.take(padding_mask != 0, jnp.clip(positions, 0, length - 1), axis=1)
+    return (picked & inside)[:, None, None, :]

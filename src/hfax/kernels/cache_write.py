@@ -1,0 +1,27 @@
+"""Writing new keys and values into a cache that is longer than the text."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from hfax.kernels import target
+from hfax.kernels.cpu import calls, library
+
+
+def cache_write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+    """`buffer` with `new` written from position `start` (a scalar) on axis -2; in place where the buffer is not used again.
+
+    Args:
+        buffer: [..., capacity, width].
+        new: [..., n, width]; converted to the buffer's dtype.
+        start: scalar; clamped so that `new` fits.
+    """
+    new = new.astype(buffer.dtype)
+    where = target.current()
+    is_half = buffer.dtype in (jnp.bfloat16, jnp.float16)
+    if where is not None and where.platform == "cpu" and is_half and library.is_available():
+        # XLA's CPU compiler widens the whole buffer to float32 and back for such an update
+        target.choose("cache: written in place by the C++ kernel")
+        return calls.cache_write(buffer, new, start)
+    return jax.lax.dynamic_update_slice_in_dim(buffer, new, start, axis=buffer.ndim - 2)

@@ -1,0 +1,80 @@
+"""The C++ kernels as JAX functions. They cannot be differentiated or batched; callers use them in programs that are compiled next."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def linear(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
+    """`x @ weight.T` with float32 accumulation.
+
+    Args:
+        x: [rows, in_features] float32 or bfloat16.
+        weight: [out_features, in_features] float32 or bfloat16.
+        out_dtype: float32 or bfloat16.
+
+    Returns:
+        [rows, out_features].
+    """
+    shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), out_dtype)
+    return jax.ffi.ffi_call("hfax_linear", shape)(x, weight)
+
+
+def linear_int8(x: jax.Array, weight: jax.Array, scale: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
+    """`x @ (weight · scale).T` with float32 accumulation.
+
+    Args:
+        x: [rows, in_features] float32 or bfloat16.
+        weight: [out_features, in_features] int8.
+        scale: [out_features, groups] float32; groups of a multiple of 32 columns.
+        out_dtype: float32 or bfloat16.
+    """
+    shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), out_dtype)
+    return jax.ffi.ffi_call("hfax_linear_int8", shape)(x, weight, scale)
+
+
+def linear_int4(x: jax.Array, weight: jax.Array, scale: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
+    """As `linear_int8` for weights packed two a byte (`hfax.kernels.quantized`), [out_features, in_features / 2] uint8."""
+    shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), out_dtype)
+    return jax.ffi.ffi_call("hfax_linear_int4", shape)(x, weight, scale)
+
+
+def decode_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """Attention of few queries that reads only the keys which some query sees.
+
+    Args:
+        query: [batch, heads, queries, head_dim] float32 or bfloat16; keys and values have the same dtype.
+        key: [batch, kv_heads, capacity, head_dim].
+        value: [batch, kv_heads, capacity, value_dim].
+        mask: [batch | 1, heads | 1, queries, capacity] bool.
+        scale: multiplies the scores.
+        softcap: bounds them, see `hfax.kernels.attention`.
+        sinks: [heads], see there.
+
+    Returns:
+        [batch, queries, heads, value_dim]; 0 where a query sees nothing.
+    """
+    batch, heads, queries, _ = query.shape
+    shape = jax.ShapeDtypeStruct((batch, queries, heads, value.shape[-1]), query.dtype)
+    extra = jnp.zeros((0,), jnp.float32) if sinks is None else sinks.astype(jnp.float32)
+    return jax.ffi.ffi_call("hfax_decode_attention", shape)(
+        query, key, value, mask, extra, scale=np.float32(scale), softcap=np.float32(softcap or 0.0)
+    )
+
+
+def cache_write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+    """`buffer` with `new`, of the same dtype, written from position `start` on axis -2, in the buffer's own memory."""
+    shape = jax.ShapeDtypeStruct(buffer.shape, buffer.dtype)
+    call = jax.ffi.ffi_call("hfax_cache_write", shape, input_output_aliases={0: 0})
+    return call(buffer, new, start.astype(jnp.int32).reshape(1))

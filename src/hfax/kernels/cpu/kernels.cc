@@ -1,0 +1,614 @@
+// Products of few rows with a large matrix, and attention of few queries over a long cache, for XLA on CPU.
+//
+// Decoding moves every weight once a token, so its limit is the memory's bandwidth. XLA's own code for these shapes stays far from
+// it for bfloat16 with several rows and for packed integers, and reads the whole capacity of a cache; see docs/performance.md.
+// Everything here is written with the compiler's portable vectors of 16 floats; where the processor multiplies pairs of bfloat16
+// itself, that is used. Each function is an XLA FFI handler; calls.py says what its buffers are.
+
+#include <atomic>
+#include <algorithm>
+#include <cmath>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+constexpr int64_t kLanes = 16;
+constexpr int64_t kChunkBytes = 256 << 10;  // of weights that a thread takes at a time
+constexpr int64_t kRowBlock = 4;           // rows of x whose sums are kept in registers together
+constexpr int64_t kColumnBlock = 4;        // rows of the weight, likewise
+constexpr int64_t kPrefetch = 2048;        // bytes ahead
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32), aligned(2)));
+typedef int8_t Bytes __attribute__((vector_size(16), aligned(1)));
+typedef uint8_t Nibbles __attribute__((vector_size(16), aligned(1)));
+typedef float UnalignedFloats __attribute__((vector_size(64), aligned(4)));
+
+struct Bf16 {
+  uint16_t bits;
+};
+
+inline Floats load(const float* p) { return *reinterpret_cast<const UnalignedFloats*>(p); }
+
+inline Floats load(const Bf16* p) {
+  Halves half = *reinterpret_cast<const Halves*>(p);
+  Words wide = __builtin_convertvector(half, Words) << 16;
+  return reinterpret_cast<Floats&>(wide);
+}
+
+inline Floats load(const int8_t* p) {
+  const Bytes bytes = *reinterpret_cast<const Bytes*>(p);
+  return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
+}
+
+inline float to_float(float value) { return value; }
+
+inline float to_float(Bf16 value) {
+  uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+
+inline void store(float value, float* out) { *out = value; }
+
+// Rounds to the nearest, ties to even; what is not a number stays so.
+inline void store(float value, Bf16* out) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if (std::isnan(value)) {
+    out->bits = static_cast<uint16_t>((bits >> 16) | 0x40);
+  } else {
+    out->bits = static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+  }
+}
+
+inline float total(Floats v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps(v);
+#else
+  float sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += v[i];
+  return sum;
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------- threads
+
+// Work that is taken piece by piece by the calling thread and by whichever threads of XLA's pool come to help. A helper that comes
+// when all is taken finds nothing to do, so nobody waits for a thread that has not started.
+struct Shared {
+  std::atomic<int64_t> next{0};
+  std::atomic<int64_t> done{0};
+  int64_t pieces = 0;
+};
+
+template <typename Work>
+void parallel(ffi::ThreadPool& pool, int64_t pieces, const Work& work) {
+  const int64_t helpers = std::min<int64_t>(pool.num_threads(), pieces) - 1;
+  if (helpers < 1) {
+    for (int64_t i = 0; i < pieces; ++i) work(i);
+    return;
+  }
+  auto shared = std::make_shared<Shared>();
+  shared->pieces = pieces;
+  const Work* body = &work;  // alive until every piece is done
+  auto run = [shared, body]() {
+    for (;;) {
+      const int64_t i = shared->next.fetch_add(1, std::memory_order_relaxed);
+      if (i >= shared->pieces) return;
+      (*body)(i);
+      shared->done.fetch_add(1, std::memory_order_acq_rel);
+    }
+  };
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule(decltype(run)(run));
+  run();
+  while (shared->done.load(std::memory_order_acquire) < pieces) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+}
+
+// ----------------------------------------------------------------------------------------------------------------- linear
+
+// How stored weights become vectors. A decoder has `Activation`, the type of x in the inner loop; `kWidth`, how many columns `decode`
+// gives at once, as `kVectors` vectors; and `multiply_add`. `at(row)` is where a row of the weight begins.
+
+template <typename W>
+struct Floating {  // float32 or bfloat16, 16 columns at a time
+  using Activation = float;
+  using Vector = Floats;
+  static constexpr int kVectors = 1, kWidth = 16;
+  const W* weight;
+  int64_t width;
+
+  int64_t bytes_per_row() const { return width * sizeof(W); }
+  const uint8_t* at(int64_t row) const { return reinterpret_cast<const uint8_t*>(weight + row * width); }
+  static constexpr int64_t offset(int64_t column) { return column * sizeof(W); }
+  static void decode(const uint8_t* p, Vector* out) { out[0] = load(reinterpret_cast<const W*>(p)); }
+};
+
+struct Int8Floats {
+  using Activation = float;
+  using Vector = Floats;
+  static constexpr int kVectors = 1, kWidth = 16;
+  const int8_t* weight;
+  int64_t width;
+
+  int64_t bytes_per_row() const { return width; }
+  const uint8_t* at(int64_t row) const { return reinterpret_cast<const uint8_t*>(weight + row * width); }
+  static constexpr int64_t offset(int64_t column) { return column; }
+  static void decode(const uint8_t* p, Vector* out) { out[0] = load(reinterpret_cast<const int8_t*>(p)); }
+};
+
+// Two weights a byte, plus 8: of each 64 columns the low halves of 32 bytes hold the first 32, the high halves the last 32.
+struct Int4Floats {
+  using Activation = float;
+  using Vector = Floats;
+  static constexpr int kVectors = 4, kWidth = 64;
+  const uint8_t* weight;
+  int64_t width;
+
+  int64_t bytes_per_row() const { return width / 2; }
+  const uint8_t* at(int64_t row) const { return weight + row * (width / 2); }
+  static constexpr int64_t offset(int64_t column) { return column / 2; }
+  static void decode(const uint8_t* p, Vector* out) {
+    for (int half = 0; half < 2; ++half) {
+      const Ints wide = __builtin_convertvector(*reinterpret_cast<const Nibbles*>(p + 16 * half), Ints);
+      out[half] = __builtin_convertvector((wide & 15) - 8, Floats);
+      out[2 + half] = __builtin_convertvector((wide >> 4) - 8, Floats);
+    }
+  }
+};
+
+inline void multiply_add(Floats& sum, Floats x, Floats w) { sum += x * w; }
+inline void load_activations(const float* p, Floats& out) { out = load(p); }
+
+#if defined(__AVX512BF16__)
+// With bfloat16 activations the processor multiplies pairs: 32 columns a vector. Signed bytes and half bytes are exact in bfloat16.
+struct Bf16Pairs {
+  using Activation = Bf16;
+  using Vector = __m512bh;
+  static constexpr int kVectors = 1, kWidth = 32;
+  const Bf16* weight;
+  int64_t width;
+
+  int64_t bytes_per_row() const { return width * 2; }
+  const uint8_t* at(int64_t row) const { return reinterpret_cast<const uint8_t*>(weight + row * width); }
+  static constexpr int64_t offset(int64_t column) { return column * 2; }
+  static void decode(const uint8_t* p, Vector* out) { out[0] = (__m512bh)_mm512_loadu_si512(p); }
+};
+
+struct Int8Pairs {
+  using Activation = Bf16;
+  using Vector = __m512bh;
+  static constexpr int kVectors = 1, kWidth = 32;
+  const int8_t* weight;
+  int64_t width;
+
+  int64_t bytes_per_row() const { return width; }
+  const uint8_t* at(int64_t row) const { return reinterpret_cast<const uint8_t*>(weight + row * width); }
+  static constexpr int64_t offset(int64_t column) { return column; }
+  static void decode(const uint8_t* p, Vector* out) {
+    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16))));
+    out[0] = _mm512_cvtne2ps_pbh(high, low);
+  }
+};
+
+struct Int4Pairs {
+  using Activation = Bf16;
+  using Vector = __m512bh;
+  static constexpr int kVectors = 2, kWidth = 64;
+  const uint8_t* weight;
+  int64_t width;
+
+  int64_t bytes_per_row() const { return width / 2; }
+  const uint8_t* at(int64_t row) const { return weight + row * (width / 2); }
+  static constexpr int64_t offset(int64_t column) { return column / 2; }
+  static void decode(const uint8_t* p, Vector* out) {
+    // -8 to 7 as bfloat16, twice: the permutation looks at five bits of each index, of which the fifth must not count
+    alignas(64) static constexpr uint16_t kValues[32] = {
+        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+    const __m512i values = _mm512_load_si512(kValues);
+    const __m512i wide = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    out[0] = (__m512bh)_mm512_permutexvar_epi16(wide, values);
+    out[1] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(wide, 4), values);
+  }
+};
+
+inline void multiply_add(Floats& sum, __m512bh x, __m512bh w) { sum = _mm512_dpbf16_ps(sum, x, w); }
+inline void load_activations(const Bf16* p, __m512bh& out) { out = (__m512bh)_mm512_loadu_si512(p); }
+#endif
+
+// A decoder, the scales of its groups if it has any, and the width of a group.
+template <typename Decoder>
+struct Weight {
+  Decoder decoder;
+  const float* scale;
+  int64_t group;
+
+  // Sums of M rows of x with R rows of the weight from `row` on.
+  template <int M, int R>
+  void dots(const typename Decoder::Activation* x, int64_t row, float* out, int64_t stride) const {
+    using Vector = typename Decoder::Vector;
+    constexpr int V = Decoder::kVectors, kStep = Decoder::kWidth / V;
+    const int64_t width = decoder.width, bytes = decoder.bytes_per_row(), groups = scale ? width / group : 1;
+    const int64_t whole = width - width % Decoder::kWidth;
+    const uint8_t* w = decoder.at(row);
+    // few sums would wait for each other: one addition takes several cycles
+    constexpr int kChains = M * R >= 4 ? 1 : 4;
+    Floats totals[M][R] = {};
+    for (int64_t g = 0; g < groups; ++g) {
+      Floats sums[kChains][M][R] = {};
+      const int64_t begin = scale ? g * group : 0, end = scale ? begin + group : whole;
+      auto step = [&](int64_t k, Floats (&into)[M][R]) __attribute__((always_inline)) {
+        Vector ws[R][V];
+        for (int r = 0; r < R; ++r) {
+          const uint8_t* from = w + r * bytes + Decoder::offset(k);
+          __builtin_prefetch(from + (R == 1 ? kPrefetch : R * bytes));
+          Decoder::decode(from, ws[r]);
+        }
+        for (int m = 0; m < M; ++m) {
+          for (int v = 0; v < V; ++v) {
+            Vector xs;
+            load_activations(x + m * width + k + v * kStep, xs);
+            for (int r = 0; r < R; ++r) multiply_add(into[m][r], xs, ws[r][v]);
+          }
+        }
+      };
+      int64_t k = begin;
+      for (; k + kChains * Decoder::kWidth <= end; k += kChains * Decoder::kWidth)
+        for (int c = 0; c < kChains; ++c) step(k + c * Decoder::kWidth, sums[c]);
+      for (; k < end; k += Decoder::kWidth) step(k, sums[0]);
+      for (int r = 0; r < R; ++r) {
+        const float s = scale ? scale[(row + r) * groups + g] : 1.0f;
+        for (int m = 0; m < M; ++m) {
+          Floats all = sums[0][m][r];
+          for (int c = 1; c < kChains; ++c) all += sums[c][m][r];
+          totals[m][r] += all * s;
+        }
+      }
+    }
+    for (int m = 0; m < M; ++m)
+      for (int r = 0; r < R; ++r) out[m * stride + r] = total(totals[m][r]);
+    if constexpr (std::is_same_v<Decoder, Floating<float>> || std::is_same_v<Decoder, Floating<Bf16>>) tail<M, R>(x, row, whole, out, stride);
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<Decoder, Bf16Pairs>) tail<M, R>(x, row, whole, out, stride);
+#endif
+  }
+
+  // The columns that fill no vector; packed weights have none.
+  template <int M, int R>
+  void tail(const typename Decoder::Activation* x, int64_t row, int64_t whole, float* out, int64_t stride) const {
+    const int64_t width = decoder.width;
+    for (int64_t k = whole; k < width; ++k)
+      for (int m = 0; m < M; ++m)
+        for (int r = 0; r < R; ++r) out[m * stride + r] += to_float(x[m * width + k]) * to_float(decoder.weight[(row + r) * width + k]);
+  }
+};
+
+template <int M, int R, typename Decoder, typename Out>
+void block(const Weight<Decoder>& weight, const typename Decoder::Activation* x, int64_t row, Out* out, int64_t num_columns) {
+  float sums[M * R];
+  weight.template dots<M, R>(x, row, sums, R);
+  for (int m = 0; m < M; ++m)
+    for (int r = 0; r < R; ++r) store(sums[m * R + r], out + m * num_columns + row + r);
+}
+
+// All rows of x with R rows of the weight, which stay in the nearest cache meanwhile.
+template <int R, typename Decoder, typename Out>
+void blocks(const Weight<Decoder>& weight, const typename Decoder::Activation* x, int64_t num_rows, int64_t row, Out* out, int64_t num_columns) {
+  const int64_t width = weight.decoder.width;
+  int64_t m = 0;
+  for (; m + kRowBlock <= num_rows; m += kRowBlock) block<kRowBlock, R>(weight, x + m * width, row, out + m * num_columns, num_columns);
+  const auto* rest = x + m * width;
+  Out* to = out + m * num_columns;
+  switch (num_rows - m) {
+    case 1: block<1, R>(weight, rest, row, to, num_columns); break;
+    case 2: block<2, R>(weight, rest, row, to, num_columns); break;
+    case 3: block<3, R>(weight, rest, row, to, num_columns); break;
+  }
+}
+
+template <typename Decoder, typename Out>
+void multiply(ffi::ThreadPool& pool, const Weight<Decoder>& weight, const typename Decoder::Activation* x, Out* out, int64_t num_rows, int64_t num_columns) {
+  const int64_t fitting = kChunkBytes / std::max<int64_t>(weight.decoder.bytes_per_row(), 1) / kColumnBlock * kColumnBlock;
+  const int64_t per_chunk = std::max(kColumnBlock, fitting), chunks = (num_columns + per_chunk - 1) / per_chunk;
+  parallel(pool, chunks, [&](int64_t chunk) {
+    int64_t row = chunk * per_chunk;
+    const int64_t end = std::min(num_columns, row + per_chunk);
+    // a single row of x needs no registers for others, and memory is fastest read in one stream
+    if (num_rows > 1)
+      for (; row + kColumnBlock <= end; row += kColumnBlock) blocks<kColumnBlock>(weight, x, num_rows, row, out, num_columns);
+    for (; row < end; ++row) blocks<1>(weight, x, num_rows, row, out, num_columns);
+  });
+}
+
+// The activations of a buffer as float32, converted if they are bfloat16.
+class Activations {
+ public:
+  explicit Activations(const ffi::AnyBuffer& x) {
+    if (x.element_type() == ffi::F32) {
+      data_ = reinterpret_cast<const float*>(x.untyped_data());
+      return;
+    }
+    const Bf16* from = reinterpret_cast<const Bf16*>(x.untyped_data());
+    converted_.resize(x.element_count());
+    for (size_t i = 0; i < converted_.size(); ++i) converted_[i] = to_float(from[i]);
+    data_ = converted_.data();
+  }
+  const float* data() const { return data_; }
+
+ private:
+  std::vector<float> converted_;
+  const float* data_;
+};
+
+template <typename Decoder>
+ffi::Error multiply_into(ffi::ThreadPool& pool, const Weight<Decoder>& weight, const typename Decoder::Activation* x, ffi::Result<ffi::AnyBuffer>& out) {
+  const int64_t rows = out->dimensions()[0], columns = out->dimensions()[1];
+  if (out->element_type() == ffi::BF16) {
+    multiply(pool, weight, x, reinterpret_cast<Bf16*>(out->untyped_data()), rows, columns);
+  } else if (out->element_type() == ffi::F32) {
+    multiply(pool, weight, x, reinterpret_cast<float*>(out->untyped_data()), rows, columns);
+  } else {
+    return ffi::Error::InvalidArgument("hfax: the result must be float32 or bfloat16");
+  }
+  return ffi::Error::Success();
+}
+
+// The product with whichever decoder suits the activations.
+template <typename AsFloats, typename AsPairs, typename W>
+ffi::Error multiply_by(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const W* weight, const float* scale, int64_t group, ffi::Result<ffi::AnyBuffer>& out) {
+  const int64_t width = x.dimensions()[1];
+  if (x.element_type() != ffi::F32 && x.element_type() != ffi::BF16)
+    return ffi::Error::InvalidArgument("hfax: activations must be float32 or bfloat16");
+#if defined(__AVX512BF16__)
+  if (x.element_type() == ffi::BF16)
+    return multiply_into(pool, Weight<AsPairs>{{weight, width}, scale, group}, reinterpret_cast<const Bf16*>(x.untyped_data()), out);
+#endif
+  return multiply_into(pool, Weight<AsFloats>{{weight, width}, scale, group}, Activations(x).data(), out);
+}
+
+#if !defined(__AVX512BF16__)
+using Bf16Pairs = Floating<Bf16>;
+using Int8Pairs = Int8Floats;
+using Int4Pairs = Int4Floats;
+#endif
+
+// x [M, K], weight [N, K] of float32 or bfloat16 -> [M, N].
+ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> out) {
+  if (weight.element_type() == ffi::BF16)
+    return multiply_by<Floating<Bf16>, Bf16Pairs>(pool, x, reinterpret_cast<const Bf16*>(weight.untyped_data()), nullptr, 0, out);
+  if (weight.element_type() != ffi::F32) return ffi::Error::InvalidArgument("hfax: the weight must be float32 or bfloat16");
+  const Weight<Floating<float>> floats{{reinterpret_cast<const float*>(weight.untyped_data()), x.dimensions()[1]}, nullptr, 0};
+  return multiply_into(pool, floats, Activations(x).data(), out);
+}
+
+// x [M, K], weight [N, K] int8, scale [N, K / group] float32 -> [M, N].
+ffi::Error linear_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S8> weight, ffi::Buffer<ffi::F32> scale, ffi::Result<ffi::AnyBuffer> out) {
+  const int64_t group = x.dimensions()[1] / scale.dimensions()[1];
+  if (group % Int8Pairs::kWidth) return ffi::Error::InvalidArgument("hfax: groups of int8 must be multiples of 32");
+  return multiply_by<Int8Floats, Int8Pairs>(pool, x, weight.typed_data(), scale.typed_data(), group, out);
+}
+
+// x [M, K], weight [N, K / 2] uint8, scale [N, K / group] float32 -> [M, N].
+ffi::Error linear_int4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U8> weight, ffi::Buffer<ffi::F32> scale, ffi::Result<ffi::AnyBuffer> out) {
+  const int64_t group = x.dimensions()[1] / scale.dimensions()[1];
+  if (group % Int4Pairs::kWidth) return ffi::Error::InvalidArgument("hfax: groups of int4 must be multiples of 64");
+  return multiply_by<Int4Floats, Int4Pairs>(pool, x, weight.typed_data(), scale.typed_data(), group, out);
+}
+
+// -------------------------------------------------------------------------------------------------------------- attention
+
+constexpr int64_t kKeyBlock = 64;
+
+inline Floats load_some(const float* p, int64_t n) {
+  Floats out = {};
+  std::memcpy(&out, p, n * sizeof(float));
+  return out;
+}
+
+inline Floats load_some(const Bf16* p, int64_t n) {
+  Bf16 padded[kLanes] = {};
+  std::memcpy(padded, p, n * sizeof(Bf16));
+  return load(padded);
+}
+
+// One head of keys and values, for `count` queries of `dim` numbers each that share it. `seen` [count] points at each query's row of
+// the mask over `capacity` keys. Blocks of keys that no query sees are not read.
+template <typename T>
+void attend(const float* query, int64_t count, int64_t dim, const T* keys, const T* values, int64_t value_dim, int64_t capacity,
+            const std::vector<const bool*>& seen, const float* sinks, float softcap, float* out) {
+  std::vector<float> top(count), weight(count), scores(count * kKeyBlock);
+  std::fill(out, out + count * value_dim, 0.0f);
+  for (int64_t c = 0; c < count; ++c) {
+    top[c] = sinks ? sinks[c] : -std::numeric_limits<float>::infinity();
+    weight[c] = sinks ? 1.0f : 0.0f;
+  }
+  for (int64_t begin = 0; begin < capacity; begin += kKeyBlock) {
+    const int64_t end = std::min(capacity, begin + kKeyBlock), keys_here = end - begin;
+    bool any = false;
+    for (int64_t c = 0; c < count && !any; ++c) any = (c == 0 || seen[c] != seen[c - 1]) && std::memchr(seen[c] + begin, 1, keys_here);
+    if (!any) continue;
+    for (int64_t k = 0; k < keys_here; ++k) {
+      const T* key = keys + (begin + k) * dim;
+      __builtin_prefetch(key + 8 * dim);
+      for (int64_t c = 0; c < count; ++c) {
+        const float* q = query + c * dim;
+        Floats parts = {};
+        int64_t d = 0;
+        for (; d + kLanes <= dim; d += kLanes) parts += load(q + d) * load(key + d);
+        if (d < dim) parts += load_some(q + d, dim - d) * load_some(key + d, dim - d);
+        float score = total(parts);
+        if (softcap > 0) score = softcap * std::tanh(score / softcap);
+        scores[c * kKeyBlock + k] = seen[c][begin + k] ? score : -std::numeric_limits<float>::infinity();
+      }
+    }
+    for (int64_t c = 0; c < count; ++c) {
+      float* of_query = scores.data() + c * kKeyBlock;
+      const float highest = std::max(top[c], *std::max_element(of_query, of_query + keys_here));
+      if (highest == -std::numeric_limits<float>::infinity()) {
+        std::fill(of_query, of_query + keys_here, 0.0f);
+        continue;
+      }
+      const float shrink = std::exp(top[c] - highest);
+      float total = 0;
+      for (int64_t k = 0; k < keys_here; ++k) {
+        of_query[k] = std::exp(of_query[k] - highest);
+        total += of_query[k];
+      }
+      weight[c] = weight[c] * shrink + total;
+      top[c] = highest;
+      if (shrink != 1.0f)
+        for (int64_t d = 0; d < value_dim; ++d) out[c * value_dim + d] *= shrink;
+    }
+    for (int64_t c = 0; c < count; ++c) {
+      const float* of_query = scores.data() + c * kKeyBlock;
+      float* to = out + c * value_dim;
+      constexpr int kWide = 4;
+      int64_t d = 0;
+      for (; d + kWide * kLanes <= value_dim; d += kWide * kLanes) {
+        Floats sums[kWide];
+        for (int i = 0; i < kWide; ++i) sums[i] = load(to + d + i * kLanes);
+        for (int64_t k = 0; k < keys_here; ++k) {
+          const T* value = values + (begin + k) * value_dim + d;
+          for (int i = 0; i < kWide; ++i) sums[i] += of_query[k] * load(value + i * kLanes);
+        }
+        std::memcpy(to + d, sums, sizeof(sums));
+      }
+      for (; d < value_dim; ++d) {
+        float total = to[d];
+        for (int64_t k = 0; k < keys_here; ++k) total += of_query[k] * to_float(values[(begin + k) * value_dim + d]);
+        to[d] = total;
+      }
+    }
+  }
+  for (int64_t c = 0; c < count; ++c)
+    for (int64_t d = 0; d < value_dim; ++d) out[c * value_dim + d] = weight[c] > 0 ? out[c * value_dim + d] / weight[c] : 0.0f;
+}
+
+template <typename T>
+void attend_all(ffi::ThreadPool& pool, const ffi::AnyBuffer& query, const ffi::AnyBuffer& key, const ffi::AnyBuffer& value,
+                const ffi::Buffer<ffi::PRED>& mask, const ffi::Buffer<ffi::F32>& sinks, float scale, float softcap, T* out) {
+  const auto q = query.dimensions(), k = key.dimensions(), v = value.dimensions(), m = mask.dimensions();
+  const int64_t batch = q[0], heads = q[1], queries = q[2], dim = q[3], kv_heads = k[1], capacity = k[2], value_dim = v[3];
+  const int64_t group = heads / kv_heads, count = group * queries;
+  const T* all_queries = reinterpret_cast<const T*>(query.untyped_data());
+  const T* all_keys = reinterpret_cast<const T*>(key.untyped_data());
+  const T* all_values = reinterpret_cast<const T*>(value.untyped_data());
+  parallel(pool, batch * kv_heads, [&](int64_t index) {
+    const int64_t row = index / kv_heads, kv_head = index % kv_heads;
+    std::vector<float> scaled(count * dim), result(count * value_dim), extra(count);
+    std::vector<const bool*> seen(count);
+    const T* from = all_queries + (row * heads + kv_head * group) * queries * dim;
+    for (int64_t i = 0; i < count * dim; ++i) scaled[i] = to_float(from[i]) * scale;
+    for (int64_t c = 0; c < count; ++c) {
+      const int64_t head = kv_head * group + c / queries;
+      const int64_t at = ((m[0] == 1 ? 0 : row) * m[1] + (m[1] == 1 ? 0 : head)) * queries + c % queries;
+      seen[c] = mask.typed_data() + at * capacity;
+      if (sinks.element_count()) extra[c] = sinks.typed_data()[head];
+    }
+    attend(scaled.data(), count, dim, all_keys + index * capacity * dim, all_values + index * capacity * value_dim, value_dim,
+           capacity, seen, sinks.element_count() ? extra.data() : nullptr, softcap, result.data());
+    for (int64_t c = 0; c < count; ++c) {  // the result is [batch, queries, heads, value_dim]
+      const int64_t head = kv_head * group + c / queries;
+      T* to = out + ((row * queries + c % queries) * heads + head) * value_dim;
+      for (int64_t d = 0; d < value_dim; ++d) store(result[c * value_dim + d], to + d);
+    }
+  });
+}
+
+// query [B, H, Q, D], key [B, KV, C, D], value [B, KV, C, E], mask [B | 1, H | 1, Q, C], sinks [H] or [0] -> [B, Q, H, E].
+ffi::Error decode_attention(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value, ffi::Buffer<ffi::PRED> mask,
+                            ffi::Buffer<ffi::F32> sinks, ffi::Result<ffi::AnyBuffer> out, float scale, float softcap) {
+  const auto type = query.element_type();
+  if (key.element_type() != type || value.element_type() != type || out->element_type() != type)
+    return ffi::Error::InvalidArgument("hfax: queries, keys, values and the result must have one dtype");
+  if (type == ffi::BF16) {
+    attend_all(pool, query, key, value, mask, sinks, scale, softcap, reinterpret_cast<Bf16*>(out->untyped_data()));
+  } else if (type == ffi::F32) {
+    attend_all(pool, query, key, value, mask, sinks, scale, softcap, reinterpret_cast<float*>(out->untyped_data()));
+  } else {
+    return ffi::Error::InvalidArgument("hfax: attention takes float32 or bfloat16");
+  }
+  return ffi::Error::Success();
+}
+
+// ------------------------------------------------------------------------------------------------------------------ cache
+
+// buffer [..., C, D] with new [..., n, D] written at `start` on the axis before the last; in place, where XLA gives the buffer's own
+// memory for the result. XLA's own update converts a whole bfloat16 buffer to float32 and back.
+ffi::Error cache_write(ffi::AnyBuffer buffer, ffi::AnyBuffer fresh, ffi::Buffer<ffi::S32> start, ffi::Result<ffi::AnyBuffer> out) {
+  const auto shape = buffer.dimensions(), added = fresh.dimensions();
+  const int64_t rank = shape.size(), capacity = shape[rank - 2], count = added[rank - 2];
+  if (buffer.element_count() == 0 || fresh.element_count() == 0) return ffi::Error::Success();
+  const int64_t width = buffer.size_bytes() / buffer.element_count() * shape[rank - 1];
+  const int64_t blocks = buffer.size_bytes() / (capacity * width);
+  const int64_t at = std::clamp<int64_t>(start.typed_data()[0], 0, capacity - count);
+  char* to = static_cast<char*>(out->untyped_data());
+  const char* from = static_cast<const char*>(fresh.untyped_data());
+  if (to != buffer.untyped_data()) std::memcpy(to, buffer.untyped_data(), buffer.size_bytes());
+  for (int64_t i = 0; i < blocks; ++i) std::memcpy(to + (i * capacity + at) * width, from + i * count * width, count * width);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    hfax_cache_write, cache_write,
+    ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::S32>>().Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    hfax_linear, linear,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_linear_int8, linear_int8,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S8>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_linear_int4, linear_int4,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::U8>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_decode_attention, decode_attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("scale")
+                                  .Attr<float>("softcap"));

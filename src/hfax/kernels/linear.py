@@ -1,0 +1,82 @@
+"""Products of activations with a weight matrix.
+
+`linear` is torch's, with float32 accumulation. On CPU, where a program's limit with few rows is reading the weight once, it goes to
+the C++ kernels (several rows, packed weights) or is written in the one form that XLA does not spoil (a single row).
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from hfax.kernels import target
+from hfax.kernels.cpu import calls, library
+
+_MAX_FUSED_WIDTH = 2048
+"""XLA's CPU compiler fuses a weight's conversion to float32 into a vector-matrix product only for vectors under 16 KB."""
+_KERNEL_ROWS = {"bfloat16": range(1, 33), "float32": range(2, 17)}
+"""Numbers of rows for which the C++ kernel is faster than XLA's product on CPU (`python benchmarks/kernels.py`)."""
+
+
+def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """`x @ weight.T + bias` with float32 accumulation.
+
+    Args:
+        x: [..., in_features].
+        weight: [out_features, in_features], or [in_features], which leaves the last axis out.
+        bias: [out_features].
+
+    Returns:
+        [..., out_features] in the promoted dtype of `x` and `weight`.
+    """
+    dtype = jnp.result_type(x, weight)
+    if weight.ndim == 1:
+        return jnp.matmul(x, weight, preferred_element_type=dtype) if bias is None else jnp.matmul(x, weight) + bias
+    rows = math.prod(x.shape[:-1])
+    if has_kernel(rows, x, weight):
+        target.choose(f"linear: C++ kernel ({weight.dtype}, up to {_KERNEL_ROWS[str(dtype)][-1]} rows)")
+        out_dtype = dtype if bias is None else jnp.dtype(jnp.float32)
+        out = calls.linear(x.reshape(rows, -1), weight, out_dtype).reshape(*x.shape[:-1], -1)
+        return out if bias is None else (out + bias.astype(jnp.float32)).astype(dtype)
+    if dtype == jnp.bfloat16 and rows == 1:
+        target.choose("linear: vector times matrix, converted as it is read")
+        out = _vector_times_matrix(x.reshape(-1), weight).reshape(*x.shape[:-1], -1)
+    else:
+        target.choose("linear: XLA's matrix product, float32 accumulation")
+        out = jax.lax.dot_general(
+            x.astype(dtype),
+            weight.astype(dtype),
+            (((x.ndim - 1,), (1,)), ((), ())),
+            preferred_element_type=jnp.float32 if dtype in (jnp.bfloat16, jnp.float16) else dtype,
+        )
+        if bias is not None:
+            return (out + bias.astype(out.dtype)).astype(dtype)
+    out = out.astype(dtype)
+    return out if bias is None else out + bias.astype(dtype)
+
+
+def has_kernel(rows: int, x: jax.Array, weight: jax.Array) -> bool:
+    """Whether the program runs on CPU, with kernels, and this product is one that they do faster."""
+    where = target.current()
+    if where is None or where.platform != "cpu" or x.dtype != weight.dtype:
+        return False
+    return rows in _KERNEL_ROWS.get(str(x.dtype), ()) and library.is_available()
+
+
+def _vector_times_matrix(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """bf16 `weight @ x` in float32, written so that on CPU the weight is read once as bf16 and never stored as float32.
+
+    The form matters: `x @ weight.T` with a float32 vector fuses, `weight @ x` does not; the caller rounds the result before it
+    is added to anything, else XLA fuses the addition instead (docs/performance.md).
+    """
+    width = x.shape[0]
+    x = x.astype(jnp.float32)
+    if width <= _MAX_FUSED_WIDTH * 2 - 1:
+        return x @ weight.astype(jnp.float32).T
+    parts = [
+        x[i : i + _MAX_FUSED_WIDTH] @ weight[:, i : i + _MAX_FUSED_WIDTH].astype(jnp.float32).T
+        for i in range(0, width, _MAX_FUSED_WIDTH)
+    ]
+    return sum(parts[1:], parts[0])

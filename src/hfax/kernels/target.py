@@ -1,0 +1,53 @@
+"""Which platform a program is being made for, and which ways of computing were chosen for it.
+
+A trace that knows where it will run, because its program is compiled next, says so with `compiling_for`. Everything else, above all
+`model.apply` under a user's own `jax.jit` or `jax.grad`, has no target and gets plain JAX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """Where a program will run.
+
+    Args:
+        platform: "cpu", "gpu" or "tpu".
+        chosen: gets a line for each way of computing that was chosen; shown by `hfax doctor`.
+    """
+
+    platform: str
+    chosen: set[str] = dataclasses.field(default_factory=set, compare=False)
+
+
+_target: ContextVar[Target | None] = ContextVar("hfax_target", default=None)
+
+
+def current() -> Target | None:
+    """The target of the trace that is going on; None if it is not known."""
+    return _target.get()
+
+
+def choose(way: str) -> None:
+    """Note that `way` was chosen."""
+    if (target := _target.get()) is not None:
+        target.chosen.add(way)
+
+
+@contextlib.contextmanager
+def compiling_for(device: jax.Device | str, chosen: set[str] | None = None) -> Iterator[Target]:
+    """Traces within the block are for programs that run on `device`, or on a platform of that name."""
+    platform = device if isinstance(device, str) else device.platform
+    target = Target(platform="gpu" if platform in ("cuda", "rocm") else platform, chosen=set() if chosen is None else chosen)
+    token = _target.set(target)
+    try:
+        yield target
+    finally:
+        _target.reset(token)
