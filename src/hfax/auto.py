@@ -49,6 +49,7 @@ class AutoModelForTPU:
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
         strict: bool = True,
+        quantization: str | None = None,
     ) -> JaxModel:
         """Load a checkpoint from a local folder or the Hugging Face Hub.
 
@@ -65,6 +66,8 @@ class AutoModelForTPU:
             trust_remote_code: run modelling code that the checkpoint carries.
             attn_implementation: "eager" for transformers' own eager attention; None for hfax's.
             strict: missing and unexpected tensors are errors; False initialises the missing ones as transformers does.
+            quantization: "int8" or "int4": the linear layers' matrices become integers with scales while they are loaded; the
+                rest stays in `dtype`. A checkpoint that hfax saved quantized needs none.
 
         Returns:
             A model whose weights are on the default device; nothing is compiled yet.
@@ -73,6 +76,9 @@ class AutoModelForTPU:
             HfaxError: one of its subclasses, which says what to do.
         """
         _require_jax(backend)
+        from hfax.load.quantize import check_name
+
+        check_name(quantization)
         from hfax.load.source import resolve_checkpoint
 
         source = resolve_checkpoint(
@@ -84,7 +90,7 @@ class AutoModelForTPU:
             allow_code=trust_remote_code,
         )
         with phase("load", str(name_or_path)):
-            return _load(source, task, dtype, trust_remote_code, attn_implementation, strict)
+            return _load(source, task, dtype, trust_remote_code, attn_implementation, strict, quantization)
 
     @staticmethod
     def from_config(
@@ -95,6 +101,7 @@ class AutoModelForTPU:
         dtype: str | torch.dtype = "auto",
         seed: int = 0,
         attn_implementation: str | None = None,
+        quantization: str | None = None,
     ) -> JaxModel:
         """A model with random weights: the same that transformers draws after `torch.manual_seed(seed)`.
 
@@ -105,6 +112,7 @@ class AutoModelForTPU:
             dtype: "auto" for the config's dtype (float32 if it has none).
             seed: of torch's generator, which is put back afterwards.
             attn_implementation: as in `from_pretrained`.
+            quantization: as in `from_pretrained`.
 
         Raises:
             UnsupportedModelError: no class for this config, or it cannot be built.
@@ -112,14 +120,16 @@ class AutoModelForTPU:
         _require_jax(backend)
         import torch
 
+        from hfax.load.quantize import check_name
         from hfax.load.random_weights import draw_weights
 
+        check_name(quantization)
         config = copy.deepcopy(config)
         resolved = _resolve_dtype(dtype, config, None)
         skeleton = _skeleton(config, task, resolved, None, attn_implementation)
         with phase("load", f"{type(skeleton.module).__name__} with random weights"), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            params = draw_weights(skeleton, config, resolved, _default_device())
+            params = draw_weights(skeleton, config, resolved, _default_device(), quantization)  # pyright: ignore[reportArgumentType]
         return _finish(skeleton, params, skeleton.tied, folder=None, name=type(config).__name__, task=task)
 
 
@@ -130,17 +140,29 @@ def _load(
     trust_remote_code: bool,
     attn_implementation: str | None,
     strict: bool,
+    quantization: Any,
 ) -> JaxModel:
     from hfax.load.config import read_config
     from hfax.load.store import open_store
-    from hfax.load.weights import load_weights
+    from hfax.load.weights import load_quantized, load_weights
 
     config = read_config(source, trust_remote_code=trust_remote_code)
     store = open_store(source)
     resolved = _resolve_dtype(dtype, config, store.float_dtype)
     code_folder = str(source.folder) if trust_remote_code else None
     skeleton = _skeleton(config, task, resolved, code_folder, attn_implementation)
-    params, tied = load_weights(skeleton, store, _default_device(), resolved, strict=strict)
+    if _is_quantized_by_hfax(config):
+        if quantization is not None:
+            raise UnsupportedOptionError(
+                f"quantization={quantization!r} was given for a checkpoint that is quantized.",
+                "Its full-precision weights are gone.",
+                "Leave quantization out, or load the original checkpoint.",
+            )
+        params, tied = load_quantized(skeleton, store, _default_device(), resolved), skeleton.tied
+    else:
+        params, tied = load_weights(
+            skeleton, store, _default_device(), resolved, strict=strict, quantization=quantization
+        )
     return _finish(skeleton, params, tied, folder=source.folder, name=str(source.name), task=task)
 
 
@@ -160,7 +182,7 @@ def _skeleton(
             "Kernels written for torch devices do not run on XLA; hfax brings its own attention.",
             'Leave it out, or pass "eager" for transformers\' reference implementation.',
         )
-    if getattr(config, "quantization_config", None) is not None:
+    if getattr(config, "quantization_config", None) is not None and not _is_quantized_by_hfax(config):
         raise UnsupportedModelError(
             "The checkpoint is quantized.",
             "Its weights are packed for a kernel library that does not run on XLA.",
@@ -170,6 +192,11 @@ def _skeleton(
     model_class = resolve_model_class(config, task, code_folder=code_folder)
     own = {"sdpa": ATTENTION_NAME, "eager": ADDITIVE_NAME}
     return build_skeleton(model_class, config, dtype, attention=attn_implementation or own, experts=ATTENTION_NAME)
+
+
+def _is_quantized_by_hfax(config: PretrainedConfig) -> bool:
+    given = getattr(config, "quantization_config", None)
+    return isinstance(given, dict) and given.get("quant_method") == "hfax"
 
 
 def _finish(

@@ -279,7 +279,8 @@ class TraceEnvironment(torchax.tensor.Environment):
             kwargs = {**kwargs, "env": self}
         if op.is_jax_function:
             args, kwargs = tuple(_with_numbers(a) for a in args), {n: _with_numbers(a) for n, a in kwargs.items()}
-            arrays, named = self.t2j_iso(args), self.t2j_iso(kwargs)
+            convert = _quantized_too if getattr(op.func, "takes_quantized", False) else self.t2j_iso
+            arrays, named = convert(args), convert(kwargs)
             if name in _SCALAR_AWARE:
                 arrays = _match_scalars(arrays)
             result = self.j2t_iso(op.func(*arrays, **named))
@@ -340,6 +341,11 @@ def as_array(tensor: Any) -> Any:
     if isinstance(tensor, MaskedSelection):
         raise tensor.error()
     return tensor
+
+
+def _quantized_too(value: Any) -> Any:
+    """As `TraceEnvironment.t2j_iso`, with quantized weights as they are."""
+    return _map(_is_tensor, lambda t: getattr(t, "quantized", None) or as_array(t), value)
 
 
 def _map(is_leaf: Callable[[Any], bool], change: Callable[[Any], Any], value: Any) -> Any:

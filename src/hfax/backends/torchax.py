@@ -59,7 +59,9 @@ def _make_environment(version: int) -> Any:
     environment = _tracing.TraceEnvironment()
     for patch in registry.op_patches():
         for op in patch.resolve():
-            environment.lower(op, _recorded(patch.name, patch.lower, environment.used))
+            lower = _recorded(patch.name, patch.lower, environment.used)
+            lower.takes_quantized = patch.takes_quantized  # pyright: ignore[reportFunctionMemberAccess]
+            environment.lower(op, lower)
     _register_interfaces()
     return environment
 
@@ -298,7 +300,9 @@ def _attention_forward(
         if mask is None and causal and num_queries > 1:
             mask = attention_math.causal_mask(num_queries, num_keys)
         elif mask is not None:
-            mask = attention_math.Mask(array=mask, block=None if block is None else functools.partial(_call_torch, block))
+            mask = attention_math.Mask(
+                array=mask, block=None if block is None else functools.partial(_call_torch, block)
+            )
         return attention_math.attention(
             query, key, value, mask, scale=scale, softcap=softcap, position_bias=bias, sinks=sinks
         )

@@ -25,6 +25,7 @@ import torchax.tensor
 from torchax.ops import mappings
 
 from hfax.backends.observations import note_read
+from hfax.kernels.quantized import QuantizedArray
 from hfax.load.placement import to_numpy
 
 Array = Any
@@ -38,7 +39,8 @@ class TraceTensor(torchax.tensor.Tensor):
     """A torch tensor of a trace.
 
     Args:
-        elem: a `jax.Array` (or tracer); or a torch tensor on the CPU, for a constant.
+        elem: a `jax.Array` (or tracer); or a torch tensor on the CPU, for a constant; or a quantized weight, of which operations
+            that do not know it see the numbers.
         env: the environment that it belongs to.
         requires_grad: as in torch; unused, gradients are JAX's.
     """
@@ -53,8 +55,11 @@ class TraceTensor(torchax.tensor.Tensor):
 
     def __init__(self, elem: Any, env: Any, requires_grad: bool = False) -> None:
         self._env = env
+        self._quantized: QuantizedArray | None = None
         if isinstance(elem, torch.Tensor):
             self._array, self._host = None, elem
+        elif isinstance(elem, QuantizedArray):
+            self._array, self._host, self._quantized = None, None, elem
         else:
             self._array, self._host = elem, None
         self._base_tensor: TraceTensor | None = None
@@ -74,11 +79,18 @@ class TraceTensor(torchax.tensor.Tensor):
     def _elem(self) -> Array:
         if self._host is not None:  # made anew each time: a later write in place changes the host's value
             return jnp.asarray(to_numpy(self._host))
+        if self._quantized is not None:
+            return self._quantized.dequantize()
         return self._array
 
     @_elem.setter
     def _elem(self, array: Array) -> None:
-        self._array, self._host = array, None
+        self._array, self._host, self._quantized = array, None, None
+
+    @property
+    def quantized(self) -> QuantizedArray | None:
+        """The integers and scales, if it is a weight that is kept so."""
+        return self._quantized
 
     @property
     def host(self) -> torch.Tensor | None:
@@ -91,11 +103,11 @@ class TraceTensor(torchax.tensor.Tensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        return torch.Size(self._elem.shape) if self._host is None else self._host.shape
+        return torch.Size(self._shaped.shape) if self._host is None else self._host.shape
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
-        return self._elem.ndim if self._host is None else self._host.ndim
+        return self._shaped.ndim if self._host is None else self._host.ndim
 
     def dim(self) -> int:
         """Number of axes."""
@@ -103,7 +115,12 @@ class TraceTensor(torchax.tensor.Tensor):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return mappings.j2t_dtype(self._elem.dtype) if self._host is None else self._host.dtype
+        return mappings.j2t_dtype(self._shaped.dtype) if self._host is None else self._host.dtype
+
+    @property
+    def _shaped(self) -> Any:
+        """What has its shape and dtype."""
+        return self._array if self._quantized is None else self._quantized
 
     @property
     def data(self) -> TraceTensor:  # type: ignore[override]

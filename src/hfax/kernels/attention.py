@@ -79,7 +79,10 @@ def attention(
         target.choose("attention: C++ kernel, reads the keys that are seen")
         seen = jnp.broadcast_to(given.array, (*given.array.shape[:2], query.shape[2], key.shape[2]))
         out = calls.decode_attention(query, key, value, seen, scale=scale, softcap=softcap, sinks=sinks)
-    elif given.block is not None and 4 * query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] > _MAX_SCORES_BYTES:
+    elif (
+        given.block is not None
+        and 4 * query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] > _MAX_SCORES_BYTES
+    ):
         target.choose("attention: blocks of queries and keys")
         out = _in_blocks(query, key, value, given.block, scale=scale, softcap=softcap, sinks=sinks)
     return out, probabilities

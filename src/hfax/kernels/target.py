@@ -45,7 +45,9 @@ def choose(way: str) -> None:
 def compiling_for(device: jax.Device | str, chosen: set[str] | None = None) -> Iterator[Target]:
     """Traces within the block are for programs that run on `device`, or on a platform of that name."""
     platform = device if isinstance(device, str) else device.platform
-    target = Target(platform="gpu" if platform in ("cuda", "rocm") else platform, chosen=set() if chosen is None else chosen)
+    target = Target(
+        platform="gpu" if platform in ("cuda", "rocm") else platform, chosen=set() if chosen is None else chosen
+    )
     token = _target.set(target)
     try:
         yield target

@@ -16,6 +16,8 @@ import torch
 from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
+from hfax.kernels.quantized import QuantizedArray
+from hfax.load.quantize import SCALE_SUFFIX
 from hfax.load.save import save_safetensors
 from hfax.load.skeleton import Skeleton
 
@@ -23,11 +25,11 @@ from hfax.load.skeleton import Skeleton
 def save_model(
     folder: Path,
     skeleton: Skeleton,
-    params: Mapping[str, jax.Array],
+    params: Mapping[str, jax.Array | QuantizedArray],
     generation_config: GenerationConfig,
     max_shard_size: int | str,
 ) -> None:
-    """Write a folder that plain transformers loads back bit for bit.
+    """Write a folder that plain transformers loads back bit for bit; or, if weights are quantized, hfax alone.
 
     Args:
         folder: made if it is not there.
@@ -40,9 +42,15 @@ def save_model(
         HfaxError: the folder cannot be written, or the disk is full; what was there before stays.
     """
     module = skeleton.module
-    tensors: dict[str, torch.Tensor] = {name: _as_host_tensor(array) for name, array in params.items()}
-    save_safetensors(folder, revert_weight_conversion(module, tensors), max_shard_size=max_shard_size)
+    bits = {array.bits for array in params.values() if isinstance(array, QuantizedArray)}
     config = copy.deepcopy(module.config)
+    if bits:
+        tensors = _packed_tensors(params)
+        config.quantization_config = {"quant_method": "hfax", "bits": min(bits)}
+    else:
+        tensors = {name: _as_host_tensor(array) for name, array in params.items()}  # pyright: ignore[reportArgumentType]
+        tensors = revert_weight_conversion(module, tensors)
+    save_safetensors(folder, tensors, max_shard_size=max_shard_size)
     config.architectures = [type(module).__name__]
     with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as scratch:
         config.save_pretrained(scratch)
@@ -50,6 +58,18 @@ def save_model(
             generation_config.save_pretrained(scratch)
         for file in Path(scratch).iterdir():
             file.replace(folder / file.name)
+
+
+def _packed_tensors(params: Mapping[str, jax.Array | QuantizedArray]) -> dict[str, torch.Tensor]:
+    """Under the module's own names: integers under a weight's name, its scales under the name with a suffix."""
+    tensors = {}
+    for name, array in params.items():
+        if isinstance(array, QuantizedArray):
+            tensors[name] = _as_host_tensor(array.values)
+            tensors[name + SCALE_SUFFIX] = _as_host_tensor(array.scale)
+        else:
+            tensors[name] = _as_host_tensor(array)
+    return tensors
 
 
 def _as_host_tensor(array: jax.Array) -> torch.Tensor:

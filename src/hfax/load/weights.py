@@ -18,9 +18,13 @@ import torch
 from transformers import PreTrainedModel
 
 from hfax.errors import CheckpointCorruptError
+from hfax.kernels.quantized import QuantizedArray
 from hfax.load.conversion import ConversionStep, check_complete, plan_conversion, run_step
 from hfax.load.placement import check_fits, place
+from hfax.load.quantize import SCALE_SUFFIX, Quantization, quantize, restore, weights_to_quantize
 from hfax.load.skeleton import Skeleton
+
+Weight = jax.Array | QuantizedArray
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +49,15 @@ class TensorStore:
 
 
 def load_weights(
-    skeleton: Skeleton, store: TensorStore, device: jax.Device, dtype: torch.dtype, *, strict: bool
-) -> tuple[dict[str, jax.Array], dict[str, str]]:
-    """Read, convert, cast and place every weight.
+    skeleton: Skeleton,
+    store: TensorStore,
+    device: jax.Device,
+    dtype: torch.dtype,
+    *,
+    strict: bool,
+    quantization: Quantization | None = None,
+) -> tuple[dict[str, Weight], dict[str, str]]:
+    """Read, convert, cast, quantize and place every weight.
 
     Args:
         skeleton: what is wanted.
@@ -55,6 +65,7 @@ def load_weights(
         device: where the arrays go.
         dtype: the floating-point dtype asked for; modules that transformers keeps in float32 stay so.
         strict: missing and unexpected tensors are errors.
+        quantization: of the linear layers' matrices.
 
     Returns:
         The weights under their names, and the aliases that share them (fewer than the skeleton's, where the checkpoint stores two
@@ -65,13 +76,17 @@ def load_weights(
         OutOfMemoryError: the weights do not fit the device.
     """
     plan = plan_conversion(skeleton, store.names)
-    needed = sum(t.numel() * t.element_size() for t in skeleton.shapes.values())
+    packed = weights_to_quantize(skeleton.module, skeleton.shapes, skeleton.tied) if quantization else set()
+    bits = {"int8": 8, "int4": 4}.get(quantization or "", 0)
+    needed = sum(
+        t.numel() * bits // 8 if name in packed else t.numel() * t.element_size() for name, t in skeleton.shapes.items()
+    )
     check_fits(needed, device, "Loading the weights", "Use a smaller dtype (dtype='bfloat16') or a larger device.")
     target_dtype = _dtype_rule(skeleton.module, dtype)
     expected = {**skeleton.shapes, **{alias: skeleton.shapes[name] for alias, name in skeleton.tied.items()}}
 
-    def load_step(step: ConversionStep) -> list[tuple[str, jax.Array]]:
-        placed = []
+    def load_step(step: ConversionStep) -> list[tuple[str, Weight]]:
+        placed: list[tuple[str, Weight]] = []
         for name, tensor in run_step(step, store.read, skeleton.module):
             if name not in expected:
                 raise CheckpointCorruptError(
@@ -81,10 +96,16 @@ def load_weights(
                 )
             _check_shape(name, tensor, expected[name], step)
             wanted = target_dtype(name, expected[name])
-            placed.append((name, place(tensor.to(wanted) if tensor.is_floating_point() else tensor, device)))
+            tensor = tensor.to(wanted) if tensor.is_floating_point() else tensor
+            small = (
+                quantize(tensor, quantization, device)
+                if quantization and skeleton.tied.get(name, name) in packed
+                else None
+            )
+            placed.append((name, place(tensor, device) if small is None else small))
         return placed
 
-    weights: dict[str, jax.Array] = {}
+    weights: dict[str, Weight] = {}
     with concurrent.futures.ThreadPoolExecutor(_READERS, thread_name_prefix="hfax-load") as pool:
         try:
             for placed in pool.map(load_step, plan.steps):
@@ -96,6 +117,38 @@ def load_weights(
     missing = check_complete(skeleton, set(weights), plan.unexpected, strict=strict)
     weights.update(initialise(skeleton, missing, device))
     return weights, tied
+
+
+def load_quantized(skeleton: Skeleton, store: TensorStore, device: jax.Device, dtype: torch.dtype) -> dict[str, Weight]:
+    """The weights of a checkpoint that `save_pretrained` wrote from a quantized model: its own names, integers and scales.
+
+    Raises:
+        CheckpointCorruptError: tensors are missing, unexpected or misshapen.
+    """
+    names = set(store.names)
+    scales = {name + SCALE_SUFFIX for name in skeleton.shapes} & names
+    missing, unexpected = sorted(set(skeleton.shapes) - names), sorted(names - set(skeleton.shapes) - scales)
+    if missing or unexpected:
+        raise CheckpointCorruptError(
+            f"{len(missing)} tensors are missing and {len(unexpected)} are unexpected: {(missing + unexpected)[:3]} …",
+            "The weights do not belong to the config.json beside them.",
+            "Save the quantized model again.",
+        )
+    target_dtype = _dtype_rule(skeleton.module, dtype)
+    weights: dict[str, Weight] = {}
+    for name, meta in skeleton.shapes.items():
+        tensor, wanted = store.read(name), target_dtype(name, meta)
+        if name + SCALE_SUFFIX in names:
+            weights[name] = restore(tensor, store.read(name + SCALE_SUFFIX), wanted, device)
+        else:
+            weights[name] = place(tensor.to(wanted) if tensor.is_floating_point() else tensor, device)
+        if tuple(weights[name].shape) != tuple(meta.shape):
+            raise CheckpointCorruptError(
+                f"{name!r} has shape {tuple(weights[name].shape)} in the checkpoint; the model wants {tuple(meta.shape)}.",
+                "config.json and the weights do not belong together.",
+                "Save the quantized model again.",
+            )
+    return weights
 
 
 def initialise(skeleton: Skeleton, names: list[str], device: jax.Device) -> dict[str, jax.Array]:
@@ -156,7 +209,7 @@ def _dtype_rule(module: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, t
     return rule
 
 
-def _settle_ties(weights: dict[str, jax.Array], tied: dict[str, str]) -> dict[str, str]:
+def _settle_ties(weights: dict[str, Weight], tied: dict[str, str]) -> dict[str, str]:
     """Drop stored copies of tied weights, move a weight stored only under its alias, and untie those that differ."""
     kept: dict[str, str] = {}
     for alias, name in tied.items():
@@ -173,8 +226,11 @@ def _settle_ties(weights: dict[str, jax.Array], tied: dict[str, str]) -> dict[st
     return kept
 
 
-def _equal(a: jax.Array, b: jax.Array) -> bool:
+def _equal(a: Weight, b: Weight) -> bool:
     """Bit for bit, in pieces: a comparison of whole arrays would hold a second embedding table."""
+    if isinstance(a, QuantizedArray) or isinstance(b, QuantizedArray):
+        parts = list(zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=False))
+        return jax.tree.structure(a) == jax.tree.structure(b) and all(_equal(x, y) for x, y in parts)
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     one, other = (np.asarray(x).reshape(-1).view(np.uint8) for x in (a, b))

@@ -71,7 +71,10 @@ def attention_mask(
 
     def seen(queries: Any, keys: Any) -> Any:
         mask = mask_function(
-            batch[:, None, None, None], heads[None, :, None, None], queries[None, None, :, None], keys[None, None, None, :]
+            batch[:, None, None, None],
+            heads[None, :, None, None],
+            queries[None, None, :, None],
+            keys[None, None, None, :],
         )
         mask = mask.expand(batch_size, -1, queries.shape[0], keys.shape[0])
         if attention_mask is not None:

@@ -10,8 +10,46 @@ import numpy as np
 import torch
 from torch.utils._mode_utils import no_dispatch
 
+from hfax.kernels import quantized
 from hfax.kernels.linear import linear
 from hfax.patches.patch import OpPatch, Patch
+
+
+def _linear(input: Any, weight: Any, bias: Any = None) -> jax.Array:
+    """torch's `linear`, whatever the weight is kept as."""
+    return (
+        quantized.linear(input, weight, bias)
+        if isinstance(weight, quantized.QuantizedArray)
+        else linear(input, weight, bias)
+    )
+
+
+def embedding(
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: Any = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> jax.Array:
+    """torch's `embedding`: rows of [rows, width] by an index of any shape.
+
+    No gradient flows to the row `padding_idx`, as in torch; `scale_grad_by_freq` and `sparse` are not looked at.
+
+    Raises:
+        NotImplementedError: a norm bound, which would change the table.
+    """
+    if max_norm is not None:
+        raise NotImplementedError("embedding with max_norm has no lowering")
+    if isinstance(weight, quantized.QuantizedArray):
+        return weight.rows(input)
+    rows = jnp.take(weight, input, axis=0, mode="clip")
+    if padding_idx is None:
+        return rows
+    is_padding = input == padding_idx % weight.shape[0]
+    return jnp.where(is_padding[..., None], jax.lax.stop_gradient(rows), rows)
+
 
 def interpolate(
     x: jax.Array,
@@ -130,6 +168,14 @@ PATCHES: list[Patch] = [
         name="linear",
         why="torchax multiplies bfloat16 in bfloat16: on CPU 15 times slower for one row, and rounded after every addend",
         ops=("torch.nn.functional.linear", "aten.linear"),
-        lower=linear,
+        lower=_linear,
+        takes_quantized=True,
+    ),
+    OpPatch(
+        name="embedding",
+        why="of a quantized table only the rows that are looked up become numbers",
+        ops=("torch.nn.functional.embedding",),
+        lower=embedding,
+        takes_quantized=True,
     ),
 ]

@@ -59,11 +59,13 @@ class OpPatch(Patch):
     Args:
         ops: the operation's names, as "torch.nn.functional.linear" or "aten.linear" (or "aten.linear.default").
         lower: takes the operation's arguments with `jax.Array`s for tensors; gives arrays.
+        takes_quantized: weights may come as `QuantizedArray`s; else they come as the numbers that they stand for.
     """
 
     kind: ClassVar[str] = "operation"
     ops: tuple[str, ...]
     lower: Callable[..., Any]
+    takes_quantized: bool = False
 
     def applies_to(self) -> str:
         """The names of the operations."""

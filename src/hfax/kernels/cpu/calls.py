@@ -28,7 +28,7 @@ def linear_int8(x: jax.Array, weight: jax.Array, scale: jax.Array, out_dtype: jn
     Args:
         x: [rows, in_features] float32 or bfloat16.
         weight: [out_features, in_features] int8.
-        scale: [out_features, groups] float32; groups of a multiple of 32 columns.
+        scale: [out_features, groups] bfloat16; groups of 32 to 512 columns, a multiple of 32.
         out_dtype: float32 or bfloat16.
     """
     shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), out_dtype)

@@ -8,14 +8,10 @@
 #include <atomic>
 #include <algorithm>
 #include <cmath>
-#include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <mutex>
-#include <optional>
-#include <string>
 #include <type_traits>
 #include <vector>
 
@@ -33,14 +29,13 @@ constexpr int64_t kLanes = 16;
 constexpr int64_t kChunkBytes = 256 << 10;  // of weights that a thread takes at a time
 constexpr int64_t kRowBlock = 4;           // rows of x whose sums are kept in registers together
 constexpr int64_t kColumnBlock = 4;        // rows of the weight, likewise
-constexpr int64_t kPrefetch = 2048;        // bytes ahead
+constexpr int64_t kPrefetch = 4096;        // bytes ahead
 
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32), aligned(2)));
 typedef int8_t Bytes __attribute__((vector_size(16), aligned(1)));
-typedef uint8_t Nibbles __attribute__((vector_size(16), aligned(1)));
 typedef float UnalignedFloats __attribute__((vector_size(64), aligned(4)));
 
 struct Bf16 {
@@ -94,14 +89,12 @@ inline float total(Floats v) {
 
 // ---------------------------------------------------------------------------------------------------------------- threads
 
-// Work that is taken piece by piece by the calling thread and by whichever threads of XLA's pool come to help. A helper that comes
-// when all is taken finds nothing to do, so nobody waits for a thread that has not started.
 struct Shared {
-  std::atomic<int64_t> next{0};
-  std::atomic<int64_t> done{0};
-  int64_t pieces = 0;
+  std::atomic<int64_t> next{0}, done{0};
 };
 
+// Does `work(piece)` for every piece, piece by piece on the calling thread and on whichever threads of XLA's pool come to help. A
+// helper that comes when all is taken finds nothing to do, so nobody waits for a thread that has not started.
 template <typename Work>
 void parallel(ffi::ThreadPool& pool, int64_t pieces, const Work& work) {
   const int64_t helpers = std::min<int64_t>(pool.num_threads(), pieces) - 1;
@@ -110,13 +103,12 @@ void parallel(ffi::ThreadPool& pool, int64_t pieces, const Work& work) {
     return;
   }
   auto shared = std::make_shared<Shared>();
-  shared->pieces = pieces;
   const Work* body = &work;  // alive until every piece is done
-  auto run = [shared, body]() {
+  auto run = [shared, body, pieces]() {
     for (;;) {
-      const int64_t i = shared->next.fetch_add(1, std::memory_order_relaxed);
-      if (i >= shared->pieces) return;
-      (*body)(i);
+      const int64_t piece = shared->next.fetch_add(1, std::memory_order_relaxed);
+      if (piece >= pieces) return;
+      (*body)(piece);
       shared->done.fetch_add(1, std::memory_order_acq_rel);
     }
   };
@@ -161,11 +153,11 @@ struct Int8Floats {
   static void decode(const uint8_t* p, Vector* out) { out[0] = load(reinterpret_cast<const int8_t*>(p)); }
 };
 
-// Two weights a byte, plus 8: of each 64 columns the low halves of 32 bytes hold the first 32, the high halves the last 32.
+// Four weights of 4 bits, plus 8, in each of the 32 words of a group of 128 columns: word i holds columns i, 32 + i, 64 + i, 96 + i.
 struct Int4Floats {
   using Activation = float;
   using Vector = Floats;
-  static constexpr int kVectors = 4, kWidth = 64;
+  static constexpr int kVectors = 8, kWidth = 128;
   const uint8_t* weight;
   int64_t width;
 
@@ -174,9 +166,11 @@ struct Int4Floats {
   static constexpr int64_t offset(int64_t column) { return column / 2; }
   static void decode(const uint8_t* p, Vector* out) {
     for (int half = 0; half < 2; ++half) {
-      const Ints wide = __builtin_convertvector(*reinterpret_cast<const Nibbles*>(p + 16 * half), Ints);
-      out[half] = __builtin_convertvector((wide & 15) - 8, Floats);
-      out[2 + half] = __builtin_convertvector((wide >> 4) - 8, Floats);
+      const Words words = __builtin_convertvector(*reinterpret_cast<const Halves*>(p + 32 * half), Words);
+      for (int j = 0; j < 4; ++j) {
+        const Words bits = (words >> (4 * j)) & 15;
+        out[2 * j + half] = __builtin_convertvector(reinterpret_cast<const Ints&>(bits), Floats) - 8;
+      }
     }
   }
 };
@@ -185,7 +179,7 @@ inline void multiply_add(Floats& sum, Floats x, Floats w) { sum += x * w; }
 inline void load_activations(const float* p, Floats& out) { out = load(p); }
 
 #if defined(__AVX512BF16__)
-// With bfloat16 activations the processor multiplies pairs: 32 columns a vector. Signed bytes and half bytes are exact in bfloat16.
+// With bfloat16 activations the processor multiplies pairs: 32 columns a vector.
 struct Bf16Pairs {
   using Activation = Bf16;
   using Vector = __m512bh;
@@ -199,45 +193,6 @@ struct Bf16Pairs {
   static void decode(const uint8_t* p, Vector* out) { out[0] = (__m512bh)_mm512_loadu_si512(p); }
 };
 
-struct Int8Pairs {
-  using Activation = Bf16;
-  using Vector = __m512bh;
-  static constexpr int kVectors = 1, kWidth = 32;
-  const int8_t* weight;
-  int64_t width;
-
-  int64_t bytes_per_row() const { return width; }
-  const uint8_t* at(int64_t row) const { return reinterpret_cast<const uint8_t*>(weight + row * width); }
-  static constexpr int64_t offset(int64_t column) { return column; }
-  static void decode(const uint8_t* p, Vector* out) {
-    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16))));
-    out[0] = _mm512_cvtne2ps_pbh(high, low);
-  }
-};
-
-struct Int4Pairs {
-  using Activation = Bf16;
-  using Vector = __m512bh;
-  static constexpr int kVectors = 2, kWidth = 64;
-  const uint8_t* weight;
-  int64_t width;
-
-  int64_t bytes_per_row() const { return width / 2; }
-  const uint8_t* at(int64_t row) const { return weight + row * (width / 2); }
-  static constexpr int64_t offset(int64_t column) { return column / 2; }
-  static void decode(const uint8_t* p, Vector* out) {
-    // -8 to 7 as bfloat16, twice: the permutation looks at five bits of each index, of which the fifth must not count
-    alignas(64) static constexpr uint16_t kValues[32] = {
-        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
-        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
-    const __m512i values = _mm512_load_si512(kValues);
-    const __m512i wide = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-    out[0] = (__m512bh)_mm512_permutexvar_epi16(wide, values);
-    out[1] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(wide, 4), values);
-  }
-};
-
 inline void multiply_add(Floats& sum, __m512bh x, __m512bh w) { sum = _mm512_dpbf16_ps(sum, x, w); }
 inline void load_activations(const Bf16* p, __m512bh& out) { out = (__m512bh)_mm512_loadu_si512(p); }
 #endif
@@ -246,7 +201,7 @@ inline void load_activations(const Bf16* p, __m512bh& out) { out = (__m512bh)_mm
 template <typename Decoder>
 struct Weight {
   Decoder decoder;
-  const float* scale;
+  const Bf16* scale;
   int64_t group;
 
   // Sums of M rows of x with R rows of the weight from `row` on.
@@ -283,7 +238,7 @@ struct Weight {
         for (int c = 0; c < kChains; ++c) step(k + c * Decoder::kWidth, sums[c]);
       for (; k < end; k += Decoder::kWidth) step(k, sums[0]);
       for (int r = 0; r < R; ++r) {
-        const float s = scale ? scale[(row + r) * groups + g] : 1.0f;
+        const float s = scale ? to_float(scale[(row + r) * groups + g]) : 1.0f;
         for (int m = 0; m < M; ++m) {
           Floats all = sums[0][m][r];
           for (int c = 1; c < kChains; ++c) all += sums[c][m][r];
@@ -309,40 +264,154 @@ struct Weight {
   }
 };
 
-template <int M, int R, typename Decoder, typename Out>
-void block(const Weight<Decoder>& weight, const typename Decoder::Activation* x, int64_t row, Out* out, int64_t num_columns) {
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+// Packed weights with the processor's products of 16-bit integers, which cost less than making floats of the weights. Activations
+// become 16-bit integers, with a scale for each group: of the largest in a group, the error is 2^-16, a 200th of the weights' own.
+constexpr int64_t kMaxGroup = 512;  // of columns; sums of more could exceed 32 bits
+
+struct Words16 {
+  std::vector<int16_t> values;   // [rows, width]
+  std::vector<float> scale;      // [rows, groups]
+  std::vector<float> eights;     // [rows, groups], 8 times the sum of the activations: what the offset of 4-bit weights adds
+
+  Words16(const float* x, int64_t rows, int64_t width, int64_t group) : values(rows * width), scale(rows * (width / group)), eights(scale.size()) {
+    for (size_t g = 0; g < scale.size(); ++g) {
+      const float* from = x + g * group;
+      float largest = 0;
+      for (int64_t i = 0; i < group; ++i) largest = std::max(largest, std::fabs(from[i]));
+      // what is not finite stays so: the scale is not finite then
+      const float inverse = largest > 0 ? 32767.0f / largest : 0.0f;
+      int32_t all = 0;
+      for (int64_t i = 0; i < group; ++i) {
+        const int16_t value = static_cast<int16_t>(std::nearbyint(from[i] * inverse));
+        values[g * group + i] = value;
+        all += value;
+      }
+      scale[g] = largest / 32767.0f;
+      for (int64_t i = 0; i < group; ++i)
+        if (std::isnan(from[i])) scale[g] = from[i];
+      eights[g] = 8.0f * scale[g] * static_cast<float>(all);
+    }
+  }
+};
+
+template <int kBits>
+struct Packed {
+  const uint8_t* weight;
+  const Bf16* scale;
+  int64_t width, group;
+
+  int64_t bytes_per_row() const { return width * kBits / 8; }
+
+  template <int M, int R>
+  void dots(const Words16& x, int64_t first, int64_t row, float* out, int64_t stride) const {
+    const int64_t bytes = bytes_per_row(), groups = width / group;
+    const uint8_t* w = weight + row * bytes;
+    Floats totals[M][R] = {};
+    for (int64_t g = 0; g < groups; ++g) {
+      __m512i sums[M][R];
+      for (auto& of_row : sums)
+        for (auto& each : of_row) each = _mm512_setzero_si512();
+      for (int64_t k = g * group; k < (g + 1) * group; k += kBits == 4 ? 128 : 32) {
+        constexpr int V = kBits == 4 ? 4 : 1;
+        __m512i ws[R][V];
+        for (int r = 0; r < R; ++r) {
+          const uint8_t* from = w + r * bytes + k * kBits / 8;
+          __builtin_prefetch(from + (R == 1 ? kPrefetch : R * bytes));
+          if constexpr (kBits == 8) {
+            ws[r][0] = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+          } else {
+            const __m512i words = _mm512_loadu_si512(from), low = _mm512_set1_epi16(15);
+            ws[r][0] = _mm512_and_si512(words, low);
+            ws[r][1] = _mm512_and_si512(_mm512_srli_epi16(words, 4), low);
+            ws[r][2] = _mm512_and_si512(_mm512_srli_epi16(words, 8), low);
+            ws[r][3] = _mm512_srli_epi16(words, 12);
+          }
+        }
+        for (int m = 0; m < M; ++m) {
+          for (int v = 0; v < V; ++v) {
+            const __m512i xs = _mm512_loadu_si512(x.values.data() + (first + m) * width + k + 32 * v);
+            for (int r = 0; r < R; ++r) sums[m][r] = _mm512_dpwssd_epi32(sums[m][r], xs, ws[r][v]);
+          }
+        }
+      }
+      for (int m = 0; m < M; ++m) {
+        for (int r = 0; r < R; ++r) {
+          const float s = to_float(scale[(row + r) * groups + g]) * x.scale[(first + m) * groups + g];
+          totals[m][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[m][r]), _mm512_set1_ps(s), totals[m][r]);
+        }
+      }
+    }
+    for (int m = 0; m < M; ++m) {
+      for (int r = 0; r < R; ++r) {
+        float offset = 0;
+        if constexpr (kBits == 4)
+          for (int64_t g = 0; g < groups; ++g) offset += to_float(scale[(row + r) * groups + g]) * x.eights[(first + m) * groups + g];
+        out[m * stride + r] = total(totals[m][r]) - offset;
+      }
+    }
+  }
+};
+#endif
+
+// Rows of float or bfloat16 activations, as `dots` of a `Weight` takes them.
+template <typename Decoder>
+struct Rows {
+  const Weight<Decoder>& weight;
+  const typename Decoder::Activation* x;
+
+  int64_t bytes_per_row() const { return weight.decoder.bytes_per_row(); }
+  template <int M, int R>
+  void dots(int64_t first, int64_t row, float* out) const {
+    weight.template dots<M, R>(x + first * weight.decoder.width, row, out, R);
+  }
+};
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+template <int kBits>
+struct PackedRows {
+  const Packed<kBits>& weight;
+  const Words16& x;
+
+  int64_t bytes_per_row() const { return weight.bytes_per_row(); }
+  template <int M, int R>
+  void dots(int64_t first, int64_t row, float* out) const {
+    weight.template dots<M, R>(x, first, row, out, R);
+  }
+};
+#endif
+
+template <int M, int R, typename Product, typename Out>
+void block(const Product& product, int64_t first, int64_t row, Out* out, int64_t num_columns) {
   float sums[M * R];
-  weight.template dots<M, R>(x, row, sums, R);
+  product.template dots<M, R>(first, row, sums);
   for (int m = 0; m < M; ++m)
-    for (int r = 0; r < R; ++r) store(sums[m * R + r], out + m * num_columns + row + r);
+    for (int r = 0; r < R; ++r) store(sums[m * R + r], out + (first + m) * num_columns + row + r);
 }
 
 // All rows of x with R rows of the weight, which stay in the nearest cache meanwhile.
-template <int R, typename Decoder, typename Out>
-void blocks(const Weight<Decoder>& weight, const typename Decoder::Activation* x, int64_t num_rows, int64_t row, Out* out, int64_t num_columns) {
-  const int64_t width = weight.decoder.width;
+template <int R, typename Product, typename Out>
+void blocks(const Product& product, int64_t num_rows, int64_t row, Out* out, int64_t num_columns) {
   int64_t m = 0;
-  for (; m + kRowBlock <= num_rows; m += kRowBlock) block<kRowBlock, R>(weight, x + m * width, row, out + m * num_columns, num_columns);
-  const auto* rest = x + m * width;
-  Out* to = out + m * num_columns;
+  for (; m + kRowBlock <= num_rows; m += kRowBlock) block<kRowBlock, R>(product, m, row, out, num_columns);
   switch (num_rows - m) {
-    case 1: block<1, R>(weight, rest, row, to, num_columns); break;
-    case 2: block<2, R>(weight, rest, row, to, num_columns); break;
-    case 3: block<3, R>(weight, rest, row, to, num_columns); break;
+    case 1: block<1, R>(product, m, row, out, num_columns); break;
+    case 2: block<2, R>(product, m, row, out, num_columns); break;
+    case 3: block<3, R>(product, m, row, out, num_columns); break;
   }
 }
 
-template <typename Decoder, typename Out>
-void multiply(ffi::ThreadPool& pool, const Weight<Decoder>& weight, const typename Decoder::Activation* x, Out* out, int64_t num_rows, int64_t num_columns) {
-  const int64_t fitting = kChunkBytes / std::max<int64_t>(weight.decoder.bytes_per_row(), 1) / kColumnBlock * kColumnBlock;
+template <typename Product, typename Out>
+void multiply(ffi::ThreadPool& pool, const Product& product, Out* out, int64_t num_rows, int64_t num_columns) {
+  const int64_t fitting = kChunkBytes / std::max<int64_t>(product.bytes_per_row(), 1) / kColumnBlock * kColumnBlock;
   const int64_t per_chunk = std::max(kColumnBlock, fitting), chunks = (num_columns + per_chunk - 1) / per_chunk;
   parallel(pool, chunks, [&](int64_t chunk) {
     int64_t row = chunk * per_chunk;
     const int64_t end = std::min(num_columns, row + per_chunk);
     // a single row of x needs no registers for others, and memory is fastest read in one stream
     if (num_rows > 1)
-      for (; row + kColumnBlock <= end; row += kColumnBlock) blocks<kColumnBlock>(weight, x, num_rows, row, out, num_columns);
-    for (; row < end; ++row) blocks<1>(weight, x, num_rows, row, out, num_columns);
+      for (; row + kColumnBlock <= end; row += kColumnBlock) blocks<kColumnBlock>(product, num_rows, row, out, num_columns);
+    for (; row < end; ++row) blocks<1>(product, num_rows, row, out, num_columns);
   });
 }
 
@@ -366,59 +435,68 @@ class Activations {
   const float* data_;
 };
 
-template <typename Decoder>
-ffi::Error multiply_into(ffi::ThreadPool& pool, const Weight<Decoder>& weight, const typename Decoder::Activation* x, ffi::Result<ffi::AnyBuffer>& out) {
+template <typename Product>
+ffi::Error multiply_into(ffi::ThreadPool& pool, const Product& product, ffi::Result<ffi::AnyBuffer>& out) {
   const int64_t rows = out->dimensions()[0], columns = out->dimensions()[1];
   if (out->element_type() == ffi::BF16) {
-    multiply(pool, weight, x, reinterpret_cast<Bf16*>(out->untyped_data()), rows, columns);
+    multiply(pool, product, reinterpret_cast<Bf16*>(out->untyped_data()), rows, columns);
   } else if (out->element_type() == ffi::F32) {
-    multiply(pool, weight, x, reinterpret_cast<float*>(out->untyped_data()), rows, columns);
+    multiply(pool, product, reinterpret_cast<float*>(out->untyped_data()), rows, columns);
   } else {
     return ffi::Error::InvalidArgument("hfax: the result must be float32 or bfloat16");
   }
   return ffi::Error::Success();
 }
 
-// The product with whichever decoder suits the activations.
-template <typename AsFloats, typename AsPairs, typename W>
-ffi::Error multiply_by(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const W* weight, const float* scale, int64_t group, ffi::Result<ffi::AnyBuffer>& out) {
-  const int64_t width = x.dimensions()[1];
-  if (x.element_type() != ffi::F32 && x.element_type() != ffi::BF16)
-    return ffi::Error::InvalidArgument("hfax: activations must be float32 or bfloat16");
-#if defined(__AVX512BF16__)
-  if (x.element_type() == ffi::BF16)
-    return multiply_into(pool, Weight<AsPairs>{{weight, width}, scale, group}, reinterpret_cast<const Bf16*>(x.untyped_data()), out);
-#endif
-  return multiply_into(pool, Weight<AsFloats>{{weight, width}, scale, group}, Activations(x).data(), out);
+template <typename Decoder>
+ffi::Error multiply_by(ffi::ThreadPool& pool, const Weight<Decoder>& weight, const typename Decoder::Activation* x, ffi::Result<ffi::AnyBuffer>& out) {
+  return multiply_into(pool, Rows<Decoder>{weight, x}, out);
 }
 
-#if !defined(__AVX512BF16__)
-using Bf16Pairs = Floating<Bf16>;
-using Int8Pairs = Int8Floats;
-using Int4Pairs = Int4Floats;
-#endif
+ffi::Error check_activations(const ffi::AnyBuffer& x) {
+  if (x.element_type() == ffi::F32 || x.element_type() == ffi::BF16) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument("hfax: activations must be float32 or bfloat16");
+}
 
 // x [M, K], weight [N, K] of float32 or bfloat16 -> [M, N].
 ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> out) {
-  if (weight.element_type() == ffi::BF16)
-    return multiply_by<Floating<Bf16>, Bf16Pairs>(pool, x, reinterpret_cast<const Bf16*>(weight.untyped_data()), nullptr, 0, out);
-  if (weight.element_type() != ffi::F32) return ffi::Error::InvalidArgument("hfax: the weight must be float32 or bfloat16");
-  const Weight<Floating<float>> floats{{reinterpret_cast<const float*>(weight.untyped_data()), x.dimensions()[1]}, nullptr, 0};
-  return multiply_into(pool, floats, Activations(x).data(), out);
+  if (auto error = check_activations(x); error.failure()) return error;
+  const int64_t width = x.dimensions()[1];
+  if (weight.element_type() == ffi::F32)
+    return multiply_by(pool, Weight<Floating<float>>{{reinterpret_cast<const float*>(weight.untyped_data()), width}, nullptr, 0}, Activations(x).data(), out);
+  if (weight.element_type() != ffi::BF16) return ffi::Error::InvalidArgument("hfax: the weight must be float32 or bfloat16");
+  const Bf16* w = reinterpret_cast<const Bf16*>(weight.untyped_data());
+#if defined(__AVX512BF16__)
+  if (x.element_type() == ffi::BF16)
+    return multiply_by(pool, Weight<Bf16Pairs>{{w, width}, nullptr, 0}, reinterpret_cast<const Bf16*>(x.untyped_data()), out);
+#endif
+  return multiply_by(pool, Weight<Floating<Bf16>>{{w, width}, nullptr, 0}, Activations(x).data(), out);
 }
 
-// x [M, K], weight [N, K] int8, scale [N, K / group] float32 -> [M, N].
-ffi::Error linear_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S8> weight, ffi::Buffer<ffi::F32> scale, ffi::Result<ffi::AnyBuffer> out) {
-  const int64_t group = x.dimensions()[1] / scale.dimensions()[1];
-  if (group % Int8Pairs::kWidth) return ffi::Error::InvalidArgument("hfax: groups of int8 must be multiples of 32");
-  return multiply_by<Int8Floats, Int8Pairs>(pool, x, weight.typed_data(), scale.typed_data(), group, out);
+template <int kBits, typename AsFloats, typename W>
+ffi::Error linear_packed(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const W* weight, const ffi::Buffer<ffi::BF16>& scale, ffi::Result<ffi::AnyBuffer>& out) {
+  if (auto error = check_activations(x); error.failure()) return error;
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], group = width / scale.dimensions()[1];
+  if (width % group || group % AsFloats::kWidth || group % 32) return ffi::Error::InvalidArgument("hfax: packed weights have groups of another width");
+  const Bf16* scales = reinterpret_cast<const Bf16*>(scale.untyped_data());
+  const Activations floats(x);
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+  if (group <= kMaxGroup) {
+    const Packed<kBits> packed{reinterpret_cast<const uint8_t*>(weight), scales, width, group};
+    return multiply_into(pool, PackedRows<kBits>{packed, Words16(floats.data(), rows, width, group)}, out);
+  }
+#endif
+  return multiply_by(pool, Weight<AsFloats>{{weight, width}, scales, group}, floats.data(), out);
 }
 
-// x [M, K], weight [N, K / 2] uint8, scale [N, K / group] float32 -> [M, N].
-ffi::Error linear_int4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U8> weight, ffi::Buffer<ffi::F32> scale, ffi::Result<ffi::AnyBuffer> out) {
-  const int64_t group = x.dimensions()[1] / scale.dimensions()[1];
-  if (group % Int4Pairs::kWidth) return ffi::Error::InvalidArgument("hfax: groups of int4 must be multiples of 64");
-  return multiply_by<Int4Floats, Int4Pairs>(pool, x, weight.typed_data(), scale.typed_data(), group, out);
+// x [M, K], weight [N, K] int8, scale [N, K / group] bfloat16 -> [M, N].
+ffi::Error linear_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S8> weight, ffi::Buffer<ffi::BF16> scale, ffi::Result<ffi::AnyBuffer> out) {
+  return linear_packed<8, Int8Floats>(pool, x, weight.typed_data(), scale, out);
+}
+
+// x [M, K], weight [N, K / 2] uint8, scale [N, K / group] bfloat16 -> [M, N].
+ffi::Error linear_int4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U8> weight, ffi::Buffer<ffi::BF16> scale, ffi::Result<ffi::AnyBuffer> out) {
+  return linear_packed<4, Int4Floats>(pool, x, weight.typed_data(), scale, out);
 }
 
 // -------------------------------------------------------------------------------------------------------------- attention
@@ -590,7 +668,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_linear_int8, linear_int8,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S8>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::BF16>>()
                                   .Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_linear_int4, linear_int4,
@@ -598,7 +676,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_linear_int4, linear_int4,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::U8>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::BF16>>()
                                   .Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_decode_attention, decode_attention,

@@ -1,0 +1,104 @@
+"""Weights as 8- or 4-bit integers with scales, made while a model is loaded.
+
+Turns one tensor in host memory into a `QuantizedArray` on the device; the tensor is not needed afterwards. Which weights are
+quantized is read off the module: the matrices of its linear layers, the output head included, and an embedding table that is its
+head. Norms, biases, other embeddings, convolutions and experts that are kept in one array stay as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from hfax.errors import CheckpointCorruptError, UnsupportedOptionError
+from hfax.kernels.quantized import INT4_GROUP, QuantizedArray
+from hfax.load.placement import place
+
+Quantization = Literal["int8", "int4"]
+
+_GROUPS = {"int8": (128, 64, 32), "int4": (INT4_GROUP,)}
+"""Columns that share a scale: the first that divides the row."""
+
+
+SCALE_SUFFIX = "_scale"
+"""After a weight's name in a saved checkpoint: the name of its scales."""
+
+
+def check_name(quantization: str | None) -> None:
+    """Raise if there is no quantization of that name.
+
+    Raises:
+        UnsupportedOptionError: naming those that there are.
+    """
+    if quantization is not None and quantization not in get_args(Quantization):
+        raise UnsupportedOptionError(
+            f"quantization={quantization!r} is not available.",
+            "hfax quantizes weights to 8 or 4 bits; activations stay floating-point.",
+            'Use quantization="int8", "int4" or None.',
+        )
+
+
+def weights_to_quantize(module: torch.nn.Module, shapes: dict[str, torch.Tensor], tied: dict[str, str]) -> set[str]:
+    """Names, among those of `shapes`, of the matrices that linear layers multiply with."""
+    found = set()
+    for prefix, part in module.named_modules():
+        if isinstance(part, torch.nn.Linear):
+            name = f"{prefix}.weight".lstrip(".")
+            found.add(tied.get(name, name))
+    return {name for name in found if name in shapes and shapes[name].ndim == 2}
+
+
+def quantize(tensor: torch.Tensor, quantization: Quantization, device: jax.Device) -> QuantizedArray | None:
+    """A matrix, [out, in], as integers and scales on `device`; None where its rows do not divide into groups.
+
+    8 bits: of each group the largest magnitude becomes 127. 4 bits: it becomes -8, so that all 16 values are used. Rows that do
+    not divide into groups for 4 bits get 8.
+    """
+    width = tensor.shape[1]
+    group = next((g for g in _GROUPS[quantization] if width % g == 0), None)
+    if group is None:
+        return quantize(tensor, "int8", device) if quantization == "int4" else None
+    values, scale = _int8(tensor, group) if quantization == "int8" else _int4(tensor)
+    return restore(values, scale, tensor.dtype, device)
+
+
+def restore(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, device: jax.Device) -> QuantizedArray:
+    """Integers (int8, or uint8 for 4 bits) and scales, as `QuantizedArray` describes them, on `device`.
+
+    Raises:
+        CheckpointCorruptError: they are of other types.
+    """
+    bits = {torch.int8: 8, torch.uint8: 4}.get(values.dtype)
+    if bits is None or scale.dtype != torch.bfloat16 or values.ndim != scale.ndim:
+        raise CheckpointCorruptError(
+            f"A quantized weight is stored as {values.dtype} with scales of {scale.dtype}.",
+            "hfax stores int8, or uint8 for 4 bits, with bfloat16 scales.",
+            "Save the quantized model again.",
+        )
+    name = str(dtype).removeprefix("torch.")
+    return QuantizedArray(values=place(values, device), scale=place(scale, device), bits=bits, dtype=jnp.dtype(name))
+
+
+def _int8(tensor: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    groups = tensor.float().reshape(tensor.shape[0], -1, group)
+    scale = (groups.abs().amax(-1) / 127).to(torch.bfloat16)
+    values = (groups / _nonzero(scale)).round_().clamp_(-127, 127).to(torch.int8)
+    return values.reshape(tensor.shape), scale
+
+
+def _int4(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    groups = tensor.float().reshape(tensor.shape[0], -1, INT4_GROUP)
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
+    scale = (largest / -8).to(torch.bfloat16)
+    values = (groups / _nonzero(scale)).round_().clamp_(-8, 7).to(torch.int8).add_(8).view(torch.uint8)
+    columns = values.reshape(tensor.shape[0], -1, 4, 32)
+    low, high = columns[:, :, 0] | columns[:, :, 1] << 4, columns[:, :, 2] | columns[:, :, 3] << 4
+    return torch.stack([low, high], dim=-1).reshape(tensor.shape[0], -1), scale
+
+
+def _nonzero(scale: torch.Tensor) -> torch.Tensor:
+    """[..., groups, 1] float32, 1 where a group is all zeros."""
+    return torch.where(scale == 0, torch.ones_like(scale), scale).float()[..., None]
