@@ -182,6 +182,7 @@ class _Look:
         per_token = (sizes[1] - sizes[0]) // (large - small)
         self.cache_bytes_per_token, self.state_bytes = per_token, sizes[0] - per_token * small
         scalar, row = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+        token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
 
         def step(params: Any, cache: Any, tokens: Any, length: Any, positions: Any, mask: Any) -> Any:
             return self.traced.decode_step(
@@ -195,7 +196,7 @@ class _Look:
                 static={},
             )
 
-        traced = jax.make_jaxpr(step)(self.params, cache, row, scalar, row, _ids(large))
+        traced = jax.make_jaxpr(step)(self.params, cache, token, scalar, row, _ids(large))
         self.operations_per_token = _product_operations(traced.jaxpr)
 
 

@@ -6,6 +6,7 @@ Ties together a traced module, its weights on a device and its compiled programs
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import inspect
 import json
@@ -31,9 +32,25 @@ from hfax.programs.generate import GenerationOptions, Streamer, run_generation
 from hfax.programs.own_generate import has_own_generate, run_own_generate
 from hfax.programs.program_cache import ProgramCache
 from hfax.programs.results import as_sequences, as_torch_tree, has_torch, make_stop_check
+from hfax.programs.speculation import Speculation
 
 _ID_INPUTS = ("input_ids", "decoder_input_ids")
 _SAMPLING_EXTRAS = ("presence_penalty", "frequency_penalty")
+
+
+_ASSISTANT_TOKENS = 5
+"""Guesses a round of an assistant model, where the call names no number."""
+_MAX_NGRAM = 3
+"""Tokens at the text's end that prompt lookup looks for, at most, where the call names no number."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Request:
+    """A checked call of `generate`: prompts, options, and forward's arguments that are not arrays."""
+
+    prompts: requests.Prompts
+    options: GenerationOptions
+    static: dict[str, Any]
 
 
 class JaxModel:
@@ -73,7 +90,8 @@ class JaxModel:
         self._skeleton = skeleton
         self._tied = dict(tied)
         self._traced = TracedModel(skeleton, tied, self.buffers)
-        self._programs = ProgramCache(_model_key(skeleton, tied), device)
+        self._traced.key = _model_key(skeleton, tied)
+        self._programs = ProgramCache(self._traced.key, device)
 
     @property
     def jax_device(self) -> jax.Device:
@@ -210,6 +228,7 @@ class JaxModel:
         streamer: Streamer | None = None,
         tokenizer: Any = None,
         seed: int | None = None,
+        assistant_model: JaxModel | None = None,
         **options: Any,
     ) -> Any:
         """Write tokens after each prompt, with the names and defaults of `transformers.GenerationMixin.generate`.
@@ -221,6 +240,9 @@ class JaxModel:
             streamer: `TextStreamer` or `TextIteratorStreamer` of transformers, for one prompt.
             tokenizer: needed with `stop_strings`.
             seed: of the random draws; None draws one from torch's generator, so `transformers.set_seed` decides.
+            assistant_model: a smaller model of hfax with the same vocabulary, which guesses `num_assistant_tokens` at a time that
+                this one checks together. Speed changes, tokens do not; so with `prompt_lookup_num_tokens`, which takes guesses
+                from the text. For one sequence.
             **options: any generation option by name, and the model's other inputs (`attention_mask`, `pixel_values`, …); beyond
                 transformers': `presence_penalty` and `frequency_penalty` (subtracted from the logits of tokens already written,
                 once and a time), and `output_log_probs=True` (the drawn tokens' log-probabilities as `log_probs`).
@@ -234,10 +256,20 @@ class JaxModel:
             UnsupportedOptionError: an option that hfax does not implement; it is never ignored.
         """
         if has_own_generate(self._skeleton.module):
+            if assistant_model is not None:
+                options["assistant_model"] = assistant_model
             if generation_config is not None:
                 options["generation_config"] = generation_config
             return self._by_own_generate(inputs, options, seed=seed, streamer=streamer, tokenizer=tokenizer)
-        return self._generate(inputs, generation_config, options, seed=seed, streamer=streamer, tokenizer=tokenizer)
+        return self._generate(
+            inputs,
+            generation_config,
+            options,
+            seed=seed,
+            streamer=streamer,
+            tokenizer=tokenizer,
+            assistant_model=assistant_model,
+        )
 
     def _by_own_generate(self, prompt: Any, options: dict[str, Any], **rest: Any) -> Any:
         """The class's own `generate`, with torch tensors in it, whatever was given."""
@@ -271,7 +303,41 @@ class JaxModel:
         streamer: Streamer | None,
         tokenizer: Any,
         timestamps: Mapping[str, int] | None = None,
+        assistant_model: JaxModel | None = None,
     ) -> Any:
+        request, to_torch = self._request(inputs, generation_config, options, seed, timestamps, assistant_model)
+        generated = run_generation(
+            self._traced,
+            self._programs,
+            self.params,
+            self._device,
+            request.prompts,
+            request.options,
+            static=request.static,
+            vocab_size=self._num_logits(),
+            streamer=streamer,
+            stop_check=make_stop_check(request.options.config.stop_strings, tokenizer),
+        )
+        config = request.options.config
+        return as_sequences(
+            generated,
+            request.prompts.given,
+            num_return_sequences=config.num_return_sequences or 1,
+            is_encoder_decoder=self._traced.traits.is_encoder_decoder,
+            as_dict=bool(config.return_dict_in_generate) or bool(request.options.keep),
+            to_torch=to_torch,
+        )
+
+    def _request(
+        self,
+        inputs: Any,
+        generation_config: GenerationConfig | None,
+        options: dict[str, Any],
+        seed: int | None,
+        timestamps: Mapping[str, int] | None,
+        assistant_model: JaxModel | None,
+    ) -> tuple[_Request, bool]:
+        """A call of `generate`, checked; and whether its tensors are torch's."""
         given = options.pop("input_ids", None)
         prompt = given if inputs is None else inputs
         keep_log_probs = bool(options.pop("output_log_probs", False))
@@ -294,27 +360,28 @@ class JaxModel:
             pad_token_id=config.pad_token_id if config.pad_token_id is not None else (eos_ids or (0,))[0],
             keep=(*keep, *(("log_probs",) if keep_log_probs else ())),
             extra_sampling=extras,
+            speculation=self._speculation(config, prompts, assistant_model),
+            draft=None if assistant_model is None else (assistant_model._traced, assistant_model.params),
         )
-        generated = run_generation(
-            self._traced,
-            self._programs,
-            self.params,
-            self._device,
-            prompts,
-            options_resolved,
-            static=static,
-            vocab_size=self._num_logits(),
-            streamer=streamer,
-            stop_check=make_stop_check(config.stop_strings, tokenizer),
+        return _Request(prompts=prompts, options=options_resolved, static=static), to_torch
+
+    def _speculation(
+        self, config: GenerationConfig, prompts: requests.Prompts, assistant_model: JaxModel | None
+    ) -> Speculation | None:
+        lookup: Any = config.prompt_lookup_num_tokens
+        if lookup is None and assistant_model is None:
+            return None
+        vocabularies = None if assistant_model is None else (self._num_logits(), assistant_model._num_logits())
+        requests.check_speculation(
+            [self._traced.traits, *([assistant_model._traced.traits] if assistant_model is not None else [])],
+            sequences=len(prompts.given) * (config.num_return_sequences or 1),
+            inputs=set(prompts.inputs) | set(prompts.static),
+            vocabularies=vocabularies,
+            is_both=lookup is not None and assistant_model is not None,
         )
-        return as_sequences(
-            generated,
-            prompts.given,
-            num_return_sequences=config.num_return_sequences or 1,
-            is_encoder_decoder=self._traced.traits.is_encoder_decoder,
-            as_dict=bool(config.return_dict_in_generate) or bool(options_resolved.keep),
-            to_torch=to_torch,
-        )
+        if assistant_model is not None:
+            return Speculation(num_tokens=config.num_assistant_tokens or _ASSISTANT_TOKENS, max_ngram=0)
+        return Speculation(num_tokens=int(lookup), max_ngram=config.max_matching_ngram_size or _MAX_NGRAM)
 
     def save_pretrained(self, folder: str | Path, *, max_shard_size: str = "50GB") -> None:
         """Write a folder that plain transformers loads back bit for bit: config, generation config, safetensors.

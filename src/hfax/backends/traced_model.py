@@ -157,6 +157,8 @@ class TracedModel:
 
     def __init__(self, skeleton: Skeleton, tied: Mapping[str, str], buffers: Mapping[str, jax.Array]) -> None:
         self.module = skeleton.module
+        self.key = ""
+        """Identifies the module in the keys of programs; set by whoever knows what else they depend on."""
         self.traits = read_traits(skeleton.module)
         self.patches_used: set[str] = set()
         """Names of the patches that ran in any trace so far."""
@@ -205,6 +207,8 @@ class TracedModel:
         static: Mapping[str, Any],
         capacity: int,
         checks: dict[str, jax.Array] | None = None,
+        *,
+        keeps_windows: bool = True,
     ) -> tuple[jax.Array, Arrays]:
         """Run the prompts, with their images and sound, and fill a new cache.
 
@@ -214,6 +218,7 @@ class TracedModel:
             static: further keyword arguments that are not traced: options, and `HostArray`s of the prompts' geometry.
             capacity: of the cache, tokens.
             checks: gets the conditions that must hold, see `apply_checked`.
+            keeps_windows: layers with a window keep no more than it; False: all tokens, so that some can be taken back.
 
         Returns:
             Logits of the last position, [batch, vocab] float32, and the cache's arrays (with the encoder's output, if any).
@@ -245,7 +250,8 @@ class TracedModel:
             inputs.pop("attention_mask", None)
 
         def call(module: torch.nn.Module) -> tuple[jax.Array, Arrays]:
-            cache, arguments, encoded = self._make_cache(capacity, prompt_length=ids.shape[1]), tracing.wrap(inputs), {}
+            cache = self._make_cache(capacity, prompt_length=ids.shape[1], keeps_windows=keeps_windows)
+            arguments, encoded = tracing.wrap(inputs), {}
             if traits.is_encoder_decoder:
                 outputs, arguments = _run_encoder(module, arguments)
                 encoded = {f"encoder.{n}": tracing.unwrap(t) for n, t in outputs.items() if isinstance(t, torch.Tensor)}
@@ -282,52 +288,56 @@ class TracedModel:
         capacity: int,
         static: Mapping[str, Any],
         repeated: Mapping[str, jax.Array] | None = None,
+        keeps_windows: bool = True,
     ) -> tuple[jax.Array, Arrays]:
-        """Run one token of every sequence.
+        """Run the next token, or the next few, of every sequence.
 
         Args:
             params: the weights.
             cache: what `prefill` or the step before returned.
-            tokens: [batch] int32.
+            tokens: [batch, new] int32.
             length: scalar int32, tokens in the cache.
-            positions: [batch] int32, the position of each token among its sequence's real tokens; [batch, n] where a token has
-                several (of text, time, height and width).
+            positions: [batch] int32, the position of the first new token among its sequence's real tokens; [batch, n] where a
+                token has several (of text, time, height and width).
             attention_mask: for decoders [batch, capacity], 0 at the prompts' padding; for encoder-decoders the encoder's mask,
                 of length 0 if it has none.
             capacity: of the cache.
             static: options given to `prefill`, without what belongs to the prompts.
             repeated: further inputs of the tokens, [batch, …], which they share with the prompts' last tokens.
+            keeps_windows: as given to `prefill`.
 
         Returns:
-            Logits [batch, vocab] float32, and the cache's arrays.
+            Logits [batch, new, vocab] float32, and the cache's arrays.
         """
-        traits = self.traits
+        traits, new = self.traits, tokens.shape[1]
         if not traits.has_usable_cache:
-            ids = jax.lax.dynamic_update_slice_in_dim(cache["text.ids"], tokens[:, None], length, axis=1)
+            ids = jax.lax.dynamic_update_slice_in_dim(cache["text.ids"], tokens, length, axis=1)
             mask = jnp.where(jnp.arange(capacity) <= length, attention_mask, 0)
             logits, _ = self._whole_text(params, ids, mask, static, capacity, last=length)
-            return logits, {"text.ids": ids}
+            return logits[:, None], {"text.ids": ids}
         kept = {n.removeprefix(_ON_MODULES): a for n, a in cache.items() if n.startswith(_ON_MODULES)}
         state = {name: a for name, a in cache.items() if not name.startswith(("encoder.", _ON_MODULES))}
         # the cache is longer than the text, and some models mask nothing of it for a single token
-        is_written = (jnp.arange(capacity) <= length).astype(jnp.int32)
+        is_written = (jnp.arange(capacity) < length + new).astype(jnp.int32)
         inputs: dict[str, Any] = {}
         if traits.is_encoder_decoder:
-            inputs["decoder_input_ids"] = tokens[:, None]
+            inputs["decoder_input_ids"] = tokens
             if attention_mask.shape[1]:
                 inputs["attention_mask"] = attention_mask
             if traits.takes_decoder_mask:
                 inputs["decoder_attention_mask"] = jnp.broadcast_to(is_written, (len(tokens), capacity))
         else:
-            inputs["input_ids"] = tokens[:, None]
+            inputs["input_ids"] = tokens
             if traits.takes_position_ids:
-                inputs["position_ids"] = jnp.moveaxis(positions, 0, -1)[..., None]
-            inputs |= {name: array[:, None] for name, array in (repeated or {}).items()}
+                inputs["position_ids"] = jnp.moveaxis(positions, 0, -1)[..., None] + jnp.arange(
+                    new, dtype=positions.dtype
+                )
+            inputs |= {name: jnp.repeat(array[:, None], new, axis=1) for name, array in (repeated or {}).items()}
             if traits.takes_attention_mask and not traits.has_recurrent_layers:
                 inputs["attention_mask"] = attention_mask * is_written
 
         def call(module: torch.nn.Module) -> tuple[jax.Array, Arrays]:
-            cache_object = self._make_cache(capacity, length=length, arrays=state)
+            cache_object = self._make_cache(capacity, length=length, arrays=state, keeps_windows=keeps_windows)
             arguments = {**tracing.wrap(inputs), **static, **self._cache_arguments(cache_object)}
             if traits.is_encoder_decoder:
                 encoded = {
@@ -336,7 +346,8 @@ class TracedModel:
                 arguments["encoder_outputs"] = _EncoderOutputs(encoded)
             with decoder_padding(None if traits.is_encoder_decoder else tracing.wrap(attention_mask)):
                 out = module(**arguments)
-            return _last(tracing.unwrap(out.logits)), cache | _cache_arrays(cache_object, out)
+            logits = tracing.unwrap(out.logits)[:, -new:].astype(jnp.float32)
+            return logits, cache | _cache_arrays(cache_object, out)
 
         logits, arrays = tracing.call_module(
             self.module, self._all(params), call, used=self.patches_used, kept=kept, constants=self._constants
@@ -410,6 +421,7 @@ class TracedModel:
         length: jax.Array | None = None,
         arrays: Arrays | None = None,
         prompt_length: int | None = None,
+        keeps_windows: bool = True,
     ) -> Any:
         """What forward takes under `cache_argument`."""
         if self.traits.cache_argument == "state":
@@ -429,6 +441,7 @@ class TracedModel:
             arrays=tracing.wrap(arrays) if arrays is not None else None,
             has_encoder=self.traits.is_encoder_decoder,
             prompt_length=prompt_length,
+            keeps_windows=keeps_windows,
         )
 
     def _cache_arguments(self, cache: Any) -> dict[str, Any]:

@@ -34,6 +34,9 @@ class LayeredCache(Cache):
         return [isinstance(x, RecurrentLayer) and not isinstance(x, FullAttentionLayer) for x in self.layers]
 
 
+_WINDOWS = ("sliding_attention", "chunked_attention")
+
+
 def make_cache(
     config: PretrainedConfig,
     ops: CacheOps,
@@ -43,6 +46,7 @@ def make_cache(
     arrays: dict[str, Tensor] | None = None,
     has_encoder: bool = False,
     prompt_length: int | None = None,
+    keeps_windows: bool = True,
 ) -> Cache:
     """A cache object for one trace.
 
@@ -54,6 +58,7 @@ def make_cache(
         arrays: what `cache_arrays` gave, to continue; required with `length`.
         has_encoder: the model is an encoder-decoder whose cross-attention is cached too.
         prompt_length: tokens of the prompts that fill an empty cache; what is more stands before them.
+        keeps_windows: layers with a window hold no more tokens than it; False: all of them.
 
     Raises:
         UnsupportedModelError: the config has a kind of layer that hfax has no cache for.
@@ -62,6 +67,8 @@ def make_cache(
     types, kwargs = get_layer_types_and_kwargs(text_config)
     crossing = getattr(text_config, "cross_attention_layers", None) or ()  # layers that attend to images alone
     types = ["cross_attention" if index in crossing else kind for index, kind in enumerate(types)]
+    if not keeps_windows:
+        types = ["full_attention" if kind in _WINDOWS else kind for kind in types]
     own = LayeredCache(layers=[_make_layer(t, k, ops, capacity, length) for t, k in zip(types, kwargs, strict=True)])
     for layer in own.layers:
         if isinstance(layer, FullAttentionLayer):
@@ -87,7 +94,7 @@ def _make_layer(kind: str, kwargs: dict[str, Any], ops: CacheOps, capacity: int,
         return FullAttentionLayer(ops, capacity, length)
     if kind == "cross_attention":
         return CrossAttentionLayer(ops, capacity, length)
-    if kind in ("sliding_attention", "chunked_attention"):
+    if kind in _WINDOWS:
         return SlidingWindowLayer(ops, capacity, length, window=kwargs["sliding_window"])
     if kind in ("linear_attention", "conv"):
         return RecurrentLayer(length, num_states=kwargs["number_of_states"])

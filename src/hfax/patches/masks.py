@@ -51,9 +51,11 @@ def attention_mask(
     """transformers' mask interface: bool, [batch, 1, queries, keys].
 
     `kv_offset` may be a vector over the keys, for a cache whose slots are not in the order of their positions. The result has the
-    mask of any block of queries and keys as `block`, a function of their indices, for attention that works in blocks. Where transformers
-    would leave out a causal mask if no token were padding, the result has that condition, a traced scalar, as `all_real`: the
-    attention of modules that are not causal by themselves then sees everything, as there (PaliGemma without token types).
+    mask of any block of queries and keys as `block`, a function of their indices, for attention that works in blocks.
+
+    Where transformers would leave out a causal mask if no token were padding, the result has that condition, a traced scalar, as
+    `all_real`: the attention of modules that are not causal by themselves then sees everything, as there (PaliGemma without token
+    types).
     """
     is_ring = isinstance(kv_offset, torch.Tensor) and kv_offset.ndim == 1
     if attention_mask is None:

@@ -35,6 +35,7 @@ class LoopSpec:
         max_steps: length of the per-step records, if any are kept; else 0.
         keep: which records are kept: "scores" and "logits" ([max_steps, batch, vocab]), "log_probs" ([max_steps, batch]).
         sampling: which processors are active.
+        rolls_back: tokens may be taken back, so windows keep every token and no layer may keep only a state.
     """
 
     capacity: int
@@ -42,6 +43,7 @@ class LoopSpec:
     max_steps: int
     keep: tuple[str, ...]
     sampling: SamplingSpec
+    rolls_back: bool = False
 
 
 def start(
@@ -67,7 +69,7 @@ def start(
         The state, and under "checks" the conditions that the host must check before it goes on.
     """
     checks: dict[str, jax.Array] = {}
-    logits, cache = model.prefill(params, inputs, static, spec.capacity, checks)
+    logits, cache = model.prefill(params, inputs, static, spec.capacity, checks, keeps_windows=not spec.rolls_back)
     seq2seq = model.traits.is_encoder_decoder
     prompt = inputs["decoder_input_ids" if seq2seq else "input_ids"].astype(jnp.int32)
     prompt_mask = jnp.ones_like(prompt) if seq2seq else inputs["attention_mask"].astype(jnp.int32)
@@ -93,7 +95,7 @@ def start(
     for name in spec.keep:
         shape = (spec.max_steps, batch * repeats, *(() if name == "log_probs" else (logits.shape[-1],)))
         state[name] = jnp.zeros(shape, jnp.float32)
-    return _draw(spec, state, logits, request) | {"checks": checks}
+    return draw(spec, state, logits, request) | {"checks": checks}
 
 
 def _next_positions(inputs: Mapping[str, jax.Array], prompt_mask: jax.Array) -> jax.Array:
@@ -121,7 +123,7 @@ def advance(
         logits, cache = model.decode_step(
             params,
             state["cache"],
-            jax.lax.dynamic_index_in_dim(state["tokens"], state["length"], axis=1, keepdims=False),
+            jax.lax.dynamic_slice_in_dim(state["tokens"], state["length"], 1, axis=1),
             length=state["length"],
             positions=state["positions"],
             attention_mask=state["mask"],
@@ -130,12 +132,12 @@ def advance(
             repeated=state["repeated"],
         )
         state = state | {"cache": cache, "length": state["length"] + 1, "positions": state["positions"] + 1}
-        return _draw(spec, state, logits, request)
+        return draw(spec, state, logits[:, -1], request)
 
     return jax.lax.while_loop(unfinished, step, state)
 
 
-def _draw(spec: LoopSpec, state: State, logits: jax.Array, request: Mapping[str, Any]) -> State:
+def draw(spec: LoopSpec, state: State, logits: jax.Array, request: Mapping[str, Any]) -> State:
     """Choose the next token of every sequence from the logits at its end, and write it behind the `length` cached tokens."""
     step = state["step"]
     scores = process_logits(spec.sampling, request["sampling"], state["sampling"], logits, state["tokens"], step)

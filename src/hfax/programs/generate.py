@@ -23,6 +23,7 @@ from hfax.programs.decoding import LoopSpec, State, advance, start
 from hfax.programs.generation_request import Prompts, choose_capacity
 from hfax.programs.program_cache import Program, ProgramCache
 from hfax.programs.sampling_config import make_sampling_spec
+from hfax.programs.speculation import Speculation, advance_with_guesses
 
 _CHUNK_SECONDS = 0.05
 """How often a streamer gets its tokens."""
@@ -74,6 +75,8 @@ class GenerationOptions:
         pad_token_id: follows a sequence's end.
         keep: records of `LoopSpec.keep`.
         extra_sampling: options that GenerationConfig lacks (presence_penalty, frequency_penalty, timestamps).
+        speculation: how tokens are guessed; None: they are not.
+        draft: the model that guesses, if one does, and its weights.
     """
 
     config: GenerationConfig
@@ -83,6 +86,8 @@ class GenerationOptions:
     pad_token_id: int
     keep: tuple[str, ...]
     extra_sampling: Mapping[str, Any]
+    speculation: Speculation | None = None
+    draft: tuple[TracedModel, Mapping[str, jax.Array]] | None = None
 
 
 def run_generation(
@@ -124,6 +129,24 @@ def run_generation(
             "A streamer prints one text.",
             "Generate one prompt at a time, or leave the streamer out.",
         )
+    loop, inputs = open_loop(model, programs, params, device, prompts, options, static=static, vocab_size=vocab_size)
+    state = loop.start(inputs)
+    return _drive(loop, state, prompts, options, sequences, streamer, stop_check)
+
+
+def open_loop(
+    model: TracedModel,
+    programs: ProgramCache,
+    params: Mapping[str, jax.Array],
+    device: jax.Device,
+    prompts: Prompts,
+    options: GenerationOptions,
+    *,
+    static: Mapping[str, Any],
+    vocab_size: int,
+) -> tuple[Loop, dict[str, jax.Array]]:
+    """The programs of a request and the inputs of the first; arguments as of `run_generation`."""
+    repeats = options.config.num_return_sequences or 1
     sampling, values = make_sampling_spec(
         options.config,
         vocab_size=vocab_size,
@@ -131,8 +154,10 @@ def run_generation(
         max_new_tokens=options.max_new_tokens,
         **options.extra_sampling,
     )
+    guesses = 0 if options.speculation is None else options.speculation.num_tokens + 1
     spec = LoopSpec(
-        capacity=choose_capacity(prompts.padded_length, options.max_new_tokens),
+        capacity=choose_capacity(prompts.padded_length, options.max_new_tokens + guesses),
+        rolls_back=options.speculation is not None,
         num_return_sequences=repeats,
         max_steps=options.max_new_tokens if options.keep else 0,
         keep=options.keep,
@@ -148,13 +173,11 @@ def run_generation(
     }
     request = jax.device_put(request, device)
     inputs = jax.device_put(prompts.inputs, device)
-    loop = _Loop(model, programs, params, spec, static, prompts.static, request, device)
-    state = loop.start(inputs)
-    return _drive(loop, state, prompts, options, sequences, streamer, stop_check)
+    return Loop(model, programs, params, spec, static, prompts.static, request, device, options), inputs
 
 
-class _Loop:
-    """The two programs of one request."""
+class Loop:
+    """The programs of one request."""
 
     def __init__(
         self,
@@ -166,13 +189,16 @@ class _Loop:
         prompt_static: Mapping[str, Any],
         request: Mapping[str, Any],
         device: jax.Device,
+        options: GenerationOptions,
     ) -> None:
+        self._speculation, self._draft = options.speculation, options.draft
         self._model, self._programs, self._params = model, programs, dict(params)
         self._spec, self._static, self._request, self._device = spec, dict(static), request, device
         self._prompt_static = dict(prompt_static)
         self._advance: Program | None = None
 
     def start(self, inputs: Mapping[str, jax.Array]) -> State:
+        """Run the prompts and draw the first tokens."""
         main = inputs.get("decoder_input_ids", inputs.get("input_ids"))
         assert main is not None
         name = f"prefill{list(main.shape)}"
@@ -189,9 +215,32 @@ class _Loop:
         )
         state = program.run(*args)
         raise_failed(state.pop("checks"))
+        if self._speculation is not None:
+            state["rounds"] = jax.device_put(np.int32(0), self._device)
+        if self._draft is not None:
+            state["draft_cache"] = self._read_by_draft(inputs)
         return state
 
+    def _read_by_draft(self, inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """The cache of the model that guesses, after the prompts."""
+        assert self._draft is not None
+        draft, params = self._draft
+        args = (dict(params), dict(inputs))
+        program = self._programs.get(
+            f"prefill{list(inputs['input_ids'].shape)} of the assistant",
+            (self._spec.capacity, draft.key),
+            lambda params, inputs: (
+                draft.prefill(params, inputs, {}, self._spec.capacity, keeps_windows=False)[1],
+                None,
+            ),
+            args,
+        )
+        return program.run(*args)
+
     def advance(self, state: State, limit: int) -> State:
+        """Draw tokens until there are `limit`, or every sequence has ended."""
+        if self._speculation is not None:
+            return self._advance_with_guesses(state, limit)
         args = (self._params, state, self._request, jax.device_put(np.int32(limit), self._device))
         if self._advance is None:
             batch, capacity = state["tokens"].shape
@@ -208,9 +257,40 @@ class _Loop:
             )
         return self._advance.run(*args)
 
+    def _advance_with_guesses(self, state: State, limit: int) -> State:
+        draft, draft_params = self._draft or (None, {})
+        speculation = self._speculation
+        assert speculation is not None
+        limit_array = jax.device_put(np.int32(limit), self._device)
+        args = (self._params, dict(draft_params), state, self._request, limit_array)
+        if self._advance is None:
+            self._advance = self._programs.get(
+                f"decode[1, {state['tokens'].shape[1]}], {speculation.num_tokens} guesses",
+                (self._spec, self._static, speculation, draft and draft.key),
+                lambda params, draft_params, state, request, limit: (
+                    advance_with_guesses(
+                        self._model,
+                        self._spec,
+                        speculation,
+                        params,
+                        state,
+                        self._static,
+                        request,
+                        limit,
+                        draft,
+                        draft_params,
+                    ),
+                    None,
+                ),
+                args,
+                donate=(2,),
+                is_loop=True,
+            )
+        return self._advance.run(*args)
+
 
 def _drive(
-    loop: _Loop,
+    loop: Loop,
     state: State,
     prompts: Prompts,
     options: GenerationOptions,

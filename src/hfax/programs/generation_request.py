@@ -15,6 +15,7 @@ import numpy as np
 from transformers import GenerationConfig
 
 from hfax.backends.geometry import HostArray, keep_on_host
+from hfax.backends.traced_model import ModelTraits
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.load.placement import narrow
 from hfax.programs.buckets import batch_bucket, capacity_bucket, prompt_bucket
@@ -233,6 +234,44 @@ def pad_encoder_inputs(
 def choose_capacity(padded_prompt: int, max_new_tokens: int) -> int:
     """The cache's capacity, tokens."""
     return capacity_bucket(padded_prompt + max_new_tokens)
+
+
+def check_speculation(
+    traits: list[ModelTraits],
+    *,
+    sequences: int,
+    inputs: set[str],
+    vocabularies: tuple[int, int] | None,
+    is_both: bool,
+) -> None:
+    """Raise if tokens cannot be guessed in this call.
+
+    Args:
+        traits: of the model, and of the one that guesses if there is one.
+        sequences: that the call writes.
+        inputs: names of what is given.
+        vocabularies: logits of both models.
+        is_both: guesses were asked for from the text and from a model.
+
+    Raises:
+        UnsupportedOptionError: saying why.
+    """
+    reasons = {
+        "It writes one sequence at a time; the call writes several.": sequences > 1,
+        "Guesses come from the text or from a model, not from both.": is_both,
+        "The two models have vocabularies of different sizes.": vocabularies is not None and len(set(vocabularies)) > 1,
+        "An encoder-decoder is not supported.": any(t.is_encoder_decoder for t in traits),
+        "A model with recurrent layers cannot take tokens back.": any(t.has_recurrent_layers for t in traits),
+        "The model keeps no cache that hfax can use.": any(not t.has_usable_cache for t in traits),
+        "The assistant reads token ids alone.": len(traits) > 1 and not inputs <= {"input_ids", "attention_mask"},
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UnsupportedOptionError(
+                "Tokens cannot be guessed in this call (prompt_lookup_num_tokens or assistant_model).",
+                reason,
+                "Leave prompt_lookup_num_tokens and assistant_model out.",
+            )
 
 
 def as_ids(name: str, value: Any, vocab_size: int | None) -> np.ndarray:

@@ -31,7 +31,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "encoder_no_repeat_ngram_size": (0, None),
     "token_healing": (False, None),
     "max_time": (None,),
-    "prompt_lookup_num_tokens": (None,),
     "assistant_early_exit": (None,),
     "is_assistant": (False, None),
     "use_mtp": (False, None),
@@ -51,13 +50,12 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 WITHOUT_EFFECT = frozenset(
     {
         *("early_stopping", "length_penalty"),  # read by beam search alone
-        *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+        # of an assistant model: how many tokens it guesses at a time, which changes no token; hfax guesses num_assistant_tokens
+        *("num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_ensemble_weight"),
         *(
             "assistant_lookbehind",
             "target_lookbehind",
-            "assistant_ensemble_weight",
-        ),  # read with an assistant model alone
-        "max_matching_ngram_size",  # read by prompt lookup alone
+        ),  # of assistants with another tokenizer, which hfax does not take
         *("use_cache", "max_cache_len"),  # the tokens are the same; hfax's cache has its own size
         *("compile_config", "disable_compile"),  # of torch.compile
         *("transformers_version", "_from_model_config"),
@@ -86,6 +84,9 @@ _RULES: dict[str, _Rule] = {
     "min_length": _COUNT,
     "min_new_tokens": _COUNT,
     "num_return_sequences": ("an integer of 1 or more", lambda n: _is_integer(n) and n >= 1),
+    "prompt_lookup_num_tokens": ("an integer of 1 or more", lambda n: _is_integer(n) and n >= 1),
+    "max_matching_ngram_size": ("an integer of 1 or more", lambda n: _is_integer(n) and n >= 1),
+    "num_assistant_tokens": ("an integer of 1 or more", lambda n: _is_integer(n) and n >= 1),
 }
 
 

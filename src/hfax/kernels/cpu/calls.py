@@ -1,4 +1,4 @@
-"""The C++ kernels as JAX functions. They cannot be differentiated or batched; callers use them in programs that are compiled next."""
+"""The C++ kernels as JAX functions. They cannot be differentiated or batched: they are for programs that are compiled next."""
 
 from __future__ import annotations
 

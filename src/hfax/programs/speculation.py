@@ -1,0 +1,153 @@
+"""Decoding that guesses tokens and checks several at once, since a step reads every weight whether it computes one token or nine.
+
+A round guesses some tokens, runs the model once over the current token and the guesses, and draws from the logits one position
+after the other, exactly as `advance` does, for as long as what is drawn is what was guessed. So the tokens are those of decoding
+without guesses, greedy or sampled with the same seed, whatever was guessed; guesses only decide how many a round gives. (The sums of
+a product with several rows may be added in another order than with one: where two tokens are equally likely to the last bit, either
+may come.) Guesses come from the text itself or from a smaller model; both run on the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hfax.backends.traced_model import TracedModel
+from hfax.programs.decoding import LoopSpec, State, draw
+from hfax.programs.sampling import choose_token, process_logits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Speculation:
+    """How tokens are guessed.
+
+    Args:
+        num_tokens: guesses a round.
+        max_ngram: for guesses from the text: how many of its last tokens are looked for earlier in it, at most; 0: a model guesses.
+    """
+
+    num_tokens: int
+    max_ngram: int
+
+
+Guess = Callable[[State], tuple[jax.Array, State]]
+"""From the state to the guessed tokens, [n] int32, and the state with what the guesser keeps."""
+
+
+def advance_with_guesses(
+    model: TracedModel,
+    spec: LoopSpec,
+    speculation: Speculation,
+    params: Mapping[str, jax.Array],
+    state: State,
+    static: Mapping[str, Any],
+    request: Mapping[str, Any],
+    limit: jax.Array,
+    draft: TracedModel | None,
+    draft_params: Mapping[str, jax.Array],
+) -> State:
+    """As `decoding.advance`, for one sequence; `state["rounds"]` counts how often the model ran."""
+    guess = (
+        _from_the_text(speculation) if draft is None else _by_a_model(speculation, draft, draft_params, spec, request)
+    )
+
+    def unfinished(state: State) -> jax.Array:
+        return (state["step"] < limit) & ~jnp.all(state["finished"])
+
+    def round(state: State) -> State:
+        guesses, state = guess(state)
+        current = jax.lax.dynamic_slice_in_dim(state["tokens"], state["length"], 1, axis=1)
+        logits, cache = model.decode_step(
+            params,
+            state["cache"],
+            jnp.concatenate([current, guesses[None]], axis=1),
+            length=state["length"],
+            positions=state["positions"],
+            attention_mask=state["mask"],
+            capacity=spec.capacity,
+            static=static,
+            repeated=state["repeated"],
+            keeps_windows=False,
+        )
+        state = state | {"cache": cache, "rounds": state["rounds"] + 1}
+
+        def draw_next(carry: tuple[jax.Array, State, jax.Array]) -> tuple[jax.Array, State, jax.Array]:
+            index, state, _ = carry
+            state = state | {"length": state["length"] + 1, "positions": state["positions"] + 1}
+            at_index = jax.lax.dynamic_index_in_dim(logits, index, axis=1, keepdims=False)
+            state = draw(spec, state, at_index, request)
+            drawn = jax.lax.dynamic_index_in_dim(state["tokens"][0], state["length"], keepdims=False)
+            guessed = guesses[jnp.minimum(index, speculation.num_tokens - 1)]
+            goes_on = (index < speculation.num_tokens) & (drawn == guessed) & unfinished(state)
+            return index + 1, state, goes_on
+
+        _, state, _ = jax.lax.while_loop(lambda carry: carry[2], draw_next, (jnp.int32(0), state, jnp.bool_(True)))
+        return state
+
+    return jax.lax.while_loop(unfinished, round, state)
+
+
+def _from_the_text(speculation: Speculation) -> Guess:
+    """What followed the last tokens where they stood before: the longest run of them, at its latest place."""
+
+    def guess(state: State) -> tuple[jax.Array, State]:
+        tokens, last = state["tokens"][0], state["length"]
+        places = jnp.arange(tokens.shape[0])
+        run = jnp.zeros_like(places)  # how many tokens up to each place are those up to the last one
+        same = jnp.ones_like(places, bool)
+        for back in range(speculation.max_ngram):
+            there = jnp.roll(tokens, back)  # the token that stands `back` before each place
+            same = same & (there == tokens[jnp.maximum(last - back, 0)]) & (places >= back)
+            run = run + same
+        run = jnp.where(places < last, run, 0)
+        longest = run.max()
+        place = jnp.max(jnp.where(run == longest, jnp.where(places < last, places, -1), -1))
+        # a text that repeats itself goes on doing so: what follows is read around and around
+        ahead = jnp.arange(speculation.num_tokens) % jnp.maximum(last - place, 1)
+        return tokens[jnp.clip(place + 1 + ahead, 0, tokens.shape[0] - 1)], state
+
+    return guess
+
+
+def _by_a_model(
+    speculation: Speculation,
+    draft: TracedModel,
+    draft_params: Mapping[str, jax.Array],
+    spec: LoopSpec,
+    request: Mapping[str, Any],
+) -> Guess:
+    """What another model would draw, with the same random numbers; so where it is sure of the same tokens, it draws the same."""
+
+    def guess(state: State) -> tuple[jax.Array, State]:
+        current = jax.lax.dynamic_index_in_dim(state["tokens"][0], state["length"], keepdims=False)
+
+        def step(carry: tuple[jax.Array, Any, jax.Array], index: jax.Array) -> tuple[Any, jax.Array]:
+            token, cache, tokens = carry
+            logits, cache = draft.decode_step(
+                draft_params,
+                cache,
+                token[None, None],
+                length=state["length"] + index,
+                positions=state["positions"] + index,
+                attention_mask=state["mask"],
+                capacity=spec.capacity,
+                static={},
+                keeps_windows=False,
+            )
+            scores = process_logits(
+                spec.sampling, request["sampling"], state["sampling"], logits[:, -1], tokens, state["step"] + index
+            )
+            drawn = choose_token(spec.sampling, scores, request["seed"], state["step"] + index).astype(jnp.int32)
+            tokens = jax.lax.dynamic_update_slice_in_dim(tokens, drawn[:, None], state["length"] + index + 1, axis=1)
+            return (drawn[0], cache, tokens), drawn[0]
+
+        # one step more than guesses, so that the last guess is in the cache, should it be right
+        steps = jnp.arange(speculation.num_tokens + 1, dtype=jnp.int32)
+        (_, cache, _), drawn = jax.lax.scan(step, (current, state["draft_cache"], state["tokens"]), steps)
+        return drawn[:-1], state | {"draft_cache": cache}
+
+    return guess
