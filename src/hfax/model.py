@@ -368,7 +368,7 @@ class JaxModel:
     def _speculation(
         self, config: GenerationConfig, prompts: requests.Prompts, assistant_model: JaxModel | None
     ) -> Speculation | None:
-        lookup: Any = config.prompt_lookup_num_tokens
+        lookup: int | None = config.prompt_lookup_num_tokens
         if lookup is None and assistant_model is None:
             return None
         vocabularies = None if assistant_model is None else (self._num_logits(), assistant_model._num_logits())
@@ -381,7 +381,8 @@ class JaxModel:
         )
         if assistant_model is not None:
             return Speculation(num_tokens=config.num_assistant_tokens or _ASSISTANT_TOKENS, max_ngram=0)
-        return Speculation(num_tokens=int(lookup), max_ngram=config.max_matching_ngram_size or _MAX_NGRAM)
+        assert lookup is not None
+        return Speculation(num_tokens=lookup, max_ngram=config.max_matching_ngram_size or _MAX_NGRAM)
 
     def save_pretrained(self, folder: str | Path, *, max_shard_size: str = "50GB") -> None:
         """Write a folder that plain transformers loads back bit for bit: config, generation config, safetensors.

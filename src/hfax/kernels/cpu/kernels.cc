@@ -27,8 +27,8 @@ namespace {
 
 constexpr int64_t kLanes = 16;
 constexpr int64_t kChunkBytes = 256 << 10;  // of weights that a thread takes at a time
-constexpr int64_t kRowBlock = 4;           // rows of x whose sums are kept in registers together
-constexpr int64_t kColumnBlock = 4;        // rows of the weight, likewise
+constexpr int64_t kFewRows = 16;           // of x; up to so many, a row's sums are added in the same order however many there are
+constexpr int64_t kColumnBlock = 4;        // rows of the weight that a piece of work has a multiple of
 constexpr int64_t kPrefetch = 4096;        // bytes ahead
 
 typedef float Floats __attribute__((vector_size(64)));
@@ -213,7 +213,7 @@ struct Weight {
     const int64_t whole = width - width % Decoder::kWidth;
     const uint8_t* w = decoder.at(row);
     // few sums would wait for each other: one addition takes several cycles
-    constexpr int kChains = M * R >= 4 ? 1 : 4;
+    constexpr int kChains = M * R > 4 ? 1 : 4;
     Floats totals[M][R] = {};
     for (int64_t g = 0; g < groups; ++g) {
       Floats sums[kChains][M][R] = {};
@@ -357,6 +357,7 @@ struct Packed {
 // Rows of float or bfloat16 activations, as `dots` of a `Weight` takes them.
 template <typename Decoder>
 struct Rows {
+  static constexpr bool kIsExact = false;
   const Weight<Decoder>& weight;
   const typename Decoder::Activation* x;
 
@@ -370,6 +371,7 @@ struct Rows {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 template <int kBits>
 struct PackedRows {
+  static constexpr bool kIsExact = true;  // sums of integers: any order gives the same
   const Packed<kBits>& weight;
   const Words16& x;
 
@@ -390,15 +392,11 @@ void block(const Product& product, int64_t first, int64_t row, Out* out, int64_t
 }
 
 // All rows of x with R rows of the weight, which stay in the nearest cache meanwhile.
-template <int R, typename Product, typename Out>
+template <int M, int R, typename Product, typename Out>
 void blocks(const Product& product, int64_t num_rows, int64_t row, Out* out, int64_t num_columns) {
   int64_t m = 0;
-  for (; m + kRowBlock <= num_rows; m += kRowBlock) block<kRowBlock, R>(product, m, row, out, num_columns);
-  switch (num_rows - m) {
-    case 1: block<1, R>(product, m, row, out, num_columns); break;
-    case 2: block<2, R>(product, m, row, out, num_columns); break;
-    case 3: block<3, R>(product, m, row, out, num_columns); break;
-  }
+  for (; m + M <= num_rows; m += M) block<M, R>(product, m, row, out, num_columns);
+  for (; m < num_rows; ++m) block<1, R>(product, m, row, out, num_columns);
 }
 
 template <typename Product, typename Out>
@@ -409,9 +407,11 @@ void multiply(ffi::ThreadPool& pool, const Product& product, Out* out, int64_t n
     int64_t row = chunk * per_chunk;
     const int64_t end = std::min(num_columns, row + per_chunk);
     // a single row of x needs no registers for others, and memory is fastest read in one stream
-    if (num_rows > 1)
-      for (; row + kColumnBlock <= end; row += kColumnBlock) blocks<kColumnBlock>(product, num_rows, row, out, num_columns);
-    for (; row < end; ++row) blocks<1>(product, num_rows, row, out, num_columns);
+    if (num_rows > kFewRows || (num_rows > 1 && Product::kIsExact))
+      for (; row + 4 <= end; row += 4) blocks<4, 4>(product, num_rows, row, out, num_columns);
+    else if (num_rows > 1)
+      for (; row + 2 <= end; row += 2) blocks<2, 2>(product, num_rows, row, out, num_columns);
+    for (; row < end; ++row) blocks<2, 1>(product, num_rows, row, out, num_columns);
   });
 }
 
