@@ -27,6 +27,7 @@ ORDER = [
     {"model"},
     {"auto"},
     {"pipelines"},
+    {"bench"},
     {"matrix"},
     {"doctor"},
     {"cli", "__main__"},

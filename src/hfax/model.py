@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,12 @@ from hfax.load.skeleton import Skeleton
 from hfax.patches import registry
 from hfax.programs import generation_request as requests
 from hfax.programs.checks import raise_failed
-from hfax.programs.generate import GenerationOptions, Streamer, run_generation
+from hfax.programs.generate import GenerationOptions, Loop, Streamer, open_loop, run_generation
 from hfax.programs.own_generate import has_own_generate, run_own_generate
 from hfax.programs.program_cache import ProgramCache
 from hfax.programs.results import as_sequences, as_torch_tree, has_torch, make_stop_check
 from hfax.programs.speculation import Speculation
+from hfax.programs.warm_up import WarmedUp, warm_up
 
 _ID_INPUTS = ("input_ids", "decoder_input_ids")
 _SAMPLING_EXTRAS = ("presence_penalty", "frequency_penalty")
@@ -383,6 +384,72 @@ class JaxModel:
             return Speculation(num_tokens=config.num_assistant_tokens or _ASSISTANT_TOKENS, max_ngram=0)
         assert lookup is not None
         return Speculation(num_tokens=lookup, max_ngram=config.max_matching_ngram_size or _MAX_NGRAM)
+
+    def compile(
+        self,
+        batch_sizes: Sequence[int] = (1,),
+        prompt_lengths: Sequence[int] = (64,),
+        *,
+        max_new_tokens: int = 64,
+        progress: bool = True,
+        **options: Any,
+    ) -> list[WarmedUp]:
+        """Make the programs of `generate` before they are needed: each combination writes two tokens after a prompt of its shape.
+
+        Args:
+            batch_sizes: numbers of prompts; those in between use the next power of two.
+            prompt_lengths: tokens; those in between use the next power of two.
+            max_new_tokens: that calls will ask for; it decides the cache's capacity with the prompt's length.
+            progress: show a bar where stderr is a terminal.
+            **options: generation options that calls will have: which are active (sampling, top_k, penalties, an assistant model)
+                shapes the programs, their values do not.
+
+        Returns:
+            What was traced and compiled for each combination, and how long it took; nothing where programs were on disk.
+
+        Raises:
+            InvalidInputError: a size is not positive, or a prompt does not fit the model's context.
+            UnsupportedOptionError: the model reads something else than token ids, whose shapes a prompt's length does not say.
+        """
+        traits = self._traced.traits
+        if traits.is_encoder_decoder or traits.main_input != "input_ids":
+            raise UnsupportedOptionError(
+                f"compile() does not know the inputs of {type(self).__name__}.",
+                "Its programs depend on more than a batch size and a prompt's length.",
+                "Call generate() once with inputs of the shapes to come.",
+            )
+        if min([*batch_sizes, *prompt_lengths, max_new_tokens], default=0) < 1:
+            raise InvalidInputError(
+                f"compile() got batch_sizes={list(batch_sizes)}, prompt_lengths={list(prompt_lengths)} and "
+                f"max_new_tokens={max_new_tokens}.",
+                "Programs are made for one prompt of one token or more.",
+                "Pass positive numbers.",
+            )
+        assistant = options.pop("assistant_model", None)
+
+        def run(batch_size: int, prompt_length: int) -> None:
+            prompt = np.zeros((batch_size, prompt_length), np.int32)
+            given = {**options, "max_new_tokens": max_new_tokens}
+            request, _ = self._request(prompt, None, given, 0, None, assistant)
+            loop, inputs = self._open(request)
+            state = loop.start(inputs)
+            if max_new_tokens > 1:
+                state = loop.advance(state, 2)
+            jax.block_until_ready(state)
+
+        return warm_up(run, batch_sizes, prompt_lengths, progress=progress)
+
+    def _open(self, request: _Request) -> tuple[Loop, dict[str, jax.Array]]:
+        return open_loop(
+            self._traced,
+            self._programs,
+            self.params,
+            self._device,
+            request.prompts,
+            request.options,
+            static=request.static,
+            vocab_size=self._num_logits(),
+        )
 
     def save_pretrained(self, folder: str | Path, *, max_shard_size: str = "50GB") -> None:
         """Write a folder that plain transformers loads back bit for bit: config, generation config, safetensors.

@@ -148,6 +148,7 @@ def call_module(
         torch.no_grad(),
         torch.nn.utils.stateless._reparametrize_module(module, tensors, tie_weights=False),
         _kept_on_modules(module, kept if kept is not None else {}),
+        _named_scopes(module),
         _entered(environment),
         warnings.catch_warnings(),
     ):
@@ -169,6 +170,40 @@ def call_module(
         finally:
             if used is not None:
                 used |= patches_used | environment.used
+
+
+@contextlib.contextmanager
+def _named_scopes(module: torch.nn.Module) -> Iterator[None]:
+    """For the block, what a module's parts compute carries their names, for profiles: "model/layers.3/self_attn/q_proj"."""
+
+    def scoped(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with jax.named_scope(name):
+                return forward(*args, **kwargs)
+
+        return run
+
+    parts = {path: part for path, part in module.named_modules() if path}
+    before = {path: part.__dict__.get("forward") for path, part in parts.items()}
+    try:
+        for path, part in parts.items():
+            part.__dict__["forward"] = scoped(_name_in_its_caller(path, parts), part.forward)
+        yield
+    finally:
+        for path, part in parts.items():
+            if before[path] is None:
+                del part.__dict__["forward"]
+            else:
+                part.__dict__["forward"] = before[path]
+
+
+def _name_in_its_caller(path: str, parts: Mapping[str, torch.nn.Module]) -> str:
+    """The path below the next module that is called itself; lists of modules are not."""
+    above = path.rpartition(".")[0]
+    while isinstance(parts.get(above), (torch.nn.ModuleList, torch.nn.ModuleDict)):
+        above = above.rpartition(".")[0]
+    return path[len(above) :].lstrip(".")
 
 
 @contextlib.contextmanager

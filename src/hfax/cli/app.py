@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from hfax.cli.bench import bench
 from hfax.cli.chat import chat
 from hfax.cli.classify import classify
 from hfax.cli.doctor import doctor
@@ -61,7 +62,7 @@ def _top(
         typer.echo(context.get_help())
 
 
-for _verb in (generate, chat, classify, doctor, matrix, env):
+for _verb in (generate, chat, classify, doctor, bench, matrix, env):
     app.command(epilog=sys.modules[_verb.__module__].EXAMPLES)(_verb)
 
 

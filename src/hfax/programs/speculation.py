@@ -3,8 +3,8 @@
 A round guesses some tokens, runs the model once over the current token and the guesses, and draws from the logits one position
 after the other, exactly as `advance` does, for as long as what is drawn is what was guessed. So the tokens are those of decoding
 without guesses, greedy or sampled with the same seed, whatever was guessed; guesses only decide how many a round gives. (A step of
-several tokens may round a sum otherwise than a step of one: where two tokens are equally likely to the last bit of the dtype, either
-may come.) Guesses come from the text itself or from a smaller model; both run on the device.
+several tokens may round a sum otherwise than a step of one: where two tokens are equally likely to the last bit, either may
+come.) Guesses come from the text itself or from a smaller model; both run on the device.
 """
 
 from __future__ import annotations

@@ -1,0 +1,167 @@
+"""Decoding, prompts and guesses on CPU beside what else a user could run, for two shapes with random weights.
+
+    python benchmarks/cpu.py --shape qwen3-0.6b --json-file benchmarks/results/cpu-qwen3-0.6b.json     # about fifteen minutes
+    python benchmarks/cpu.py --shape llama-3.2-1b --json-file benchmarks/results/cpu-llama-3.2-1b.json
+    python benchmarks/cpu.py --shape tiny --rounds 1                                                   # does the benchmark work?
+
+Every subject has a process of its own, and they take turns (`hfax.bench`); ratios are of measurements of the same round, figures
+are medians over the rounds. Batch 1, context 128 unless said otherwise; greedy, no end-of-sequence token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from hfax.bench import report as reports
+from hfax.bench.run import Plan, run
+from hfax.bench.spec import Case, SubjectSpec
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    },
+    "llama-3.2-1b": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    },
+}
+SHAPES["tiny"] = SHAPES["qwen3-0.6b"] | {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "head_dim": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+}
+
+
+def plans(model: str, *, is_tiny: bool, torch_backend: str) -> list[Plan]:
+    """What is measured of whom."""
+    long = 256 if is_tiny else 4096
+    decode = Case(kind="decode", tokens=32)
+    batch = Case(kind="decode", batch_size=8, tokens=32)
+    prompt = Case(kind="prefill", context=64 if is_tiny else 512)
+    near, far = (Case(kind="decode", context=n, capacity=2 * long, tokens=32) for n in (128, long))
+    repeating = Case(kind="decode", context=64, capacity=256, tokens=96, repeats=True)
+    guessing = Case(kind="decode", context=64, capacity=256, tokens=96, repeats=True, guesses=7)
+
+    def plan(name: str, *cases: Case, kind: Any = "hfax", dtype: str = "bfloat16", **options: Any) -> Plan:
+        spec = SubjectSpec(name=name, kind=kind, model=model, dtype=dtype, torch_backend=torch_backend, **options)
+        return Plan(subject=spec, cases=cases)
+
+    return [
+        plan("hfax", decode, batch, prompt, near, far, repeating, guessing),
+        plan("hfax float32", decode, repeating, guessing, dtype="float32"),
+        plan("hfax int8", decode, batch, prompt, quantization="int8"),
+        plan("hfax int4", decode, batch, prompt, quantization="int4"),
+        plan("eager", decode, prompt, kind="eager"),
+        plan("static", decode, kind="static"),
+        plan("recipe", Case(kind="decode", tokens=32 if is_tiny else 4), kind="recipe"),
+    ]
+
+
+def main() -> int:
+    """Measure and print; 1 when something has no figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--subjects", nargs="+", help="only these; hfax is always there")
+    parser.add_argument("--limit-s", type=float, default=300, help="longest load, compilation or run")
+    parser.add_argument("--torch-backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--json-file", type=Path, help="write the figures there")
+    parser.add_argument("--plot", type=Path, help="draw them there")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="hfax-bench-") as folder:
+        config = Path(folder) / "config.json"
+        config.write_text(json.dumps(SHAPES[options.shape]))
+        wanted = plans(str(config), is_tiny=options.shape == "tiny", torch_backend=options.torch_backend)
+        if options.subjects:
+            wanted = [p for p in wanted if p.subject.name in ["hfax", *options.subjects]]
+        found = run(
+            wanted,
+            rounds=options.rounds,
+            limit_s=options.limit_s,
+            environment={"HFAX_HOME": f"{folder}/home", "JAX_PLATFORMS": "cpu"},
+            tell=lambda message: print(message, file=sys.stderr, flush=True),
+        )
+    for table in reports.tables(found):
+        Console(width=150).print(table)
+    for line in ratios(found):
+        print(line)
+    if options.json_file:
+        for entry in found["subjects"].values():
+            entry["model"] = options.shape
+        options.json_file.parent.mkdir(parents=True, exist_ok=True)
+        options.json_file.write_text(json.dumps(found, indent=2) + "\n")
+    if options.plot:
+        reports.plot(found, options.plot)
+    entries = found["subjects"].values()
+    return int(any("failure" in e or any("failure" in c for c in e["cases"].values()) for e in entries))
+
+
+def ratios(found: dict[str, Any]) -> list[str]:
+    """What the table does not show: how one case stands to another."""
+    own = found["subjects"]["hfax"]["cases"]
+    lines = []
+
+    def rate(name: str, case: str) -> float | None:
+        return found["subjects"].get(name, {}).get("cases", {}).get(case, {}).get("tokens_per_second")
+
+    plain, batch = rate("hfax", "decode 1 x 128"), rate("hfax", "decode 8 x 128")
+    if plain and batch:
+        lines.append(f"batch 8 gives {batch / plain:.2f} times the tokens of batch 1")
+    for kind in ("int8", "int4", "float32"):
+        if plain and (other := rate(f"hfax {kind}", "decode 1 x 128")):
+            lines.append(f"{kind} decodes {other / plain:.2f} times as fast as bfloat16")
+    far = [
+        c for c in own.values() if c["kind"] == "decode" and c["capacity"] and not c["guesses"] and c["tokens"] == 32
+    ]
+    if len(far) == 2 and all(c.get("bytes_a_step") for c in far):
+        grown = far[1]["median_seconds"] / far[0]["median_seconds"]
+        bytes_grown = far[1]["bytes_a_step"] / far[0]["bytes_a_step"]
+        lines.append(
+            f"from context {far[0]['context']} to {far[1]['context']} a step takes {grown:.3f} times as long; "
+            f"it moves {bytes_grown:.3f} times the bytes"
+        )
+    for name in ("hfax", "hfax float32"):
+        cases = found["subjects"].get(name, {}).get("cases", {})
+        guessed = next((c for c in cases.values() if c.get("guesses") and c.get("seconds")), None)
+        plainly = next((c for c in cases.values() if c["tokens"] == 96 and not c["guesses"] and c.get("seconds")), None)
+        if guessed and plainly:
+            same = guessed["tokens_written"] == plainly["tokens_written"]
+            gain = plainly["median_seconds"] / guessed["median_seconds"]
+            lines.append(f"{name}: guesses decode {gain:.2f} times as fast; the same tokens: {'yes' if same else 'no'}")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

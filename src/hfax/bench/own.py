@@ -1,0 +1,118 @@
+"""hfax as a subject: its two programs, driven as `generate` drives them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from hfax import AutoModelForTPU
+from hfax.bench.spec import Case, SubjectSpec, random_prompt
+from hfax.model import JaxModel
+
+
+def load(spec: SubjectSpec) -> JaxModel:
+    """The model, with random weights where a config.json was named."""
+    if spec.model.endswith(".json"):
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(Path(spec.model))
+        return AutoModelForTPU.from_config(config, dtype=spec.dtype, quantization=spec.quantization)
+    return AutoModelForTPU.from_pretrained(spec.model, dtype=spec.dtype, quantization=spec.quantization)
+
+
+class HfaxSubject:
+    """hfax in this process."""
+
+    def __init__(self, spec: SubjectSpec) -> None:
+        self.model = load(spec)
+        self.model.generation_config.eos_token_id = None
+        jax.block_until_ready(jax.tree.leaves(self.model.params))
+        self._cache_bytes_per_token: float | None = None
+
+    def prepare(self, case: Case) -> Callable[[], tuple[float, list[int]]]:
+        """See `Subject`."""
+        vocab_size = self.model.config.get_text_config().vocab_size
+        prompt = random_prompt(case.batch_size, case.context, vocab_size, repeats=case.repeats)
+        if case.kind == "prefill":
+            return self._prefill(prompt)
+        # room for the timed tokens and those before them; a capacity is asked for by asking for many tokens
+        most = max(case.capacity - prompt.shape[1] - case.guesses - 1, case.tokens + 2)
+        options: dict[str, Any] = {"max_new_tokens": most, "do_sample": False}
+        if case.guesses:
+            options["prompt_lookup_num_tokens"] = case.guesses
+        request, _ = self.model._request(prompt, None, options, 0, None, None)
+        loop, inputs = self.model._open(request)
+        first = jax.block_until_ready(loop.advance(loop.start(inputs), 2))
+        before = int(first["step"])
+        self._note_cache(first)
+
+        def run() -> tuple[float, list[int]]:
+            state = jax.block_until_ready(jax.tree.map(jnp.copy, first))  # a program takes its state's memory over
+            start = time.perf_counter()
+            state = jax.block_until_ready(loop.advance(state, before + case.tokens))
+            seconds = time.perf_counter() - start
+            at = request.prompts.padded_length
+            steps = int(state["step"])
+            tokens = np.array(state["tokens"])[0, at : at + before + case.tokens].tolist()
+            # a round of guesses may give more tokens than were asked for only up to the limit
+            return seconds * case.tokens / (steps - before), tokens
+
+        run()
+        return run
+
+    def _prefill(self, prompt: np.ndarray) -> Callable[[], tuple[float, list[int]]]:
+        request, _ = self.model._request(prompt, None, {"max_new_tokens": 1, "do_sample": False}, 0, None, None)
+
+        def run() -> tuple[float, list[int]]:
+            start = time.perf_counter()
+            loop, inputs = self.model._open(request)
+            state = jax.block_until_ready(loop.start(inputs))
+            seconds = time.perf_counter() - start
+            return seconds, np.array(state["tokens"])[0, prompt.shape[1] : prompt.shape[1] + 1].tolist()
+
+        run()
+        return run
+
+    def _note_cache(self, state: dict[str, Any]) -> None:
+        batch, capacity = state["tokens"].shape
+        arrays = [a for a in jax.tree.leaves(state["cache"]) if a.ndim > 2 and a.shape[-2] == capacity]
+        self._cache_bytes_per_token = sum(a.nbytes for a in arrays) / (batch * capacity)
+
+    def facts(self) -> dict[str, Any]:
+        """See `Subject`."""
+        device = self.model.jax_device
+        stats = device.memory_stats() or {} if device.platform != "cpu" else {}
+        return {
+            "device": f"{device.platform} {device.device_kind}",
+            "dtype_of_weights": str(self.model.dtype).removeprefix("torch."),
+            "num_parameters": self.model.num_parameters,
+            "weight_bytes": sum(p.nbytes for p in self.model.params.values()),
+            "weight_bytes_a_step": self._weight_bytes_a_step(),
+            "cache_bytes_a_token": self._cache_bytes_per_token,
+            "product_parameters": self._product_parameters(),
+            "device_peak_bytes": stats.get("peak_bytes_in_use"),
+        }
+
+    def _weight_bytes_a_step(self) -> int | None:
+        """Bytes of the weights that every step reads: all but embedding tables that are not the head; None with experts."""
+        module = self.model._skeleton.module
+        if any(p.ndim > 2 for p in self.model.params.values()):
+            return None
+        tables = {
+            f"{path}.weight" for path, part in module.named_modules() if isinstance(part, torch.nn.Embedding)
+        } - set(self.model._tied.values())
+        return sum(p.nbytes for n, p in self.model.params.items() if n not in tables)
+
+    def _product_parameters(self) -> int:
+        """Parameters of the linear layers without the head, which multiply every token of a prompt."""
+        module = self.model._skeleton.module
+        head = module.get_output_embeddings()
+        parts = (p for p in module.modules() if isinstance(p, torch.nn.Linear) and p is not head)
+        return sum(p.in_features * p.out_features for p in parts)
