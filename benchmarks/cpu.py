@@ -23,6 +23,7 @@ from hfax.bench import report as reports
 from hfax.bench.run import Plan, run
 from hfax.bench.spec import Case, SubjectSpec
 
+GROUPS = ["weights", "peers", "recipe", "context", "guesses"]
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
         "model_type": "qwen3",
@@ -64,8 +65,8 @@ SHAPES["tiny"] = SHAPES["qwen3-0.6b"] | {
 }
 
 
-def plans(model: str, *, is_tiny: bool, torch_backend: str) -> list[Plan]:
-    """What is measured of whom."""
+def groups(model: str, *, is_tiny: bool, torch_backend: str) -> dict[str, list[Plan]]:
+    """What is measured of whom; the subjects of a group are in memory together and take turns."""
     long = 256 if is_tiny else 4096
     decode = Case(kind="decode", tokens=32)
     batch = Case(kind="decode", batch_size=8, tokens=32)
@@ -78,15 +79,23 @@ def plans(model: str, *, is_tiny: bool, torch_backend: str) -> list[Plan]:
         spec = SubjectSpec(name=name, kind=kind, model=model, dtype=dtype, torch_backend=torch_backend, **options)
         return Plan(subject=spec, cases=cases)
 
-    return [
-        plan("hfax", decode, batch, prompt, near, far, repeating, guessing),
-        plan("hfax float32", decode, repeating, guessing, dtype="float32"),
-        plan("hfax int8", decode, batch, prompt, quantization="int8"),
-        plan("hfax int4", decode, batch, prompt, quantization="int4"),
-        plan("eager", decode, prompt, kind="eager"),
-        plan("static", decode, kind="static"),
-        plan("recipe", Case(kind="decode", tokens=32 if is_tiny else 4), kind="recipe"),
-    ]
+    few = Case(kind="decode", tokens=32 if is_tiny else 4)
+    return {
+        "weights": [
+            plan("hfax", decode, batch),
+            plan("hfax float32", decode, dtype="float32"),
+            plan("hfax int8", decode, batch, quantization="int8"),
+            plan("hfax int4", decode, batch, quantization="int4"),
+        ],
+        "peers": [
+            plan("hfax", decode, prompt),
+            plan("eager", decode, prompt, kind="eager"),
+            plan("static", decode, kind="static"),
+        ],
+        "recipe": [plan("hfax", few), plan("recipe", few, kind="recipe")],
+        "context": [plan("hfax", near, far)],
+        "guesses": [plan("hfax", repeating, guessing), plan("hfax float32", repeating, guessing, dtype="float32")],
+    }
 
 
 def main() -> int:
@@ -94,37 +103,35 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--subjects", nargs="+", help="only these; hfax is always there")
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS)
     parser.add_argument("--limit-s", type=float, default=300, help="longest load, compilation or run")
     parser.add_argument("--torch-backend", default="inductor", help="of torch.compile")
     parser.add_argument("--json-file", type=Path, help="write the figures there")
-    parser.add_argument("--plot", type=Path, help="draw them there")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hfax-bench-") as folder:
         config = Path(folder) / "config.json"
         config.write_text(json.dumps(SHAPES[options.shape]))
-        wanted = plans(str(config), is_tiny=options.shape == "tiny", torch_backend=options.torch_backend)
-        if options.subjects:
-            wanted = [p for p in wanted if p.subject.name in ["hfax", *options.subjects]]
-        found = run(
-            wanted,
-            rounds=options.rounds,
-            limit_s=options.limit_s,
-            environment={"HFAX_HOME": f"{folder}/home", "JAX_PLATFORMS": "cpu"},
-            tell=lambda message: print(message, file=sys.stderr, flush=True),
-        )
-    for table in reports.tables(found):
-        Console(width=150).print(table)
-    for line in ratios(found):
-        print(line)
+        wanted = groups(str(config), is_tiny=options.shape == "tiny", torch_backend=options.torch_backend)
+        results = {}
+        for name in options.groups:
+            results[name] = run(
+                wanted[name],
+                rounds=options.rounds,
+                limit_s=options.limit_s,
+                # every group begins like a machine that has never seen the model
+                environment={"HFAX_HOME": f"{folder}/{name}", "JAX_PLATFORMS": "cpu"},
+                tell=lambda message: print(message, file=sys.stderr, flush=True),
+            )
+            for table in reports.tables(results[name]):
+                Console(width=150).print(table)
+            for line in ratios(results[name]):
+                print(line, flush=True)
+    entries = [entry for found in results.values() for entry in found["subjects"].values()]
+    for entry in entries:
+        entry["model"] = options.shape
     if options.json_file:
-        for entry in found["subjects"].values():
-            entry["model"] = options.shape
         options.json_file.parent.mkdir(parents=True, exist_ok=True)
-        options.json_file.write_text(json.dumps(found, indent=2) + "\n")
-    if options.plot:
-        reports.plot(found, options.plot)
-    entries = found["subjects"].values()
+        options.json_file.write_text(json.dumps(results, indent=2) + "\n")
     return int(any("failure" in e or any("failure" in c for c in e["cases"].values()) for e in entries))
 
 

@@ -45,6 +45,8 @@ def _import_environment() -> Any:
 
 
 _tracing = _import_environment()
+from hfax.backends.experts import experts_forward  # noqa: E402 (it needs the environment)
+
 as_array = _tracing.as_array
 is_tensor = _tracing.is_tensor
 
@@ -351,7 +353,7 @@ def _register_interfaces() -> None:
     for name, mask in ((ATTENTION_NAME, masks.attention_mask), (ADDITIVE_NAME, masks.additive_mask)):
         modeling_utils.ALL_ATTENTION_FUNCTIONS.register(name, _attention_forward)
         masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
-    moe.ALL_EXPERTS_FUNCTIONS.register(ATTENTION_NAME, moe.batched_mm_experts_forward)
+    moe.ALL_EXPERTS_FUNCTIONS.register(ATTENTION_NAME, experts_forward)
 
 
 def register_interfaces() -> None:

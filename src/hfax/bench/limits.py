@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,19 +10,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_REPEATS = 5
+_LONG_S = 0.6
 
 
 def read_bandwidth(device: jax.Device) -> float:
-    """Bytes a second that the device reads from its memory at best: of a sum, and on CPU of a product with a vector, too."""
-    num_bytes = 1 << 28 if device.platform == "cpu" else 1 << 31
+    """Bytes a second that the device reads from its memory, for about a second; on CPU the better of a sum and a matrix times a vector.
+
+    The median, not the best: a program that runs for a second has the machine's ups and downs, too.
+    """
+    num_bytes = 1 << 30 if device.platform == "cpu" else 1 << 31
     array = jax.device_put(jnp.ones((num_bytes // 4096, 1024), jnp.float32), device)
     vector = jax.device_put(jnp.ones((1024,), jnp.float32), device)
     calls: list[Callable[[], Any]] = [lambda: total(array)]
     total, product = jax.jit(jnp.sum), jax.jit(lambda a, v: v @ a.T)
     if device.platform == "cpu":
         calls.append(lambda: product(array, vector))
-    return num_bytes / min(_best(call) for call in calls)
+    return num_bytes / min(statistics.median(_seconds(call, _LONG_S / len(calls))) for call in calls)
 
 
 def matrix_operations(device: jax.Device, dtype: str) -> float:
@@ -29,14 +33,14 @@ def matrix_operations(device: jax.Device, dtype: str) -> float:
     size = 2048 if device.platform == "cpu" else 8192
     a = jax.device_put(jnp.ones((size, size), jnp.dtype(dtype)), device)
     product = jax.jit(lambda a: jax.lax.dot_general(a, a, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32))
-    return 2 * size**3 / _best(lambda: product(a))
+    return 2 * size**3 / min(_seconds(lambda: product(a), _LONG_S))
 
 
-def _best(call: Callable[[], Any]) -> float:
+def _seconds(call: Callable[[], Any], for_s: float) -> list[float]:
     jax.block_until_ready(call())
-    seconds = []
-    for _ in range(_REPEATS):
+    seconds: list[float] = []
+    while sum(seconds) < for_s:
         start = time.perf_counter()
         jax.block_until_ready(call())
         seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    return seconds

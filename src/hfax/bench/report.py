@@ -45,7 +45,7 @@ def tables(report: dict[str, Any]) -> list[Table]:
 def _title(report: dict[str, Any]) -> str:
     machine = report["machine"]
     limits = []
-    if "read_bandwidth" in report:
+    if report.get("read_bandwidth"):
         limits.append(f"{report['read_bandwidth'] / 1e9:.1f} GB/s read")
     limits += [f"{v / 1e12:.2f} TFLOP/s {dtype}" for dtype, v in report.get("matrix_operations", {}).items()]
     return f"{machine['processor']}, {machine['cores']} cores: {', '.join(limits)}"

@@ -165,20 +165,23 @@ def run(
         if not running or "failure" in report["subjects"][plans[0].subject.name]:
             return report
         first = running[0][1]
-        bandwidths = []
+        bandwidths: list[float] = []
         for index in range(rounds):
-            bandwidths.append(first.ask("limits", "")["read_bandwidth"])
             for plan, process, entry in running:
                 tell(f"round {index + 1} of {rounds}: {plan.subject.name}")
                 for case in plan.cases:
                     if "failure" in entry["cases"][case.name]:
                         continue
                     with _noting_failure(entry["cases"], case):
+                        before = first.ask("limits", "")["read_bandwidth"]
                         done = process.ask("run", as_json(case))
+                        after = first.ask("limits", "")["read_bandwidth"]
+                        bandwidths += [before, after]
                         entry["cases"][case.name]["seconds"].append(done["seconds"])
+                        entry["cases"][case.name].setdefault("read_bandwidth", []).append((before + after) / 2)
                         entry["cases"][case.name]["tokens_written"] = done["tokens"]
-        report["read_bandwidth"] = max(bandwidths)
-        report["read_bandwidth_every_round"] = bandwidths
+        report["read_bandwidth"] = statistics.median(bandwidths) if bandwidths else None
+        report["read_bandwidth_range"] = [min(bandwidths, default=None), max(bandwidths, default=None)]
         for _, process, entry in running:
             with contextlib.suppress(SubjectFailed):
                 entry.update(process.ask("facts", None))
@@ -233,10 +236,10 @@ def _summarize(
             tokens = case["context"] + 2 + case["tokens"] / 2
             moved += case["batch_size"] * tokens * entry["cache_bytes_a_token"]
             case["bytes_a_step"] = moved
-            # of the bandwidth measured in the same round, of which the median is taken
+            # of the bandwidth measured just before and after, since it changes from minute to minute on shared machines
             rates = [case["tokens"] * moved / s for s in case["seconds"]]
             case["bytes_per_second"] = statistics.median(rates)
-            pairs = zip(rates, report["read_bandwidth_every_round"], strict=False)
+            pairs = zip(rates, case["read_bandwidth"], strict=True)
             case["share_of_bandwidth_each_round"] = [rate / limit for rate, limit in pairs]
             case["share_of_bandwidth"] = statistics.median(case["share_of_bandwidth_each_round"])
     else:

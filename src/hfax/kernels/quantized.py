@@ -102,7 +102,8 @@ def linear(x: jax.Array, weight: QuantizedArray, bias: jax.Array | None = None) 
     if is_cpu and rows <= _KERNEL_ROWS and x.dtype in (jnp.bfloat16, jnp.float32):
         target.choose(f"linear: C++ kernel (int{weight.bits} weights, up to {_KERNEL_ROWS} rows)")
         multiply = calls.linear_int8 if weight.bits == 8 else calls.linear_int4
-        out = multiply(x.reshape(rows, -1), weight.values, weight.scale, jnp.float32).reshape(*x.shape[:-1], -1)
+        out_dtype = x.dtype if bias is None else jnp.dtype(jnp.float32)
+        out = multiply(x.reshape(rows, -1), weight.values, weight.scale, out_dtype).reshape(*x.shape[:-1], -1)
     else:
         target.choose(f"linear: int{weight.bits} weights made numbers, then XLA's matrix product")
         numbers = weight.dequantize().astype(x.dtype)

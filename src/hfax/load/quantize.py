@@ -2,7 +2,7 @@
 
 Turns one tensor in host memory into a `QuantizedArray` on the device; the tensor is not needed afterwards. Which weights are
 quantized is read off the module: the matrices of its linear layers, the output head included, and an embedding table that is its
-head. Norms, biases, other embeddings, convolutions and experts that are kept in one array stay as they are.
+head; and experts of transformers' experts interface. Norms, biases, other embeddings and convolutions stay as they are.
 """
 
 from __future__ import annotations
@@ -48,16 +48,18 @@ def weights_to_quantize(module: torch.nn.Module, shapes: dict[str, torch.Tensor]
         if isinstance(part, torch.nn.Linear):
             name = f"{prefix}.weight".lstrip(".")
             found.add(tied.get(name, name))
-    return {name for name in found if name in shapes and shapes[name].ndim == 2}
+        elif getattr(part, "is_transposed", None) is False:  # transformers' experts interface, [experts, out, in]
+            found |= {f"{prefix}.{name}" for name in ("gate_up_proj", "up_proj", "down_proj")}
+    return {name for name in found if name in shapes and shapes[name].ndim in (2, 3)}
 
 
 def quantize(tensor: torch.Tensor, quantization: Quantization, device: jax.Device) -> QuantizedArray | None:
-    """A matrix, [out, in], as integers and scales on `device`; None where its rows do not divide into groups.
+    """A matrix, [out, in], or several, [n, out, in], as integers and scales on `device`; None where rows do not divide into groups.
 
     8 bits: of each group the largest magnitude becomes 127. 4 bits: it becomes -8, so that all 16 values are used. Rows that do
     not divide into groups for 4 bits get 8.
     """
-    width = tensor.shape[1]
+    width = tensor.shape[-1]
     group = next((g for g in _GROUPS[quantization] if width % g == 0), None)
     if group is None:
         return quantize(tensor, "int8", device) if quantization == "int4" else None
@@ -83,20 +85,20 @@ def restore(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, devic
 
 
 def _int8(tensor: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    groups = tensor.float().reshape(tensor.shape[0], -1, group)
+    groups = tensor.float().reshape(*tensor.shape[:-1], -1, group)
     scale = (groups.abs().amax(-1) / 127).to(torch.bfloat16)
     values = (groups / _nonzero(scale)).round_().clamp_(-127, 127).to(torch.int8)
     return values.reshape(tensor.shape), scale
 
 
 def _int4(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    groups = tensor.float().reshape(tensor.shape[0], -1, INT4_GROUP)
+    groups = tensor.float().reshape(*tensor.shape[:-1], -1, INT4_GROUP)
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
     scale = (largest / -8).to(torch.bfloat16)
     values = (groups / _nonzero(scale)).round_().clamp_(-8, 7).to(torch.int8).add_(8).view(torch.uint8)
-    columns = values.reshape(tensor.shape[0], -1, 4, 32)
-    low, high = columns[:, :, 0] | columns[:, :, 1] << 4, columns[:, :, 2] | columns[:, :, 3] << 4
-    return torch.stack([low, high], dim=-1).reshape(tensor.shape[0], -1), scale
+    quarters = values.reshape(*tensor.shape[:-1], -1, 4, 32).unbind(-2)
+    low, high = quarters[0] | quarters[1] << 4, quarters[2] | quarters[3] << 4
+    return torch.stack([low, high], dim=-1).reshape(*tensor.shape[:-1], -1), scale
 
 
 def _nonzero(scale: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,29 @@ def linear_int4(x: jax.Array, weight: jax.Array, scale: jax.Array, out_dtype: jn
     return jax.ffi.ffi_call("hfax_linear_int4", shape)(x, weight, scale)
 
 
+def linear_experts(x: jax.Array, weight: jax.Array, experts: jax.Array) -> jax.Array:
+    """Each row of x with the matrix of its expert, float32 accumulation.
+
+    Args:
+        x: [rows, in_features] float32 or bfloat16.
+        weight: [experts, out_features, in_features] of the same dtype.
+        experts: [rows] int32.
+
+    Returns:
+        [rows, out_features] in the dtype of `x`.
+    """
+    shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), x.dtype)
+    return jax.ffi.ffi_call("hfax_linear_experts", shape)(x, weight, experts.astype(jnp.int32))
+
+
+def linear_experts_packed(
+    x: jax.Array, weight: jax.Array, scale: jax.Array, experts: jax.Array, *, bits: int
+) -> jax.Array:
+    """The same for weights of 8 or 4 bits, as `linear_int8` and `linear_int4` take them, with an axis of experts in front."""
+    shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), x.dtype)
+    return jax.ffi.ffi_call(f"hfax_linear_experts_int{bits}", shape)(x, weight, scale, experts.astype(jnp.int32))
+
+
 def decode_attention(
     query: jax.Array,
     key: jax.Array,

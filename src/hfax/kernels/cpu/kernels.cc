@@ -391,27 +391,38 @@ void block(const Product& product, int64_t first, int64_t row, Out* out, int64_t
     for (int r = 0; r < R; ++r) store(sums[m * R + r], out + (first + m) * num_columns + row + r);
 }
 
-// All rows of x with R rows of the weight, which stay in the nearest cache meanwhile.
+// Rows `first` to `last` of x with R rows of the weight, which stay in the nearest cache meanwhile.
 template <int M, int R, typename Product, typename Out>
-void blocks(const Product& product, int64_t num_rows, int64_t row, Out* out, int64_t num_columns) {
-  int64_t m = 0;
-  for (; m + M <= num_rows; m += M) block<M, R>(product, m, row, out, num_columns);
-  for (; m < num_rows; ++m) block<1, R>(product, m, row, out, num_columns);
+void blocks(const Product& product, int64_t first, int64_t last, int64_t row, Out* out, int64_t num_columns) {
+  int64_t m = first;
+  for (; m + M <= last; m += M) block<M, R>(product, m, row, out, num_columns);
+  for (; m < last; ++m) block<1, R>(product, m, row, out, num_columns);
+}
+
+// The same with rows `begin` to `end` of the weight.
+template <typename Product, typename Out>
+void columns(const Product& product, int64_t first, int64_t last, int64_t begin, int64_t end, Out* out, int64_t num_columns) {
+  const int64_t num_rows = last - first;
+  int64_t row = begin;
+  // a single row of x needs no registers for others, and memory is fastest read in one stream
+  if (num_rows > kFewRows || (num_rows > 1 && Product::kIsExact))
+    for (; row + 4 <= end; row += 4) blocks<4, 4>(product, first, last, row, out, num_columns);
+  else if (num_rows > 1)
+    for (; row + 2 <= end; row += 2) blocks<2, 2>(product, first, last, row, out, num_columns);
+  for (; row < end; ++row) blocks<2, 1>(product, first, last, row, out, num_columns);
+}
+
+inline int64_t columns_per_chunk(int64_t bytes_per_row) {
+  const int64_t fitting = kChunkBytes / std::max<int64_t>(bytes_per_row, 1) / kColumnBlock * kColumnBlock;
+  return std::max(kColumnBlock, fitting);
 }
 
 template <typename Product, typename Out>
 void multiply(ffi::ThreadPool& pool, const Product& product, Out* out, int64_t num_rows, int64_t num_columns) {
-  const int64_t fitting = kChunkBytes / std::max<int64_t>(product.bytes_per_row(), 1) / kColumnBlock * kColumnBlock;
-  const int64_t per_chunk = std::max(kColumnBlock, fitting), chunks = (num_columns + per_chunk - 1) / per_chunk;
+  const int64_t per_chunk = columns_per_chunk(product.bytes_per_row()), chunks = (num_columns + per_chunk - 1) / per_chunk;
   parallel(pool, chunks, [&](int64_t chunk) {
-    int64_t row = chunk * per_chunk;
-    const int64_t end = std::min(num_columns, row + per_chunk);
-    // a single row of x needs no registers for others, and memory is fastest read in one stream
-    if (num_rows > kFewRows || (num_rows > 1 && Product::kIsExact))
-      for (; row + 4 <= end; row += 4) blocks<4, 4>(product, num_rows, row, out, num_columns);
-    else if (num_rows > 1)
-      for (; row + 2 <= end; row += 2) blocks<2, 2>(product, num_rows, row, out, num_columns);
-    for (; row < end; ++row) blocks<2, 1>(product, num_rows, row, out, num_columns);
+    const int64_t begin = chunk * per_chunk;
+    columns(product, 0, num_rows, begin, std::min(num_columns, begin + per_chunk), out, num_columns);
   });
 }
 
@@ -497,6 +508,122 @@ ffi::Error linear_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::
 // x [M, K], weight [N, K / 2] uint8, scale [N, K / group] bfloat16 -> [M, N].
 ffi::Error linear_int4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U8> weight, ffi::Buffer<ffi::BF16> scale, ffi::Result<ffi::AnyBuffer> out) {
   return linear_packed<4, Int4Floats>(pool, x, weight.typed_data(), scale, out);
+}
+
+// ---------------------------------------------------------------------------------------------------------------- experts
+
+// Rows in the order of their experts: row `order[i]` is the i-th, and those of expert e are from `starts[e]` to `starts[e + 1]`.
+struct ByExpert {
+  std::vector<int64_t> order, starts, chosen;
+
+  ByExpert(const int32_t* experts, int64_t rows, int64_t num_experts) : order(rows), starts(num_experts + 1) {
+    for (int64_t i = 0; i < rows; ++i) ++starts[experts[i] + 1];
+    for (int64_t e = 0; e < num_experts; ++e) {
+      if (starts[e + 1]) chosen.push_back(e);
+      starts[e + 1] += starts[e];
+    }
+    std::vector<int64_t> next(starts.begin(), starts.end() - 1);
+    for (int64_t i = 0; i < rows; ++i) order[next[experts[i]]++] = i;
+  }
+};
+
+// `make(e)` gives the product of the sorted rows with the matrix of expert e; a matrix is read once however many rows chose it.
+template <typename Out, typename Make>
+void multiply_chosen(ffi::ThreadPool& pool, const ByExpert& sorted, const Make& make, Out* out, int64_t num_columns) {
+  const int64_t rows = sorted.order.size();
+  const int64_t per_chunk = columns_per_chunk(make(0).bytes_per_row()), chunks = (num_columns + per_chunk - 1) / per_chunk;
+  std::vector<Out> results(rows * num_columns);
+  parallel(pool, sorted.chosen.size() * chunks, [&](int64_t piece) {
+    const int64_t expert = sorted.chosen[piece / chunks], begin = piece % chunks * per_chunk;
+    columns(make(expert), sorted.starts[expert], sorted.starts[expert + 1], begin, std::min(num_columns, begin + per_chunk), results.data(), num_columns);
+  });
+  for (int64_t i = 0; i < rows; ++i)
+    std::memcpy(out + sorted.order[i] * num_columns, results.data() + i * num_columns, num_columns * sizeof(Out));
+}
+
+template <typename Make>
+ffi::Error multiply_chosen_into(ffi::ThreadPool& pool, const ByExpert& sorted, const Make& make, ffi::Result<ffi::AnyBuffer>& out) {
+  const int64_t columns = out->dimensions()[1];
+  if (out->element_type() == ffi::BF16) {
+    multiply_chosen(pool, sorted, make, reinterpret_cast<Bf16*>(out->untyped_data()), columns);
+  } else if (out->element_type() == ffi::F32) {
+    multiply_chosen(pool, sorted, make, reinterpret_cast<float*>(out->untyped_data()), columns);
+  } else {
+    return ffi::Error::InvalidArgument("hfax: the result must be float32 or bfloat16");
+  }
+  return ffi::Error::Success();
+}
+
+template <typename T>
+std::vector<T> sorted_rows(const T* x, const ByExpert& sorted, int64_t width) {
+  std::vector<T> out(sorted.order.size() * width);
+  for (size_t i = 0; i < sorted.order.size(); ++i) std::memcpy(out.data() + i * width, x + sorted.order[i] * width, width * sizeof(T));
+  return out;
+}
+
+ffi::Error check_experts(const ffi::AnyBuffer& x, const ffi::Buffer<ffi::S32>& experts, int64_t num_experts) {
+  if (auto error = check_activations(x); error.failure()) return error;
+  for (size_t i = 0; i < experts.element_count(); ++i)
+    if (experts.typed_data()[i] < 0 || experts.typed_data()[i] >= num_experts) return ffi::Error::InvalidArgument("hfax: there is no such expert");
+  return ffi::Error::Success();
+}
+
+// x [S, K], weight [E, N, K] of float32 or bfloat16, experts [S] -> [S, N]: each row with the matrix of its expert.
+ffi::Error linear_experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Buffer<ffi::S32> experts, ffi::Result<ffi::AnyBuffer> out) {
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], num_experts = weight.dimensions()[0];
+  if (auto error = check_experts(x, experts, num_experts); error.failure()) return error;
+  const int64_t size = weight.dimensions()[1] * width;
+  const ByExpert sorted(experts.typed_data(), rows, num_experts);
+  const auto run = [&](auto decoder, const auto* w, const auto* from) {
+    using Decoder = decltype(decoder);
+    const auto of_rows = sorted_rows(from, sorted, width);
+    std::vector<Weight<Decoder>> weights;
+    for (int64_t e = 0; e < num_experts; ++e) weights.push_back({{w + e * size, width}, nullptr, 0});
+    return multiply_chosen_into(pool, sorted, [&](int64_t e) { return Rows<Decoder>{weights[e], of_rows.data()}; }, out);
+  };
+  if (weight.element_type() == ffi::F32)
+    return run(Floating<float>{}, reinterpret_cast<const float*>(weight.untyped_data()), Activations(x).data());
+  if (weight.element_type() != ffi::BF16) return ffi::Error::InvalidArgument("hfax: the weight must be float32 or bfloat16");
+  const Bf16* w = reinterpret_cast<const Bf16*>(weight.untyped_data());
+#if defined(__AVX512BF16__)
+  if (x.element_type() == ffi::BF16) return run(Bf16Pairs{}, w, reinterpret_cast<const Bf16*>(x.untyped_data()));
+#endif
+  return run(Floating<Bf16>{}, w, Activations(x).data());
+}
+
+template <int kBits, typename AsFloats, typename W>
+ffi::Error linear_packed_experts(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const W* weight, int64_t num_experts, int64_t num_columns,
+                                 const ffi::Buffer<ffi::BF16>& scale, const ffi::Buffer<ffi::S32>& experts, ffi::Result<ffi::AnyBuffer>& out) {
+  if (auto error = check_experts(x, experts, num_experts); error.failure()) return error;
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], groups = scale.dimensions()[2], group = width / groups;
+  if (width % group || group % AsFloats::kWidth || group % 32) return ffi::Error::InvalidArgument("hfax: packed weights have groups of another width");
+  const int64_t size = num_columns * width * kBits / 8;
+  const Bf16* scales = reinterpret_cast<const Bf16*>(scale.untyped_data());
+  const ByExpert sorted(experts.typed_data(), rows, num_experts);
+  const Activations floats(x);
+  const auto of_rows = sorted_rows(floats.data(), sorted, width);
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+  if (group <= kMaxGroup) {
+    const Words16 words(of_rows.data(), rows, width, group);
+    std::vector<Packed<kBits>> weights;
+    for (int64_t e = 0; e < num_experts; ++e)
+      weights.push_back({reinterpret_cast<const uint8_t*>(weight) + e * size, scales + e * num_columns * groups, width, group});
+    return multiply_chosen_into(pool, sorted, [&](int64_t e) { return PackedRows<kBits>{weights[e], words}; }, out);
+  }
+#endif
+  std::vector<Weight<AsFloats>> weights;
+  for (int64_t e = 0; e < num_experts; ++e) weights.push_back({{weight + e * size, width}, scales + e * num_columns * groups, group});
+  return multiply_chosen_into(pool, sorted, [&](int64_t e) { return Rows<AsFloats>{weights[e], of_rows.data()}; }, out);
+}
+
+// x [S, K], weight [E, N, K] int8, scale [E, N, K / group] bfloat16, experts [S] -> [S, N].
+ffi::Error linear_experts_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S8> weight, ffi::Buffer<ffi::BF16> scale, ffi::Buffer<ffi::S32> experts, ffi::Result<ffi::AnyBuffer> out) {
+  return linear_packed_experts<8, Int8Floats>(pool, x, weight.typed_data(), weight.dimensions()[0], weight.dimensions()[1], scale, experts, out);
+}
+
+// x [S, K], weight [E, N, K / 2] uint8, scale [E, N, K / group] bfloat16, experts [S] -> [S, N].
+ffi::Error linear_experts_int4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U8> weight, ffi::Buffer<ffi::BF16> scale, ffi::Buffer<ffi::S32> experts, ffi::Result<ffi::AnyBuffer> out) {
+  return linear_packed_experts<4, Int4Floats>(pool, x, weight.typed_data(), weight.dimensions()[0], weight.dimensions()[1], scale, experts, out);
 }
 
 // -------------------------------------------------------------------------------------------------------------- attention
@@ -690,3 +817,29 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_decode_attention, decode_attention,
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("scale")
                                   .Attr<float>("softcap"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_linear_experts, linear_experts,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_linear_experts_int8, linear_experts_int8,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S8>>()
+                                  .Arg<ffi::Buffer<ffi::BF16>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_linear_experts_int4, linear_experts_int4,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::U8>>()
+                                  .Arg<ffi::Buffer<ffi::BF16>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>());

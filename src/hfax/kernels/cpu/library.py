@@ -24,7 +24,16 @@ from hfax.phases import phase
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.cc")
-_TARGETS = ("hfax_linear", "hfax_linear_int8", "hfax_linear_int4", "hfax_decode_attention", "hfax_cache_write")
+_TARGETS = (
+    "hfax_linear",
+    "hfax_linear_int8",
+    "hfax_linear_int4",
+    "hfax_linear_experts",
+    "hfax_linear_experts_int8",
+    "hfax_linear_experts_int4",
+    "hfax_decode_attention",
+    "hfax_cache_write",
+)
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fPIC", "-shared", "-w")
 _COMPILE_SECONDS = 300
 

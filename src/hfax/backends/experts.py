@@ -1,0 +1,50 @@
+"""transformers' experts interface on JAX: each token's experts by grouped products, without a loop over what the router chose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hfax.backends.environment import as_array
+from hfax.kernels.experts import grouped_linear
+
+
+def experts_forward(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+    """Sum of the chosen experts' outputs, weighted; has the signature that transformers gives its experts functions.
+
+    Args:
+        self: a module with `gate_up_proj` or `up_proj` and `down_proj`, [experts, out, in] (or [experts, in, out] where it says
+            `is_transposed`).
+        hidden_states: [tokens, width].
+        top_k_index: [tokens, k], the experts of each token; at or above `num_experts` for none.
+        top_k_weights: [tokens, k].
+
+    Returns:
+        [tokens, width].
+    """
+    tokens, k = top_k_index.shape
+    chosen = top_k_index.reshape(-1)
+    weights = top_k_weights.reshape(-1)
+    if self._is_expert_parallel:
+        weights = weights.masked_fill(chosen >= self.num_experts, 0.0)
+        chosen = chosen.clamp(0, self.num_experts - 1)
+    rows = hidden_states.repeat_interleave(k, dim=0)
+    name = "gate_up_proj" if self.has_gate else "up_proj"
+    inner = _project(self, name, rows, chosen)
+    inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
+    out = _project(self, "down_proj", inner, chosen)
+    if self.has_post_expert_norm:
+        out = self.post_expert_norm(out)
+    out = (out * weights.unsqueeze(-1)).view(tokens, k, -1).sum(dim=1)
+    return out.to(hidden_states.dtype)
+
+
+def _project(module: Any, name: str, rows: Any, chosen: Any) -> Any:
+    weight = getattr(module, name)
+    out = grouped_linear(
+        as_array(rows),
+        getattr(weight, "quantized", None) or as_array(weight),
+        as_array(chosen),
+        is_transposed=module.is_transposed,
+    )
+    out = rows._env.wrap(out)
+    return out + getattr(module, f"{name}_bias")[chosen] if module.has_bias else out

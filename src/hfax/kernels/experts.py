@@ -1,0 +1,59 @@
+"""Products in which every row has a matrix of its own choice: mixtures of experts.
+
+`grouped_linear` multiplies each row with the matrix of its expert, in one of three ways: the C++ kernel, which sorts the rows by
+expert and reads each chosen matrix once; for few rows, a gather of the chosen matrices; for many, rows sorted by expert and JAX's
+ragged product, which has lowerings of its own on TPU and GPU.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from hfax.kernels import target
+from hfax.kernels.cpu import calls, library
+from hfax.kernels.quantized import QuantizedArray
+
+
+def grouped_linear(
+    x: jax.Array, weight: jax.Array | QuantizedArray, experts: jax.Array, *, is_transposed: bool = False
+) -> jax.Array:
+    """`x[i] @ weight[experts[i]].T` for every row, with float32 accumulation.
+
+    Args:
+        x: [rows, in_features].
+        weight: [experts, out_features, in_features], or [experts, in_features, out_features] if `is_transposed`.
+        experts: [rows] int32, below the number of experts.
+        is_transposed: how the weight lies.
+
+    Returns:
+        [rows, out_features] in the dtype of `x`.
+    """
+    rows, num_experts = x.shape[0], weight.shape[0]
+    if _has_kernel(x, weight) and not is_transposed:
+        target.choose("experts: C++ kernel, each chosen matrix read once")
+        if isinstance(weight, QuantizedArray):
+            return calls.linear_experts_packed(x, weight.values, weight.scale, experts, bits=weight.bits)
+        return calls.linear_experts(x, weight, experts)
+    if isinstance(weight, QuantizedArray):
+        if rows < num_experts:
+            weight = weight.rows(experts)
+            return jnp.einsum("ri,roi->ro", x, weight, preferred_element_type=jnp.float32).astype(x.dtype)
+        weight = weight.dequantize()
+    if rows < num_experts:
+        target.choose("experts: the chosen matrices gathered")
+        form = "ri,rio->ro" if is_transposed else "ri,roi->ro"
+        return jnp.einsum(form, x, weight[experts], preferred_element_type=jnp.float32).astype(x.dtype)
+    target.choose("experts: rows sorted, ragged product")
+    order = jnp.argsort(experts, stable=True)
+    sizes = jnp.bincount(experts, length=num_experts).astype(jnp.int32)
+    matrices = weight if is_transposed else jnp.swapaxes(weight, 1, 2)
+    out = jax.lax.ragged_dot(x[order], matrices, sizes, preferred_element_type=jnp.float32)
+    return jnp.zeros_like(out).at[order].set(out).astype(x.dtype)
+
+
+def _has_kernel(x: jax.Array, weight: jax.Array | QuantizedArray) -> bool:
+    where = target.current()
+    if where is None or where.platform != "cpu" or x.dtype not in (jnp.bfloat16, jnp.float32):
+        return False
+    return (isinstance(weight, QuantizedArray) or weight.dtype == x.dtype) and library.is_available()

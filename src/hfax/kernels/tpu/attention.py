@@ -1,0 +1,152 @@
+"""Attention on TPU by the Pallas kernels that ship with JAX: splash attention for prompts, ragged paged attention for decoding.
+
+Both are given as functions of arrays on one device; under a mesh they run inside `jax.shard_map`, each device with its own heads.
+`interpret` runs the same kernels on any platform, slowly, for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
+    ragged_paged_attention,
+    ref_ragged_paged_attention,
+)
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_masks
+from jax.sharding import PartitionSpec as P
+
+PAGE_SIZE = 128
+"""Tokens of a page."""
+_LANES = 128
+"""Head dimensions and lengths that the kernels take are multiples of it."""
+_BLOCK = 512
+_VMEM_BYTES = 64 << 20
+
+
+def can_splash(query: jax.Array, key: jax.Array, value: jax.Array) -> bool:
+    """Whether splash attention takes these shapes, [batch, heads, length, head_dim]."""
+    same = query.shape[2] == key.shape[2] and value.shape[3] == key.shape[3] == query.shape[3]
+    return same and query.shape[2] % _LANES == 0 and query.shape[3] % _LANES == 0
+
+
+def splash_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    is_real: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    mesh: jax.sharding.Mesh | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Causal attention of a prompt with itself; no matrix of scores is ever in memory.
+
+    Args:
+        query: [batch, heads, length, head_dim].
+        key: [batch, kv_heads, length, head_dim].
+        value: as `key`.
+        is_real: [batch, length], nonzero where a token is no padding.
+        scale: multiplies the scores.
+        window: how many tokens each sees, itself included; None: all before it.
+        softcap: see `hfax.kernels.attention`.
+        mesh: has an axis "tensor", over which heads are split; None: one device.
+        interpret: run the kernel by plain JAX.
+
+    Returns:
+        [batch, length, heads, head_dim]. Padding sees padding; its rows mean nothing.
+    """
+
+    def local(query: jax.Array, key: jax.Array, value: jax.Array, is_real: jax.Array) -> jax.Array:
+        length = query.shape[2]
+        shape = (length, length)
+        one = splash_masks.CausalMask(shape) if window is None else splash_masks.LocalMask(shape, (window - 1, 0), 0)
+        block = next(b for b in (_BLOCK, 256, _LANES) if length % b == 0)
+        kernel = splash.make_splash_mha(
+            splash_masks.MultiHeadMask([one] * query.shape[1]),
+            head_shards=1,
+            q_seq_shards=1,
+            attn_logits_soft_cap=softcap,
+            block_sizes=splash.BlockSizes(block_q=block, block_kv=block, block_kv_compute=block),
+            interpret=interpret,
+        )
+        scaled = (query.astype(jnp.float32) * scale).astype(query.dtype)
+        segments = is_real.astype(jnp.int32)
+        out: Any = jax.vmap(lambda q, k, v, s: kernel(q, k, v, segment_ids=splash.SegmentIds(q=s, kv=s)))(
+            scaled, key, value, segments
+        )
+        return out.swapaxes(1, 2).astype(query.dtype)
+
+    heads = P(None, "tensor", None, None)
+    return _on_devices(local, mesh, (heads, heads, heads, P(None, None)), P(None, None, "tensor", None))(
+        query, key, value, is_real
+    )
+
+
+def can_page(query: jax.Array, pages: jax.Array) -> bool:
+    """Whether ragged paged attention takes these queries, [batch, heads, 1, head_dim]."""
+    return query.shape[2] == 1 and query.shape[3] % _LANES == 0 and query.dtype == pages.dtype
+
+
+def paged_attention(
+    query: jax.Array,
+    pages: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    mesh: jax.sharding.Mesh | None = None,
+    is_reference: bool = False,
+) -> jax.Array:
+    """Attention of one token of each sequence to the pages of its sequence, of which only those with tokens are read.
+
+    Args:
+        query: [batch, heads, 1, head_dim].
+        pages: [num_pages, page_size, 2 * kv_heads, head_dim], keys and values in turns.
+        page_table: [batch, pages_per_sequence] int32, the pages of each sequence in order.
+        lengths: [batch] int32, tokens on them, the current one included.
+        scale: multiplies the scores.
+        window: as of `splash_attention`.
+        softcap: likewise.
+        mesh: likewise.
+        is_reference: by the kernel's reference in plain JAX; the kernel itself cannot be interpreted (JAX 0.10).
+
+    Returns:
+        [batch, 1, heads, head_dim].
+    """
+
+    def local(query: jax.Array, pages: jax.Array, page_table: jax.Array, lengths: jax.Array) -> jax.Array:
+        batch = query.shape[0]
+        rows = (
+            query[:, :, 0],
+            pages,
+            lengths,
+            page_table,
+            jnp.arange(batch + 1, dtype=jnp.int32),
+            jnp.array([batch], jnp.int32),
+        )
+        options = {"sm_scale": scale, "sliding_window": window, "soft_cap": softcap}
+        if is_reference:
+            return ref_ragged_paged_attention(*rows, **options)[:, None]
+        # sizes are given, since the kernel would ask the default device for them, which need not be the one compiled for
+        sizes = {"num_kv_pages_per_block": min(8, page_table.shape[1]), "num_queries_per_block": min(32, batch)}
+        return ragged_paged_attention(*rows, **options, **sizes, vmem_limit_bytes=_VMEM_BYTES)[:, None]
+
+    kv = P(None, None, "tensor", None)
+    specs = (P(None, "tensor", None, None), kv, P(None, None), P(None))
+    return _on_devices(local, mesh, specs, P(None, None, "tensor", None))(query, pages, page_table, lengths)
+
+
+def _on_devices(
+    function: Callable[..., jax.Array], mesh: jax.sharding.Mesh | None, in_specs: Any, out_specs: Any
+) -> Callable[..., jax.Array]:
+    if mesh is None:
+        return function
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
