@@ -26,6 +26,7 @@ ORDER = [
     {"programs"},
     {"model"},
     {"auto"},
+    {"topology"},
     {"pipelines"},
     {"bench"},
     {"matrix"},

@@ -24,6 +24,7 @@ from transformers.integrations import moe
 from hfax.backends.geometry import HostArray
 from hfax.errors import UnsupportedModelError
 from hfax.kernels import attention as attention_math
+from hfax.kernels import paged, target
 from hfax.kernels.cache_write import cache_write
 from hfax.modelling_line import line_of_error
 from hfax.patches import masks, registry
@@ -302,6 +303,26 @@ class JaxCacheOps:
         """See `CacheOps.ring_slot`."""
         return call_jax(lambda length: jnp.mod(length.astype(jnp.int32), window), length)
 
+    def fits_pages(self, key: Any, value: Any) -> bool:
+        """See `PagedCacheOps.fits_pages`."""
+        where, heads, width = target.current(), key.shape[1], key.shape[3]
+        shards = where.mesh.shape["tensor"] if where is not None and where.mesh is not None else 1
+        return value.shape == key.shape and width % 128 == 0 and heads % shards == 0
+
+    def fill_pages(self, key: Any, value: Any, padding: Any, capacity: int, window: int | None) -> Any:
+        """See `PagedCacheOps.fill_pages`."""
+        return call_jax(paged.fill_pages, key, value, padding, count=paged.num_pages(capacity, window))
+
+    def write_page(
+        self, pages: Any, key: Any, value: Any, padding: Any, position: Any, capacity: int
+    ) -> tuple[Any, Any, Any]:
+        """See `PagedCacheOps.write_page`."""
+        slots = unwrap(position) - unwrap(padding)
+        written = paged.write_page(unwrap(pages), unwrap(key), unwrap(value), slots)
+        keys, values = (wrap(a) for a in paged.read_pages(written, unwrap(padding), capacity))
+        keys.pages = paged.Pages(array=written, slots=slots)
+        return wrap(written), keys, values
+
 
 def _attention_forward(
     module: torch.nn.Module,
@@ -329,7 +350,11 @@ def _attention_forward(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not causal and (all_real := getattr(attention_mask, "all_real", None)) is not None:
         attention_mask = attention_mask | all_real
-    block = getattr(attention_mask, "block", None)
+    block, causal_mask = getattr(attention_mask, "block", None), None
+    if hasattr(attention_mask, "causal"):
+        window, is_real = attention_mask.causal
+        causal_mask = attention_math.Causal(window=window, is_real=unwrap(is_real))
+    pages = getattr(key, "pages", None)
     num_queries, num_keys = query.shape[2], key.shape[2]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
 
@@ -338,10 +363,12 @@ def _attention_forward(
             mask = attention_math.causal_mask(num_queries, num_keys)
         elif mask is not None:
             mask = attention_math.Mask(
-                array=mask, block=None if block is None else functools.partial(_call_torch, block)
+                array=mask,
+                block=None if block is None else functools.partial(_call_torch, block),
+                causal=causal_mask,
             )
         return attention_math.attention(
-            query, key, value, mask, scale=scale, softcap=softcap, position_bias=bias, sinks=sinks
+            query, key, value, mask, scale=scale, softcap=softcap, position_bias=bias, sinks=sinks, pages=pages
         )
 
     return call_jax(compute, query, key, value, attention_mask, position_bias, s_aux)

@@ -25,6 +25,7 @@ from hfax.backends import torchax as tracing
 from hfax.backends.pytrees import register_output_class
 from hfax.backends.structure import Leaf, Node, Static, flatten, is_array, unflatten
 from hfax.errors import UnsupportedModelError
+from hfax.kernels import target
 from hfax.kv_cache.cache import cache_arrays, make_cache
 from hfax.load.skeleton import Skeleton
 from hfax.patches import registry
@@ -246,11 +247,15 @@ class TracedModel:
         ids = inputs["decoder_input_ids" if traits.is_encoder_decoder else "input_ids"]
         if traits.takes_position_ids and not traits.is_encoder_decoder and "position_ids" not in inputs:
             inputs["position_ids"] = text_positions(inputs["attention_mask"])
+        inputs_mask = inputs.get("attention_mask")
         if not traits.takes_attention_mask:
             inputs.pop("attention_mask", None)
 
         def call(module: torch.nn.Module) -> tuple[jax.Array, Arrays]:
-            cache = self._make_cache(capacity, prompt_length=ids.shape[1], keeps_windows=keeps_windows)
+            mask = None if traits.is_encoder_decoder else inputs_mask
+            cache = self._make_cache(
+                capacity, prompt_length=ids.shape[1], keeps_windows=keeps_windows, attention_mask=mask
+            )
             arguments, encoded = tracing.wrap(inputs), {}
             if traits.is_encoder_decoder:
                 outputs, arguments = _run_encoder(module, arguments)
@@ -337,7 +342,13 @@ class TracedModel:
                 inputs["attention_mask"] = attention_mask * is_written
 
         def call(module: torch.nn.Module) -> tuple[jax.Array, Arrays]:
-            cache_object = self._make_cache(capacity, length=length, arrays=state, keeps_windows=keeps_windows)
+            cache_object = self._make_cache(
+                capacity,
+                length=length,
+                arrays=state,
+                keeps_windows=keeps_windows,
+                attention_mask=None if traits.is_encoder_decoder else attention_mask,
+            )
             arguments = {**tracing.wrap(inputs), **static, **self._cache_arguments(cache_object)}
             if traits.is_encoder_decoder:
                 encoded = {
@@ -422,6 +433,7 @@ class TracedModel:
         arrays: Arrays | None = None,
         prompt_length: int | None = None,
         keeps_windows: bool = True,
+        attention_mask: jax.Array | None = None,
     ) -> Any:
         """What forward takes under `cache_argument`."""
         if self.traits.cache_argument == "state":
@@ -433,6 +445,10 @@ class TracedModel:
                 1  # a prompt has a token: code that asks whether the cache is empty gets its answer
             )
         config: Any = self.module.config
+        where, padding = target.current(), None
+        fits = _head_dim(config) == PAGED_HEAD_DIM
+        if where is not None and where.pages and fits and keeps_windows and attention_mask is not None:
+            padding = tracing.wrap((attention_mask == 0).sum(axis=1, dtype=jnp.int32))
         return make_cache(
             config,
             tracing.JaxCacheOps(),
@@ -442,6 +458,7 @@ class TracedModel:
             has_encoder=self.traits.is_encoder_decoder,
             prompt_length=prompt_length,
             keeps_windows=keeps_windows,
+            padding=padding,
         )
 
     def _cache_arguments(self, cache: Any) -> dict[str, Any]:
@@ -456,6 +473,16 @@ class TracedModel:
         for alias, name in self._tied.items():
             weights.setdefault(alias, weights[name])
         return weights
+
+
+PAGED_HEAD_DIM = 128
+"""The width of heads that TPU's kernel for caches in pages takes."""
+
+
+def _head_dim(config: Any) -> int | None:
+    text: Any = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_attention_heads", None)
+    return getattr(text, "head_dim", None) or (text.hidden_size // heads if isinstance(heads, int) else None)
 
 
 def text_positions(mask: jax.Array) -> jax.Array:

@@ -14,9 +14,9 @@ _LONG_S = 0.6
 
 
 def read_bandwidth(device: jax.Device) -> float:
-    """Bytes a second that the device reads from its memory, for about a second; on CPU the better of a sum and a matrix times a vector.
+    """Bytes a second that the device reads from its memory: by a sum, and on CPU by the better of that and a product with a vector.
 
-    The median, not the best: a program that runs for a second has the machine's ups and downs, too.
+    The median over half a second, not the best: a program that runs for a second has the machine's ups and downs, too.
     """
     num_bytes = 1 << 30 if device.platform == "cpu" else 1 << 31
     array = jax.device_put(jnp.ones((num_bytes // 4096, 1024), jnp.float32), device)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from hfax.kernels import target
 from hfax.kernels.cpu import calls, library
+from hfax.kernels.paged import Pages
 
 _MASKED = -1e30
 """Stands for minus infinity in scores: exp() of it is 0, and a row with nothing to see stays finite."""
@@ -28,6 +30,19 @@ _KERNEL_QUERIES = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Causal:
+    """Every token sees itself and those before it.
+
+    Args:
+        window: no more than so many, itself included; None: all.
+        is_real: [batch, length], 0 for padding, which nobody sees; None: there is none.
+    """
+
+    window: int | None
+    is_real: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Mask:
     """Which keys each query sees.
 
@@ -35,10 +50,12 @@ class Mask:
         array: [batch | 1, heads | 1, queries, keys]; bool (True: attend) or additive float.
         block: the same by parts: takes positions of queries, [n], and of keys, [m], as they stand in the arrays, and gives
             [batch | 1, 1, n, m] bool; None if only the array is known. Where blocks are used, nothing computes the array.
+        causal: what the mask says in words, if it is one that kernels know by themselves.
     """
 
     array: jax.Array
     block: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    causal: Causal | None = None
 
 
 def attention(
@@ -51,6 +68,7 @@ def attention(
     softcap: float | None = None,
     position_bias: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    pages: Pages | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Scaled dot-product attention.
 
@@ -63,6 +81,7 @@ def attention(
         softcap: scores become `softcap * tanh(scores / softcap)`, as in Gemma 2.
         position_bias: added to the scores, shaped as `mask`.
         sinks: [heads], one extra logit a head that takes probability and has no value, as in gpt-oss.
+        pages: the cache that `key` and `value` stand for, where it is kept in pages.
 
     Returns:
         The output, [batch, queries, heads, value_dim], and the probabilities, [batch, heads, queries, keys] (which XLA drops
@@ -75,6 +94,10 @@ def attention(
     )
     if position_bias is not None or given is None:
         return out, probabilities
+    if given.causal is not None and sinks is None and _is_tpu():
+        on_tpu = _on_tpu(query, key, value, given.causal, pages, scale=scale, softcap=softcap)
+        if on_tpu is not None:
+            return on_tpu, probabilities
     if _has_kernel(query, key, value, given.array):
         target.choose("attention: C++ kernel, reads the keys that are seen")
         seen = jnp.broadcast_to(given.array, (*given.array.shape[:2], query.shape[2], key.shape[2]))
@@ -86,6 +109,40 @@ def attention(
         target.choose("attention: blocks of queries and keys")
         out = _in_blocks(query, key, value, given.block, scale=scale, softcap=softcap, sinks=sinks)
     return out, probabilities
+
+
+def _is_tpu() -> bool:
+    where = target.current()
+    return where is not None and where.platform == "tpu"
+
+
+def _on_tpu(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: Causal,
+    pages: Pages | None,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> jax.Array | None:
+    """By a Pallas kernel; None where there is none for these shapes."""
+    from hfax.kernels.tpu import attention as kernels  # Pallas for TPU takes a second to import
+
+    where = target.current()
+    assert where is not None
+    options: dict[str, Any] = {"scale": scale, "window": mask.window, "softcap": softcap, "mesh": where.mesh}
+    shards = 1 if where.mesh is None else where.mesh.shape["tensor"]
+    if query.shape[1] % shards or key.shape[1] % shards:
+        return None
+    if pages is not None and kernels.can_page(query, pages.array):
+        target.choose("attention: ragged paged kernel (Pallas)")
+        return kernels.paged_attention(query, pages.flat(), *pages.table(), **options)
+    if pages is None and kernels.can_splash(query, key, value):
+        target.choose("attention: splash kernel (Pallas)")
+        is_real = jnp.ones((query.shape[0], query.shape[2]), jnp.int32) if mask.is_real is None else mask.is_real
+        return kernels.splash_attention(query, key, value, is_real, **options)
+    return None
 
 
 def _has_kernel(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> bool:

@@ -35,6 +35,9 @@ def grouped_linear(
         if isinstance(weight, QuantizedArray):
             return calls.linear_experts_packed(x, weight.values, weight.scale, experts, bits=weight.bits)
         return calls.linear_experts(x, weight, experts)
+    if not isinstance(weight, QuantizedArray) and not is_transposed and _is_for_tpu(x, weight):
+        target.choose("experts: grouped product kernel (Pallas)")
+        return _on_tpu(x, weight, experts).astype(x.dtype)
     if isinstance(weight, QuantizedArray):
         if rows < num_experts:
             weight = weight.rows(experts)
@@ -47,9 +50,32 @@ def grouped_linear(
     target.choose("experts: rows sorted, ragged product")
     order = jnp.argsort(experts, stable=True)
     sizes = jnp.bincount(experts, length=num_experts).astype(jnp.int32)
-    matrices = weight if is_transposed else jnp.swapaxes(weight, 1, 2)
-    out = jax.lax.ragged_dot(x[order], matrices, sizes, preferred_element_type=jnp.float32)
+    numbers = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (1 if is_transposed else 2,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0],
+    )
+    out = jax.lax.ragged_dot_general(x[order], weight, sizes, numbers, preferred_element_type=jnp.float32)
     return jnp.zeros_like(out).at[order].set(out).astype(x.dtype)
+
+
+def _is_for_tpu(x: jax.Array, weight: jax.Array) -> bool:
+    where = target.current()
+    if where is None or where.platform != "tpu":
+        return False
+    from hfax.kernels.tpu import experts as kernels
+
+    return kernels.fits(x, weight, 1 if where.mesh is None else where.mesh.shape["tensor"])
+
+
+def _on_tpu(x: jax.Array, weight: jax.Array, experts: jax.Array) -> jax.Array:
+    from hfax.kernels.tpu import experts as kernels
+
+    where = target.current()
+    order = jnp.argsort(experts, stable=True)
+    sizes = jnp.bincount(experts, length=weight.shape[0]).astype(jnp.int32)
+    out = kernels.grouped_linear(x[order], weight, sizes, mesh=None if where is None else where.mesh)
+    return jnp.zeros_like(out).at[order].set(out)
 
 
 def _has_kernel(x: jax.Array, weight: jax.Array | QuantizedArray) -> bool:

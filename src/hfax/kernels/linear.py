@@ -40,7 +40,9 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
         out_dtype = dtype if bias is None else jnp.dtype(jnp.float32)
         out = calls.linear(x.reshape(rows, -1), weight, out_dtype).reshape(*x.shape[:-1], -1)
         return out if bias is None else (out + bias.astype(jnp.float32)).astype(dtype)
-    if dtype == jnp.bfloat16 and rows == 1:
+    where = target.current()
+    is_cpu = (jax.default_backend() if where is None else where.platform) == "cpu"
+    if dtype == jnp.bfloat16 and rows == 1 and is_cpu:
         target.choose("linear: vector times matrix, converted as it is read")
         out = _vector_times_matrix(x.reshape(-1), weight).reshape(*x.shape[:-1], -1)
     else:

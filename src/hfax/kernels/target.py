@@ -20,10 +20,14 @@ class Target:
 
     Args:
         platform: "cpu", "gpu" or "tpu".
+        mesh: the devices, with an axis "tensor" over which heads are split; None: one device.
+        pages: caches are kept in pages, as TPU's kernel reads them.
         chosen: gets a line for each way of computing that was chosen; shown by `hfax doctor`.
     """
 
     platform: str
+    mesh: jax.sharding.Mesh | None = None
+    pages: bool = False
     chosen: set[str] = dataclasses.field(default_factory=set, compare=False)
 
 
@@ -42,11 +46,28 @@ def choose(way: str) -> None:
 
 
 @contextlib.contextmanager
-def compiling_for(device: jax.Device | str, chosen: set[str] | None = None) -> Iterator[Target]:
-    """Traces within the block are for programs that run on `device`, or on a platform of that name."""
+def compiling_for(
+    device: jax.Device | str,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    pages: bool | None = None,
+    chosen: set[str] | None = None,
+) -> Iterator[Target]:
+    """Traces within the block are for programs that run on `device`, or on a platform of that name.
+
+    Args:
+        device: where.
+        mesh: see `Target`.
+        pages: see `Target`; None: on TPU.
+        chosen: see `Target`.
+    """
     platform = device if isinstance(device, str) else device.platform
+    platform = "gpu" if platform in ("cuda", "rocm") else platform
     target = Target(
-        platform="gpu" if platform in ("cuda", "rocm") else platform, chosen=set() if chosen is None else chosen
+        platform=platform,
+        mesh=mesh,
+        pages=platform == "tpu" if pages is None else pages,
+        chosen=set() if chosen is None else chosen,
     )
     token = _target.set(target)
     try:

@@ -23,6 +23,7 @@ from hfax.kv_cache.layers import (
     SlidingWindowLayer,
     Tensor,
 )
+from hfax.kv_cache.paged import PagedLayer
 
 
 class LayeredCache(Cache):
@@ -47,6 +48,7 @@ def make_cache(
     has_encoder: bool = False,
     prompt_length: int | None = None,
     keeps_windows: bool = True,
+    padding: Tensor | None = None,
 ) -> Cache:
     """A cache object for one trace.
 
@@ -59,6 +61,7 @@ def make_cache(
         has_encoder: the model is an encoder-decoder whose cross-attention is cached too.
         prompt_length: tokens of the prompts that fill an empty cache; what is more stands before them.
         keeps_windows: layers with a window hold no more tokens than it; False: all of them.
+        padding: [batch], tokens of padding before each prompt; given where attention reads pages.
 
     Raises:
         UnsupportedModelError: the config has a kind of layer that hfax has no cache for.
@@ -69,7 +72,9 @@ def make_cache(
     types = ["cross_attention" if index in crossing else kind for index, kind in enumerate(types)]
     if not keeps_windows:
         types = ["full_attention" if kind in _WINDOWS else kind for kind in types]
-    own = LayeredCache(layers=[_make_layer(t, k, ops, capacity, length) for t, k in zip(types, kwargs, strict=True)])
+    own = LayeredCache(
+        layers=[_make_layer(t, k, ops, capacity, length, padding) for t, k in zip(types, kwargs, strict=True)]
+    )
     for layer in own.layers:
         if isinstance(layer, FullAttentionLayer):
             layer.prompt_length = prompt_length
@@ -89,7 +94,12 @@ def cache_arrays(cache: Cache | EncoderDecoderCache) -> dict[str, Tensor]:
     return _collect(cache, "layers")
 
 
-def _make_layer(kind: str, kwargs: dict[str, Any], ops: CacheOps, capacity: int, length: Tensor | None) -> Any:
+def _make_layer(
+    kind: str, kwargs: dict[str, Any], ops: Any, capacity: int, length: Tensor | None, padding: Tensor | None
+) -> Any:
+    if padding is not None and kind in ("full_attention", "sliding_attention"):
+        window = kwargs["sliding_window"] if kind == "sliding_attention" else None
+        return PagedLayer(ops, capacity, length, padding=padding, window=window)
     if kind == "full_attention":
         return FullAttentionLayer(ops, capacity, length)
     if kind == "cross_attention":

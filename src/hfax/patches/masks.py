@@ -7,6 +7,7 @@ it, and know neither a cache's ring of slots nor the padding of prompts in a mod
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -86,9 +87,31 @@ def attention_mask(
     mask = seen(queries, keys)
     if is_skipped:
         mask.all_real = (attention_mask != 0).all()
+    if not is_ring and (window := _causal_window(mask_function)) is not _OTHER:
+        mask.causal = window, attention_mask
     if not is_ring:
         mask.block = lambda queries, keys: seen(queries + q_offset, keys + kv_offset)
     return mask
+
+
+_OTHER: Any = object()
+
+
+def _causal_window(mask_function: Callable[..., Any]) -> Any:
+    """How many tokens a causal mask lets each see, None for all before it; `_OTHER` for any other mask.
+
+    transformers builds masks by putting functions together; these two are recognised by what they are put together from.
+    """
+    if mask_function is masking_utils.causal_mask_function:
+        return None
+    if mask_function.__qualname__ != "and_masks.<locals>.and_mask":
+        return _OTHER
+    parts = inspect.getclosurevars(mask_function).nonlocals["mask_functions"]
+    if len(parts) != 2 or parts[1] is not masking_utils.causal_mask_function:
+        return _OTHER
+    if parts[0].__qualname__ != "sliding_window_overlay.<locals>.inner_mask":
+        return _OTHER
+    return inspect.getclosurevars(parts[0]).nonlocals["sliding_window"]
 
 
 def _is_zero(offset: Any) -> bool:

@@ -19,8 +19,6 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_masks
 from jax.sharding import PartitionSpec as P
 
-PAGE_SIZE = 128
-"""Tokens of a page."""
 _LANES = 128
 """Head dimensions and lengths that the kernels take are multiples of it."""
 _BLOCK = 512

@@ -1,0 +1,70 @@
+"""A layer's keys and values in pages, for the attention kernel that TPUs decode with.
+
+It stands where a full or sliding layer would and does the same in prefill; in decode it writes into its pages and gives attention
+the pages beside the arrays that they stand for, which nobody computes unless some attention cannot read pages.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from hfax.kv_cache.layers import CacheOps, FullAttentionLayer, Tensor
+
+
+class PagedCacheOps(CacheOps, Protocol):
+    """What a backend that keeps pages provides."""
+
+    def fits_pages(self, key: Tensor, value: Tensor) -> bool:
+        """Whether the kernel takes keys and values of these shapes."""
+        ...
+
+    def fill_pages(self, key: Tensor, value: Tensor, padding: Tensor, capacity: int, window: int | None) -> Tensor:
+        """The pages after a prompt, with `padding` tokens, [batch], before each sequence."""
+        ...
+
+    def write_page(
+        self, pages: Tensor, key: Tensor, value: Tensor, padding: Tensor, position: Tensor, capacity: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The pages with one token more, and the keys and values that they stand for; the keys carry the pages."""
+        ...
+
+
+class PagedLayer(FullAttentionLayer):
+    """Keys and values in pages, of all tokens or of a window.
+
+    Where the shapes do not fit the kernel, it keeps all tokens as `FullAttentionLayer` does.
+
+    Args:
+        ops: the backend's operations.
+        capacity: tokens, padding included.
+        length: tokens held, a scalar array; None in prefill.
+        padding: [batch], tokens of padding before each prompt.
+        window: how many tokens a query sees; None: all.
+    """
+
+    state_names = ("keys", "values", "pages")
+
+    def __init__(
+        self, ops: PagedCacheOps, capacity: int, length: Tensor | None, *, padding: Tensor, window: int | None
+    ) -> None:
+        super().__init__(ops, capacity, length)
+        self.paged_ops, self.padding, self.window = ops, padding, window
+        self.pages: Tensor = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As `FullAttentionLayer.update`."""
+        if self.base_length is None:
+            if not self.paged_ops.fits_pages(key_states, value_states) or self.prompt_length != key_states.shape[-2]:
+                return super().update(key_states, value_states)
+            self.is_initialized, self.num_new = True, key_states.shape[-2]
+            self.pages = self.paged_ops.fill_pages(key_states, value_states, self.padding, self.capacity, self.window)
+            return key_states, value_states
+        if self.pages is None:
+            return super().update(key_states, value_states)
+        if key_states.shape[-2] != 1:
+            raise NotImplementedError("several tokens at once onto a cache in pages")
+        self.num_new = 1
+        self.pages, keys, values = self.paged_ops.write_page(
+            self.pages, key_states, value_states, self.padding, self.base_length, self.capacity
+        )
+        return keys, values

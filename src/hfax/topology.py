@@ -1,0 +1,208 @@
+"""Compiling a model's programs for TPUs that are not there: the real compiler, a described topology, no weights.
+
+Turns a config, a topology ("v5e:2x4") and a request's shape into compiled prefill and decoding programs and what the compiler says
+of them. Needs libtpu (`hfax[tpu]`), and no TPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from transformers import GenerationConfig, PretrainedConfig
+
+from hfax.backends.traced_model import TracedModel
+from hfax.errors import BackendNotAvailableError
+from hfax.kernels.target import compiling_for
+from hfax.load.placement import to_numpy
+from hfax.load.sharding import AXIS, tensor_parallel_specs
+from hfax.programs.decoding import LoopSpec, advance, start
+from hfax.programs.sampling_config import make_sampling_spec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompiledProgram:
+    """A program for a topology.
+
+    Args:
+        name: "prefill" or "decode".
+        trace_seconds: of the trace.
+        compile_seconds: of the TPU compiler.
+        argument_bytes: on each device.
+        temporary_bytes: on each device, beside arguments and results.
+        kernels: how often each Pallas kernel is called.
+        large_copies: copies of arrays of a megabyte or more in the compiled text, beside those of arguments that are passed on.
+        collectives: how often each kind of communication stands in the text.
+        chosen: which ways of computing were chosen.
+        text: the compiled program.
+    """
+
+    name: str
+    trace_seconds: float
+    compile_seconds: float
+    argument_bytes: int
+    temporary_bytes: int
+    kernels: dict[str, int]
+    large_copies: tuple[str, ...]
+    collectives: dict[str, int]
+    chosen: tuple[str, ...]
+    text: str = dataclasses.field(repr=False)
+
+
+def compile_for(
+    config: PretrainedConfig, topology: str, *, batch_size: int = 1, prompt_length: int = 512, capacity: int = 2048
+) -> list[CompiledProgram]:
+    """Compile both programs of `generate`, greedy, tensor-parallel over all devices of a topology.
+
+    Args:
+        config: of a decoder-only model.
+        topology: for instance "v5e:2x4" or "v6e:2x2".
+        batch_size: sequences side by side.
+        prompt_length: tokens of the prompts, padding included.
+        capacity: of the cache, tokens.
+
+    Raises:
+        BackendNotAvailableError: libtpu is not installed, or knows no such topology.
+    """
+    from hfax.auto import _resolve_dtype, _skeleton
+
+    mesh = jax.sharding.Mesh(np.array(_devices(topology)), (AXIS,))
+    skeleton = _skeleton(config, None, _resolve_dtype("auto", config, None), None, None)
+    buffers = {n: jnp.asarray(to_numpy(b)) for n, b in skeleton.buffers.items()}
+    model = TracedModel(skeleton, skeleton.tied, buffers)
+    specs = tensor_parallel_specs(skeleton.module, skeleton.shapes, mesh)
+
+    def on_devices(shape: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    def everywhere(tree: Any) -> Any:
+        return jax.tree.map(lambda a: on_devices(a.shape, a.dtype, P()), tree)
+
+    params = {
+        name: on_devices(tuple(t.shape), jnp.dtype(str(t.dtype).removeprefix("torch.")), specs[name])
+        for name, t in skeleton.shapes.items()
+    }
+    sampling, values = make_sampling_spec(
+        GenerationConfig(do_sample=False),
+        vocab_size=config.get_text_config(decoder=True).vocab_size,
+        prompt_length=prompt_length,
+        max_new_tokens=capacity - prompt_length,
+    )
+    ids = jax.ShapeDtypeStruct((batch_size, prompt_length), jnp.int32)
+    inputs = everywhere({"input_ids": ids, "attention_mask": ids})
+    request = everywhere(
+        {
+            "seed": jax.ShapeDtypeStruct((), jnp.uint32),
+            "pad": jax.ShapeDtypeStruct((), jnp.int32),
+            "eos": jax.ShapeDtypeStruct((1,), jnp.int32),
+            "unused": jax.ShapeDtypeStruct((batch_size,), jnp.bool_),
+            "sampling": values,
+        }
+    )
+    spec = LoopSpec(capacity=capacity, num_return_sequences=1, max_steps=0, keep=(), sampling=sampling)
+
+    def state_shardings(state: Any) -> Any:
+        """Pages, and keys and values that are not in pages, are split by head; all else is on every device."""
+
+        def place(path: Any, array: Any) -> NamedSharding:
+            names = [str(getattr(p, "key", "")) for p in path]
+            axis = 3 if names[-1].endswith("pages") else 1 if names[-1].endswith(("keys", "values")) else None
+            splits = "cache" in names and axis is not None and array.shape[axis] % mesh.shape[AXIS] == 0
+            return NamedSharding(mesh, P(*(AXIS if splits and i == axis else None for i in range(array.ndim))))
+
+        return jax.tree_util.tree_map_with_path(place, state)
+
+    def run_prompt(params: Any, inputs: Any, request: Any) -> Any:
+        state = start(model, spec, params, inputs, {}, request)
+        return {name: value for name, value in state.items() if name != "checks"}
+
+    def run_loop(params: Any, state: Any, request: Any, limit: Any) -> Any:
+        return advance(model, spec, params, state, {}, request, limit)
+
+    begin = time.perf_counter()
+    with compiling_for("tpu", mesh=mesh, chosen=(chosen := set[str]())):
+        shapes = jax.eval_shape(run_prompt, params, inputs, request)
+    prompt_seconds = time.perf_counter() - begin
+    shardings = state_shardings(shapes)
+    prefill = jax.jit(run_prompt, out_shardings=shardings)
+    decode = jax.jit(run_loop, donate_argnums=1, out_shardings=shardings)
+    state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
+    limit = everywhere(jax.ShapeDtypeStruct((), jnp.int32))
+    return [
+        # the trace that gave the state's shapes is used again
+        _compile("prefill", prefill, (params, inputs, request), mesh, traced_s=prompt_seconds, chosen=chosen),
+        _compile("decode", decode, (params, state, request, limit), mesh),
+    ]
+
+
+def _devices(topology: str) -> list[Any]:
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+    except Exception as error:  # jaxlib's errors here have no common class
+        raise BackendNotAvailableError(
+            f"There is no compiler for the topology {topology!r}.",
+            str(error).splitlines()[0],
+            "Install hfax[tpu], whose libtpu compiles without a TPU, and name a topology such as v5e:2x4 or v6e:2x2.",
+        ) from error
+
+
+def _compile(
+    name: str,
+    function: Any,
+    args: tuple[Any, ...],
+    mesh: jax.sharding.Mesh,
+    *,
+    traced_s: float = 0.0,
+    chosen: set[str] | None = None,
+) -> CompiledProgram:
+    begin = time.perf_counter()
+    with compiling_for("tpu", mesh=mesh, chosen=chosen) as where:
+        lowered = function.lower(*args)
+    traced = time.perf_counter()
+    compiled = lowered.compile()
+    done = time.perf_counter()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    kernels: dict[str, int] = {}
+    for line in text.splitlines():
+        if 'custom_call_target="tpu_custom_call"' in line:
+            kernel = line.partition(" = ")[0].strip().removeprefix("ROOT ").lstrip("%").rstrip(".0123456789")
+            kernels[kernel] = kernels.get(kernel, 0) + 1
+    names = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+    collectives = {n: len(re.findall(rf" {n}(?:-start)?\(", text)) for n in names}
+    return CompiledProgram(
+        name=name,
+        trace_seconds=traced_s + traced - begin,
+        compile_seconds=done - traced,
+        argument_bytes=memory.argument_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        kernels=kernels,
+        large_copies=tuple(_large_copies(text)),
+        collectives={n: c for n, c in collectives.items() if c},
+        chosen=tuple(sorted(where.chosen)),
+        text=text,
+    )
+
+
+_BYTES = {"bf16": 2, "f32": 4, "s32": 4, "u32": 4, "s8": 1, "u8": 1, "pred": 1, "f16": 2}
+
+
+def _large_copies(text: str) -> list[str]:
+    """Lines that copy a megabyte or more from one place of the main memory to another."""
+    found = []
+    for line in text.splitlines():
+        match = re.match(r"\s*(?:ROOT )?%?([\w.-]*copy[\w.-]*) = \(?(\w+)\[([\d,]*)\]", line)
+        if match and match.group(2) in _BYTES and " copy-done(" not in line:
+            size = _BYTES[match.group(2)] * int(
+                np.prod([int(n) for n in match.group(3).split(",") if n], dtype=np.int64)
+            )
+            if size >= 1 << 20 and "S(1)" not in line:  # S(1): a copy ahead into the chip's fast memory
+                found.append(f"{match.group(1)}: {match.group(2)}[{match.group(3)}]")
+    return found
