@@ -24,6 +24,7 @@ from hfax.backends import geometry
 from hfax.backends.observations import Observations, observing
 from hfax.backends.traced_model import TracedModel
 from hfax.errors import HfaxError, InvalidInputError, UnsupportedModelError
+from hfax.kernels.target import compiling_for
 from hfax.load.placement import to_numpy
 from hfax.matrix.inputs import make_inputs
 from hfax.patches import registry
@@ -43,6 +44,7 @@ class Diagnosis:
         value_reads: line to how the code looks at a traced value there, which decides what it does next.
         wide_dtypes: line to "float64" or "int64", asked for there of a traced value; programs compute in 32 bits.
         patches: name to reason, of those that ran.
+        lowerings: ways of computing that were chosen for the default device and these shapes; empty if it does not generate.
         num_parameters: of the full model.
         weight_bytes: in the config's dtype.
         cache_bytes_per_token: of keys and values, for one sequence; None if it does not generate.
@@ -63,6 +65,7 @@ class Diagnosis:
     value_reads: dict[str, str]
     wide_dtypes: dict[str, str]
     patches: dict[str, str]
+    lowerings: tuple[str, ...]
     num_parameters: int
     weight_bytes: int
     cache_bytes_per_token: int | None
@@ -119,6 +122,7 @@ def inspect(
         value_reads=look.seen.reads,
         wide_dtypes=look.seen.wide,
         patches=patches,
+        lowerings=tuple(sorted(look.lowerings)),
         num_parameters=sum(t.numel() for t in skeleton.shapes.values()),
         weight_bytes=sum(t.numel() * t.element_size() for t in skeleton.shapes.values()),
         cache_bytes_per_token=look.cache_bytes_per_token,
@@ -141,6 +145,7 @@ class _Look:
         self.cache_bytes_per_token: int | None = None
         self.state_bytes: int | None = None
         self.operations_per_token: int | None = None
+        self.lowerings: set[str] = set()
 
     def run(self) -> None:
         """Forward; for those that write from text, prefill and a decoding step."""
@@ -198,6 +203,11 @@ class _Look:
 
         traced = jax.make_jaxpr(step)(self.params, cache, token, scalar, row, _ids(large))
         self.operations_per_token = _product_operations(traced.jaxpr)
+        # once more as programs for this machine's device are made, which need not be of countable products
+        prompt = {"input_ids": _ids(_PROMPT), "attention_mask": _ids(_PROMPT)}
+        with compiling_for(jax.devices()[0], chosen=self.lowerings):
+            _, cache = jax.eval_shape(lambda p, x: self.traced.prefill(p, x, {}, large), self.params, prompt)
+            jax.eval_shape(lambda *a: step(*a), self.params, cache, token, scalar, row, _ids(large))
 
 
 _OPERATION_FIX = "Register an OpPatch for it (hfax.register_patch)."

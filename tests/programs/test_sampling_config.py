@@ -92,6 +92,7 @@ def test_every_field_of_generation_config_is_honoured_rejected_or_without_effect
     honoured_by_generate = {
         *("max_length", "max_new_tokens", "stop_strings", "num_return_sequences", "return_dict_in_generate"),
         *("output_scores", "output_logits", "pad_token_id", "bos_token_id", "decoder_start_token_id"),
+        *("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens"),
     }
     kinds = [honoured_here, honoured_by_generate, set(NEUTRAL_VALUES), set(WITHOUT_EFFECT)]
     assert sum(map(len, kinds)) == len(set().union(*kinds))
@@ -115,7 +116,6 @@ def test_every_field_of_generation_config_is_honoured_rejected_or_without_effect
         ("encoder_no_repeat_ngram_size", 3),
         ("token_healing", True),
         ("max_time", 1.0),
-        ("prompt_lookup_num_tokens", 3),
         ("assistant_early_exit", 2),
         ("is_assistant", True),
         ("use_mtp", True),

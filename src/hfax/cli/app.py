@@ -28,6 +28,7 @@ _EXAMPLES = """[bold]Examples[/bold]
   hfax chat Qwen/Qwen3-0.6B
   hfax classify demo "What a lovely day" --labels POSITIVE,NEGATIVE
   hfax doctor Qwen/Qwen3-0.6B
+  hfax bench demo
   hfax env
 
 MODEL is a Hugging Face id, a local folder, or demo: a tiny model that hfax carries.

@@ -44,6 +44,7 @@ def chat(
     seed: writing_options.SeedOption = None,
     stop: writing_options.StopOption = [],  # noqa: B006 (typer copies it)
     dtype: model_options.DtypeOption = Dtype.AUTO,
+    quantization: model_options.QuantizationOption = None,
     revision: model_options.RevisionOption = None,
     token: model_options.TokenOption = None,
     trust_remote_code: model_options.TrustOption = False,
@@ -65,6 +66,7 @@ def chat(
         trust_remote_code=trust_remote_code,
         local_files_only=local_files_only,
         backend=backend,
+        quantization=quantization,
     )
     how = WritingOptions(
         max_new_tokens=max_new_tokens,

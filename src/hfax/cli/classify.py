@@ -54,6 +54,7 @@ def classify(
         typer.Option("--per-token", help="For a causal model: compare log-probabilities per token, not their sums."),
     ] = False,
     dtype: model_options.DtypeOption = Dtype.AUTO,
+    quantization: model_options.QuantizationOption = None,
     revision: model_options.RevisionOption = None,
     token: model_options.TokenOption = None,
     trust_remote_code: model_options.TrustOption = False,
@@ -79,6 +80,7 @@ def classify(
         trust_remote_code=trust_remote_code,
         local_files_only=local_files_only,
         backend=backend,
+        quantization=quantization,
     )
     with reporting(verbose):
         phases = PhaseDisplay(make_console())

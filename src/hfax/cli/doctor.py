@@ -49,6 +49,7 @@ def _as_text(found) -> str:  # noqa: ANN001 (its class would import jax)
         lines.append(f"  operations       {found.operations_per_token / 1e9:.2f} billion a token")
     if found.static_arguments:
         lines.append(f"  static arguments {', '.join(found.static_arguments)}")
+    lines += [f"  lowering         {way}" for way in found.lowerings]
     lines += [f"  patch {name}: {why}" for name, why in found.patches.items()]
     if found.wide_dtypes:
         floats = [line for line, dtype in found.wide_dtypes.items() if dtype == "float64"]

@@ -79,6 +79,7 @@ def read_environment() -> dict[str, Any]:
         "cpu": {"model": _cpu_model(), "usable_cores": _usable_cores(), "memory_bytes": _memory_bytes()},
         "packages": {name: _version(name) for name in _PACKAGES},
         "jax": _jax_devices(),
+        "cpu_kernels": _cpu_kernels(),
         "variables": {
             **{name: os.environ[name] for name in _SHOWN_VARIABLES if name in os.environ},
             **{name: "set" if os.environ.get(name) else "not set" for name in _HIDDEN_VARIABLES},
@@ -98,11 +99,23 @@ def _as_text(report: dict[str, Any]) -> str:
     else:
         lines.append(f"jax backend: {devices['backend']}")
         lines.append(f"jax devices: {', '.join(devices['devices'])}")
+    if report["cpu_kernels"] is not None:
+        lines.append(f"cpu kernels: {report['cpu_kernels']}")
     lines += [f"{name}={value}" for name, value in report["variables"].items()]
     for name, cache in report["caches"].items():
         held = f"{_size(cache['bytes'])} in {cache['files']} files" if cache["exists"] else "does not exist yet"
         lines.append(f"{name} cache: {cache['path']} ({held})")
     return "\n".join(lines)
+
+
+def _cpu_kernels() -> str | None:
+    """Whether hfax's C++ kernels can be used; None without JAX."""
+    try:
+        from hfax.kernels.cpu import library
+    except ImportError:
+        return None
+    problem = library.problem()
+    return "available" if problem is None else f"none: {problem}"
 
 
 def _version(package: str) -> str | None:

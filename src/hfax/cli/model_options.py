@@ -38,6 +38,12 @@ ModelArgument = Annotated[
 DtypeOption = Annotated[
     Dtype, typer.Option(help="Of the weights; auto is the checkpoint's own.", rich_help_panel=_PANEL)
 ]
+QuantizationOption = Annotated[
+    str | None,
+    typer.Option(
+        help="int8 or int4: pack the linear layers' weights while loading.", rich_help_panel=_PANEL, show_default=False
+    ),
+]
 RevisionOption = Annotated[
     str | None, typer.Option(help="Branch, tag or commit on the Hub.", rich_help_panel=_PANEL, show_default=False)
 ]
@@ -72,6 +78,7 @@ class ModelOptions:
     trust_remote_code: bool = False
     local_files_only: bool = False
     backend: str = "jax"
+    quantization: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,6 +126,7 @@ class Checkpoint:
             token=self.options.token,
             local_files_only=True,
             trust_remote_code=self.options.trust_remote_code,
+            quantization=self.options.quantization,
         )
 
 

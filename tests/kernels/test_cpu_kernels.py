@@ -1,0 +1,243 @@
+"""The C++ kernels against plain JAX, and the programs that call them against those that do not."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hfax.kernels import quantized
+from hfax.kernels.attention import attention
+from hfax.kernels.cache_write import cache_write
+from hfax.kernels.cpu import library
+from hfax.kernels.experts import grouped_linear
+from hfax.kernels.linear import linear
+from hfax.kernels.target import compiling_for
+
+KERNELS = "C++ kernel"
+
+
+def on_cpu(function, *args, **kwargs):
+    """What a program compiled for CPU gives, and the ways that were chosen for it."""
+    with compiling_for("cpu") as where:
+        out = jax.jit(lambda *a: function(*a, **kwargs))(*args)
+    return np.asarray(out, np.float32), where.chosen
+
+
+def normal(*shape, dtype="float32", seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def test_kernels_are_built_here():
+    assert library.problem() is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [2, 3, 5, 8, 16])
+@pytest.mark.parametrize(("out", "width"), [(64, 128), (7, 100), (130, 1024), (1, 33), (96, 8192)])
+def test_linear_agrees_with_a_product_in_float64(dtype, rows, out, width):
+    x, weight = normal(rows, width, dtype=dtype), normal(out, width, dtype=dtype, seed=1)
+    exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    got, chosen = on_cpu(linear, x, weight)
+    assert any(KERNELS in way for way in chosen)
+    rounding = 2.0**-8 if dtype == "bfloat16" else 1e-5
+    np.testing.assert_allclose(got, exact, atol=rounding * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 16])
+def test_a_row_gives_the_same_sums_whatever_stands_beside_it(rows):
+    x, weight = normal(16, 512, dtype="bfloat16"), normal(96, 512, dtype="bfloat16", seed=1)
+    alone, _ = on_cpu(linear, x[:1], weight)
+    among, _ = on_cpu(linear, x[:rows], weight)
+    np.testing.assert_array_equal(among[:1], alone)
+
+
+def test_bias_is_added_before_rounding():
+    x, weight, bias = (
+        normal(4, 64, dtype="bfloat16"),
+        normal(8, 64, dtype="bfloat16", seed=1),
+        normal(8, dtype="bfloat16"),
+    )
+    got, _ = on_cpu(linear, x, weight, bias)
+    exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T + np.asarray(bias, np.float64)
+    np.testing.assert_allclose(
+        got, np.asarray(jnp.asarray(exact, jnp.bfloat16), np.float32), atol=2.0**-7 * np.abs(exact).max()
+    )
+
+
+def test_many_rows_and_unknown_targets_use_xla():
+    x, weight = normal(64, 32, dtype="bfloat16"), normal(8, 32, dtype="bfloat16")
+    _, chosen = on_cpu(linear, x, weight)
+    assert not any(KERNELS in way for way in chosen)
+    assert "custom_call" not in jax.jit(linear).lower(x[:2], weight).as_text()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"sinks": True}], ids=["plain", "softcap", "sinks"])
+def test_attention_over_a_cache(dtype, heads, kv_heads, queries, options):
+    capacity, width = 200, 40
+    query = normal(2, heads, queries, width, dtype=dtype)
+    key, value = (
+        normal(2, kv_heads, capacity, width, dtype=dtype, seed=1),
+        normal(2, kv_heads, capacity, 24, dtype=dtype, seed=2),
+    )
+    # padding in front, the text's end long before the capacity's, and one query that sees nothing
+    places = np.arange(capacity)
+    mask = np.stack([(places >= 9) & (places < 120), (places >= 70) & (places < 71)])[:, None, None].repeat(queries, 2)
+    mask[1, 0, 0] = False
+    options = {n: normal(heads, seed=3) if n == "sinks" else v for n, v in options.items()}
+    expected = np.asarray(attention(query, key, value, jnp.asarray(mask), scale=0.2, **options)[0], np.float32)
+    got, chosen = on_cpu(lambda *a: attention(*a, scale=0.2, **options)[0], query, key, value, jnp.asarray(mask))
+    assert any(KERNELS in way for way in chosen)
+    np.testing.assert_allclose(got, expected, atol=2e-2 if dtype == "bfloat16" else 2e-6)
+    assert (got[1, 0] == 0).all()
+
+
+def test_attention_takes_masks_by_head():
+    query, key, value = normal(1, 4, 1, 16), normal(1, 2, 70, 16, seed=1), normal(1, 2, 70, 16, seed=2)
+    mask = jnp.asarray(np.random.default_rng(3).random((1, 4, 1, 70)) < 0.5)
+    got, chosen = on_cpu(lambda *a: attention(*a, scale=0.3)[0], query, key, value, mask)
+    assert any(KERNELS in way for way in chosen)
+    np.testing.assert_allclose(got, attention(query, key, value, mask, scale=0.3)[0], atol=2e-6)
+
+
+@pytest.mark.parametrize("start", [0, 5, 14, 99])
+def test_cache_write_is_a_dynamic_update_slice_in_place(start):
+    buffer, new = normal(2, 3, 16, 8, dtype="bfloat16"), normal(2, 3, 2, 8, dtype="bfloat16", seed=1)
+    expected = jax.lax.dynamic_update_slice_in_dim(buffer, new, start, axis=2)
+
+    def write(buffer, new):
+        return cache_write(buffer, new, jnp.int32(start))
+
+    with compiling_for("cpu") as where:
+        compiled = jax.jit(write, donate_argnums=0).lower(buffer, new).compile()
+    assert any(KERNELS in way for way in where.chosen)
+    assert compiled.memory_analysis().temp_size_in_bytes < buffer.nbytes
+    assert compiled.memory_analysis().alias_size_in_bytes == buffer.nbytes
+    np.testing.assert_array_equal(compiled(jnp.copy(buffer), new), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_each_row_gets_the_matrix_of_its_expert(dtype, rows):
+    x, weight = normal(rows, 96, dtype=dtype), normal(6, 50, 96, dtype=dtype, seed=1)
+    experts = jnp.asarray(np.random.default_rng(2).integers(0, 6, rows), jnp.int32)
+    exact = np.einsum("ri,roi->ro", np.asarray(x, np.float64), np.asarray(weight, np.float64)[np.asarray(experts)])
+    got, chosen = on_cpu(grouped_linear, x, weight, experts)
+    assert any(KERNELS in way for way in chosen)
+    rounding = 2.0**-8 if dtype == "bfloat16" else 1e-5
+    np.testing.assert_allclose(got, exact, atol=rounding * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_grouped_products_without_kernels(rows, is_transposed):
+    x, weight = normal(rows, 24), normal(6, 24, 10, seed=1) if is_transposed else normal(6, 10, 24, seed=1)
+    experts = jnp.asarray(np.random.default_rng(2).integers(0, 6, rows), jnp.int32)
+    form = "ri,rio->ro" if is_transposed else "ri,roi->ro"
+    expected = np.einsum(form, x, np.asarray(weight)[np.asarray(experts)])
+    np.testing.assert_allclose(grouped_linear(x, weight, experts, is_transposed=is_transposed), expected, atol=1e-4)
+
+
+def test_an_expert_that_is_not_there_is_an_error():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no such expert"):
+        on_cpu(grouped_linear, normal(2, 8), normal(3, 4, 8), jnp.array([0, 3]))
+
+
+def test_programs_without_a_compiler_give_the_same(tmp_path):
+    """The same greedy text from a process that may not use the kernels."""
+    code = (
+        "import hfax; m = hfax.AutoModelForTPU.from_pretrained('demo');"
+        "print(m.generate([[1, 5, 6, 9]], max_new_tokens=12, do_sample=False).tolist())"
+    )
+    texts = []
+    for setting in ("1", "0"):
+        environment = os.environ | {"HFAX_CPU_KERNELS": setting, "HFAX_HOME": str(tmp_path / setting)}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stderr
+        texts.append(done.stdout)
+    assert texts[0] == texts[1]
+
+
+def test_a_compiler_that_fails_is_reported_not_raised(tmp_path):
+    code = "from hfax.kernels.cpu import library; print(library.problem())"
+    environment = os.environ | {"CXX": "false", "HFAX_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+    assert "could not build them" in done.stdout
+
+
+class TestQuantized:
+    @pytest.fixture(params=[8, 4])
+    def weight(self, request):
+        import torch
+
+        from hfax.load.quantize import quantize
+
+        values = torch.from_numpy(np.random.default_rng(0).standard_normal((40, 256)).astype(np.float32))
+        packed = quantize(values, f"int{request.param}", jax.devices("cpu")[0])
+        return values.numpy(), packed
+
+    def test_numbers_are_near_those_that_were_given(self, weight):
+        given, packed = weight
+        assert packed.shape == given.shape
+        step = np.abs(given).max() / (127 if packed.bits == 8 else 8)
+        assert np.abs(np.asarray(packed.dequantize()) - given).max() <= 0.52 * step
+        assert packed.nbytes < given.nbytes * (0.27 if packed.bits == 8 else 0.14)
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize("rows", [1, 2, 9, 30])
+    def test_kernel_multiplies_with_those_numbers(self, weight, dtype, rows):
+        _, packed = weight
+        x = normal(rows, 256, dtype=dtype)
+        exact = np.asarray(x, np.float64) @ np.asarray(packed.dequantize(), np.float64).T
+        got, chosen = on_cpu(quantized.linear, x, packed)
+        assert any(KERNELS in way for way in chosen)
+        np.testing.assert_allclose(got, exact, atol=(2.0**-8 if dtype == "bfloat16" else 2e-4) * np.abs(exact).max())
+
+    def test_plain_jax_multiplies_with_those_numbers(self, weight):
+        _, packed = weight
+        x = normal(3, 256)
+        expected = np.asarray(x) @ np.asarray(packed.dequantize()).T
+        np.testing.assert_allclose(quantized.linear(x, packed), expected, atol=1e-4)
+
+    def test_rows_of_a_table(self, weight):
+        _, packed = weight
+        index = jnp.array([[3, 39], [0, 3]])
+        np.testing.assert_array_equal(packed.rows(index), np.asarray(packed.dequantize())[np.asarray(index)])
+
+    def test_experts(self, weight):
+        import torch
+
+        from hfax.load.quantize import quantize
+
+        _, one = weight
+        values = torch.from_numpy(np.random.default_rng(1).standard_normal((5, 24, 128)).astype(np.float32))
+        packed = quantize(values, f"int{one.bits}", jax.devices("cpu")[0])
+        x, experts = normal(7, 128), jnp.array([4, 0, 0, 2, 4, 4, 1])
+        expected = np.einsum("ri,roi->ro", x, np.asarray(packed.dequantize())[np.asarray(experts)])
+        got, chosen = on_cpu(grouped_linear, x, packed, experts)
+        assert any(KERNELS in way for way in chosen)
+        np.testing.assert_allclose(got, expected, atol=1e-3)
+        np.testing.assert_allclose(grouped_linear(x, packed, experts), expected, atol=1e-3)
+
+    def test_a_group_of_zeros_stays_zero(self, weight):
+        import torch
+
+        from hfax.load.quantize import quantize
+
+        _, one = weight
+        packed = quantize(torch.zeros(4, 128), f"int{one.bits}", jax.devices("cpu")[0])
+        assert (np.asarray(packed.dequantize()) == 0).all()
+
+    def test_what_is_not_finite_shows(self, weight):
+        _, packed = weight
+        x = normal(1, 256).at[0, 3].set(jnp.nan)
+        got, _ = on_cpu(quantized.linear, x, packed)
+        assert np.isnan(got).all()

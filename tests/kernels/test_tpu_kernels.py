@@ -1,0 +1,143 @@
+"""TPU's kernels: interpreted, or their reference, against plain attention; caches in pages; sharding by the model's plan."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transformers
+from jax.sharding import PartitionSpec as P
+
+from hfax import AutoModelForTPU
+from hfax.backends.traced_model import TracedModel
+from hfax.kernels import paged
+from hfax.kernels.attention import attention, causal_positions
+from hfax.kernels.target import compiling_for
+from hfax.kernels.tpu.attention import paged_attention, splash_attention
+from hfax.kernels.tpu.experts import grouped_linear
+from hfax.load.sharding import tensor_parallel_specs
+
+
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_splash_attention_interpreted(window, softcap):
+    length = 256
+    query, key, value = normal(2, 4, length, 128), normal(2, 2, length, 128, seed=1), normal(2, 2, length, 128, seed=2)
+    is_real = jnp.arange(length)[None] >= jnp.array([[0], [37]])
+    mask = causal_positions(length, length) & is_real[:, None, None, :]
+    if window is not None:
+        mask = mask & (jnp.arange(length)[None, :] > jnp.arange(length)[:, None] - window)
+    expected, _ = attention(query, key, value, mask, scale=0.1, softcap=softcap)
+    got = splash_attention(query, key, value, is_real, scale=0.1, window=window, softcap=softcap, interpret=True)
+    np.testing.assert_allclose(got * is_real[:, :, None, None], expected * is_real[:, :, None, None], atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_paged_attention_reads_what_the_pages_stand_for(window):
+    """By the kernel's own reference: the kernel cannot be interpreted; that it compiles is tested for a TPU topology."""
+    capacity, padding = 512, jnp.array([0, 77], jnp.int32)
+    key, value, query = normal(2, 2, 300, 128), normal(2, 2, 300, 128, seed=1), normal(2, 4, 1, 128, seed=2)
+    count = paged.num_pages(capacity, window)
+    pages = paged.fill_pages(key, value, padding, count)
+    new_key, new_value = normal(2, 2, 1, 128, seed=3), normal(2, 2, 1, 128, seed=4)
+    slots = 300 - padding
+    written = paged.Pages(array=paged.write_page(pages, new_key, new_value, slots), slots=slots)
+    got = paged_attention(
+        query, written.flat(), *written.table(), scale=0.1, window=window, softcap=None, is_reference=True
+    )
+    places = jnp.arange(301)
+    mask = places[None] >= padding[:, None]
+    if window is not None:
+        mask = mask & (places[None] > 300 - window)
+    whole = [jnp.concatenate(pair, axis=2) for pair in ((key, new_key), (value, new_value))]
+    expected, _ = attention(query, *whole, mask[:, None, None], scale=0.1)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(8, 256), (300, 128)])
+def test_grouped_product_interpreted(rows, width):
+    x, weight = normal(rows, width), normal(8, 128, width, seed=1)
+    experts = np.sort(np.random.default_rng(2).integers(0, 8, rows))
+    sizes = jnp.asarray(np.bincount(experts, minlength=8), jnp.int32)
+    expected = np.einsum("ri,roi->ro", x, np.asarray(weight)[experts])
+    np.testing.assert_allclose(grouped_linear(x, weight, sizes, interpret=True), expected, atol=1e-3)
+
+
+CONFIGS = {
+    "full": transformers.Qwen3Config(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=128,
+        initializer_range=0.1,
+    ),
+    "windows": transformers.Gemma3TextConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=128,
+        sliding_window=100,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        initializer_range=0.1,
+    ),
+}
+
+
+def decode(traced: TracedModel, params, ids, mask, *, steps: int, capacity: int, pages: bool):
+    """Greedy tokens, [batch, steps], the last logits, and the cache."""
+
+    def run(params, ids, mask):
+        with compiling_for("cpu", pages=pages):
+            logits, cache = traced.prefill(params, {"input_ids": ids, "attention_mask": mask}, {}, capacity)
+            whole_mask = jnp.pad(mask, ((0, 0), (0, capacity - mask.shape[1])), constant_values=1)
+            tokens = []
+            for step in range(steps):
+                tokens.append(logits.argmax(-1)[:, None].astype(jnp.int32))
+                logits, cache = traced.decode_step(
+                    params,
+                    cache,
+                    tokens[-1],
+                    length=jnp.int32(ids.shape[1] + step),
+                    positions=mask.sum(1) + step,
+                    attention_mask=whole_mask,
+                    capacity=capacity,
+                    static={},
+                )
+                logits = logits[:, -1]
+            return jnp.concatenate(tokens, axis=1), logits, cache
+
+    return jax.jit(run)(params, ids, mask)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_cache_in_pages_gives_the_same_text(name):
+    model = AutoModelForTPU.from_config(CONFIGS[name], dtype="float32")
+    ids = jnp.asarray(np.random.default_rng(0).integers(3, 60, (2, 380)), jnp.int32)
+    mask = (jnp.arange(380)[None] >= jnp.array([[0], [77]])).astype(jnp.int32)
+    plain = decode(model._traced, model.params, ids, mask, steps=8, capacity=512, pages=False)
+    in_pages = decode(model._traced, model.params, ids, mask, steps=8, capacity=512, pages=True)
+    np.testing.assert_array_equal(in_pages[0], plain[0])
+    np.testing.assert_allclose(in_pages[1], plain[1], atol=1e-5)
+    assert all(n.endswith(".pages") for n in in_pages[2])
+    windows = [n for n, a in in_pages[2].items() if a.shape[1] == 2]
+    assert len(windows) == (2 if name == "windows" else 0)  # a window of 100 touches two pages of 128
+
+
+def test_weights_are_split_by_the_models_plan():
+    mesh = jax.sharding.AbstractMesh((2,), ("tensor",))
+    model = AutoModelForTPU.from_config(CONFIGS["full"], dtype="float32")
+    specs = tensor_parallel_specs(model._skeleton.module, model._skeleton.shapes, mesh)
+    assert specs["model.layers.1.self_attn.q_proj.weight"] == P("tensor", None)
+    assert specs["model.layers.1.self_attn.o_proj.weight"] == P(None, "tensor")
+    assert specs["model.layers.0.mlp.down_proj.weight"] == P(None, "tensor")
+    assert specs["model.layers.0.input_layernorm.weight"] == P(None)
+    assert specs["model.embed_tokens.weight"] == P("tensor", None)

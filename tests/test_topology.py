@@ -1,0 +1,55 @@
+"""Programs compiled by the real TPU compiler, for topologies of chips that are not there."""
+
+import pytest
+import transformers
+
+from hfax.errors import BackendNotAvailableError
+from hfax.topology import compile_for
+
+SIZES = {
+    "vocab_size": 1024,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "dtype": "bfloat16",
+}
+CONFIGS = {
+    "dense": transformers.LlamaConfig(architectures=["LlamaForCausalLM"], tie_word_embeddings=False, **SIZES),
+    "experts": transformers.Qwen3MoeConfig(
+        architectures=["Qwen3MoeForCausalLM"],
+        moe_intermediate_size=512,
+        num_experts=8,
+        num_experts_per_tok=2,
+        **SIZES,
+    ),
+    "windows": transformers.Gemma3TextConfig(
+        architectures=["Gemma3ForCausalLM"],
+        sliding_window=256,
+        layer_types=["sliding_attention", "full_attention"],
+        **SIZES,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "topology"), [("dense", "v5e:2x2"), ("experts", "v6e:2x2"), ("windows", "v6e:2x2")])
+def test_programs_have_pallas_kernels_and_copy_nothing_large(name, topology):
+    prefill, decode = compile_for(CONFIGS[name], topology, prompt_length=256, capacity=1024)
+    assert prefill.kernels["splash_mha_fwd_segmented_no_residuals"] == 2
+    assert decode.kernels["ragged_paged_attention_kernel"] == 2
+    assert prefill.large_copies == ()
+    assert decode.large_copies == ()
+    assert decode.temporary_bytes < decode.argument_bytes / 2  # small weights; of large ones it is far less
+    if name == "experts":
+        assert prefill.kernels["gmm"] == decode.kernels["gmm"] == 4
+    # one sum over devices after attention and one after the feed-forward part, at least
+    assert decode.collectives["all-reduce"] >= 4
+    assert "model/layers.1/self_attn/q_proj" in decode.text  # scopes carry the modules' names
+
+
+def test_a_topology_that_is_none_is_an_error():
+    with pytest.raises(BackendNotAvailableError, match="v99:1x1"):
+        compile_for(CONFIGS["dense"], "v99:1x1")
