@@ -152,7 +152,7 @@ def test_an_expert_that_is_not_there_is_an_error():
 def test_programs_without_a_compiler_give_the_same(tmp_path):
     """The same greedy text from a process that may not use the kernels."""
     code = (
-        "import hfax; m = hfax.AutoModelForTPU.from_pretrained('demo');"
+        "import hfax; m = hfax.AutoModelForTPU.from_pretrained('demo', dtype='float32');"
         "print(m.generate([[1, 5, 6, 9]], max_new_tokens=12, do_sample=False).tolist())"
     )
     texts = []
@@ -188,7 +188,9 @@ class TestQuantized:
         given, packed = weight
         assert packed.shape == given.shape
         step = np.abs(given).max() / (127 if packed.bits == 8 else 8)
-        assert np.abs(np.asarray(packed.dequantize()) - given).max() <= 0.52 * step
+        # of 4 bits the largest magnitude becomes -8, and one as large with the other sign becomes 7
+        most = 0.52 * step if packed.bits == 8 else 1.02 * step
+        assert np.abs(np.asarray(packed.dequantize()) - given).max() <= most
         assert packed.nbytes < given.nbytes * (0.27 if packed.bits == 8 else 0.14)
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -205,7 +207,7 @@ class TestQuantized:
         _, packed = weight
         x = normal(3, 256)
         expected = np.asarray(x) @ np.asarray(packed.dequantize()).T
-        np.testing.assert_allclose(quantized.linear(x, packed), expected, atol=1e-4)
+        np.testing.assert_allclose(quantized.linear(x, packed), expected, rtol=1e-5, atol=1e-3)
 
     def test_rows_of_a_table(self, weight):
         _, packed = weight

@@ -630,16 +630,66 @@ ffi::Error linear_experts_int4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buff
 
 constexpr int64_t kKeyBlock = 64;
 
-inline Floats load_some(const float* p, int64_t n) {
-  Floats out = {};
-  std::memcpy(&out, p, n * sizeof(float));
-  return out;
+// e to the power of each, for numbers of at most 0; below -87 it is 0. The error is that of float32's last bit.
+inline Floats exponential(Floats x) {
+  const Floats clamped = x < -87.0f ? Floats{} - 87.0f : x;
+  const Floats scaled = clamped * 1.44269504f;
+  const Ints whole = __builtin_convertvector(scaled - 0.5f, Ints);  // towards zero: the nearest of numbers below 0
+  const Floats count = __builtin_convertvector(whole, Floats);
+  const Floats rest = (clamped - count * 0.693359375f) + count * 2.12194440e-4f;
+  Floats sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+  sum = sum * rest + 8.3334519073e-3f;
+  sum = sum * rest + 4.1665795894e-2f;
+  sum = sum * rest + 1.6666665459e-1f;
+  sum = sum * rest + 5.0000001201e-1f;
+  sum = sum * rest * rest + rest + 1.0f;
+  const Ints bits = (whole + 127) << 23;
+  const Floats power = reinterpret_cast<const Floats&>(bits);
+  return x < -87.0f ? Floats{} : sum * power;
 }
 
-inline Floats load_some(const Bf16* p, int64_t n) {
-  Bf16 padded[kLanes] = {};
-  std::memcpy(padded, p, n * sizeof(Bf16));
-  return load(padded);
+// Scores of C queries with one key, `dim` a multiple of the lanes. A key becomes floats once for all of them.
+template <int C, typename T>
+inline void scores_with(const float* query, int64_t dim, const T* key, float* scores, int64_t stride) {
+  Floats parts[C] = {};
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    const Floats k = load(key + d);
+    for (int c = 0; c < C; ++c) parts[c] += load(query + c * dim + d) * k;
+  }
+  for (int c = 0; c < C; ++c) scores[c * stride] = total(parts[c]);
+}
+
+// Sums of C queries over `keys` values, V vectors wide, added to what is in `out`. A value becomes floats once for all of them.
+template <int C, int V, typename T>
+inline void weighted_values(const float* weights, int64_t stride, const T* values, int64_t value_dim, int64_t keys, float* out) {
+  Floats sums[C][V];
+  for (int c = 0; c < C; ++c)
+    for (int v = 0; v < V; ++v) sums[c][v] = load(out + c * value_dim + v * kLanes);
+  for (int64_t k = 0; k < keys; ++k) {
+    const T* value = values + k * value_dim;
+    Floats vs[V];
+    for (int v = 0; v < V; ++v) vs[v] = load(value + v * kLanes);
+    for (int c = 0; c < C; ++c)
+      for (int v = 0; v < V; ++v) sums[c][v] += weights[c * stride + k] * vs[v];
+  }
+  for (int c = 0; c < C; ++c)
+    for (int v = 0; v < V; ++v) std::memcpy(out + c * value_dim + v * kLanes, &sums[c][v], sizeof(Floats));
+}
+
+template <int C, typename T>
+void add_values(const float* weights, const T* values, int64_t value_dim, int64_t keys, float* out) {
+  constexpr int kWide = C == 1 ? 8 : 16 / C;
+  int64_t d = 0;
+  for (; d + kWide * kLanes <= value_dim; d += kWide * kLanes)
+    weighted_values<C, kWide>(weights, kKeyBlock, values + d, value_dim, keys, out + d);
+  for (; d + kLanes <= value_dim; d += kLanes) weighted_values<C, 1>(weights, kKeyBlock, values + d, value_dim, keys, out + d);
+  for (; d < value_dim; ++d) {
+    for (int c = 0; c < C; ++c) {
+      float sum = out[c * value_dim + d];
+      for (int64_t k = 0; k < keys; ++k) sum += weights[c * kKeyBlock + k] * to_float(values[k * value_dim + d]);
+      out[c * value_dim + d] = sum;
+    }
+  }
 }
 
 // One head of keys and values, for `count` queries of `dim` numbers each that share it. `seen` [count] points at each query's row of
@@ -647,12 +697,14 @@ inline Floats load_some(const Bf16* p, int64_t n) {
 template <typename T>
 void attend(const float* query, int64_t count, int64_t dim, const T* keys, const T* values, int64_t value_dim, int64_t capacity,
             const std::vector<const bool*>& seen, const float* sinks, float softcap, float* out) {
+  constexpr float kNothing = -std::numeric_limits<float>::infinity();
   std::vector<float> top(count), weight(count), scores(count * kKeyBlock);
   std::fill(out, out + count * value_dim, 0.0f);
   for (int64_t c = 0; c < count; ++c) {
-    top[c] = sinks ? sinks[c] : -std::numeric_limits<float>::infinity();
+    top[c] = sinks ? sinks[c] : kNothing;
     weight[c] = sinks ? 1.0f : 0.0f;
   }
+  const int64_t even = dim - dim % kLanes;
   for (int64_t begin = 0; begin < capacity; begin += kKeyBlock) {
     const int64_t end = std::min(capacity, begin + kKeyBlock), keys_here = end - begin;
     bool any = false;
@@ -660,56 +712,51 @@ void attend(const float* query, int64_t count, int64_t dim, const T* keys, const
     if (!any) continue;
     for (int64_t k = 0; k < keys_here; ++k) {
       const T* key = keys + (begin + k) * dim;
-      __builtin_prefetch(key + 8 * dim);
-      for (int64_t c = 0; c < count; ++c) {
-        const float* q = query + c * dim;
-        Floats parts = {};
-        int64_t d = 0;
-        for (; d + kLanes <= dim; d += kLanes) parts += load(q + d) * load(key + d);
-        if (d < dim) parts += load_some(q + d, dim - d) * load_some(key + d, dim - d);
-        float score = total(parts);
-        if (softcap > 0) score = softcap * std::tanh(score / softcap);
-        scores[c * kKeyBlock + k] = seen[c][begin + k] ? score : -std::numeric_limits<float>::infinity();
+      const char* ahead = reinterpret_cast<const char*>(values + (begin + k) * value_dim);
+      for (int64_t line = 0; line < static_cast<int64_t>(value_dim * sizeof(T)); line += 64) __builtin_prefetch(ahead + line);
+      if (even == dim) {
+        int64_t c = 0;
+        for (; c + 4 <= count; c += 4) scores_with<4>(query + c * dim, dim, key, &scores[c * kKeyBlock + k], kKeyBlock);
+        for (; c + 2 <= count; c += 2) scores_with<2>(query + c * dim, dim, key, &scores[c * kKeyBlock + k], kKeyBlock);
+        for (; c < count; ++c) scores_with<1>(query + c * dim, dim, key, &scores[c * kKeyBlock + k], kKeyBlock);
+      } else {
+        for (int64_t c = 0; c < count; ++c) {
+          float score = 0;
+          for (int64_t d = 0; d < dim; ++d) score += query[c * dim + d] * to_float(key[d]);
+          scores[c * kKeyBlock + k] = score;
+        }
       }
     }
     for (int64_t c = 0; c < count; ++c) {
       float* of_query = scores.data() + c * kKeyBlock;
-      const float highest = std::max(top[c], *std::max_element(of_query, of_query + keys_here));
-      if (highest == -std::numeric_limits<float>::infinity()) {
-        std::fill(of_query, of_query + keys_here, 0.0f);
+      float highest = top[c];
+      for (int64_t k = 0; k < keys_here; ++k) {
+        if (softcap > 0) of_query[k] = softcap * std::tanh(of_query[k] / softcap);
+        of_query[k] = seen[c][begin + k] ? of_query[k] : kNothing;
+        highest = std::max(highest, of_query[k]);
+      }
+      if (highest == kNothing) {
+        std::fill(of_query, of_query + kKeyBlock, 0.0f);
         continue;
       }
-      const float shrink = std::exp(top[c] - highest);
-      float total = 0;
-      for (int64_t k = 0; k < keys_here; ++k) {
-        of_query[k] = std::exp(of_query[k] - highest);
-        total += of_query[k];
+      std::fill(of_query + keys_here, of_query + kKeyBlock, kNothing);
+      const float shrink = top[c] == kNothing ? 0.0f : std::exp(top[c] - highest);
+      Floats sums = {};
+      for (int64_t k = 0; k < kKeyBlock; k += kLanes) {
+        const Floats share = exponential(load(of_query + k) - highest);
+        std::memcpy(of_query + k, &share, sizeof(share));
+        sums += share;
       }
-      weight[c] = weight[c] * shrink + total;
+      weight[c] = weight[c] * shrink + total(sums);
       top[c] = highest;
       if (shrink != 1.0f)
         for (int64_t d = 0; d < value_dim; ++d) out[c * value_dim + d] *= shrink;
     }
-    for (int64_t c = 0; c < count; ++c) {
-      const float* of_query = scores.data() + c * kKeyBlock;
-      float* to = out + c * value_dim;
-      constexpr int kWide = 4;
-      int64_t d = 0;
-      for (; d + kWide * kLanes <= value_dim; d += kWide * kLanes) {
-        Floats sums[kWide];
-        for (int i = 0; i < kWide; ++i) sums[i] = load(to + d + i * kLanes);
-        for (int64_t k = 0; k < keys_here; ++k) {
-          const T* value = values + (begin + k) * value_dim + d;
-          for (int i = 0; i < kWide; ++i) sums[i] += of_query[k] * load(value + i * kLanes);
-        }
-        std::memcpy(to + d, sums, sizeof(sums));
-      }
-      for (; d < value_dim; ++d) {
-        float total = to[d];
-        for (int64_t k = 0; k < keys_here; ++k) total += of_query[k] * to_float(values[(begin + k) * value_dim + d]);
-        to[d] = total;
-      }
-    }
+    const T* from = values + begin * value_dim;
+    int64_t c = 0;
+    for (; c + 4 <= count; c += 4) add_values<4>(&scores[c * kKeyBlock], from, value_dim, keys_here, out + c * value_dim);
+    for (; c + 2 <= count; c += 2) add_values<2>(&scores[c * kKeyBlock], from, value_dim, keys_here, out + c * value_dim);
+    for (; c < count; ++c) add_values<1>(&scores[c * kKeyBlock], from, value_dim, keys_here, out + c * value_dim);
   }
   for (int64_t c = 0; c < count; ++c)
     for (int64_t d = 0; d < value_dim; ++d) out[c * value_dim + d] = weight[c] > 0 ? out[c * value_dim + d] / weight[c] : 0.0f;
