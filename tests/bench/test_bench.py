@@ -75,7 +75,7 @@ def test_a_subject_that_fails_is_reported_and_the_others_go_on(tmp_path):
     broken.write_text(json.dumps(CONFIG | {"model_type": "no-such-model"}))
     done = bench(broken, "--dtype", "float32", "--rounds", 1, "--tokens", 2, "--contexts", 8, "--prompt-lengths", 8)
     assert done.returncode == 1
-    assert "Error" in done.stdout
+    assert "hfax: ValueError" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,16 @@ def tables(report: dict[str, Any]) -> list[Table]:
     return [speed, start]
 
 
+def failures(report: dict[str, Any]) -> list[str]:
+    """A line for everything that has no figure."""
+    lines = []
+    for name, entry in report["subjects"].items():
+        if "failure" in entry:
+            lines.append(f"{name}: {entry['failure']}")
+        lines += [f"{name}, {n}: {c['failure']}" for n, c in entry["cases"].items() if "failure" in c]
+    return lines
+
+
 def _title(report: dict[str, Any]) -> str:
     machine = report["machine"]
     limits = []

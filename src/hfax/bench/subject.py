@@ -64,7 +64,11 @@ def serve(spec: SubjectSpec) -> None:
 
     with contextlib.redirect_stdout(sys.stderr), listen(hear):
         start = time.perf_counter()
-        subject = open_subject(spec)
+        try:
+            subject = open_subject(spec)
+        except Exception as error:
+            answer({"failure": _first_line(error)})
+            return
         answer({"load_seconds": time.perf_counter() - start})
         prepared: dict[Case, Callable[[], tuple[float, list[int]]]] = {}
         for line in sys.stdin:
@@ -86,9 +90,12 @@ def serve(spec: SubjectSpec) -> None:
                 elif what == "profile":
                     answer(_profile(argument["folder"], prepared[Case(**argument["case"])]))
             except Exception as error:
-                answer(
-                    {"failure": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"}
-                )
+                answer({"failure": _first_line(error)})
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
 def _limits(dtype: str) -> dict[str, float]:

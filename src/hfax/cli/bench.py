@@ -90,7 +90,10 @@ def bench(
         else:
             for table in reports.tables(found):
                 Console().print(table)
-        if any("failure" in entry for entry in found["subjects"].values()):
+        failures = reports.failures(found)
+        for line in failures:
+            console.print(line, markup=False)
+        if failures:
             raise typer.Exit(1)
 
 

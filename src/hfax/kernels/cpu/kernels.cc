@@ -659,6 +659,19 @@ inline void scores_with(const float* query, int64_t dim, const T* key, float* sc
   for (int c = 0; c < C; ++c) scores[c * stride] = total(parts[c]);
 }
 
+#if defined(__AVX512BF16__)
+// The same with queries in bfloat16, whose products with keys the processor sums by pairs; `dim` a multiple of 32.
+template <int C>
+inline void scores_with(const Bf16* query, int64_t dim, const Bf16* key, float* scores, int64_t stride) {
+  Floats parts[C] = {};
+  for (int64_t d = 0; d < dim; d += 32) {
+    const __m512bh k = (__m512bh)_mm512_loadu_si512(key + d);
+    for (int c = 0; c < C; ++c) parts[c] = _mm512_dpbf16_ps(parts[c], (__m512bh)_mm512_loadu_si512(query + c * dim + d), k);
+  }
+  for (int c = 0; c < C; ++c) scores[c * stride] = total(parts[c]);
+}
+#endif
+
 // Sums of C queries over `keys` values, V vectors wide, added to what is in `out`. A value becomes floats once for all of them.
 template <int C, int V, typename T>
 inline void weighted_values(const float* weights, int64_t stride, const T* values, int64_t value_dim, int64_t keys, float* out) {
@@ -694,8 +707,8 @@ void add_values(const float* weights, const T* values, int64_t value_dim, int64_
 
 // One head of keys and values, for `count` queries of `dim` numbers each that share it. `seen` [count] points at each query's row of
 // the mask over `capacity` keys. Blocks of keys that no query sees are not read.
-template <typename T>
-void attend(const float* query, int64_t count, int64_t dim, const T* keys, const T* values, int64_t value_dim, int64_t capacity,
+template <typename Q, typename T>
+void attend(const Q* query, float scale, int64_t count, int64_t dim, const T* keys, const T* values, int64_t value_dim, int64_t capacity,
             const std::vector<const bool*>& seen, const float* sinks, float softcap, float* out) {
   constexpr float kNothing = -std::numeric_limits<float>::infinity();
   std::vector<float> top(count), weight(count), scores(count * kKeyBlock);
@@ -704,7 +717,7 @@ void attend(const float* query, int64_t count, int64_t dim, const T* keys, const
     top[c] = sinks ? sinks[c] : kNothing;
     weight[c] = sinks ? 1.0f : 0.0f;
   }
-  const int64_t even = dim - dim % kLanes;
+  const bool is_even = dim % (sizeof(Q) == 2 ? 32 : kLanes) == 0;
   for (int64_t begin = 0; begin < capacity; begin += kKeyBlock) {
     const int64_t end = std::min(capacity, begin + kKeyBlock), keys_here = end - begin;
     bool any = false;
@@ -714,7 +727,7 @@ void attend(const float* query, int64_t count, int64_t dim, const T* keys, const
       const T* key = keys + (begin + k) * dim;
       const char* ahead = reinterpret_cast<const char*>(values + (begin + k) * value_dim);
       for (int64_t line = 0; line < static_cast<int64_t>(value_dim * sizeof(T)); line += 64) __builtin_prefetch(ahead + line);
-      if (even == dim) {
+      if (is_even) {
         int64_t c = 0;
         for (; c + 4 <= count; c += 4) scores_with<4>(query + c * dim, dim, key, &scores[c * kKeyBlock + k], kKeyBlock);
         for (; c + 2 <= count; c += 2) scores_with<2>(query + c * dim, dim, key, &scores[c * kKeyBlock + k], kKeyBlock);
@@ -722,7 +735,7 @@ void attend(const float* query, int64_t count, int64_t dim, const T* keys, const
       } else {
         for (int64_t c = 0; c < count; ++c) {
           float score = 0;
-          for (int64_t d = 0; d < dim; ++d) score += query[c * dim + d] * to_float(key[d]);
+          for (int64_t d = 0; d < dim; ++d) score += to_float(query[c * dim + d]) * to_float(key[d]);
           scores[c * kKeyBlock + k] = score;
         }
       }
@@ -731,6 +744,7 @@ void attend(const float* query, int64_t count, int64_t dim, const T* keys, const
       float* of_query = scores.data() + c * kKeyBlock;
       float highest = top[c];
       for (int64_t k = 0; k < keys_here; ++k) {
+        of_query[k] *= scale;
         if (softcap > 0) of_query[k] = softcap * std::tanh(of_query[k] / softcap);
         of_query[k] = seen[c][begin + k] ? of_query[k] : kNothing;
         highest = std::max(highest, of_query[k]);
@@ -773,18 +787,26 @@ void attend_all(ffi::ThreadPool& pool, const ffi::AnyBuffer& query, const ffi::A
   const T* all_values = reinterpret_cast<const T*>(value.untyped_data());
   parallel(pool, batch * kv_heads, [&](int64_t index) {
     const int64_t row = index / kv_heads, kv_head = index % kv_heads;
-    std::vector<float> scaled(count * dim), result(count * value_dim), extra(count);
+    std::vector<float> result(count * value_dim), extra(count);
     std::vector<const bool*> seen(count);
     const T* from = all_queries + (row * heads + kv_head * group) * queries * dim;
-    for (int64_t i = 0; i < count * dim; ++i) scaled[i] = to_float(from[i]) * scale;
     for (int64_t c = 0; c < count; ++c) {
       const int64_t head = kv_head * group + c / queries;
       const int64_t at = ((m[0] == 1 ? 0 : row) * m[1] + (m[1] == 1 ? 0 : head)) * queries + c % queries;
       seen[c] = mask.typed_data() + at * capacity;
       if (sinks.element_count()) extra[c] = sinks.typed_data()[head];
     }
-    attend(scaled.data(), count, dim, all_keys + index * capacity * dim, all_values + index * capacity * value_dim, value_dim,
-           capacity, seen, sinks.element_count() ? extra.data() : nullptr, softcap, result.data());
+    const auto run = [&](const auto* queries_here) {
+      attend(queries_here, scale, count, dim, all_keys + index * capacity * dim, all_values + index * capacity * value_dim, value_dim,
+             capacity, seen, sinks.element_count() ? extra.data() : nullptr, softcap, result.data());
+    };
+#if defined(__AVX512BF16__)
+    run(from);
+#else
+    std::vector<float> floats(count * dim);
+    for (int64_t i = 0; i < count * dim; ++i) floats[i] = to_float(from[i]);
+    run(floats.data());
+#endif
     for (int64_t c = 0; c < count; ++c) {  // the result is [batch, queries, heads, value_dim]
       const int64_t head = kv_head * group + c / queries;
       T* to = out + ((row * queries + c % queries) * heads + head) * value_dim;
