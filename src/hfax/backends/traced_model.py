@@ -446,8 +446,8 @@ class TracedModel:
             )
         config: Any = self.module.config
         where, padding = target.current(), None
-        fits = _head_dim(config) == PAGED_HEAD_DIM
-        if where is not None and where.pages and fits and keeps_windows and attention_mask is not None:
+        is_wanted = where is not None and where.pages and keeps_windows and attention_mask is not None
+        if is_wanted and _head_dim(config) == PAGED_HEAD_DIM:
             padding = tracing.wrap((attention_mask == 0).sum(axis=1, dtype=jnp.int32))
         return make_cache(
             config,
@@ -480,9 +480,13 @@ PAGED_HEAD_DIM = 128
 
 
 def _head_dim(config: Any) -> int | None:
+    """The width of the text part's heads; None where it is not one number."""
     text: Any = config.get_text_config(decoder=True)
-    heads = getattr(text, "num_attention_heads", None)
-    return getattr(text, "head_dim", None) or (text.hidden_size // heads if isinstance(heads, int) else None)
+    try:
+        heads = getattr(text, "num_attention_heads", None)
+        return getattr(text, "head_dim", None) or (text.hidden_size // heads if isinstance(heads, int) else None)
+    except RuntimeError:  # transformers' error for what differs from layer to layer
+        return None
 
 
 def text_positions(mask: jax.Array) -> jax.Array:
