@@ -37,8 +37,6 @@ from hfax.programs.warm_up import WarmedUp, warm_up
 
 _ID_INPUTS = ("input_ids", "decoder_input_ids")
 _SAMPLING_EXTRAS = ("presence_penalty", "frequency_penalty")
-
-
 _ASSISTANT_TOKENS = 5
 """Guesses a round of an assistant model, where the call names no number."""
 _MAX_NGRAM = 3
@@ -308,14 +306,9 @@ class JaxModel:
     ) -> Any:
         request, to_torch = self._request(inputs, generation_config, options, seed, timestamps, assistant_model)
         generated = run_generation(
-            self._traced,
-            self._programs,
-            self.params,
-            self._device,
+            *self._open(request),
             request.prompts,
             request.options,
-            static=request.static,
-            vocab_size=self._num_logits(),
             streamer=streamer,
             stop_check=make_stop_check(request.options.config.stop_strings, tokenizer),
         )

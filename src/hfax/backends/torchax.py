@@ -305,9 +305,8 @@ class JaxCacheOps:
 
     def fits_pages(self, key: Any, value: Any) -> bool:
         """See `PagedCacheOps.fits_pages`."""
-        where, heads, width = target.current(), key.shape[1], key.shape[3]
-        shards = where.mesh.shape["tensor"] if where is not None and where.mesh is not None else 1
-        return value.shape == key.shape and width % 128 == 0 and heads % shards == 0
+        heads, width = key.shape[1], key.shape[3]
+        return value.shape == key.shape and width == paged.HEAD_DIM and heads % target.num_shards() == 0
 
     def fill_pages(self, key: Any, value: Any, padding: Any, capacity: int, window: int | None) -> Any:
         """See `PagedCacheOps.fill_pages`."""

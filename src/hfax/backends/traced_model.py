@@ -25,7 +25,7 @@ from hfax.backends import torchax as tracing
 from hfax.backends.pytrees import register_output_class
 from hfax.backends.structure import Leaf, Node, Static, flatten, is_array, unflatten
 from hfax.errors import UnsupportedModelError
-from hfax.kernels import target
+from hfax.kernels import paged, target
 from hfax.kv_cache.cache import cache_arrays, make_cache
 from hfax.load.skeleton import Skeleton
 from hfax.patches import registry
@@ -447,7 +447,7 @@ class TracedModel:
         config: Any = self.module.config
         where, padding = target.current(), None
         is_wanted = where is not None and where.pages and keeps_windows and attention_mask is not None
-        if is_wanted and _head_dim(config) == PAGED_HEAD_DIM:
+        if is_wanted and _head_dim(config) == paged.HEAD_DIM:
             padding = tracing.wrap((attention_mask == 0).sum(axis=1, dtype=jnp.int32))
         return make_cache(
             config,
@@ -473,10 +473,6 @@ class TracedModel:
         for alias, name in self._tied.items():
             weights.setdefault(alias, weights[name])
         return weights
-
-
-PAGED_HEAD_DIM = 128
-"""The width of heads that TPU's kernel for caches in pages takes."""
 
 
 def _head_dim(config: Any) -> int | None:

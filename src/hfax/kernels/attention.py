@@ -20,8 +20,6 @@ from hfax.kernels.paged import Pages
 
 _MASKED = -1e30
 """Stands for minus infinity in scores: exp() of it is 0, and a row with nothing to see stays finite."""
-
-
 _MAX_SCORES_BYTES = 64 << 20
 """Larger matrices of scores are not made; their blocks are."""
 _QUERY_BLOCK, _KEY_BLOCK = 256, 512
@@ -94,7 +92,7 @@ def attention(
     )
     if position_bias is not None or given is None:
         return out, probabilities
-    if given.causal is not None and sinks is None and _is_tpu():
+    if given.causal is not None and sinks is None and target.is_for("tpu"):
         on_tpu = _on_tpu(query, key, value, given.causal, pages, scale=scale, softcap=softcap)
         if on_tpu is not None:
             return on_tpu, probabilities
@@ -111,11 +109,6 @@ def attention(
     return out, probabilities
 
 
-def _is_tpu() -> bool:
-    where = target.current()
-    return where is not None and where.platform == "tpu"
-
-
 def _on_tpu(
     query: jax.Array,
     key: jax.Array,
@@ -129,10 +122,8 @@ def _on_tpu(
     """By a Pallas kernel; None where there is none for these shapes."""
     from hfax.kernels.tpu import attention as kernels  # Pallas for TPU takes a second to import
 
-    where = target.current()
-    assert where is not None
-    options: dict[str, Any] = {"scale": scale, "window": mask.window, "softcap": softcap, "mesh": where.mesh}
-    shards = 1 if where.mesh is None else where.mesh.shape["tensor"]
+    options: dict[str, Any] = {"scale": scale, "window": mask.window, "softcap": softcap, "mesh": target.mesh()}
+    shards = target.num_shards()
     if query.shape[1] % shards or key.shape[1] % shards:
         return None
     if pages is not None and kernels.can_page(query, pages.array):
@@ -146,14 +137,15 @@ def _on_tpu(
 
 
 def _has_kernel(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> bool:
-    where = target.current()
-    if where is None or where.platform != "cpu" or mask.dtype != jnp.bool_ or mask.ndim != 4:
+    if mask.dtype != jnp.bool_ or mask.ndim != 4:
         return False
     if not (query.dtype == key.dtype == value.dtype and query.dtype in (jnp.bfloat16, jnp.float32)):
         return False
     # a kernel call for each row of the batch
     same_batch = query.shape[0] == key.shape[0] == value.shape[0]
-    return same_batch and query.shape[2] <= _KERNEL_QUERIES and mask.shape[3] == key.shape[2] and library.is_available()
+    return (
+        same_batch and query.shape[2] <= _KERNEL_QUERIES and mask.shape[3] == key.shape[2] and library.may_be_called()
+    )
 
 
 def _in_blocks(

@@ -60,26 +60,22 @@ def grouped_linear(
 
 
 def _is_for_tpu(x: jax.Array, weight: jax.Array) -> bool:
-    where = target.current()
-    if where is None or where.platform != "tpu":
+    if not target.is_for("tpu"):
         return False
     from hfax.kernels.tpu import experts as kernels
 
-    return kernels.fits(x, weight, 1 if where.mesh is None else where.mesh.shape["tensor"])
+    return kernels.fits(x, weight, target.num_shards())
 
 
 def _on_tpu(x: jax.Array, weight: jax.Array, experts: jax.Array) -> jax.Array:
     from hfax.kernels.tpu import experts as kernels
 
-    where = target.current()
     order = jnp.argsort(experts, stable=True)
     sizes = jnp.bincount(experts, length=weight.shape[0]).astype(jnp.int32)
-    out = kernels.grouped_linear(x[order], weight, sizes, mesh=None if where is None else where.mesh)
+    out = kernels.grouped_linear(x[order], weight, sizes, mesh=target.mesh())
     return jnp.zeros_like(out).at[order].set(out)
 
 
 def _has_kernel(x: jax.Array, weight: jax.Array | QuantizedArray) -> bool:
-    where = target.current()
-    if where is None or where.platform != "cpu" or x.dtype not in (jnp.bfloat16, jnp.float32):
-        return False
-    return (isinstance(weight, QuantizedArray) or weight.dtype == x.dtype) and library.is_available()
+    fits = x.dtype in (jnp.bfloat16, jnp.float32) and (isinstance(weight, QuantizedArray) or weight.dtype == x.dtype)
+    return fits and library.may_be_called()

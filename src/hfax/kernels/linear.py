@@ -61,10 +61,8 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
 
 def has_kernel(rows: int, x: jax.Array, weight: jax.Array) -> bool:
     """Whether the program runs on CPU, with kernels, and this product is one that they do faster."""
-    where = target.current()
-    if where is None or where.platform != "cpu" or x.dtype != weight.dtype:
-        return False
-    return rows in _KERNEL_ROWS.get(str(x.dtype), ()) and library.is_available()
+    fits = x.dtype == weight.dtype and rows in _KERNEL_ROWS.get(str(x.dtype), ())
+    return fits and library.may_be_called()
 
 
 def _vector_times_matrix(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 
 PAGE_SIZE = 128
+HEAD_DIM = 128
+"""The width of heads that TPU's kernel takes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

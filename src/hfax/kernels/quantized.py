@@ -97,9 +97,7 @@ def linear(x: jax.Array, weight: QuantizedArray, bias: jax.Array | None = None) 
         [..., out_features] in the dtype of `x`.
     """
     rows = math.prod(x.shape[:-1])
-    where = target.current()
-    is_cpu = where is not None and where.platform == "cpu" and library.is_available()
-    if is_cpu and rows <= _KERNEL_ROWS and x.dtype in (jnp.bfloat16, jnp.float32):
+    if rows <= _KERNEL_ROWS and x.dtype in (jnp.bfloat16, jnp.float32) and library.may_be_called():
         target.choose(f"linear: C++ kernel (int{weight.bits} weights, up to {_KERNEL_ROWS} rows)")
         multiply = calls.linear_int8 if weight.bits == 8 else calls.linear_int4
         out_dtype = x.dtype if bias is None else jnp.dtype(jnp.float32)

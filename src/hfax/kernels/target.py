@@ -39,6 +39,21 @@ def current() -> Target | None:
     return _target.get()
 
 
+def is_for(platform: str) -> bool:
+    """Whether the trace that goes on is for a program on that platform."""
+    return (target := _target.get()) is not None and target.platform == platform
+
+
+def mesh() -> jax.sharding.Mesh | None:
+    """The devices of the program that the trace is for, if there are several."""
+    return None if (target := _target.get()) is None else target.mesh
+
+
+def num_shards() -> int:
+    """Over how many devices heads are split."""
+    return 1 if (devices := mesh()) is None else devices.shape["tensor"]
+
+
 def choose(way: str) -> None:
     """Note that `way` was chosen."""
     if (target := _target.get()) is not None:

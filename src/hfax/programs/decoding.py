@@ -116,9 +116,6 @@ def advance(
 ) -> State:
     """Draw tokens until `limit` exist or every sequence has ended. The state's memory is taken over."""
 
-    def unfinished(state: State) -> jax.Array:
-        return (state["step"] < limit) & ~jnp.all(state["finished"])
-
     def step(state: State) -> State:
         logits, cache = model.decode_step(
             params,
@@ -134,7 +131,12 @@ def advance(
         state = state | {"cache": cache, "length": state["length"] + 1, "positions": state["positions"] + 1}
         return draw(spec, state, logits[:, -1], request)
 
-    return jax.lax.while_loop(unfinished, step, state)
+    return jax.lax.while_loop(lambda state: is_unfinished(state, limit), step, state)
+
+
+def is_unfinished(state: State, limit: jax.Array) -> jax.Array:
+    """Whether there are tokens to draw: fewer than `limit` exist, and a sequence has not ended."""
+    return (state["step"] < limit) & ~jnp.all(state["finished"])
 
 
 def draw(spec: LoopSpec, state: State, logits: jax.Array, request: Mapping[str, Any]) -> State:

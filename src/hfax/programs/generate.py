@@ -91,29 +91,21 @@ class GenerationOptions:
 
 
 def run_generation(
-    model: TracedModel,
-    programs: ProgramCache,
-    params: Mapping[str, jax.Array],
-    device: jax.Device,
+    loop: Loop,
+    inputs: Mapping[str, jax.Array],
     prompts: Prompts,
     options: GenerationOptions,
     *,
-    static: Mapping[str, Any],
-    vocab_size: int,
     streamer: Streamer | None,
     stop_check: StopCheck | None,
 ) -> Generated:
     """Draw tokens for a batch of prompts.
 
     Args:
-        model: the traced module.
-        programs: where its programs are kept.
-        params: the weights.
-        device: where to run.
+        loop: the request's programs, from `open_loop`.
+        inputs: of the first of them, likewise.
         prompts: checked and padded.
         options: what to draw.
-        static: forward's arguments that are not arrays.
-        vocab_size: of the logits.
         streamer: gets the prompt and every new token; for a single sequence.
         stop_check: ends a sequence when it says so.
 
@@ -121,15 +113,13 @@ def run_generation(
         InvalidInputError: a streamer with several sequences.
         OutOfMemoryError: the cache does not fit.
     """
-    repeats = options.config.num_return_sequences or 1
-    sequences = len(prompts.given) * repeats
+    sequences = len(prompts.given) * (options.config.num_return_sequences or 1)
     if streamer is not None and sequences > 1:
         raise InvalidInputError(
             f"A streamer was given for {sequences} sequences.",
             "A streamer prints one text.",
             "Generate one prompt at a time, or leave the streamer out.",
         )
-    loop, inputs = open_loop(model, programs, params, device, prompts, options, static=static, vocab_size=vocab_size)
     state = loop.start(inputs)
     return _drive(loop, state, prompts, options, sequences, streamer, stop_check)
 
@@ -145,7 +135,18 @@ def open_loop(
     static: Mapping[str, Any],
     vocab_size: int,
 ) -> tuple[Loop, dict[str, jax.Array]]:
-    """The programs of a request and the inputs of the first; arguments as of `run_generation`."""
+    """The programs of a request, made when they first run, and the inputs of the first of them.
+
+    Args:
+        model: the traced module.
+        programs: where its programs are kept.
+        params: the weights.
+        device: where to run.
+        prompts: checked and padded.
+        options: what to draw.
+        static: forward's arguments that are not arrays.
+        vocab_size: of the logits.
+    """
     repeats = options.config.num_return_sequences or 1
     sampling, values = make_sampling_spec(
         options.config,

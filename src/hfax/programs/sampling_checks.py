@@ -66,6 +66,7 @@ WITHOUT_EFFECT = frozenset(
 _Rule = tuple[str, Callable[[Any], bool]]
 
 _COUNT: _Rule = ("an integer of 0 or more", lambda n: _is_integer(n) and n >= 0)
+_POSITIVE: _Rule = ("an integer of 1 or more", lambda n: _is_integer(n) and n >= 1)
 _ABOVE_ZERO: _Rule = ("a number above 0", lambda x: x > 0)
 _FINITE: _Rule = ("a finite number", lambda x: True)
 
@@ -83,10 +84,10 @@ _RULES: dict[str, _Rule] = {
     "no_repeat_ngram_size": _COUNT,
     "min_length": _COUNT,
     "min_new_tokens": _COUNT,
-    "num_return_sequences": ("an integer of 1 or more", lambda n: _is_integer(n) and n >= 1),
-    "prompt_lookup_num_tokens": ("an integer of 1 or more", lambda n: _is_integer(n) and n >= 1),
-    "max_matching_ngram_size": ("an integer of 1 or more", lambda n: _is_integer(n) and n >= 1),
-    "num_assistant_tokens": ("an integer of 1 or more", lambda n: _is_integer(n) and n >= 1),
+    "num_return_sequences": _POSITIVE,
+    "prompt_lookup_num_tokens": _POSITIVE,
+    "max_matching_ngram_size": _POSITIVE,
+    "num_assistant_tokens": _POSITIVE,
 }
 
 

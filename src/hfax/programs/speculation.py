@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from hfax.backends.traced_model import TracedModel
-from hfax.programs.decoding import LoopSpec, State, draw
+from hfax.programs.decoding import LoopSpec, State, draw, is_unfinished
 from hfax.programs.sampling import choose_token, process_logits
 
 
@@ -55,9 +55,6 @@ def advance_with_guesses(
         _from_the_text(speculation) if draft is None else _by_a_model(speculation, draft, draft_params, spec, request)
     )
 
-    def unfinished(state: State) -> jax.Array:
-        return (state["step"] < limit) & ~jnp.all(state["finished"])
-
     def round(state: State) -> State:
         guesses, state = guess(state)
         current = jax.lax.dynamic_slice_in_dim(state["tokens"], state["length"], 1, axis=1)
@@ -82,13 +79,13 @@ def advance_with_guesses(
             state = draw(spec, state, at_index, request)
             drawn = jax.lax.dynamic_index_in_dim(state["tokens"][0], state["length"], keepdims=False)
             guessed = guesses[jnp.minimum(index, speculation.num_tokens - 1)]
-            goes_on = (index < speculation.num_tokens) & (drawn == guessed) & unfinished(state)
+            goes_on = (index < speculation.num_tokens) & (drawn == guessed) & is_unfinished(state, limit)
             return index + 1, state, goes_on
 
         _, state, _ = jax.lax.while_loop(lambda carry: carry[2], draw_next, (jnp.int32(0), state, jnp.bool_(True)))
         return state
 
-    return jax.lax.while_loop(unfinished, round, state)
+    return jax.lax.while_loop(lambda state: is_unfinished(state, limit), round, state)
 
 
 def _from_the_text(speculation: Speculation) -> Guess:

@@ -19,6 +19,7 @@ from pathlib import Path
 import jax
 
 from hfax.home import hfax_home
+from hfax.kernels import target
 from hfax.phases import phase
 
 logger = logging.getLogger(__name__)
@@ -57,9 +58,9 @@ def problem() -> str | None:
     return None
 
 
-def is_available() -> bool:
-    """Whether programs may call the kernels."""
-    return problem() is None
+def may_be_called() -> bool:
+    """Whether the trace that goes on is for a program that may call the kernels."""
+    return target.is_for("cpu") and problem() is None
 
 
 @functools.cache
