@@ -648,38 +648,80 @@ inline Floats exponential(Floats x) {
   return x < -87.0f ? Floats{} : sum * power;
 }
 
-// Scores of C queries with one key, `dim` a multiple of the lanes. A key becomes floats once for all of them.
-template <int C, typename T>
-inline void scores_with(const float* query, int64_t dim, const T* key, float* scores, int64_t stride) {
-  Floats parts[C] = {};
-  for (int64_t d = 0; d < dim; d += kLanes) {
-    const Floats k = load(key + d);
-    for (int c = 0; c < C; ++c) parts[c] += load(query + c * dim + d) * k;
+// The totals of N vectors, 1 or 4, one after the other.
+template <int N>
+inline void totals(const Floats* v, float* out) {
+#if defined(__AVX512F__)
+  if constexpr (N == 4) {  // together they take half the instructions that one after the other does
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+    const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+    return;
   }
-  for (int c = 0; c < C; ++c) scores[c * stride] = total(parts[c]);
+#endif
+  for (int i = 0; i < N; ++i) out[i] = total(v[i]);
+}
+
+// Scores of C queries with N keys, `dim` a multiple of the lanes. A key becomes floats once for all of them.
+template <int C, int N, typename T>
+inline void scores_with(const float* query, int64_t dim, const T* keys, float* scores, int64_t stride) {
+  Floats parts[C][N] = {};
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    Floats ks[N];
+    for (int n = 0; n < N; ++n) ks[n] = load(keys + n * dim + d);
+    for (int c = 0; c < C; ++c)
+      for (int n = 0; n < N; ++n) parts[c][n] += load(query + c * dim + d) * ks[n];
+  }
+  for (int c = 0; c < C; ++c) totals<N>(parts[c], scores + c * stride);
 }
 
 #if defined(__AVX512BF16__)
 // The same with queries in bfloat16, whose products with keys the processor sums by pairs; `dim` a multiple of 32.
-template <int C>
-inline void scores_with(const Bf16* query, int64_t dim, const Bf16* key, float* scores, int64_t stride) {
-  Floats parts[C] = {};
+template <int C, int N>
+inline void scores_with(const Bf16* query, int64_t dim, const Bf16* keys, float* scores, int64_t stride) {
+  Floats parts[C][N] = {};
   for (int64_t d = 0; d < dim; d += 32) {
-    const __m512bh k = (__m512bh)_mm512_loadu_si512(key + d);
-    for (int c = 0; c < C; ++c) parts[c] = _mm512_dpbf16_ps(parts[c], (__m512bh)_mm512_loadu_si512(query + c * dim + d), k);
+    __m512bh ks[N];
+    for (int n = 0; n < N; ++n) ks[n] = (__m512bh)_mm512_loadu_si512(keys + n * dim + d);
+    for (int c = 0; c < C; ++c) {
+      const __m512bh q = (__m512bh)_mm512_loadu_si512(query + c * dim + d);
+      for (int n = 0; n < N; ++n) parts[c][n] = _mm512_dpbf16_ps(parts[c][n], q, ks[n]);
+    }
   }
-  for (int c = 0; c < C; ++c) scores[c * stride] = total(parts[c]);
+  for (int c = 0; c < C; ++c) totals<N>(parts[c], scores + c * stride);
 }
 #endif
 
+// Scores of `count` queries with N keys.
+template <int N, typename Q, typename T>
+inline void scores_of(const Q* query, int64_t count, int64_t dim, const T* keys, float* scores) {
+  int64_t c = 0;
+  for (; c + 4 <= count; c += 4) scores_with<4, N>(query + c * dim, dim, keys, scores + c * kKeyBlock, kKeyBlock);
+  for (; c + 2 <= count; c += 2) scores_with<2, N>(query + c * dim, dim, keys, scores + c * kKeyBlock, kKeyBlock);
+  for (; c < count; ++c) scores_with<1, N>(query + c * dim, dim, keys, scores + c * kKeyBlock, kKeyBlock);
+}
+
+// Memory that is needed soon: `bytes` for each key that is worked on meanwhile, so that reading never pauses.
+struct Ahead {
+  const char* from = nullptr;
+  int64_t bytes = 0;
+
+  void fetch(int64_t key) const {
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(from + key * bytes + line);
+  }
+};
+
 // Sums of C queries over `keys` values, V vectors wide, added to what is in `out`. A value becomes floats once for all of them.
 template <int C, int V, typename T>
-inline void weighted_values(const float* weights, int64_t stride, const T* values, int64_t value_dim, int64_t keys, float* out) {
+inline void weighted_values(const float* weights, int64_t stride, const T* values, int64_t value_dim, int64_t keys, float* out, Ahead ahead) {
   Floats sums[C][V];
   for (int c = 0; c < C; ++c)
     for (int v = 0; v < V; ++v) sums[c][v] = load(out + c * value_dim + v * kLanes);
   for (int64_t k = 0; k < keys; ++k) {
     const T* value = values + k * value_dim;
+    ahead.fetch(k);
     Floats vs[V];
     for (int v = 0; v < V; ++v) vs[v] = load(value + v * kLanes);
     for (int c = 0; c < C; ++c)
@@ -689,13 +731,62 @@ inline void weighted_values(const float* weights, int64_t stride, const T* value
     for (int v = 0; v < V; ++v) std::memcpy(out + c * value_dim + v * kLanes, &sums[c][v], sizeof(Floats));
 }
 
+#if defined(__AVX512BF16__)
+// The same for V times 32 columns of bfloat16 values and weights rounded to bfloat16, which the processor sums by pairs of keys.
+template <int C, int V>
+inline void weighted_values(const Bf16* weights, int64_t stride, const Bf16* values, int64_t value_dim, int64_t keys, float* out, Ahead ahead) {
+  // two keys' columns lie beside each other by fours: columns 0 to 3, 8 to 11, 16 to 19 and 24 to 27 in the first of two sums
+  Floats sums[C][V][2];
+  for (int c = 0; c < C; ++c) {
+    for (int v = 0; v < V; ++v) {
+      const Floats low = load(out + c * value_dim + 32 * v), high = load(out + c * value_dim + 32 * v + kLanes);
+      sums[c][v][0] = _mm512_shuffle_f32x4(low, high, 0x88);
+      sums[c][v][1] = _mm512_shuffle_f32x4(low, high, 0xdd);
+    }
+  }
+  for (int64_t k = 0; k < keys; k += 2) {
+    const Bf16* value = values + k * value_dim;
+    ahead.fetch(k);
+    ahead.fetch(k + 1);
+    for (int v = 0; v < V; ++v) {
+      const __m512i first = _mm512_loadu_si512(value + 32 * v);
+      const __m512i second = k + 1 < keys ? _mm512_loadu_si512(value + value_dim + 32 * v) : _mm512_setzero_si512();
+      const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(first, second), high = (__m512bh)_mm512_unpackhi_epi16(first, second);
+      for (int c = 0; c < C; ++c) {
+        int32_t pair;
+        std::memcpy(&pair, weights + c * stride + k, sizeof(pair));
+        const __m512bh share = (__m512bh)_mm512_set1_epi32(pair);
+        sums[c][v][0] = _mm512_dpbf16_ps(sums[c][v][0], share, low);
+        sums[c][v][1] = _mm512_dpbf16_ps(sums[c][v][1], share, high);
+      }
+    }
+  }
+  for (int c = 0; c < C; ++c) {
+    for (int v = 0; v < V; ++v) {
+      const __m512 low = _mm512_shuffle_f32x4(sums[c][v][0], sums[c][v][1], 0x44), high = _mm512_shuffle_f32x4(sums[c][v][0], sums[c][v][1], 0xee);
+      _mm512_storeu_ps(out + c * value_dim + 32 * v, _mm512_shuffle_f32x4(low, low, 0xd8));
+      _mm512_storeu_ps(out + c * value_dim + 32 * v + kLanes, _mm512_shuffle_f32x4(high, high, 0xd8));
+    }
+  }
+}
+
+template <int C>
+void add_values(const Bf16* weights, const Bf16* values, int64_t value_dim, int64_t keys, float* out, Ahead ahead) {
+  constexpr int kWide = C == 4 ? 2 : 4;
+  int64_t d = 0;
+  for (; d + kWide * 32 <= value_dim; d += kWide * 32, ahead = {})
+    weighted_values<C, kWide>(weights, kKeyBlock, values + d, value_dim, keys, out + d, ahead);
+  for (; d < value_dim; d += 32, ahead = {}) weighted_values<C, 1>(weights, kKeyBlock, values + d, value_dim, keys, out + d, ahead);
+}
+#endif
+
 template <int C, typename T>
-void add_values(const float* weights, const T* values, int64_t value_dim, int64_t keys, float* out) {
+void add_values(const float* weights, const T* values, int64_t value_dim, int64_t keys, float* out, Ahead ahead) {
   constexpr int kWide = C == 1 ? 8 : 16 / C;
   int64_t d = 0;
-  for (; d + kWide * kLanes <= value_dim; d += kWide * kLanes)
-    weighted_values<C, kWide>(weights, kKeyBlock, values + d, value_dim, keys, out + d);
-  for (; d + kLanes <= value_dim; d += kLanes) weighted_values<C, 1>(weights, kKeyBlock, values + d, value_dim, keys, out + d);
+  for (; d + kWide * kLanes <= value_dim; d += kWide * kLanes, ahead = {})
+    weighted_values<C, kWide>(weights, kKeyBlock, values + d, value_dim, keys, out + d, ahead);
+  for (; d + kLanes <= value_dim; d += kLanes, ahead = {}) weighted_values<C, 1>(weights, kKeyBlock, values + d, value_dim, keys, out + d, ahead);
   for (; d < value_dim; ++d) {
     for (int c = 0; c < C; ++c) {
       float sum = out[c * value_dim + d];
@@ -705,6 +796,18 @@ void add_values(const float* weights, const T* values, int64_t value_dim, int64_
   }
 }
 
+// Adds the values of one block of keys, each times its weight for a query, to what `count` queries have.
+template <typename W, typename T>
+void add_all_values(const W* weights, const T* values, int64_t count, int64_t value_dim, int64_t keys, float* out, Ahead ahead) {
+  int64_t c = 0;
+  const auto add = [&](auto add_some, int64_t some) {
+    for (; c + some <= count; c += some, ahead = {}) add_some(weights + c * kKeyBlock, values, value_dim, keys, out + c * value_dim, ahead);
+  };
+  add([](auto... all) { add_values<4>(all...); }, 4);
+  add([](auto... all) { add_values<2>(all...); }, 2);
+  add([](auto... all) { add_values<1>(all...); }, 1);
+}
+
 // One head of keys and values, for `count` queries of `dim` numbers each that share it. `seen` [count] points at each query's row of
 // the mask over `capacity` keys. Blocks of keys that no query sees are not read.
 template <typename Q, typename T>
@@ -712,6 +815,7 @@ void attend(const Q* query, float scale, int64_t count, int64_t dim, const T* ke
             const std::vector<const bool*>& seen, const float* sinks, float softcap, float* out) {
   constexpr float kNothing = -std::numeric_limits<float>::infinity();
   std::vector<float> top(count), weight(count), scores(count * kKeyBlock);
+  std::vector<Bf16> shares(count * kKeyBlock);  // the scores' exponentials, rounded
   std::fill(out, out + count * value_dim, 0.0f);
   for (int64_t c = 0; c < count; ++c) {
     top[c] = sinks ? sinks[c] : kNothing;
@@ -723,15 +827,17 @@ void attend(const Q* query, float scale, int64_t count, int64_t dim, const T* ke
     bool any = false;
     for (int64_t c = 0; c < count && !any; ++c) any = (c == 0 || seen[c] != seen[c - 1]) && std::memchr(seen[c] + begin, 1, keys_here);
     if (!any) continue;
-    for (int64_t k = 0; k < keys_here; ++k) {
+    const T* from = values + begin * value_dim;
+    const Ahead of_values{reinterpret_cast<const char*>(from), static_cast<int64_t>(value_dim * sizeof(T))};
+    const Ahead next_keys{reinterpret_cast<const char*>(keys + end * dim), static_cast<int64_t>(dim * sizeof(T))};
+    for (int64_t k = 0; k < keys_here;) {
+      const int64_t together = is_even && k + 4 <= keys_here ? 4 : 1;
       const T* key = keys + (begin + k) * dim;
-      const char* ahead = reinterpret_cast<const char*>(values + (begin + k) * value_dim);
-      for (int64_t line = 0; line < static_cast<int64_t>(value_dim * sizeof(T)); line += 64) __builtin_prefetch(ahead + line);
-      if (is_even) {
-        int64_t c = 0;
-        for (; c + 4 <= count; c += 4) scores_with<4>(query + c * dim, dim, key, &scores[c * kKeyBlock + k], kKeyBlock);
-        for (; c + 2 <= count; c += 2) scores_with<2>(query + c * dim, dim, key, &scores[c * kKeyBlock + k], kKeyBlock);
-        for (; c < count; ++c) scores_with<1>(query + c * dim, dim, key, &scores[c * kKeyBlock + k], kKeyBlock);
+      for (int64_t i = k; i < k + together; ++i) of_values.fetch(i);
+      if (together == 4) {
+        scores_of<4>(query, count, dim, key, scores.data() + k);
+      } else if (is_even) {
+        scores_of<1>(query, count, dim, key, scores.data() + k);
       } else {
         for (int64_t c = 0; c < count; ++c) {
           float score = 0;
@@ -739,6 +845,7 @@ void attend(const Q* query, float scale, int64_t count, int64_t dim, const T* ke
           scores[c * kKeyBlock + k] = score;
         }
       }
+      k += together;
     }
     for (int64_t c = 0; c < count; ++c) {
       float* of_query = scores.data() + c * kKeyBlock;
@@ -766,11 +873,19 @@ void attend(const Q* query, float scale, int64_t count, int64_t dim, const T* ke
       if (shrink != 1.0f)
         for (int64_t d = 0; d < value_dim; ++d) out[c * value_dim + d] *= shrink;
     }
-    const T* from = values + begin * value_dim;
-    int64_t c = 0;
-    for (; c + 4 <= count; c += 4) add_values<4>(&scores[c * kKeyBlock], from, value_dim, keys_here, out + c * value_dim);
-    for (; c + 2 <= count; c += 2) add_values<2>(&scores[c * kKeyBlock], from, value_dim, keys_here, out + c * value_dim);
-    for (; c < count; ++c) add_values<1>(&scores[c * kKeyBlock], from, value_dim, keys_here, out + c * value_dim);
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<T, Bf16>) {
+      if (value_dim % 32 == 0) {
+        for (int64_t i = 0; i < count * kKeyBlock; i += kLanes) {
+          const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_loadu_ps(scores.data() + i));
+          std::memcpy(static_cast<void*>(shares.data() + i), &rounded, sizeof(rounded));
+        }
+        add_all_values(shares.data(), from, count, value_dim, keys_here, out, next_keys);
+        continue;
+      }
+    }
+#endif
+    add_all_values(scores.data(), from, count, value_dim, keys_here, out, next_keys);
   }
   for (int64_t c = 0; c < count; ++c)
     for (int64_t d = 0; d < value_dim; ++d) out[c * value_dim + d] = weight[c] > 0 ? out[c * value_dim + d] / weight[c] : 0.0f;
