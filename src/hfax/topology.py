@@ -21,6 +21,7 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from hfax.backends.traced_model import TracedModel
 from hfax.errors import BackendNotAvailableError
+from hfax.kernels.paged import heads_axis
 from hfax.kernels.target import compiling_for
 from hfax.load.placement import to_numpy
 from hfax.load.sharding import AXIS, tensor_parallel_specs
@@ -114,7 +115,8 @@ def compile_for(
 
         def place(path: Any, array: Any) -> NamedSharding:
             names = [str(getattr(p, "key", "")) for p in path]
-            axis = 3 if names[-1].endswith("pages") else 1 if names[-1].endswith(("keys", "values")) else None
+            kind = names[-1].rpartition(".")[2]
+            axis = 1 if kind in ("keys", "values") else heads_axis(kind)
             splits = "cache" in names and axis is not None and array.shape[axis] % mesh.shape[AXIS] == 0
             return NamedSharding(mesh, P(*(AXIS if splits and i == axis else None for i in range(array.ndim))))
 
@@ -197,12 +199,17 @@ _BYTES = {"bf16": 2, "f32": 4, "s32": 4, "u32": 4, "s8": 1, "u8": 1, "pred": 1, 
 def _large_copies(text: str) -> list[str]:
     """Lines that copy a megabyte or more from one place of the main memory to another."""
     found = []
+    # S(1) is the chip's fast memory: results that are made there, and copies into it ahead of their use
+    in_fast_memory = set(re.findall(r"^\s*(?:ROOT )?%?([\w.-]+) = [^(]*\{[^}]*S\(1\)[^}]*\} ", text, re.MULTILINE))
     for line in text.splitlines():
         match = re.match(r"\s*(?:ROOT )?%?([\w.-]*copy[\w.-]*) = \(?(\w+)\[([\d,]*)\]", line)
+        source = re.search(r" copy\(%?([\w.-]+)\)", line)
+        if source is not None and source.group(1) in in_fast_memory:
+            continue
         if match and match.group(2) in _BYTES and " copy-done(" not in line:
             size = _BYTES[match.group(2)] * int(
                 np.prod([int(n) for n in match.group(3).split(",") if n], dtype=np.int64)
             )
-            if size >= 1 << 20 and "S(1)" not in line:  # S(1): a copy ahead into the chip's fast memory
+            if size >= 1 << 20 and "S(1)" not in line:
                 found.append(f"{match.group(1)}: {match.group(2)}[{match.group(3)}]")
     return found

@@ -178,10 +178,13 @@ def call_module(
 @contextlib.contextmanager
 def _named_scopes(module: torch.nn.Module) -> Iterator[None]:
     """For the block, what a module's parts compute carries their names, for profiles: "model/layers.3/self_attn/q_proj"."""
+    is_for_tpu = target.is_for("tpu")
 
-    def scoped(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def scoped(name: str, is_layer: bool, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
+            if is_for_tpu and is_layer and args and is_tensor(args[0]):
+                args = (_computed_before(args[0]), *args[1:])
             with jax.named_scope(name):
                 return forward(*args, **kwargs)
 
@@ -191,7 +194,8 @@ def _named_scopes(module: torch.nn.Module) -> Iterator[None]:
     before = {path: part.__dict__.get("forward") for path, part in parts.items()}
     try:
         for path, part in parts.items():
-            part.__dict__["forward"] = scoped(_name_in_its_caller(path, parts), part.forward)
+            is_layer = isinstance(parts.get(path.rpartition(".")[0]), torch.nn.ModuleList)
+            part.__dict__["forward"] = scoped(_name_in_its_caller(path, parts), is_layer, part.forward)
         yield
     finally:
         for path, part in parts.items():
@@ -199,6 +203,14 @@ def _named_scopes(module: torch.nn.Module) -> Iterator[None]:
                 del part.__dict__["forward"]
             else:
                 part.__dict__["forward"] = before[path]
+
+
+def _computed_before(hidden: torch.Tensor) -> torch.Tensor:
+    """What goes into a layer, not fused with what the layers before it computed.
+
+    XLA:TPU otherwise adds up the outputs of all layers once more for the last, and keeps every one of them until then.
+    """
+    return wrap(jax.lax.optimization_barrier(unwrap(hidden)))
 
 
 def _name_in_its_caller(path: str, parts: Mapping[str, torch.nn.Module]) -> str:
@@ -303,24 +315,25 @@ class JaxCacheOps:
         """See `CacheOps.ring_slot`."""
         return call_jax(lambda length: jnp.mod(length.astype(jnp.int32), window), length)
 
-    def fits_pages(self, key: Any, value: Any) -> bool:
+    def fits_pages(self, key: Any, value: Any, capacity: int, window: int | None) -> bool:
         """See `PagedCacheOps.fits_pages`."""
-        heads, width = key.shape[1], key.shape[3]
-        return value.shape == key.shape and width == paged.HEAD_DIM and heads % target.num_shards() == 0
+        fits = value.shape == key.shape and paged.fits(key.shape[3], window, capacity)
+        return fits and key.shape[1] % target.num_shards() == 0
 
-    def fill_pages(self, key: Any, value: Any, padding: Any, capacity: int, window: int | None) -> Any:
+    def fill_pages(self, key: Any, value: Any, padding: Any, capacity: int, window: int | None) -> dict[str, Any]:
         """See `PagedCacheOps.fill_pages`."""
-        return call_jax(paged.fill_pages, key, value, padding, count=paged.num_pages(capacity, window))
+        filled = paged.after_prompt(unwrap(key), unwrap(value), unwrap(padding), capacity, window)
+        return {name: wrap(array) for name, array in filled.items()}
 
     def write_page(
-        self, pages: Any, key: Any, value: Any, padding: Any, position: Any, capacity: int
-    ) -> tuple[Any, Any, Any]:
+        self, pages: dict[str, Any], key: Any, value: Any, padding: Any, position: Any, capacity: int
+    ) -> tuple[dict[str, Any], Any, Any]:
         """See `PagedCacheOps.write_page`."""
-        slots = unwrap(position) - unwrap(padding)
-        written = paged.write_page(unwrap(pages), unwrap(key), unwrap(value), slots)
-        keys, values = (wrap(a) for a in paged.read_pages(written, unwrap(padding), capacity))
-        keys.pages = paged.Pages(array=written, slots=slots)
-        return wrap(written), keys, values
+        before = paged.pages_of({n: unwrap(a) for n, a in pages.items()}, unwrap(position) - unwrap(padding))
+        written = before.with_token(unwrap(key), unwrap(value))
+        keys, values = (wrap(a) for a in written.read(unwrap(padding), capacity))
+        keys.pages = written
+        return {name: wrap(array) for name, array in paged.arrays_of(written).items()}, keys, values
 
 
 def _attention_forward(

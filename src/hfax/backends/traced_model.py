@@ -447,7 +447,7 @@ class TracedModel:
         config: Any = self.module.config
         where, padding = target.current(), None
         is_wanted = where is not None and where.pages and keeps_windows and attention_mask is not None
-        if is_wanted and _head_dim(config) == paged.HEAD_DIM:
+        if is_wanted and paged.fits(_head_dim(config)):
             padding = tracing.wrap((attention_mask == 0).sum(axis=1, dtype=jnp.int32))
         return make_cache(
             config,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from hfax.kernels import target
 from hfax.kernels.cpu import calls, library
-from hfax.kernels.paged import Pages
+from hfax.kernels.paged import JointPages, Pages, SeparatePages
 
 _MASKED = -1e30
 """Stands for minus infinity in scores: exp() of it is 0, and a row with nothing to see stays finite."""
@@ -126,9 +126,13 @@ def _on_tpu(
     shards = target.num_shards()
     if query.shape[1] % shards or key.shape[1] % shards:
         return None
-    if pages is not None and kernels.can_page(query, pages.array):
+    if isinstance(pages, JointPages) and query.shape[2] == 1 and query.dtype == pages.pages.dtype:
         target.choose("attention: ragged paged kernel (Pallas)")
-        return kernels.paged_attention(query, pages.flat(), *pages.table(), **options)
+        return kernels.ragged_attention(query, pages, **options)
+    if isinstance(pages, SeparatePages) and query.shape[2] == 1 and query.dtype == pages.key_pages.dtype:
+        target.choose("attention: paged kernel (Pallas)")
+        del options["window"]  # the pages hold nothing else
+        return kernels.paged_attention(query, pages, **options)
     if pages is None and kernels.can_splash(query, key, value):
         target.choose("attention: splash kernel (Pallas)")
         is_real = jnp.ones((query.shape[0], query.shape[2]), jnp.int32) if mask.is_real is None else mask.is_real

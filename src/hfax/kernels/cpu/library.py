@@ -35,7 +35,17 @@ _TARGETS = (
     "hfax_decode_attention",
     "hfax_cache_write",
 )
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fno-strict-aliasing", "-fPIC", "-shared", "-w")
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-ffast-math",
+    "-fno-finite-math-only",
+    "-fno-strict-aliasing",
+    "-fPIC",
+    "-shared",
+    "-w",
+)
 _COMPILE_SECONDS = 300
 
 

@@ -1,4 +1,4 @@
-"""Attention on TPU by the Pallas kernels that ship with JAX: splash attention for prompts, ragged paged attention for decoding.
+"""Attention on TPU by the Pallas kernels that ship with JAX: splash attention for prompts, two of paged attention for decoding.
 
 Both are given as functions of arrays on one device; under a mesh they run inside `jax.shard_map`, each device with its own heads.
 `interpret` runs the same kernels on any platform, slowly, for tests.
@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention as decode_pages
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
     ragged_paged_attention,
     ref_ragged_paged_attention,
@@ -19,10 +20,13 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_masks
 from jax.sharding import PartitionSpec as P
 
+from hfax.kernels.paged import JointPages, SeparatePages
+
 _LANES = 128
 """Head dimensions and lengths that the kernels take are multiples of it."""
 _BLOCK = 512
 _VMEM_BYTES = 64 << 20
+_PAGES_AT_ONCE = 8
 
 
 def can_splash(query: jax.Array, key: jax.Array, value: jax.Array) -> bool:
@@ -86,16 +90,9 @@ def splash_attention(
     )
 
 
-def can_page(query: jax.Array, pages: jax.Array) -> bool:
-    """Whether ragged paged attention takes these queries, [batch, heads, 1, head_dim]."""
-    return query.shape[2] == 1 and query.shape[3] % _LANES == 0 and query.dtype == pages.dtype
-
-
-def paged_attention(
+def ragged_attention(
     query: jax.Array,
-    pages: jax.Array,
-    page_table: jax.Array,
-    lengths: jax.Array,
+    pages: JointPages,
     *,
     scale: float,
     window: int | None,
@@ -107,9 +104,7 @@ def paged_attention(
 
     Args:
         query: [batch, heads, 1, head_dim].
-        pages: [num_pages, page_size, 2 * kv_heads, head_dim], keys and values in turns.
-        page_table: [batch, pages_per_sequence] int32, the pages of each sequence in order.
-        lengths: [batch] int32, tokens on them, the current one included.
+        pages: of the layer, the current token's key and value among them.
         scale: multiplies the scores.
         window: as of `splash_attention`.
         softcap: likewise.
@@ -134,12 +129,45 @@ def paged_attention(
         if is_reference:
             return ref_ragged_paged_attention(*rows, **options)[:, None]
         # sizes are given, since the kernel would ask the default device for them, which need not be the one compiled for
-        sizes = {"num_kv_pages_per_block": min(8, page_table.shape[1]), "num_queries_per_block": min(32, batch)}
+        sizes = {
+            "num_kv_pages_per_block": min(_PAGES_AT_ONCE, page_table.shape[1]),
+            "num_queries_per_block": min(32, batch),
+        }
         return ragged_paged_attention(*rows, **options, **sizes, vmem_limit_bytes=_VMEM_BYTES)[:, None]
 
     kv = P(None, None, "tensor", None)
     specs = (P(None, "tensor", None, None), kv, P(None, None), P(None))
-    return _on_devices(local, mesh, specs, P(None, None, "tensor", None))(query, pages, page_table, lengths)
+    flat = pages.pages.reshape(-1, *pages.pages.shape[2:])
+    return _on_devices(local, mesh, specs, P(None, None, "tensor", None))(query, flat, *pages.table())
+
+
+def paged_attention(
+    query: jax.Array,
+    pages: SeparatePages,
+    *,
+    scale: float,
+    softcap: float | None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> jax.Array:
+    """As `ragged_attention`, for heads of any multiple of 128; a window is one by what the pages hold.
+
+    Returns:
+        [batch, 1, heads, head_dim].
+    """
+    count = pages.key_pages.shape[2]
+
+    def local(query: jax.Array, keys: jax.Array, values: jax.Array, table: jax.Array, lengths: jax.Array) -> jax.Array:
+        scaled = (query[:, :, 0].astype(jnp.float32) * scale).astype(query.dtype)
+        together = next(n for n in range(min(count, _PAGES_AT_ONCE), 0, -1) if count % n == 0)
+        out = decode_pages(
+            scaled, keys, values, lengths, table, attn_logits_soft_cap=softcap, pages_per_compute_block=together
+        )
+        return out[:, None].astype(query.dtype)
+
+    kv = P("tensor", None, None, None)
+    specs = (P(None, "tensor", None, None), kv, kv, P(None, None), P(None))
+    flat = [a.reshape(a.shape[0], -1, *a.shape[3:]) for a in (pages.key_pages, pages.value_pages)]
+    return _on_devices(local, mesh, specs, P(None, None, "tensor", None))(query, *flat, *pages.table())
 
 
 def _on_devices(
