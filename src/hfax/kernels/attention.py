@@ -96,6 +96,14 @@ def attention(
         on_tpu = _on_tpu(query, key, value, given.causal, pages, scale=scale, softcap=softcap)
         if on_tpu is not None:
             return on_tpu, probabilities
+    if given.causal is not None and sinks is None and softcap is None and target.is_for("gpu"):
+        from hfax.kernels.gpu import attention as kernels
+
+        if kernels.fits(query, key, value) and kernels.is_there():
+            target.choose("attention: cuDNN, prompts")
+            causal = given.causal
+            out = kernels.prompt_attention(query, key, value, causal.is_real, scale=scale, window=causal.window)
+            return out, probabilities
     if _has_kernel(query, key, value, given.array):
         target.choose("attention: C++ kernel, reads the keys that are seen")
         seen = jnp.broadcast_to(given.array, (*given.array.shape[:2], query.shape[2], key.shape[2]))

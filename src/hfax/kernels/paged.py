@@ -113,10 +113,16 @@ class SeparatePages:
     def with_token(self, key: jax.Array, value: jax.Array) -> SeparatePages:
         """A token more, at `slots`; in place if the pages are donated."""
         batch, count = self.key_pages.shape[1:3]
-        place = (jnp.arange(batch), self.slots // PAGE_SIZE % count, self.slots % PAGE_SIZE)
 
         def written(pages: jax.Array, new: jax.Array) -> jax.Array:
-            return pages.at[:, *place].set(new[:, :, 0].swapaxes(0, 1).astype(pages.dtype))
+            # row by row: XLA:TPU copies all pages to another layout for a scatter
+            def write(row: int | jax.Array, pages: jax.Array) -> jax.Array:
+                token = jax.lax.dynamic_index_in_dim(new, row, keepdims=False)[:, None, None].astype(pages.dtype)
+                slot = jax.lax.dynamic_index_in_dim(self.slots, row, keepdims=False)
+                place = (0, row, slot // PAGE_SIZE % count, slot % PAGE_SIZE, 0)
+                return jax.lax.dynamic_update_slice(pages, token, place)
+
+            return write(0, pages) if batch == 1 else jax.lax.fori_loop(0, batch, write, pages)
 
         return dataclasses.replace(
             self, key_pages=written(self.key_pages, key), value_pages=written(self.value_pages, value)

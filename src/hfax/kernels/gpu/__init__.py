@@ -1,0 +1,1 @@
+"""Kernels for GPUs that ship with JAX."""
