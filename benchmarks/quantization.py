@@ -1,0 +1,89 @@
+"""What packed weights cost in quality: the demo model on its held-out text, with 16, 8 and 4 bits.
+
+    python benchmarks/quantization.py --json-file benchmarks/results/quantization.json      # about a minute
+
+Perplexity over the texts (e to the mean loss of a token), and how far the logits move: the root mean square of their difference
+over that of the full model's centred logits, the mean divergence (Kullback-Leibler, nats a token) of the distributions of the next
+token, and how often the likeliest token stays the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import transformers
+
+from hfax import AutoModelForTPU
+from hfax.load.source import resolve_checkpoint
+
+TEXTS = Path(__file__).parents[1] / "tests" / "demo" / "held_out_sample.json"
+
+
+def log_probabilities(logits: np.ndarray) -> np.ndarray:
+    """[..., vocab] float64."""
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def measure(full: list[np.ndarray], other: list[np.ndarray], ids: list[np.ndarray]) -> dict[str, float]:
+    """Figures of one model's logits, [length, vocab] for each text, beside the full model's."""
+    losses, divergences, same, moved, size = [], [], [], 0.0, 0.0
+    for reference, logits, tokens in zip(full, other, ids, strict=True):
+        expected, got = log_probabilities(reference), log_probabilities(logits)
+        losses.append(-got[np.arange(len(tokens) - 1), tokens[1:]])
+        divergences.append((np.exp(expected) * (expected - got)).sum(axis=-1))
+        same.append(reference.argmax(-1) == logits.argmax(-1))
+        centred = reference - reference.mean(axis=-1, keepdims=True)
+        moved += float(((logits - logits.mean(axis=-1, keepdims=True) - centred) ** 2).sum())
+        size += float((centred**2).sum())
+    return {
+        "perplexity": float(np.exp(np.concatenate(losses).mean())),
+        "logit_error": float(np.sqrt(moved / size)),
+        "divergence_nats": float(np.concatenate(divergences).mean()),
+        "same_likeliest": float(np.concatenate(same).mean()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--texts", type=int, help="how many of the held-out texts; all of them unless said otherwise")
+    parser.add_argument("--length", type=int, default=256, help="most tokens of a text")
+    parser.add_argument("--json-file", type=Path)
+    options = parser.parse_args()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(resolve_checkpoint("demo").folder)
+    texts = [
+        text if isinstance(text, str) else tokenizer.apply_chat_template(text, tokenize=False)
+        for text in json.loads(TEXTS.read_text())[: options.texts]
+    ]
+    ids = [tokenizer(text, return_tensors="np").input_ids[:, : options.length] for text in texts]
+    # one length, so that one program serves: what follows a text's end is not looked at
+    padded = [np.pad(each, ((0, 0), (0, options.length - each.shape[1]))) for each in ids]
+    results: dict[str, Any] = {"texts": len(texts), "tokens": int(sum(each.shape[1] for each in ids))}
+    full: list[np.ndarray] = []
+    for kind in (None, "int8", "int4"):
+        model = AutoModelForTPU.from_pretrained("demo", quantization=kind)
+        logits = [
+            np.asarray(model(input_ids=row).logits[0, : each.shape[1]], np.float64)
+            for row, each in zip(padded, ids, strict=True)
+        ]
+        full = full or logits
+        name = kind or "full"
+        megabytes = sum(array.nbytes for array in model.params.values()) / 1e6
+        results[name] = {"megabytes": megabytes, **measure(full, logits, [each[0] for each in ids])}
+        row = results[name]
+        print(
+            f"{name:5s} {row['megabytes']:6.1f} MB   perplexity {row['perplexity']:7.3f}   logits off by "
+            f"{row['logit_error']:6.2%}   divergence {row['divergence_nats']:.5f} nats   same likeliest "
+            f"{row['same_likeliest']:6.1%}",
+            flush=True,
+        )
+    if options.json_file:
+        options.json_file.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
