@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from hfax.load.source import CheckpointSource
     from hfax.model import JaxModel
+    from hfax.sharding.choose import Parallelism
+    from hfax.sharding.layout import Layout
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -50,6 +52,8 @@ class AutoModelForTPU:
         attn_implementation: str | None = None,
         strict: bool = True,
         quantization: str | None = None,
+        parallelism: Parallelism = None,
+        plan: str | Path | None = None,
     ) -> JaxModel:
         """Load a checkpoint from a local folder or the Hugging Face Hub.
 
@@ -68,9 +72,16 @@ class AutoModelForTPU:
             strict: missing and unexpected tensors are errors; False initialises the missing ones as transformers does.
             quantization: "int8" or "int4": the linear layers' matrices become integers with scales while they are loaded; the
                 rest stays in `dtype`. A checkpoint that hfax saved quantized needs none.
+            parallelism: over which devices the model is spread. None: one device, or, if the weights do not fit its memory, as
+                "auto": all devices, heads and inner widths split among as many as divide the heads, experts and batches among
+                the rest. Or sizes by axis, `{"data": 2, "fsdp": 1, "tensor": 4, "expert": 1}`; or a `jax.sharding.Mesh` with
+                such axes; or name patterns to `PartitionSpec`s, `{"*.q_proj.weight": P("tensor", None)}`, of which the first
+                that matches counts, beside hfax's own plan for the other weights ("mesh" in it says which mesh).
+            plan: a file that `hfax plan --json-file` wrote; the first plan in it for as many devices as there are here says mesh
+                and quantization.
 
         Returns:
-            A model whose weights are on the default device; nothing is compiled yet.
+            A model whose weights are where they will be used; nothing is compiled yet.
 
         Raises:
             HfaxError: one of its subclasses, which says what to do.
@@ -78,6 +89,8 @@ class AutoModelForTPU:
         _require_jax(backend)
         from hfax.load.quantize import check_name
 
+        if plan is not None:
+            parallelism, quantization = _planned(plan, parallelism, quantization)
         check_name(quantization)
         from hfax.load.source import resolve_checkpoint
 
@@ -90,7 +103,7 @@ class AutoModelForTPU:
             allow_code=trust_remote_code,
         )
         with phase("load", str(name_or_path)):
-            return _load(source, task, dtype, trust_remote_code, attn_implementation, strict, quantization)
+            return _load(source, task, dtype, trust_remote_code, attn_implementation, strict, quantization, parallelism)
 
     @staticmethod
     def from_config(
@@ -102,6 +115,7 @@ class AutoModelForTPU:
         seed: int = 0,
         attn_implementation: str | None = None,
         quantization: str | None = None,
+        parallelism: Parallelism = None,
     ) -> JaxModel:
         """A model with random weights: the same that transformers draws after `torch.manual_seed(seed)`.
 
@@ -113,6 +127,7 @@ class AutoModelForTPU:
             seed: of torch's generator, which is put back afterwards.
             attn_implementation: as in `from_pretrained`.
             quantization: as in `from_pretrained`.
+            parallelism: as in `from_pretrained`.
 
         Raises:
             UnsupportedModelError: no class for this config, or it cannot be built.
@@ -122,15 +137,17 @@ class AutoModelForTPU:
 
         from hfax.load.quantize import check_name
         from hfax.load.random_weights import draw_weights
+        from hfax.sharding.choose import choose_layout
 
         check_name(quantization)
         config = copy.deepcopy(config)
         resolved = _resolve_dtype(dtype, config, None)
         skeleton = _skeleton(config, task, resolved, None, attn_implementation)
+        layout = choose_layout(skeleton, parallelism, quantization, _default_device())  # pyright: ignore[reportArgumentType]
         with phase("load", f"{type(skeleton.module).__name__} with random weights"), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            params = draw_weights(skeleton, config, resolved, _default_device(), quantization)  # pyright: ignore[reportArgumentType]
-        return _finish(skeleton, params, skeleton.tied, folder=None, name=type(config).__name__, task=task)
+            params = draw_weights(skeleton, config, resolved, layout, quantization)  # pyright: ignore[reportArgumentType]
+        return _finish(skeleton, params, skeleton.tied, layout, folder=None, name=type(config).__name__, task=task)
 
 
 def _load(
@@ -141,16 +158,20 @@ def _load(
     attn_implementation: str | None,
     strict: bool,
     quantization: Any,
+    parallelism: Parallelism,
 ) -> JaxModel:
     from hfax.load.config import read_config
     from hfax.load.store import open_store
     from hfax.load.weights import load_quantized, load_weights
+    from hfax.sharding.choose import choose_layout
 
     config = read_config(source, trust_remote_code=trust_remote_code)
     store = open_store(source)
     resolved = _resolve_dtype(dtype, config, store.float_dtype)
     code_folder = str(source.folder) if trust_remote_code else None
     skeleton = _skeleton(config, task, resolved, code_folder, attn_implementation)
+    packed = quantization or ("int4" if _is_quantized_by_hfax(config) else None)
+    layout = choose_layout(skeleton, parallelism, packed, _default_device())
     if _is_quantized_by_hfax(config):
         if quantization is not None:
             raise UnsupportedOptionError(
@@ -158,12 +179,31 @@ def _load(
                 "Its full-precision weights are gone.",
                 "Leave quantization out, or load the original checkpoint.",
             )
-        params, tied = load_quantized(skeleton, store, _default_device(), resolved), skeleton.tied
+        params, tied = load_quantized(skeleton, store, layout, resolved), skeleton.tied
     else:
-        params, tied = load_weights(
-            skeleton, store, _default_device(), resolved, strict=strict, quantization=quantization
+        params, tied = load_weights(skeleton, store, layout, resolved, strict=strict, quantization=quantization)
+    return _finish(skeleton, params, tied, layout, folder=source.folder, name=str(source.name), task=task)
+
+
+def _planned(path: str | Path, parallelism: Parallelism, quantization: str | None) -> tuple[Parallelism, str | None]:
+    """Mesh and quantization of a saved plan."""
+    import jax
+
+    from hfax.planning.plan import read_plan
+
+    if parallelism is not None or quantization is not None:
+        raise InvalidInputError(
+            "plan= was given beside parallelism= or quantization=.", "The plan says both.", "Leave the others out."
         )
-    return _finish(skeleton, params, tied, folder=source.folder, name=str(source.name), task=task)
+    plans = read_plan(path)
+    found = next((each for each in plans if each.num_devices == jax.device_count()), None)
+    if found is None:
+        raise InvalidInputError(
+            f"{path} has no plan for {jax.device_count()} devices.",
+            f"Its plans are for {', '.join(sorted({f'{p.machine} ({p.num_devices})' for p in plans}))}.",
+            "Plan for this machine's topology.",
+        )
+    return found.mesh, found.quantization
 
 
 def _skeleton(
@@ -200,7 +240,14 @@ def _is_quantized_by_hfax(config: PretrainedConfig) -> bool:
 
 
 def _finish(
-    skeleton: Any, params: dict[str, Any], tied: dict[str, str], *, folder: Path | None, name: str, task: str | None
+    skeleton: Any,
+    params: dict[str, Any],
+    tied: dict[str, str],
+    layout: Layout,
+    *,
+    folder: Path | None,
+    name: str,
+    task: str | None,
 ) -> JaxModel:
     from hfax.load.config import read_generation_config
     from hfax.model import JaxModel
@@ -213,7 +260,7 @@ def _finish(
         skeleton,
         params,
         tied,
-        device=_default_device(),
+        layout=layout,
         generation_config=read_generation_config(folder, skeleton.module),
         name_or_path=name,
         folder=folder,

@@ -100,7 +100,7 @@ def inspect(
     """
     from hfax.auto import _resolve_dtype, _skeleton
 
-    config = _config(model, trust_remote_code)
+    config = read_any_config(model, trust_remote_code)
     code_folder = str(model) if trust_remote_code and not isinstance(model, PretrainedConfig) else None
     dtype = _resolve_dtype("auto", config, None)
     skeleton = _skeleton(config, task, dtype, code_folder, None)
@@ -251,7 +251,12 @@ def _product_operations(jaxpr: Any) -> int:
     return total
 
 
-def _config(model: str | Path | PretrainedConfig, trust_remote_code: bool) -> PretrainedConfig:
+def read_any_config(model: str | Path | PretrainedConfig, trust_remote_code: bool) -> PretrainedConfig:
+    """A config from what names one: a Hub id, a folder, a config.json, "demo", or itself (copied).
+
+    Raises:
+        InvalidInputError: there is none.
+    """
     if isinstance(model, PretrainedConfig):
         return copy.deepcopy(model)
     from hfax.demo import demo_folder

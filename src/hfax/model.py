@@ -34,6 +34,8 @@ from hfax.programs.program_cache import ProgramCache
 from hfax.programs.results import as_sequences, as_torch_tree, has_torch, make_stop_check
 from hfax.programs.speculation import Speculation
 from hfax.programs.warm_up import WarmedUp, warm_up
+from hfax.sharding.layout import Layout
+from hfax.sharding.plan import ShardingPlan
 
 _ID_INPUTS = ("input_ids", "decoder_input_ids")
 _SAMPLING_EXTRAS = ("presence_penalty", "frequency_penalty")
@@ -72,30 +74,43 @@ class JaxModel:
         params: dict[str, jax.Array],
         tied: Mapping[str, str],
         *,
-        device: jax.Device,
+        layout: Layout,
         generation_config: GenerationConfig,
         name_or_path: str,
         folder: Path | None,
         task: str | None,
     ) -> None:
         self.params = params
-        self.buffers = {name: place(b, device) for name, b in skeleton.buffers.items()}
+        self.buffers = {name: place(b, layout.replicated) for name, b in skeleton.buffers.items()}
         self.config: PretrainedConfig = skeleton.module.config
         self.generation_config = generation_config
         self.name_or_path = name_or_path
         self.folder = folder
         self.task = task
-        self._device = device
+        self._layout = layout
         self._skeleton = skeleton
         self._tied = dict(tied)
         self._traced = TracedModel(skeleton, tied, self.buffers)
         self._traced.key = _model_key(skeleton, tied)
-        self._programs = ProgramCache(self._traced.key, device)
+        self._programs = ProgramCache(self._traced.key, layout)
 
     @property
     def jax_device(self) -> jax.Device:
-        """Where the weights are and programs run."""
-        return self._device
+        """Where the weights are and programs run; the first device of several."""
+        return self._layout.device
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh | None:
+        """The devices that the model is spread over; None for one."""
+        return self._layout.mesh
+
+    def sharding_plan(self) -> ShardingPlan | None:
+        """How each weight is split over the devices, and why; its text is a table. None for one device.
+
+        Example:
+            >>> print(model.sharding_plan())  # doctest: +SKIP
+        """
+        return self._layout.plan
 
     @property
     def device(self) -> torch.device:
@@ -121,7 +136,7 @@ class JaxModel:
         if torch.device(device).type != "cpu":
             raise UnsupportedOptionError(
                 f"A model of hfax cannot be moved to {device}.",
-                f"Its weights are jax arrays on {self._device}; torch tensors go in and out on the CPU.",
+                f"Its weights are jax arrays on {self.jax_device}; torch tensors go in and out on the CPU.",
                 "Leave device out; JAX_PLATFORMS chooses the platform before the model is loaded.",
             )
         return self
@@ -155,7 +170,12 @@ class JaxModel:
         return frozenset(self._traced.patches_used)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name_or_path!r}, {self.num_parameters:,} parameters, {self.dtype}, {self._device})"
+        return f"{type(self).__name__}({self.name_or_path!r}, {self.num_parameters:,} parameters, {self.dtype}, {self._where()})"
+
+    def _where(self) -> str:
+        if self.mesh is None:
+            return str(self.jax_device)
+        return ", ".join(f"{name} {size}" for name, size in self.mesh.shape.items() if size > 1)
 
     def apply(self, params: Mapping[str, jax.Array], *args: Any, **inputs: Any) -> Any:
         """The forward pass as a pure function, for `jax.jit`, `jax.grad`, `jax.vmap` and `jax.checkpoint`.
@@ -203,7 +223,7 @@ class JaxModel:
         to_torch = has_torch(inputs)
         inputs = {name: self._as_input(name, value) for name, value in inputs.items()}
         arrays, structure = flatten(self._traced.prepare(inputs), is_array)
-        arrays = jax.device_put(arrays, self._device)
+        arrays = self._layout.put_rows(arrays)
 
         def forward(params: dict[str, jax.Array], arrays: list[jax.Array]) -> tuple[list[jax.Array], Any]:
             outputs = self._traced.apply_checked(params, (), unflatten(structure, arrays))
@@ -290,7 +310,7 @@ class JaxModel:
         if to_torch:
             return outputs
         arrays, structure = flatten(outputs, is_array)
-        return unflatten(structure, [jax.device_put(self._host_array("outputs", a), self._device) for a in arrays])
+        return unflatten(structure, [self._layout.put(self._host_array("outputs", a)) for a in arrays])
 
     def _generate(
         self,
@@ -437,7 +457,7 @@ class JaxModel:
             self._traced,
             self._programs,
             self.params,
-            self._device,
+            self._layout,
             request.prompts,
             request.options,
             static=request.static,

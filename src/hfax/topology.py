@@ -7,6 +7,7 @@ of them. Needs libtpu (`hfax[tpu]`), and no TPU.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import time
 from typing import Any
@@ -21,12 +22,17 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from hfax.backends.traced_model import TracedModel
 from hfax.errors import BackendNotAvailableError
-from hfax.kernels.paged import heads_axis
+from hfax.kernels.quantized import QuantizedArray
 from hfax.kernels.target import compiling_for
 from hfax.load.placement import to_numpy
-from hfax.load.sharding import AXIS, tensor_parallel_specs
+from hfax.load.quantize import Quantization, bits_and_group, weights_to_quantize
+from hfax.load.skeleton import Skeleton
 from hfax.programs.decoding import LoopSpec, advance, start
 from hfax.programs.sampling_config import make_sampling_spec
+from hfax.sharding.choose import plan_over
+from hfax.sharding.constraints import cache_spec
+from hfax.sharding.mesh import batch_axes, make_mesh
+from hfax.sharding.plan import ShardingPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +48,7 @@ class CompiledProgram:
         kernels: how often each Pallas kernel is called.
         large_copies: copies of arrays of a megabyte or more in the compiled text, beside those of arguments that are passed on.
         collectives: how often each kind of communication stands in the text.
+        collective_bytes: what a device gets from them in one run of the text, bytes.
         chosen: which ways of computing were chosen.
         text: the compiled program.
     """
@@ -54,6 +61,7 @@ class CompiledProgram:
     kernels: dict[str, int]
     large_copies: tuple[str, ...]
     collectives: dict[str, int]
+    collective_bytes: int
     chosen: tuple[str, ...]
     text: str = dataclasses.field(repr=False)
 
@@ -72,14 +80,29 @@ def compile_for(
 
     Raises:
         BackendNotAvailableError: libtpu is not installed, or knows no such topology.
+        InvalidInputError: the heads do not divide among the devices.
     """
     from hfax.auto import _resolve_dtype, _skeleton
 
-    mesh = jax.sharding.Mesh(np.array(_devices(topology)), (AXIS,))
+    devices = topology_devices(topology)
     skeleton = _skeleton(config, None, _resolve_dtype("auto", config, None), None, None)
+    plan = plan_over(skeleton, make_mesh({"tensor": len(devices)}, config, devices))
+    return compile_programs(skeleton, plan, batch_size=batch_size, prompt_length=prompt_length, capacity=capacity)
+
+
+def compile_programs(
+    skeleton: Skeleton,
+    plan: ShardingPlan,
+    *,
+    batch_size: int,
+    prompt_length: int,
+    capacity: int,
+    quantization: Quantization | None = None,
+) -> list[CompiledProgram]:
+    """As `compile_for`, over the mesh of a plan, whose devices may be those of `topology_devices`."""
+    mesh, config = plan.mesh, skeleton.module.config
     buffers = {n: jnp.asarray(to_numpy(b)) for n, b in skeleton.buffers.items()}
     model = TracedModel(skeleton, skeleton.tied, buffers)
-    specs = tensor_parallel_specs(skeleton.module, skeleton.shapes, mesh)
 
     def on_devices(shape: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
@@ -87,10 +110,23 @@ def compile_for(
     def everywhere(tree: Any) -> Any:
         return jax.tree.map(lambda a: on_devices(a.shape, a.dtype, P()), tree)
 
-    params = {
-        name: on_devices(tuple(t.shape), jnp.dtype(str(t.dtype).removeprefix("torch.")), specs[name])
-        for name, t in skeleton.shapes.items()
-    }
+    packed = weights_to_quantize(skeleton.module, skeleton.shapes, skeleton.tied) if quantization else set()
+
+    def weight(name: str, tensor: Any) -> Any:
+        shape, dtype, spec = tuple(tensor.shape), jnp.dtype(str(tensor.dtype)[6:]), plan.weights[name].spec
+        found = bits_and_group(shape[-1], quantization) if quantization and name in packed else None
+        if found is None:
+            return on_devices(shape, dtype, spec)
+        bits, group = found
+        stored = (*shape[:-1], shape[-1] * bits // 8)
+        return QuantizedArray(
+            values=on_devices(stored, jnp.int8 if bits == 8 else jnp.uint8, spec),  # pyright: ignore[reportArgumentType]
+            scale=on_devices((*shape[:-1], shape[-1] // group), jnp.bfloat16, spec),  # pyright: ignore[reportArgumentType]
+            bits=bits,
+            dtype=dtype,
+        )
+
+    params = {name: weight(name, tensor) for name, tensor in skeleton.shapes.items()}
     sampling, values = make_sampling_spec(
         GenerationConfig(do_sample=False),
         vocab_size=config.get_text_config(decoder=True).vocab_size,
@@ -98,7 +134,8 @@ def compile_for(
         max_new_tokens=capacity - prompt_length,
     )
     ids = jax.ShapeDtypeStruct((batch_size, prompt_length), jnp.int32)
-    inputs = everywhere({"input_ids": ids, "attention_mask": ids})
+    rows = P(batch_axes(mesh, batch_size))
+    inputs = {name: on_devices(ids.shape, ids.dtype, rows) for name in ("input_ids", "attention_mask")}
     request = everywhere(
         {
             "seed": jax.ShapeDtypeStruct((), jnp.uint32),
@@ -111,16 +148,11 @@ def compile_for(
     spec = LoopSpec(capacity=capacity, num_return_sequences=1, max_steps=0, keep=(), sampling=sampling)
 
     def state_shardings(state: Any) -> Any:
-        """Pages, and keys and values that are not in pages, are split by head; all else is on every device."""
-
-        def place(path: Any, array: Any) -> NamedSharding:
-            names = [str(getattr(p, "key", "")) for p in path]
-            kind = names[-1].rpartition(".")[2]
-            axis = 1 if kind in ("keys", "values") else heads_axis(kind)
-            splits = "cache" in names and axis is not None and array.shape[axis] % mesh.shape[AXIS] == 0
-            return NamedSharding(mesh, P(*(AXIS if splits and i == axis else None for i in range(array.ndim))))
-
-        return jax.tree_util.tree_map_with_path(place, state)
+        """A cache as `cache_spec` says; all else is on every device."""
+        cache = state.get("cache", {})
+        everywhere = jax.tree.map(lambda _: NamedSharding(mesh, P()), state)
+        split = {name: NamedSharding(mesh, cache_spec(mesh, name, array.shape)) for name, array in cache.items()}
+        return everywhere | {"cache": split}
 
     def run_prompt(params: Any, inputs: Any, request: Any) -> Any:
         state = start(model, spec, params, inputs, {}, request)
@@ -145,7 +177,15 @@ def compile_for(
     ]
 
 
-def _devices(topology: str) -> list[Any]:
+def topology_devices(topology: str) -> list[Any]:
+    """The devices of a topology, which need not be there.
+
+    Raises:
+        BackendNotAvailableError: libtpu is not installed, or knows no such topology.
+    """
+    if jax.default_backend() != "tpu":  # else libtpu looks for one, and complains
+        for name, value in _NO_TPU.items():
+            os.environ.setdefault(name, value)
     try:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
     except Exception as error:  # jaxlib's errors here have no common class
@@ -188,9 +228,24 @@ def _compile(
         kernels=kernels,
         large_copies=tuple(_large_copies(text)),
         collectives={n: c for n, c in collectives.items() if c},
+        collective_bytes=sum(_result_bytes(line) for line in text.splitlines() if _COLLECTIVE.search(line)),
         chosen=tuple(sorted(where.chosen)),
         text=text,
     )
+
+
+_NO_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}
+_COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
+
+
+def _result_bytes(line: str) -> int:
+    """Of the arrays that an instruction makes."""
+    result = line.partition(" = ")[2].partition("(%")[0]
+    shapes = re.findall(r"\b(\w+)\[([\d,]*)\]", result)
+    sizes = [
+        _BYTES[kind] * int(np.prod([int(n) for n in dims.split(",") if n])) for kind, dims in shapes if kind in _BYTES
+    ]
+    return max(sizes, default=0)
 
 
 _BYTES = {"bf16": 2, "f32": 4, "s32": 4, "u32": 4, "s8": 1, "u8": 1, "pred": 1, "f16": 2}

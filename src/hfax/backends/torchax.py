@@ -318,7 +318,7 @@ class JaxCacheOps:
     def fits_pages(self, key: Any, value: Any, capacity: int, window: int | None) -> bool:
         """See `PagedCacheOps.fits_pages`."""
         fits = value.shape == key.shape and paged.fits(key.shape[3], window, capacity)
-        return fits and key.shape[1] % target.num_shards() == 0
+        return fits and key.shape[1] % target.head_shards()[1] == 0
 
     def fill_pages(self, key: Any, value: Any, padding: Any, capacity: int, window: int | None) -> dict[str, Any]:
         """See `PagedCacheOps.fill_pages`."""

@@ -30,6 +30,7 @@ from hfax.kv_cache.cache import cache_arrays, make_cache
 from hfax.load.skeleton import Skeleton
 from hfax.patches import registry
 from hfax.patches.masks import decoder_padding
+from hfax.sharding.constraints import constrain_cache, whole
 
 Arrays = dict[str, jax.Array]
 _ON_MODULES = "on_modules."
@@ -279,7 +280,8 @@ class TracedModel:
             checks=checks,
             constants=self._constants,
         )
-        return logits, arrays | {_ON_MODULES + name: array for name, array in kept.items()}
+        arrays |= {_ON_MODULES + name: array for name, array in kept.items()}
+        return whole(logits), constrain_cache(arrays)
 
     def decode_step(
         self,
@@ -363,7 +365,8 @@ class TracedModel:
         logits, arrays = tracing.call_module(
             self.module, self._all(params), call, used=self.patches_used, kept=kept, constants=self._constants
         )
-        return logits, arrays | {_ON_MODULES + name: array for name, array in kept.items()}
+        arrays |= {_ON_MODULES + name: array for name, array in kept.items()}
+        return whole(logits), constrain_cache(arrays)
 
     def _whole_text(
         self,

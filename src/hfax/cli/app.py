@@ -20,6 +20,7 @@ from hfax.cli.env import env
 from hfax.cli.error_display import is_debugging, show_error
 from hfax.cli.generate import generate
 from hfax.cli.matrix import matrix
+from hfax.cli.plan import plan
 from hfax.errors import HfaxError
 
 _EXAMPLES = """[bold]Examples[/bold]
@@ -28,6 +29,7 @@ _EXAMPLES = """[bold]Examples[/bold]
   hfax chat Qwen/Qwen3-0.6B
   hfax classify demo "What a lovely day" --labels POSITIVE,NEGATIVE
   hfax doctor Qwen/Qwen3-0.6B
+  hfax plan Qwen/Qwen3-0.6B --machines v5e:2x4
   hfax bench demo
   hfax env
 
@@ -63,7 +65,7 @@ def _top(
         typer.echo(context.get_help())
 
 
-for _verb in (generate, chat, classify, doctor, bench, matrix, env):
+for _verb in (generate, chat, classify, doctor, plan, bench, matrix, env):
     app.command(epilog=sys.modules[_verb.__module__].EXAMPLES)(_verb)
 
 

@@ -11,6 +11,7 @@ import typer
 
 from hfax.cli import model_options
 from hfax.cli.error_display import reporting
+from hfax.cli.numbers import positive_numbers
 from hfax.errors import InvalidInputError
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -56,10 +57,13 @@ def bench(
         model = _existing(model)
         decode = [
             Case(kind="decode", batch_size=batch, context=context, capacity=capacity, tokens=tokens)
-            for batch in _numbers("--batch-sizes", batch_sizes)
-            for context in _numbers("--contexts", contexts)
+            for batch in positive_numbers("--batch-sizes", batch_sizes)
+            for context in positive_numbers("--contexts", contexts)
         ]
-        cases = (*decode, *(Case(kind="prefill", context=n) for n in _numbers("--prompt-lengths", prompt_lengths)))
+        cases = (
+            *decode,
+            *(Case(kind="prefill", context=n) for n in positive_numbers("--prompt-lengths", prompt_lengths)),
+        )
         plans = [Plan(subject=SubjectSpec(name="hfax", kind="hfax", model=model, dtype=dtype.value), cases=cases)]
         for kind in quantization or []:
             spec = SubjectSpec(name=f"hfax {kind}", kind="hfax", model=model, dtype=dtype.value, quantization=kind)
@@ -108,14 +112,3 @@ def _existing(model: str) -> str:
             )
         return str(Path(model).resolve())
     return str(resolve_checkpoint(model).folder)
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise InvalidInputError(
-            f"{option} {text!r} is no list of positive numbers.",
-            "It takes numbers with commas between them.",
-            f"For example {option} 1,8.",
-        )
-    return [int(part) for part in parts]

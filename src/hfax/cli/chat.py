@@ -45,6 +45,7 @@ def chat(
     stop: writing_options.StopOption = [],  # noqa: B006 (typer copies it)
     dtype: model_options.DtypeOption = Dtype.AUTO,
     quantization: model_options.QuantizationOption = None,
+    parallelism: model_options.ParallelismOption = None,
     revision: model_options.RevisionOption = None,
     token: model_options.TokenOption = None,
     trust_remote_code: model_options.TrustOption = False,
@@ -67,6 +68,7 @@ def chat(
         local_files_only=local_files_only,
         backend=backend,
         quantization=quantization,
+        parallelism=parallelism,
     )
     how = WritingOptions(
         max_new_tokens=max_new_tokens,

@@ -55,6 +55,7 @@ def classify(
     ] = False,
     dtype: model_options.DtypeOption = Dtype.AUTO,
     quantization: model_options.QuantizationOption = None,
+    parallelism: model_options.ParallelismOption = None,
     revision: model_options.RevisionOption = None,
     token: model_options.TokenOption = None,
     trust_remote_code: model_options.TrustOption = False,
@@ -81,6 +82,7 @@ def classify(
         local_files_only=local_files_only,
         backend=backend,
         quantization=quantization,
+        parallelism=parallelism,
     )
     with reporting(verbose):
         phases = PhaseDisplay(make_console())

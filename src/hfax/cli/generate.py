@@ -47,6 +47,7 @@ def generate(
     stop: writing_options.StopOption = [],  # noqa: B006 (typer copies it)
     dtype: model_options.DtypeOption = Dtype.AUTO,
     quantization: model_options.QuantizationOption = None,
+    parallelism: model_options.ParallelismOption = None,
     revision: model_options.RevisionOption = None,
     token: model_options.TokenOption = None,
     trust_remote_code: model_options.TrustOption = False,
@@ -72,6 +73,7 @@ def generate(
         local_files_only=local_files_only,
         backend=backend,
         quantization=quantization,
+        parallelism=parallelism,
     )
     how = WritingOptions(
         max_new_tokens=max_new_tokens,

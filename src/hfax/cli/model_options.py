@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hfax.cli.mesh_option import parallelism_of
 from hfax.errors import CheckpointNotFoundError
 
 if TYPE_CHECKING:
@@ -42,6 +43,14 @@ QuantizationOption = Annotated[
     str | None,
     typer.Option(
         help="int8 or int4: pack the linear layers' weights while loading.", rich_help_panel=_PANEL, show_default=False
+    ),
+]
+ParallelismOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Devices to spread the model over: auto, or sizes by axis such as data=2,tensor=4.",
+        rich_help_panel=_PANEL,
+        show_default=False,
     ),
 ]
 RevisionOption = Annotated[
@@ -79,6 +88,7 @@ class ModelOptions:
     local_files_only: bool = False
     backend: str = "jax"
     quantization: str | None = None
+    parallelism: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,6 +137,7 @@ class Checkpoint:
             local_files_only=True,
             trust_remote_code=self.options.trust_remote_code,
             quantization=self.options.quantization,
+            parallelism=parallelism_of("--parallelism", self.options.parallelism),
         )
 
 

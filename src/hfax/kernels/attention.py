@@ -131,8 +131,8 @@ def _on_tpu(
     from hfax.kernels.tpu import attention as kernels  # Pallas for TPU takes a second to import
 
     options: dict[str, Any] = {"scale": scale, "window": mask.window, "softcap": softcap, "mesh": target.mesh()}
-    shards = target.num_shards()
-    if query.shape[1] % shards or key.shape[1] % shards:
+    shards, kv_shards = target.head_shards()
+    if query.shape[1] % shards or key.shape[1] % kv_shards:
         return None
     if isinstance(pages, JointPages) and query.shape[2] == 1 and query.dtype == pages.pages.dtype:
         target.choose("attention: ragged paged kernel (Pallas)")

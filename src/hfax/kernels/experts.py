@@ -2,17 +2,22 @@
 
 `grouped_linear` multiplies each row with the matrix of its expert, in one of three ways: the C++ kernel, which sorts the rows by
 expert and reads each chosen matrix once; for few rows, a gather of the chosen matrices; for many, rows sorted by expert and JAX's
-ragged product, which has lowerings of its own on TPU and GPU.
+ragged product, which has lowerings of its own on TPU and GPU. Over a mesh every device multiplies with the experts that it has,
+and the results are added up: no expert's matrix moves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from hfax.kernels import target
 from hfax.kernels.cpu import calls, library
 from hfax.kernels.quantized import QuantizedArray
+from hfax.sharding.mesh import HEAD_AXES, batch_axes, expert_axes, size_of
 
 
 def grouped_linear(
@@ -29,6 +34,41 @@ def grouped_linear(
     Returns:
         [rows, out_features] in the dtype of `x`.
     """
+    mesh = target.mesh()
+    if mesh is None or isinstance(weight, QuantizedArray):
+        return _on_one_device(x, weight, experts, is_transposed)
+    split = expert_axes(mesh, weight.shape[0])
+    inner = () if split else HEAD_AXES
+    if size_of(mesh, split or inner) == 1 or (inner and x.shape[1] % size_of(mesh, inner)):
+        return _on_one_device(x, weight, experts, is_transposed)
+    rows = batch_axes(mesh, len(x))
+
+    def local(x: jax.Array, weight: jax.Array, experts: jax.Array) -> jax.Array:
+        count = weight.shape[0]
+        mine = experts - (_index(split, mesh) * count if split else 0)
+        is_mine = (mine >= 0) & (mine < count)
+        out = _on_one_device(x, weight, jnp.where(is_mine, mine, count), is_transposed)  # `count`: nobody's rows
+        out = jnp.where(is_mine[:, None], out.astype(jnp.float32), 0)
+        return jax.lax.psum(out, split or inner).astype(x.dtype)
+
+    in_axis = 1 if is_transposed else 2
+    weight_spec = P(*(split or None if i == 0 else inner or None if i == in_axis else None for i in range(3)))
+    specs = (P(rows, inner or None), weight_spec, P(rows))
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(rows, None), check_vma=False)(x, weight, experts)
+
+
+def _index(axes: Sequence[str], mesh: jax.sharding.Mesh) -> jax.Array:
+    """Which part of what is split over these axes the device has."""
+    index = jnp.int32(0)
+    for axis in axes:
+        index = index * mesh.shape[axis] + jax.lax.axis_index(axis)
+    return index
+
+
+def _on_one_device(
+    x: jax.Array, weight: jax.Array | QuantizedArray, experts: jax.Array, is_transposed: bool
+) -> jax.Array:
+    """Rows whose expert is none of them come out as anything."""
     rows, num_experts = x.shape[0], weight.shape[0]
     if _has_kernel(x, weight) and not is_transposed:
         target.choose("experts: C++ kernel, each chosen matrix read once")
@@ -46,7 +86,8 @@ def grouped_linear(
     if rows < num_experts:
         target.choose("experts: the chosen matrices gathered")
         form = "ri,rio->ro" if is_transposed else "ri,roi->ro"
-        return jnp.einsum(form, x, weight[experts], preferred_element_type=jnp.float32).astype(x.dtype)
+        chosen = weight[jnp.minimum(experts, num_experts - 1)]
+        return jnp.einsum(form, x, chosen, preferred_element_type=jnp.float32).astype(x.dtype)
     target.choose("experts: rows sorted, ragged product")
     order = jnp.argsort(experts, stable=True)
     sizes = jnp.bincount(experts, length=num_experts).astype(jnp.int32)
@@ -64,7 +105,7 @@ def _is_for_tpu(x: jax.Array, weight: jax.Array) -> bool:
         return False
     from hfax.kernels.tpu import experts as kernels
 
-    return kernels.fits(x, weight, target.num_shards())
+    return kernels.fits(x, weight)
 
 
 def _on_tpu(x: jax.Array, weight: jax.Array, experts: jax.Array) -> jax.Array:
@@ -72,7 +113,7 @@ def _on_tpu(x: jax.Array, weight: jax.Array, experts: jax.Array) -> jax.Array:
 
     order = jnp.argsort(experts, stable=True)
     sizes = jnp.bincount(experts, length=weight.shape[0]).astype(jnp.int32)
-    out = kernels.grouped_linear(x[order], weight, sizes, mesh=target.mesh())
+    out = kernels.grouped_linear(x[order], weight, sizes)
     return jnp.zeros_like(out).at[order].set(out)
 
 

@@ -13,6 +13,8 @@ from contextvars import ContextVar
 
 import jax
 
+from hfax.sharding.mesh import HEAD_AXES, TENSOR, size_of
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
@@ -20,7 +22,7 @@ class Target:
 
     Args:
         platform: "cpu", "gpu" or "tpu".
-        mesh: the devices, with an axis "tensor" over which heads are split; None: one device.
+        mesh: the devices, with the axes of `hfax.sharding.mesh`; None: one device.
         pages: caches are kept in pages, as TPU's kernel reads them.
         chosen: gets a line for each way of computing that was chosen; shown by `hfax doctor`.
     """
@@ -49,9 +51,11 @@ def mesh() -> jax.sharding.Mesh | None:
     return None if (target := _target.get()) is None else target.mesh
 
 
-def num_shards() -> int:
-    """Over how many devices heads are split."""
-    return 1 if (devices := mesh()) is None else devices.shape["tensor"]
+def head_shards() -> tuple[int, int]:
+    """Into how many parts query heads are split, and heads of keys and values."""
+    if (devices := mesh()) is None:
+        return 1, 1
+    return size_of(devices, HEAD_AXES), size_of(devices, TENSOR)
 
 
 def choose(way: str) -> None:

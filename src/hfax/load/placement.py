@@ -1,4 +1,4 @@
-"""Weights from host memory onto a device, one at a time.
+"""Weights from host memory onto a device or over several, one at a time.
 
 Turns a torch tensor in host memory into a `jax.Array`. On the CPU platform the array adopts the tensor's memory where alignment
 allows, so loading makes no second copy. It does not know names, files or models.
@@ -7,11 +7,14 @@ allows, so loading makes no second copy. It does not know names, files or models
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
 import torch
+from jax.sharding import Sharding
 
 from hfax.errors import InvalidInputError, OutOfMemoryError
 
@@ -65,9 +68,33 @@ def _limits(array: np.ndarray) -> tuple[int, int]:
     return int(limits.min), int(limits.max)
 
 
-def place(tensor: torch.Tensor, device: jax.Device) -> jax.Array:
-    """The tensor on `device`. The caller must not change the tensor's memory afterwards."""
-    return jax.device_put(to_numpy(tensor), device)
+def place(tensor: torch.Tensor, where: Sharding) -> jax.Array:
+    """The tensor there. The caller must not change the tensor's memory afterwards."""
+    array = to_numpy(tensor)
+    if where.is_fully_addressable:
+        return jax.device_put(array, where)
+    return from_slices(array.shape, where, lambda index: array[index])
+
+
+def place_slices(
+    shape: tuple[int, ...], where: Sharding, read: Callable[[tuple[slice, ...]], torch.Tensor]
+) -> jax.Array:
+    """An array of which `read` gives the slices that this process's devices hold, each once."""
+    parts: dict[str, np.ndarray] = {}
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        key = repr(index)  # slices are not hashable
+        if key not in parts:
+            parts[key] = to_numpy(read(index))
+        return parts[key]
+
+    return from_slices(shape, where, part)
+
+
+def from_slices(shape: tuple[int, ...], where: Sharding, part: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
+    """An array of the parts that `part` gives for the devices of this process."""
+    callback: Any = part
+    return jax.make_array_from_callback(shape, where, callback)
 
 
 def check_fits(needed_bytes: int, device: jax.Device, what: str, fix: str) -> None:

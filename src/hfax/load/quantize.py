@@ -7,11 +7,12 @@ head; and experts of transformers' experts interface. Norms, biases, other embed
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
-import jax
 import jax.numpy as jnp
 import torch
+from jax.sharding import Sharding
 
 from hfax.errors import CheckpointCorruptError, UnsupportedOptionError
 from hfax.kernels.quantized import INT4_GROUP, QuantizedArray
@@ -53,22 +54,45 @@ def weights_to_quantize(module: torch.nn.Module, shapes: dict[str, torch.Tensor]
     return {name for name in found if name in shapes and shapes[name].ndim in (2, 3)}
 
 
-def quantize(tensor: torch.Tensor, quantization: Quantization, device: jax.Device) -> QuantizedArray | None:
-    """A matrix, [out, in], or several, [n, out, in], as integers and scales on `device`; None where rows do not divide into groups.
+def quantize(tensor: torch.Tensor, quantization: Quantization, where: Sharding) -> QuantizedArray | None:
+    """A matrix, [out, in], or several, [n, out, in], as integers and scales; None where rows do not divide into groups.
 
     8 bits: of each group the largest magnitude becomes 127. 4 bits: it becomes -8, so that all 16 values are used. Rows that do
     not divide into groups for 4 bits get 8.
     """
     width = tensor.shape[-1]
-    group = next((g for g in _GROUPS[quantization] if width % g == 0), None)
+    group = _group(width, quantization)
     if group is None:
-        return quantize(tensor, "int8", device) if quantization == "int4" else None
+        return quantize(tensor, "int8", where) if quantization == "int4" else None
     values, scale = _int8(tensor, group) if quantization == "int8" else _int4(tensor)
-    return restore(values, scale, tensor.dtype, device)
+    return restore(values, scale, tensor.dtype, where)
 
 
-def restore(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, device: jax.Device) -> QuantizedArray:
-    """Integers (int8, or uint8 for 4 bits) and scales, as `QuantizedArray` describes them, on `device`.
+def columns_together(width: int, quantization: Quantization) -> int:
+    """Columns of a row of this width that must not be split between devices, since they share a scale."""
+    found = bits_and_group(width, quantization)
+    return 1 if found is None else found[1]
+
+
+def bits_and_group(width: int, quantization: Quantization) -> tuple[int, int] | None:
+    """Bits of a weight and columns that share a scale, for rows of this width; None if they are not quantized."""
+    if (group := _group(width, quantization)) is not None:
+        return (8 if quantization == "int8" else 4), group
+    return bits_and_group(width, "int8") if quantization == "int4" else None
+
+
+def bytes_of(shape: tuple[int, ...], quantization: Quantization) -> int:
+    """Of a quantized matrix of this shape, its scales included; 2 a number if its rows do not divide into groups."""
+    numbers, found = math.prod(shape), bits_and_group(shape[-1], quantization)
+    return numbers * 2 if found is None else numbers * found[0] // 8 + numbers // found[1] * 2
+
+
+def _group(width: int, quantization: Quantization) -> int | None:
+    return next((g for g in _GROUPS[quantization] if width % g == 0), None)
+
+
+def restore(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, where: Sharding) -> QuantizedArray:
+    """Integers (int8, or uint8 for 4 bits) and scales, as `QuantizedArray` describes them; both are split as `where` says.
 
     Raises:
         CheckpointCorruptError: they are of other types.
@@ -81,7 +105,7 @@ def restore(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, devic
             "Save the quantized model again.",
         )
     name = str(dtype).removeprefix("torch.")
-    return QuantizedArray(values=place(values, device), scale=place(scale, device), bits=bits, dtype=jnp.dtype(name))
+    return QuantizedArray(values=place(values, where), scale=place(scale, where), bits=bits, dtype=jnp.dtype(name))
 
 
 def _int8(tensor: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,13 +12,14 @@ from hfax.kernels.quantized import QuantizedArray
 from hfax.load.placement import check_fits, place
 from hfax.load.quantize import Quantization, quantize, weights_to_quantize
 from hfax.load.skeleton import Skeleton
+from hfax.sharding.layout import Layout
 
 
 def draw_weights(
     skeleton: Skeleton,
     config: PretrainedConfig,
     dtype: torch.dtype,
-    device: jax.Device,
+    layout: Layout,
     quantization: Quantization | None = None,
 ) -> dict[str, jax.Array | QuantizedArray]:
     """Build the module for real once and take its weights over; uses torch's global generator.
@@ -27,7 +28,8 @@ def draw_weights(
         OutOfMemoryError: the weights do not fit the device.
     """
     needed = sum(t.numel() * t.element_size() for t in skeleton.shapes.values())
-    check_fits(needed, device, "The model", "Use a smaller configuration or dtype.")
+    needed = needed if layout.plan is None else layout.plan.bytes_per_device
+    check_fits(needed, layout.device, "The model", "Use a smaller configuration or dtype, or more devices.")
     module = type(skeleton.module)._from_config(copy.deepcopy(config), dtype=dtype)
     state = module.state_dict()
     del module
@@ -35,6 +37,7 @@ def draw_weights(
     weights: dict[str, jax.Array | QuantizedArray] = {}
     for name in skeleton.shapes:
         tensor = state.pop(name)
-        small = quantize(tensor, quantization, device) if quantization and name in packed else None
-        weights[name] = place(tensor, device) if small is None else small
+        where = layout.weight(name)
+        small = quantize(tensor, quantization, where) if quantization and name in packed else None
+        weights[name] = place(tensor, where) if small is None else small
     return weights

@@ -20,14 +20,24 @@ def open_store(source: CheckpointSource) -> TensorStore:
         tensors = read_pytorch_bin(source.weight_files)
         dtypes = [t.dtype for t in tensors.values() if t.is_floating_point()]
         return TensorStore(
-            names=tuple(tensors), read=lambda n: tensors[n].clone(), float_dtype=next(iter(dtypes), None)
+            names=tuple(tensors),
+            read=lambda name: tensors[name].clone(),
+            read_slice=lambda name, index: tensors[name][index].clone(),
+            shape=lambda name: tuple(tensors[name].shape),
+            float_dtype=next(iter(dtypes), None),
         )
     files = [SafetensorsFile(path) for path in source.weight_files]
     where = {name: file for file in files for name in file.tensors}
     floats = (name for name, file in where.items() if "F" in file.tensors[name].dtype)
     first = next(floats, None)
     stored = None if first is None else _TORCH_DTYPES.get(where[first].tensors[first].dtype)
-    return TensorStore(names=tuple(where), read=lambda name: as_torch(where[name].read(name)), float_dtype=stored)
+    return TensorStore(
+        names=tuple(where),
+        read=lambda name: as_torch(where[name].read(name)),
+        read_slice=lambda name, index: as_torch(where[name].read_slice(name, index)),
+        shape=lambda name: where[name].tensors[name].shape,
+        float_dtype=stored,
+    )
 
 
 _TORCH_DTYPES = {"F64": torch.float32, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

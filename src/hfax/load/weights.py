@@ -20,9 +20,10 @@ from transformers import PreTrainedModel
 from hfax.errors import CheckpointCorruptError
 from hfax.kernels.quantized import QuantizedArray
 from hfax.load.conversion import ConversionStep, check_complete, plan_conversion, run_step
-from hfax.load.placement import check_fits, place
+from hfax.load.placement import check_fits, place, place_slices
 from hfax.load.quantize import SCALE_SUFFIX, Quantization, quantize, restore, weights_to_quantize
 from hfax.load.skeleton import Skeleton
+from hfax.sharding.layout import Layout
 
 Weight = jax.Array | QuantizedArray
 
@@ -40,18 +41,22 @@ class TensorStore:
     Args:
         names: all of them.
         read: gives one, in host memory that nobody else uses.
+        read_slice: gives a part of one, by a slice for each axis, without reading the rest.
+        shape: of one.
         float_dtype: of the floating-point tensors, None if there are none.
     """
 
     names: Iterable[str]
     read: Callable[[str], torch.Tensor]
+    read_slice: Callable[[str, tuple[slice, ...]], torch.Tensor]
+    shape: Callable[[str], tuple[int, ...]]
     float_dtype: torch.dtype | None
 
 
 def load_weights(
     skeleton: Skeleton,
     store: TensorStore,
-    device: jax.Device,
+    layout: Layout,
     dtype: torch.dtype,
     *,
     strict: bool,
@@ -62,7 +67,7 @@ def load_weights(
     Args:
         skeleton: what is wanted.
         store: what there is.
-        device: where the arrays go.
+        layout: where the arrays go.
         dtype: the floating-point dtype asked for; modules that transformers keeps in float32 stay so.
         strict: missing and unexpected tensors are errors.
         quantization: of the linear layers' matrices.
@@ -81,11 +86,36 @@ def load_weights(
     needed = sum(
         t.numel() * bits // 8 if name in packed else t.numel() * t.element_size() for name, t in skeleton.shapes.items()
     )
-    check_fits(needed, device, "Loading the weights", "Use a smaller dtype (dtype='bfloat16') or a larger device.")
+    needed = needed if layout.plan is None else layout.plan.bytes_per_device
+    check_fits(
+        needed,
+        layout.device,
+        "Loading the weights",
+        "Use a smaller dtype (dtype='bfloat16'), or more or larger devices.",
+    )
     target_dtype = _dtype_rule(skeleton.module, dtype)
     expected = {**skeleton.shapes, **{alias: skeleton.shapes[name] for alias, name in skeleton.tied.items()}}
 
+    def load_slices(step: ConversionStep) -> list[tuple[str, Weight]] | None:
+        """A weight that is stored as it is, of which no device needs the whole."""
+        name, stored = step.target, step.sources[0][0]
+        where = layout.weight(skeleton.tied.get(name, name))
+        if step.converter is not None or name in packed or where.is_fully_replicated:
+            return None
+        if (shape := store.shape(stored)) != tuple(expected[name].shape):
+            return None  # the other way has the words for it
+        wanted = target_dtype(name, expected[name])
+        floats = expected[name].is_floating_point()
+
+        def read(index: tuple[slice, ...]) -> torch.Tensor:
+            part = store.read_slice(stored, index)
+            return part.to(wanted) if floats else part
+
+        return [(name, place_slices(shape, where, read))]
+
     def load_step(step: ConversionStep) -> list[tuple[str, Weight]]:
+        if (sliced := load_slices(step)) is not None:
+            return sliced
         placed: list[tuple[str, Weight]] = []
         for name, tensor in run_step(step, store.read, skeleton.module):
             if name not in expected:
@@ -97,12 +127,10 @@ def load_weights(
             _check_shape(name, tensor, expected[name], step)
             wanted = target_dtype(name, expected[name])
             tensor = tensor.to(wanted) if tensor.is_floating_point() else tensor
-            small = (
-                quantize(tensor, quantization, device)
-                if quantization and skeleton.tied.get(name, name) in packed
-                else None
-            )
-            placed.append((name, place(tensor, device) if small is None else small))
+            own_name = skeleton.tied.get(name, name)
+            where = layout.weight(own_name)
+            small = quantize(tensor, quantization, where) if quantization and own_name in packed else None
+            placed.append((name, place(tensor, where) if small is None else small))
         return placed
 
     weights: dict[str, Weight] = {}
@@ -115,11 +143,11 @@ def load_weights(
             raise
     tied = _settle_ties(weights, skeleton.tied)
     missing = check_complete(skeleton, set(weights), plan.unexpected, strict=strict)
-    weights.update(initialise(skeleton, missing, device))
+    weights.update(initialise(skeleton, missing, layout))
     return weights, tied
 
 
-def load_quantized(skeleton: Skeleton, store: TensorStore, device: jax.Device, dtype: torch.dtype) -> dict[str, Weight]:
+def load_quantized(skeleton: Skeleton, store: TensorStore, layout: Layout, dtype: torch.dtype) -> dict[str, Weight]:
     """The weights of a checkpoint that `save_pretrained` wrote from a quantized model: its own names, integers and scales.
 
     Raises:
@@ -137,11 +165,11 @@ def load_quantized(skeleton: Skeleton, store: TensorStore, device: jax.Device, d
     target_dtype = _dtype_rule(skeleton.module, dtype)
     weights: dict[str, Weight] = {}
     for name, meta in skeleton.shapes.items():
-        tensor, wanted = store.read(name), target_dtype(name, meta)
+        tensor, wanted, where = store.read(name), target_dtype(name, meta), layout.weight(name)
         if name + SCALE_SUFFIX in names:
-            weights[name] = restore(tensor, store.read(name + SCALE_SUFFIX), wanted, device)
+            weights[name] = restore(tensor, store.read(name + SCALE_SUFFIX), wanted, where)
         else:
-            weights[name] = place(tensor.to(wanted) if tensor.is_floating_point() else tensor, device)
+            weights[name] = place(tensor.to(wanted) if tensor.is_floating_point() else tensor, where)
         if tuple(weights[name].shape) != tuple(meta.shape):
             raise CheckpointCorruptError(
                 f"{name!r} has shape {tuple(weights[name].shape)} in the checkpoint; the model wants {tuple(meta.shape)}.",
@@ -151,7 +179,7 @@ def load_quantized(skeleton: Skeleton, store: TensorStore, device: jax.Device, d
     return weights
 
 
-def initialise(skeleton: Skeleton, names: list[str], device: jax.Device) -> dict[str, jax.Array]:
+def initialise(skeleton: Skeleton, names: list[str], layout: Layout) -> dict[str, jax.Array]:
     """Random values for weights that no checkpoint holds, drawn as transformers' own initialisation does (torch's seed)."""
     if not names:
         return {}
@@ -171,7 +199,7 @@ def initialise(skeleton: Skeleton, names: list[str], device: jax.Device) -> dict
         for name in own:
             materialised[f"{prefix}.{name}".lstrip(".")] = module.get_parameter(name).detach()
             module._parameters[name] = meta[name]
-    return {name: place(tensor, device) for name, tensor in materialised.items()}
+    return {name: place(tensor, layout.weight(name)) for name, tensor in materialised.items()}
 
 
 def _owning_model(root: PreTrainedModel, prefix: str) -> PreTrainedModel:

@@ -24,6 +24,7 @@ from hfax.programs.generation_request import Prompts, choose_capacity
 from hfax.programs.program_cache import Program, ProgramCache
 from hfax.programs.sampling_config import make_sampling_spec
 from hfax.programs.speculation import Speculation, advance_with_guesses
+from hfax.sharding.layout import Layout
 
 _CHUNK_SECONDS = 0.05
 """How often a streamer gets its tokens."""
@@ -128,7 +129,7 @@ def open_loop(
     model: TracedModel,
     programs: ProgramCache,
     params: Mapping[str, jax.Array],
-    device: jax.Device,
+    layout: Layout,
     prompts: Prompts,
     options: GenerationOptions,
     *,
@@ -141,7 +142,7 @@ def open_loop(
         model: the traced module.
         programs: where its programs are kept.
         params: the weights.
-        device: where to run.
+        layout: where to run.
         prompts: checked and padded.
         options: what to draw.
         static: forward's arguments that are not arrays.
@@ -172,9 +173,9 @@ def open_loop(
         "unused": unused,
         "sampling": values,
     }
-    request = jax.device_put(request, device)
-    inputs = jax.device_put(prompts.inputs, device)
-    return Loop(model, programs, params, spec, static, prompts.static, request, device, options), inputs
+    request = layout.put(request)
+    inputs = layout.put_rows(prompts.inputs)
+    return Loop(model, programs, params, spec, static, prompts.static, request, layout, options), inputs
 
 
 class Loop:
@@ -189,12 +190,12 @@ class Loop:
         static: Mapping[str, Any],
         prompt_static: Mapping[str, Any],
         request: Mapping[str, Any],
-        device: jax.Device,
+        layout: Layout,
         options: GenerationOptions,
     ) -> None:
         self._speculation, self._draft = options.speculation, options.draft
         self._model, self._programs, self._params = model, programs, dict(params)
-        self._spec, self._static, self._request, self._device = spec, dict(static), request, device
+        self._spec, self._static, self._request, self._layout = spec, dict(static), request, layout
         self._prompt_static = dict(prompt_static)
         self._advance: Program | None = None
 
@@ -217,7 +218,7 @@ class Loop:
         state = program.run(*args)
         raise_failed(state.pop("checks"))
         if self._speculation is not None:
-            state["rounds"] = jax.device_put(np.int32(0), self._device)
+            state["rounds"] = self._layout.put(np.int32(0))
         if self._draft is not None:
             state["draft_cache"] = self._read_by_draft(inputs)
         return state
@@ -242,7 +243,7 @@ class Loop:
         """Draw tokens until there are `limit`, or every sequence has ended."""
         if self._speculation is not None:
             return self._advance_with_guesses(state, limit)
-        args = (self._params, state, self._request, jax.device_put(np.int32(limit), self._device))
+        args = (self._params, state, self._request, self._layout.put(np.int32(limit)))
         if self._advance is None:
             batch, capacity = state["tokens"].shape
             self._advance = self._programs.get(
@@ -262,7 +263,7 @@ class Loop:
         draft, draft_params = self._draft or (None, {})
         speculation = self._speculation
         assert speculation is not None
-        limit_array = jax.device_put(np.int32(limit), self._device)
+        limit_array = self._layout.put(np.int32(limit))
         args = (self._params, dict(draft_params), state, self._request, limit_array)
         if self._advance is None:
             self._advance = self._programs.get(

@@ -36,6 +36,7 @@ from hfax.kernels.cpu import library
 from hfax.kernels.target import compiling_for
 from hfax.load.placement import check_fits
 from hfax.phases import phase
+from hfax.sharding.layout import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -71,16 +72,17 @@ class Program:
 
 
 class ProgramCache:
-    """The programs of one model on one device.
+    """The programs of one model.
 
     Args:
         model_key: identifies the traced module: class, configuration, dtype, source of custom code.
-        device: where the programs run.
+        layout: where the programs run, and how what they are given is split.
     """
 
-    def __init__(self, model_key: str, device: jax.Device) -> None:
+    def __init__(self, model_key: str, layout: Layout) -> None:
         self._model_key = model_key
-        self._device = device
+        self._layout = layout
+        self._device = layout.device
         self._programs: dict[str, Program] = {}
 
     def get(
@@ -107,11 +109,12 @@ class ProgramCache:
             OutOfMemoryError: the compiler found that the program does not fit the device.
         """
         leaves, tree = jax.tree.flatten(args)
-        shapes = [(tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves]
+        shapes = [(tuple(leaf.shape), str(leaf.dtype), _split(leaf)) for leaf in leaves]
         memory_key = repr((name, static_key, tree, shapes, donate, is_loop, _jax_settings()))
         if (program := self._programs.get(memory_key)) is None:
-            path = program_folder() / f"{_digest(environment_key(self._device), self._model_key, memory_key)}.program"
-            program = _read(path, name, self._device)
+            parts = (environment_key(self._device), self._layout.key, self._model_key, memory_key)
+            path = program_folder() / f"{_digest(*parts)}.program"
+            program = _read(path, name, self._layout)
             if program is None:
                 program = self._compile(name, function, args, donate, is_loop, path)
             self._programs[memory_key] = program
@@ -133,7 +136,7 @@ class ProgramCache:
             notes.append(note)
             return results
 
-        with phase("trace", name), compiling_for(self._device):
+        with phase("trace", name), compiling_for(self._device, mesh=self._layout.mesh):
             lowered = jax.jit(traced, donate_argnums=donate).lower(*args)
         options = _CPU_DECODE_OPTIONS if is_loop and self._device.platform == "cpu" else None
         with phase("compile", name):
@@ -144,6 +147,11 @@ class ProgramCache:
         program = Program(run=_guarded(compiled, name, self._device), note=notes[-1])
         _write(path, compiled, program.note)
         return program
+
+
+def _split(array: Any) -> str:
+    """How it lies over a mesh; nothing for one device."""
+    return str(getattr(getattr(array, "sharding", None), "spec", ""))
 
 
 def program_folder() -> Path:
@@ -229,7 +237,7 @@ def _as_out_of_memory(error: Exception, name: str) -> OutOfMemoryError | None:
     )
 
 
-def _read(path: Path, name: str, device: jax.Device) -> Program | None:
+def _read(path: Path, name: str, layout: Layout) -> Program | None:
     """A program from disk; None if there is none or it cannot be used (then it is removed)."""
     if os.environ.get("HFAX_PROGRAM_CACHE") == "0":
         return None
@@ -239,11 +247,11 @@ def _read(path: Path, name: str, device: jax.Device) -> Program | None:
             return None
         payload, in_tree, out_tree, note = pickle.loads(path.read_bytes())
         compiled = serialize_executable.deserialize_and_load(
-            payload, in_tree, out_tree, backend=device.client, execution_devices=[device]
+            payload, in_tree, out_tree, backend=layout.device.client, execution_devices=list(layout.devices)
         )
         with contextlib.suppress(OSError):
             os.utime(path)
-        return Program(run=_guarded(compiled, name, device), note=note)
+        return Program(run=_guarded(compiled, name, layout.device), note=note)
     except FileNotFoundError:
         return None
     except Exception as error:

@@ -21,6 +21,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import PartitionSpec as P
 
 from hfax.kernels.paged import JointPages, SeparatePages
+from hfax.sharding.mesh import HEAD_AXES, TENSOR, batch_axes
 
 _LANES = 128
 """Head dimensions and lengths that the kernels take are multiples of it."""
@@ -57,7 +58,7 @@ def splash_attention(
         scale: multiplies the scores.
         window: how many tokens each sees, itself included; None: all before it.
         softcap: see `hfax.kernels.attention`.
-        mesh: has an axis "tensor", over which heads are split; None: one device.
+        mesh: has the axes of `hfax.sharding.mesh`; None: one device.
         interpret: run the kernel by plain JAX.
 
     Returns:
@@ -84,10 +85,10 @@ def splash_attention(
         )
         return out.swapaxes(1, 2).astype(query.dtype)
 
-    heads = P(None, "tensor", None, None)
-    return _on_devices(local, mesh, (heads, heads, heads, P(None, None)), P(None, None, "tensor", None))(
-        query, key, value, is_real
-    )
+    rows = _rows(mesh, query.shape[0])
+    kv = P(rows, TENSOR, None, None)
+    specs = (P(rows, HEAD_AXES, None, None), kv, kv, P(rows, None))
+    return _on_devices(local, mesh, specs, P(rows, None, HEAD_AXES, None))(query, key, value, is_real)
 
 
 def ragged_attention(
@@ -135,10 +136,11 @@ def ragged_attention(
         }
         return ragged_paged_attention(*rows, **options, **sizes, vmem_limit_bytes=_VMEM_BYTES)[:, None]
 
-    kv = P(None, None, "tensor", None)
-    specs = (P(None, "tensor", None, None), kv, P(None, None), P(None))
+    # pages of all sequences stand in one list, so batches are not split here
+    kv = P(None, None, TENSOR, None)
+    specs = (P(None, HEAD_AXES, None, None), kv, P(None, None), P(None))
     flat = pages.pages.reshape(-1, *pages.pages.shape[2:])
-    return _on_devices(local, mesh, specs, P(None, None, "tensor", None))(query, flat, *pages.table())
+    return _on_devices(local, mesh, specs, P(None, None, HEAD_AXES, None))(query, flat, *pages.table())
 
 
 def paged_attention(
@@ -164,10 +166,14 @@ def paged_attention(
         )
         return out[:, None].astype(query.dtype)
 
-    kv = P("tensor", None, None, None)
-    specs = (P(None, "tensor", None, None), kv, kv, P(None, None), P(None))
+    kv = P(TENSOR, None, None, None)
+    specs = (P(None, HEAD_AXES, None, None), kv, kv, P(None, None), P(None))
     flat = [a.reshape(a.shape[0], -1, *a.shape[3:]) for a in (pages.key_pages, pages.value_pages)]
-    return _on_devices(local, mesh, specs, P(None, None, "tensor", None))(query, *flat, *pages.table())
+    return _on_devices(local, mesh, specs, P(None, None, HEAD_AXES, None))(query, *flat, *pages.table())
+
+
+def _rows(mesh: jax.sharding.Mesh | None, count: int) -> tuple[str, ...] | None:
+    return None if mesh is None else batch_axes(mesh, count)
 
 
 def _on_devices(

@@ -1,0 +1,145 @@
+"""`hfax plan`: which devices a model fits on and how fast it can be there, before any are rented."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hfax.cli import model_options
+from hfax.cli.error_display import reporting
+from hfax.cli.mesh_option import mesh_sizes
+from hfax.cli.numbers import positive_numbers
+from hfax.errors import InvalidInputError
+
+EXAMPLES = """[bold]Examples[/bold]
+
+  hfax plan meta-llama/Meta-Llama-3-8B --machines v5e:2x4,v6e:2x2 --batch 1,8,64
+  hfax plan ./config.json --machines v5p:2x2x2 --context 32768 --quantization int8
+  hfax plan Qwen/Qwen3-30B-A3B --machines v6e:2x4,h100:8 --json-file plan.json --plot plan.png"""
+
+
+def plan(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hub id, a folder, a config.json, or demo.")],
+    machines: Annotated[
+        str, typer.Option("--machines", "--topology", help="TPU topologies, or GPUs by kind and count; with commas.")
+    ] = "v5e:2x4,v6e:2x4",
+    batch: Annotated[str, typer.Option(help="Sequences side by side, comma-separated.")] = "1",
+    context: Annotated[int, typer.Option(help="Tokens of each sequence at its end.", min=2)] = 8192,
+    prompt: Annotated[int, typer.Option(help="Of them in the prompt; 0: 512, of a short context half.", min=0)] = 0,
+    quantization: model_options.QuantizationOption = None,
+    mesh: Annotated[
+        str | None, typer.Option(help="Sizes by axis, such as data=2,tensor=4; the best if left out.")
+    ] = None,
+    no_compile: Annotated[
+        bool, typer.Option("--no-compile", help="Arithmetic alone, without the TPU compiler: seconds, not minutes.")
+    ] = False,
+    json_file: Annotated[
+        Path | None, typer.Option(help="Write the plans there; from_pretrained(plan=…) reads it.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw tokens a second against batch there, a PNG.")] = None,
+    trust_remote_code: model_options.TrustOption = False,
+    json_output: model_options.JsonOption = False,
+    verbose: model_options.VerboseOption = False,
+) -> None:
+    """Say what fits, on which mesh, and how fast at best; for TPUs by the real compiler. Loads no weights."""
+    with reporting(verbose):
+        from rich.console import Console
+
+        from hfax.doctor import read_any_config
+        from hfax.load.quantize import check_name
+        from hfax.planning.plan import ASSUMPTIONS, make_plans
+
+        check_name(quantization)
+        config = read_any_config(model, trust_remote_code)
+        console = Console(stderr=True)
+        plans = []
+        with console.status("planning"):
+            for each in make_plans(
+                model,
+                config,
+                [part.strip() for part in machines.split(",") if part.strip()],
+                batches=positive_numbers("--batch", batch),
+                context=context,
+                prompt=prompt or None,
+                quantization=quantization,  # pyright: ignore[reportArgumentType]
+                mesh=mesh_sizes("--mesh", mesh),
+                compiles=not no_compile,
+            ):
+                plans.append(each)
+        text = json.dumps({"plans": [dataclasses.asdict(p) for p in plans], "assumptions": ASSUMPTIONS}, indent=2)
+        if json_file is not None:
+            json_file.write_text(text + "\n")
+        if plot is not None:
+            _draw(plans, plot)
+        if json_output:
+            typer.echo(text)
+        else:
+            _print(plans, ASSUMPTIONS)
+
+
+def _print(plans: list[Any], assumptions: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    first = plans[0]
+    console = Console()
+    memory = Table(title=f"{first.model}: GB a device at {first.context:,} tokens")
+    speed = Table(title=f"Limits; prompts of {first.prompt:,} tokens")
+    for name in ("machine", "mesh", "batch", "fits", "weights", "cache", "temp.", "of", "most tokens", "most rows"):
+        memory.add_column(name, justify="left" if name in ("machine", "mesh", "fits") else "right")
+    for name in ("machine", "batch", "1st token ms", "tokens/s", "limited by", "messages a layer", "MB", "compile s"):
+        speed.add_column(name, justify="left" if name in ("machine", "limited by") else "right")
+    for p in plans:
+        memory.add_row(
+            p.machine,
+            " ".join(f"{name} {size}" for name, size in p.mesh.items()),
+            str(p.batch),
+            "yes" if p.fits else "no",
+            f"{p.weight_bytes / 1e9:.2f}",
+            f"{p.cache_bytes / 1e9:.2f}",
+            "?" if p.temporary_bytes is None else f"{p.temporary_bytes / 1e9:.2f}",
+            f"{p.memory_bytes / 1e9:.1f}",
+            f"{p.longest_context:,}",
+            f"{p.largest_batch:,}",
+        )
+        speed.add_row(
+            p.machine,
+            str(p.batch),
+            f"{p.prefill_s * 1e3:.1f}",
+            f"{p.tokens_per_s:,.0f}",
+            p.limited_by,
+            "?" if p.collectives_per_layer is None else f"{p.collectives_per_layer:.1f}",
+            "?" if not p.collective_bytes else f"{p.collective_bytes['decode'] / 1e6:.1f}",
+            "?" if not p.compile_s else f"{sum(p.compile_s.values()):.0f}",
+        )
+    console.print(memory)
+    console.print(speed)
+    for problem in dict.fromkeys(f"{p.machine}: {p.problem}" for p in plans if p.problem):
+        console.print(problem, markup=False)
+    console.print(assumptions, markup=False)
+
+
+def _draw(plans: list[Any], path: Path) -> None:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InvalidInputError(
+            "The plot needs matplotlib.", str(error), "Install hfax[bench], or leave --plot out."
+        ) from error
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for machine in dict.fromkeys(p.machine for p in plans):
+        own = sorted((p for p in plans if p.machine == machine), key=lambda p: p.batch)
+        axes.plot([p.batch for p in own], [p.tokens_per_s for p in own], "o-", label=machine)
+        off = [p for p in own if not p.fits]
+        axes.plot([p.batch for p in off], [p.tokens_per_s for p in off], "x", color="black")
+    axes.set(xscale="log", yscale="log", xlabel="sequences side by side", ylabel="tokens a second, at best")
+    axes.set_title(f"{plans[0].model}, {plans[0].context:,} tokens (x: does not fit)")
+    axes.legend()
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,412 @@
+"""What a model needs on devices that are not here, and how fast it can be there at best.
+
+Turns a config, a machine ("v5e:2x4", "h100:8") and a request's shape into a `Plan`: the mesh that serves it best, bytes a device,
+what else would fit, and limits from the chips' published figures. Weights and cache are counted from the model's own structure and
+the mesh's plan; for TPUs both programs are compiled by the real compiler, which tells temporaries and communication. Nothing here
+needs the devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from transformers import PretrainedConfig
+
+from hfax.backends.traced_model import TracedModel
+from hfax.errors import HfaxError, InvalidInputError, UnsupportedOptionError
+from hfax.load.placement import to_numpy
+from hfax.load.quantize import Quantization, weights_to_quantize
+from hfax.load.skeleton import Skeleton
+from hfax.planning.chips import TPUS, Chip, chip_of
+from hfax.sharding.choose import plan_over
+from hfax.sharding.constraints import cache_spec
+from hfax.sharding.mesh import DATA, EXPERT, FSDP, HEAD_AXES, TENSOR, attention_heads, make_mesh, num_experts, size_of
+from hfax.sharding.plan import ShardingPlan
+
+ASSUMPTIONS = (
+    "Times are limits: memory is read at the chip's published bandwidth, matrices multiply at its published bfloat16 peak, "
+    "messages go at its published interconnect bandwidth and 1 microsecond each, and nothing overlaps. A decoding step reads "
+    "every weight that it uses once and the whole cache of every sequence at the context's end; of experts it reads as many as "
+    "its tokens choose on average. 6% of a chip's memory is left to the runtime."
+)
+_USABLE = 0.94
+_MESSAGE_S = 1e-6
+_MAX_CONTEXT, _MAX_BATCH = 1 << 24, 1 << 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One machine and one shape of requests.
+
+    Args:
+        model: the model's name.
+        machine: a topology or a kind and a count.
+        num_devices: of it.
+        mesh: sizes by axis, the recommended ones; give them to `from_pretrained(parallelism=…)`.
+        dtype, quantization: of the weights.
+        batch: sequences side by side.
+        context: tokens of each, prompt included.
+        prompt: tokens of each prompt.
+        weight_bytes, cache_bytes: on each device.
+        temporary_bytes: likewise, the larger of both programs' as the compiler says; None where nothing was compiled.
+        memory_bytes: of a device, without what is left to the runtime.
+        fits: whether it all does.
+        longest_context: that fits with this batch; 0 if none does.
+        largest_batch: that fits with this context.
+        prefill_s: to the first token, at best.
+        tokens_per_s: of all sequences together, at best.
+        limited_by: of a decoding step, what takes longest: "weights", "cache", "operations" or "communication".
+        collectives: in each program, how often each kind stands in the compiled text.
+        collective_bytes: in each program, what a device gets from others in one step.
+        collectives_per_layer: of decoding, without those outside of layers.
+        compile_s: of each program.
+        problem: why there is nothing of the above that needs a compiler; empty if there is.
+    """
+
+    model: str
+    machine: str
+    num_devices: int
+    mesh: dict[str, int]
+    dtype: str
+    quantization: str | None
+    batch: int
+    context: int
+    prompt: int
+    weight_bytes: int
+    cache_bytes: int
+    temporary_bytes: int | None
+    memory_bytes: int
+    fits: bool
+    longest_context: int
+    largest_batch: int
+    prefill_s: float
+    tokens_per_s: float
+    limited_by: str
+    collectives: dict[str, dict[str, int]]
+    collective_bytes: dict[str, int]
+    collectives_per_layer: float | None
+    compile_s: dict[str, float]
+    problem: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Model:
+    """What is counted once for all machines."""
+
+    name: str
+    config: PretrainedConfig
+    skeleton: Skeleton
+    quantization: Quantization | None
+    caches: dict[int, dict[str, jax.ShapeDtypeStruct]]  # of one sequence, by capacity
+    operations_per_token: float  # in products with weights that a token uses
+    attention_per_token: float  # operations for each earlier token
+
+
+def make_plans(
+    name: str,
+    config: PretrainedConfig,
+    machines: Sequence[str],
+    *,
+    batches: Sequence[int] = (1,),
+    context: int = 8192,
+    prompt: int | None = None,
+    quantization: Quantization | None = None,
+    mesh: dict[str, int] | None = None,
+    compiles: bool = True,
+) -> Iterator[Plan]:
+    """A plan for each machine and batch.
+
+    Args:
+        name: of the model, for the table.
+        config: of a decoder-only model.
+        machines: TPU topologies ("v5e:2x4") or kinds of GPU with a count ("h100:8").
+        batches: sequences side by side.
+        context: tokens of each sequence at its end.
+        prompt: of them in the prompt; 512 if None, of a short context half.
+        quantization: of the weights.
+        mesh: sizes by axis; None: the best by the limits.
+        compiles: let the TPU compiler say what it knows; arithmetic alone otherwise.
+
+    Raises:
+        UnsupportedOptionError: the model does not generate from token ids alone.
+        InvalidInputError: an unknown machine, or a shape that cannot be.
+    """
+    prompt = min(512, context // 2) if prompt is None else prompt
+    if not 0 < prompt < context or min(batches, default=0) < 1:
+        raise InvalidInputError(
+            f"A plan for batches {list(batches)}, a context of {context} and a prompt of {prompt} tokens cannot be made.",
+            "There is a sequence at least, and the prompt is shorter than the context.",
+            "Change --batch, --context or --prompt.",
+        )
+    found = [(machine, chip_of(machine), *_devices(machine)) for machine in machines]
+    model = _read(name, config, quantization, context)
+    for machine, chip, devices, problem in found:
+        for batch in batches:
+            yield _plan(model, machine, chip, devices, problem, batch, context, prompt, mesh, compiles)
+
+
+def read_plan(path: str | Path) -> list[Plan]:
+    """Plans that `hfax plan --json-file` wrote.
+
+    Raises:
+        InvalidInputError: it holds none.
+    """
+    try:
+        return [Plan(**each) for each in json.loads(Path(path).read_text())["plans"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidInputError(
+            f"{path} holds no plan of hfax.",
+            f"{type(error).__name__}: {error}",
+            "Write one with hfax plan --json-file.",
+        ) from error
+
+
+def _read(name: str, config: PretrainedConfig, quantization: Quantization | None, context: int) -> _Model:
+    from hfax.auto import _resolve_dtype, _skeleton
+
+    skeleton = _skeleton(config, None, _resolve_dtype("auto", config, None), None, None)
+    module = skeleton.module
+    traced = TracedModel(skeleton, skeleton.tied, {n: jnp.asarray(to_numpy(b)) for n, b in skeleton.buffers.items()})
+    if not module.can_generate() or traced.traits.is_encoder_decoder or traced.traits.main_input != "input_ids":
+        raise UnsupportedOptionError(
+            f"{type(module).__name__} cannot be planned.",
+            "Plans are of decoders, whose requests are a prompt's and a context's lengths.",
+            "For other models, hfax doctor counts weights and operations.",
+        )
+    params = {
+        n: jax.ShapeDtypeStruct(tuple(t.shape), jnp.dtype(str(t.dtype).removeprefix("torch.")))
+        for n, t in skeleton.shapes.items()
+    }
+    ids = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    caches: dict[int, dict[str, jax.ShapeDtypeStruct]] = {}
+    for capacity in sorted({256, context}):
+        _, caches[capacity] = jax.eval_shape(
+            lambda p, x, c=capacity: traced.prefill(p, x, {}, c), params, {"input_ids": ids, "attention_mask": ids}
+        )
+    text: Any = config.get_text_config(decoder=True)
+    heads, _ = attention_heads(config)
+    width = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
+    layers = sum(1 for n in caches[context] if n.endswith(".keys"))
+    return _Model(
+        name=name,
+        config=config,
+        skeleton=skeleton,
+        quantization=quantization,
+        caches=caches,
+        operations_per_token=2 * sum(_used_numbers(skeleton, config).values()),
+        attention_per_token=4.0 * layers * (heads or 0) * width,
+    )
+
+
+def _plan(
+    model: _Model,
+    machine: str,
+    chip: Chip,
+    devices: list[Any],
+    problem: str,
+    batch: int,
+    context: int,
+    prompt: int,
+    mesh: dict[str, int] | None,
+    compiles: bool,
+) -> Plan:
+    candidates = [mesh] if mesh else list(_candidates(model.config, len(devices)))
+    plans = [
+        (sizes, plan_over(model.skeleton, make_mesh(sizes, model.config, devices), model.quantization))
+        for sizes in candidates
+    ]
+    ranked = [(sizes, plan, _limits(model, chip, plan, batch, context, prompt)) for sizes, plan in plans]
+    room = int(chip.memory_bytes * _USABLE)
+
+    def merit(each: Any) -> tuple[bool, float, float]:
+        _, plan, limits = each
+        needed = plan.bytes_per_device + _cache_bytes(model, plan, batch, context)
+        return needed <= room, limits.tokens_per_s, -needed
+
+    sizes, plan, limits = max(ranked, key=merit)
+    programs: list[Any] = []
+    if compiles and not problem and chip.name in TPUS:
+        from hfax.topology import compile_programs
+
+        try:
+            programs = compile_programs(
+                model.skeleton,
+                plan,
+                batch_size=batch,
+                prompt_length=prompt,
+                capacity=context,
+                quantization=model.quantization,
+            )
+        except HfaxError as error:
+            problem = str(error)
+        except jax.errors.JaxRuntimeError as error:  # the compiler's way to say that it does not fit
+            problem = str(error).splitlines()[0]
+    temporaries = max((p.temporary_bytes for p in programs), default=None)
+    weights, cache = plan.bytes_per_device, _cache_bytes(model, plan, batch, context)
+    left = room - weights - (temporaries or 0)
+    communication = {p.name: p.collective_bytes for p in programs}
+    if programs:
+        limits = _limits(model, chip, plan, batch, context, prompt, {p.name: p for p in programs})
+    layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    return Plan(
+        model=model.name,
+        machine=machine,
+        num_devices=len(devices),
+        mesh={name: size for name, size in sizes.items() if size > 1} or {TENSOR: 1},
+        dtype=str(model.skeleton.module.dtype).removeprefix("torch."),
+        quantization=model.quantization,
+        batch=batch,
+        context=context,
+        prompt=prompt,
+        weight_bytes=weights,
+        cache_bytes=cache,
+        temporary_bytes=temporaries,
+        memory_bytes=room,
+        fits=left >= cache,
+        longest_context=_largest(lambda n: _cache_bytes(model, plan, batch, n) <= left, _MAX_CONTEXT),
+        largest_batch=_largest(lambda n: _cache_bytes(model, plan, n, context) <= left, _MAX_BATCH),
+        prefill_s=limits.prefill_s,
+        tokens_per_s=limits.tokens_per_s,
+        limited_by=limits.limited_by,
+        collectives={p.name: p.collectives for p in programs},
+        collective_bytes=communication,
+        collectives_per_layer=sum(programs[1].collectives.values()) / layers if programs and layers else None,
+        compile_s={p.name: p.compile_seconds for p in programs},
+        problem=problem,
+    )
+
+
+def _candidates(config: PretrainedConfig, count: int) -> Iterator[dict[str, int]]:
+    """Meshes of so many devices that fit the model's heads and experts."""
+    heads, _ = attention_heads(config)
+    experts = num_experts(config)
+    for tensor in (n for n in range(1, count + 1) if count % n == 0 and (n == 1 or (heads and heads % n == 0))):
+        rest = count // tensor
+        for expert in (n for n in range(1, rest + 1) if rest % n == 0 and (n == 1 or (experts and experts % n == 0))):
+            yield {DATA: rest // expert, FSDP: 1, EXPERT: expert, TENSOR: tensor}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Limits:
+    prefill_s: float
+    tokens_per_s: float
+    limited_by: str
+
+
+def _limits(
+    model: _Model,
+    chip: Chip,
+    plan: ShardingPlan,
+    batch: int,
+    context: int,
+    prompt: int,
+    programs: dict[str, Any] | None = None,
+) -> _Limits:
+    mesh = plan.mesh
+    rows = -(-batch // mesh.shape[DATA])  # sequences that one device sees
+    parts = size_of(mesh, HEAD_AXES) * mesh.shape[EXPERT]
+    weights = _read_bytes(model, plan, rows) / chip.bandwidth
+    cache = _cache_bytes(model, plan, batch, context) / chip.bandwidth
+    per_token = model.operations_per_token + model.attention_per_token * context
+    operations = rows * per_token / parts / chip.operations
+    work = prompt * (model.operations_per_token + model.attention_per_token * prompt / 2)
+    prefill = rows * work / parts / chip.operations
+    if programs is None:
+        hidden = model.config.get_text_config(decoder=True).hidden_size
+        layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 1)
+        messages = 2 * layers if parts > 1 else 0
+        step, first = rows * hidden * 2 * messages, rows * prompt * hidden * 2 * messages
+        counts = {"decode": messages, "prefill": messages}
+    else:
+        step, first = programs["decode"].collective_bytes, programs["prefill"].collective_bytes
+        counts = {name: sum(p.collectives.values()) for name, p in programs.items()}
+    share = 2 * (parts - 1) / parts  # of a ring that adds up
+    communication = share * step / chip.interconnect + counts["decode"] * _MESSAGE_S
+    prefill += share * first / chip.interconnect + counts["prefill"] * _MESSAGE_S
+    terms = {"weights": weights, "cache": cache, "operations": operations, "communication": communication}
+    seconds = max(weights + cache, operations) + communication
+    return _Limits(prefill_s=prefill, tokens_per_s=batch / seconds, limited_by=max(terms, key=lambda t: terms[t]))
+
+
+def _used_numbers(skeleton: Skeleton, config: PretrainedConfig) -> dict[str, float]:
+    """Of each matrix that a token is multiplied with, how many numbers; of experts the chosen ones' share."""
+    text: Any = config.get_text_config(decoder=True)
+    experts, chosen = num_experts(config), getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k", None)
+    share = chosen / experts if experts and isinstance(chosen, int) else 1.0
+    used = weights_to_quantize(skeleton.module, skeleton.shapes, skeleton.tied)  # those of linear layers and experts
+    return {name: skeleton.shapes[name].numel() * (share if skeleton.shapes[name].ndim == 3 else 1.0) for name in used}
+
+
+def _read_bytes(model: _Model, plan: ShardingPlan, rows: int) -> float:
+    """What a device reads of its weights in a step: all but the embedding table, and of experts those that are chosen."""
+    used = _used_numbers(model.skeleton, model.config)
+    total = 0.0
+    for name, weight in plan.weights.items():
+        size = float(weight.bytes_per_device(plan.mesh))
+        if name in used and len(weight.shape) == 3:
+            share = used[name] / math.prod(weight.shape)  # of one token
+            size *= 1 - (1 - share) ** rows
+        elif name not in used and len(weight.shape) == 2:
+            continue  # a table, of which rows are read
+        total += size
+    return total
+
+
+def _cache_bytes(model: _Model, plan: ShardingPlan, batch: int, context: int) -> int:
+    """On each device, for so many sequences of so many tokens."""
+    low, high = sorted(model.caches) if len(model.caches) == 2 else (0, max(model.caches))
+    total = 0.0
+    for name, array in model.caches[high].items():
+        spec = cache_spec(plan.mesh, name, (batch, *array.shape[1:]))
+        parts = math.prod(size_of(plan.mesh, axes) for axes in spec)
+        size = float(np.prod(array.shape)) * array.dtype.itemsize
+        if low:
+            small = float(np.prod(model.caches[low][name].shape)) * array.dtype.itemsize
+            per_token = (size - small) / (high - low)
+            size = small + per_token * (context - low) if context > low else small * context / low
+        total += size * batch / parts
+    return int(total)
+
+
+def _largest(fits: Any, most: int) -> int:
+    """The largest number up to `most` for which `fits`, which is true of all below it."""
+    if not fits(1):
+        return 0
+    low, high = 1, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _devices(machine: str) -> tuple[list[Any], str]:
+    """The devices of a machine; of those that no compiler describes, stand-ins. And why there is no compiler."""
+    if chip_of(machine).name in TPUS:
+        from hfax.topology import topology_devices
+
+        return topology_devices(machine), ""
+    count = machine.partition(":")[2] or "1"
+    if not count.isdigit() or int(count) < 1:
+        raise InvalidInputError(
+            f"{machine!r} says no number of devices.",
+            "GPUs are planned by kind and count.",
+            "For instance h100:8.",
+        )
+    return [_StandIn(i) for i in range(int(count))], "compiled for TPU topologies alone; memory by arithmetic"
+
+
+class _StandIn:
+    """Has a device's place in a mesh, and nothing else."""
+
+    platform = "gpu"
+
+    def __init__(self, index: int) -> None:
+        self.id = index

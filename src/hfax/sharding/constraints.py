@@ -1,0 +1,48 @@
+"""What a trace says about where results lie, where the compiler is not left to find out."""
+
+from __future__ import annotations
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from hfax.kernels import paged, target
+from hfax.sharding.mesh import TENSOR, batch_axes, size_of
+
+_HEADS_SECOND = ("keys", "values")
+
+
+def cache_spec(mesh: jax.sharding.Mesh, name: str, shape: tuple[int, ...]) -> P:
+    """How an array of a cache is split: by heads, if there are heads and they divide, and by rows of the batch.
+
+    Args:
+        mesh: has the axes of `hfax.sharding.mesh`.
+        name: of the array, "layers.0.keys" for instance.
+        shape: of it.
+    """
+    kind = name.rpartition(".")[2]
+    parts: list[tuple[str, ...] | None] = [None] * len(shape)
+    heads = 1 if kind in _HEADS_SECOND and len(shape) == 4 else paged.heads_axis(kind)
+    if heads is not None and shape[heads] % size_of(mesh, TENSOR) == 0:
+        parts[heads] = (TENSOR,)
+    if kind not in ("pages", "key_pages", "value_pages") and shape:  # TPU's kernels read pages of all rows
+        parts[0] = batch_axes(mesh, shape[0])
+    return P(*parts)
+
+
+def constrain_cache(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The arrays of a cache, split as `cache_spec` says; themselves in a program for one device."""
+    if (mesh := target.mesh()) is None:
+        return arrays
+    return {
+        name: jax.lax.with_sharding_constraint(array, NamedSharding(mesh, cache_spec(mesh, name, array.shape)))
+        for name, array in arrays.items()
+    }
+
+
+def whole(array: jax.Array) -> jax.Array:
+    """The array on every device, but for its rows; itself in a program for one device."""
+    if (mesh := target.mesh()) is None:
+        return array
+    rows = batch_axes(mesh, array.shape[0])
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, P(rows, *[None] * (array.ndim - 1))))

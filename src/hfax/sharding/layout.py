@@ -1,0 +1,90 @@
+"""Where a model's arrays lie: on one device, or over a mesh as a plan says."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from hfax.load.placement import from_slices
+from hfax.sharding.mesh import batch_axes
+from hfax.sharding.plan import ShardingPlan
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One device, or a plan for several.
+
+    Args:
+        devices: all of them, in the mesh's order.
+        plan: of the weights; None for one device.
+    """
+
+    devices: tuple[jax.Device, ...]
+    plan: ShardingPlan | None = None
+
+    @classmethod
+    def on(cls, device: jax.Device) -> Layout:
+        """Everything on one device."""
+        return cls(devices=(device,))
+
+    @classmethod
+    def of(cls, plan: ShardingPlan) -> Layout:
+        """Over a plan's mesh."""
+        return cls(devices=tuple(plan.mesh.devices.flat), plan=plan)
+
+    @property
+    def device(self) -> jax.Device:
+        """The first; its platform is that of all."""
+        return self.devices[0]
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """None for one device."""
+        return None if self.plan is None else self.plan.mesh
+
+    @property
+    def replicated(self) -> Sharding:
+        """The whole array on every device."""
+        return SingleDeviceSharding(self.device) if self.plan is None else NamedSharding(self.plan.mesh, P())
+
+    def weight(self, name: str) -> Sharding:
+        """Of the weight of that name; whole on every device if the plan has none of it."""
+        if self.plan is None or name not in self.plan.weights:
+            return self.replicated
+        return self.plan.sharding(name)
+
+    def rows(self, count: int) -> Sharding:
+        """Of inputs with so many rows: split over the axes of batches, if they divide."""
+        if self.plan is None:
+            return self.replicated
+        return NamedSharding(self.plan.mesh, P(batch_axes(self.plan.mesh, count)))
+
+    def put(self, tree: Any) -> Any:
+        """Arrays of the host, whole on every device."""
+        return jax.tree.map(lambda array: _put(array, self.replicated), tree)
+
+    def put_rows(self, tree: Any) -> Any:
+        """Arrays of the host whose first axis goes over rows of a batch."""
+        return jax.tree.map(lambda array: _put(array, self.rows(array.shape[0] if array.ndim else 0)), tree)
+
+    @property
+    def key(self) -> str:
+        """Identifies it among those of this run."""
+        if self.plan is None:
+            return f"device {self.device.id}"
+        specs = sorted((name, str(weight.spec)) for name, weight in self.plan.weights.items())
+        text = repr((dict(self.plan.mesh.shape), [d.id for d in self.devices], specs))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _put(array: Any, where: Sharding) -> jax.Array:
+    if where.is_fully_addressable or isinstance(array, jax.Array):
+        return jax.device_put(array, where)
+    host = np.asarray(array)
+    return from_slices(host.shape, where, lambda index: host[index])

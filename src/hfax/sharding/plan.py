@@ -1,0 +1,288 @@
+"""How each weight is split over a mesh, and why.
+
+Turns a skeleton's module and a mesh into a `PartitionSpec` for every weight. A split is taken from, in this order: what the user
+says for its name; the model's own plan for tensor parallelism (`base_model_tp_plan` of its config); the roles that the traced
+computation shows (`hfax.sharding.structure`). Experts are split by expert where they divide, embedding tables and heads by
+vocabulary. On the axis `fsdp` every matrix is split once more. What does not divide is on every device, and the plan says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from transformers import PreTrainedModel
+
+from hfax.errors import InvalidInputError
+from hfax.sharding.mesh import FSDP, HEAD_AXES, TENSOR, expert_axes, size_of
+from hfax.sharding.structure import Role
+
+Roles = Callable[[], Mapping[str, Role]]
+"""What the traced computation shows of weights, by name; asked only where a model has no plan of its own."""
+
+_KEYS_AND_VALUES = re.compile(r"(^|[._])(k|v|key|value)(_?proj|_lin)?$")
+_MIN_FSDP = 1 << 10
+"""Weights of fewer numbers stay whole on the axis "fsdp"."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightPlan:
+    """One weight.
+
+    Args:
+        name: in the checkpoint's terms.
+        shape: of the whole.
+        num_bytes: of the whole.
+        spec: how it is split.
+        why: in words.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    spec: P
+    why: str
+
+    def bytes_per_device(self, mesh: Mesh) -> int:
+        """What each device holds."""
+        return self.num_bytes // math.prod(size_of(mesh, axes) for axes in self.spec)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardingPlan:
+    """All weights. Its text is a table.
+
+    Args:
+        mesh: has the axes of `hfax.sharding.mesh.AXES`.
+        weights: by name.
+    """
+
+    mesh: Mesh
+    weights: dict[str, WeightPlan]
+
+    def sharding(self, name: str) -> NamedSharding:
+        """Where the weight of this name is."""
+        return NamedSharding(self.mesh, self.weights[name].spec)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Of all weights."""
+        return sum(w.bytes_per_device(self.mesh) for w in self.weights.values())
+
+    def __str__(self) -> str:
+        """Layers that are alike share a line."""
+        groups: dict[tuple[Any, ...], list[WeightPlan]] = {}
+        for weight in self.weights.values():
+            key = (re.sub(r"\.\d+(?=\.|$)", ".*", weight.name), weight.shape, weight.spec, weight.why)
+            groups.setdefault(key, []).append(weight)
+        rows = [("weight", "shape", "split", "bytes a device", "why")]
+        for (name, shape, spec, why), members in groups.items():
+            bytes_each = members[0].bytes_per_device(self.mesh)
+            count = f"{len(members)} x {bytes_each:,}" if len(members) > 1 else f"{bytes_each:,}"
+            rows.append((name, " x ".join(map(str, shape)), _spec_text(spec, self.mesh), count, why))
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
+        sizes = ", ".join(f"{name} {size}" for name, size in self.mesh.shape.items() if size > 1) or "one device"
+        total = sum(w.num_bytes for w in self.weights.values())
+        lines.append(f"mesh: {sizes}; {self.bytes_per_device:,} of {total:,} bytes a device")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def make_plan(
+    module: PreTrainedModel,
+    shapes: Mapping[str, torch.Tensor],
+    mesh: Mesh,
+    *,
+    roles: Roles,
+    given: Mapping[str, P] | None = None,
+    granularity: Mapping[str, int] | None = None,
+    num_bytes: Mapping[str, int] | None = None,
+) -> ShardingPlan:
+    """A plan for every weight.
+
+    Args:
+        module: a skeleton's module.
+        shapes: its weights, by name.
+        mesh: from `make_mesh`.
+        roles: see `Roles`.
+        given: name patterns to specs, the first that matches counts.
+        granularity: for quantized weights, columns that must stay together on the last axis.
+        num_bytes: of weights that are not stored as `shapes` says.
+
+    Raises:
+        InvalidInputError: a given spec names an axis that the mesh does not have, or splits what does not divide; or a pattern
+            matches no weight.
+    """
+    own = {name: style for name, style in (module.tp_plan or {}).items() if isinstance(style, str)}
+    tables, experts = _tables(module), _experts(module)
+    if not own and size_of(mesh, HEAD_AXES) > 1:
+        shown: Mapping[str, Role] = roles()
+    else:
+        shown = {}
+    given = _checked(given or {}, shapes, mesh)
+    plans = {}
+    for name, tensor in shapes.items():
+        shape, together = tuple(tensor.shape), (granularity or {}).get(name, 1)
+        if name in given:
+            spec, why = given[name], "as given"
+        else:
+            spec, why = _split(name, shape, mesh, own, shown, tables, experts)
+            spec, why = _fitting(spec, why, shape, mesh, together)
+            spec, why = _with_fsdp(spec, why, shape, mesh, together)
+        size = (num_bytes or {}).get(name, tensor.numel() * tensor.element_size())
+        plans[name] = WeightPlan(name=name, shape=shape, num_bytes=size, spec=spec, why=why)
+    return ShardingPlan(mesh=mesh, weights=plans)
+
+
+def _split(
+    name: str,
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    own: Mapping[str, str],
+    shown: Mapping[str, Role],
+    tables: set[str],
+    experts: Mapping[str, int],
+) -> tuple[P, str]:
+    """The split wanted, whether it divides or not; on the axes of heads and experts."""
+    ndim = len(shape)
+    style = _style(own, name)
+    if name in experts and (axes := expert_axes(mesh, shape[0])):
+        return _on_axis(0, axes, ndim), "experts"
+    if size_of(mesh, HEAD_AXES) == 1:
+        return P(*[None] * ndim), "no axis splits it"
+    if name in tables and ndim == 2:
+        return _on_axis(0, HEAD_AXES, ndim), "vocabulary"
+    if name in experts:
+        # a matrix of gate and up together: split between the two, either would have to be moved; they read the same
+        return _on_axis(experts[name], HEAD_AXES, ndim), "what experts read"
+    if style is not None:
+        axis = _axis_of_style(style, name, ndim)
+        if axis is None:
+            return P(*[None] * ndim), f"the model's plan: {style}"
+        return _on_axis(axis, _head_axes(name), ndim), f"the model's plan: {style}"
+    if (role := shown.get(name)) is not None:
+        kind = f"it {'makes' if role.is_output else 'reads'} {role.units} heads or channels"
+        axes = next((a for a in (HEAD_AXES, (TENSOR,)) if role.units % size_of(mesh, a) == 0), None)
+        if axes is None:
+            parts = size_of(mesh, HEAD_AXES)
+            return P(*[None] * ndim), f"on every device: {role.units} heads or channels do not divide by {parts}"
+        return _on_axis(role.axis, axes, ndim), f"traced: {kind}"
+    return P(*[None] * ndim), "on every device"
+
+
+def _head_axes(name: str) -> tuple[str, ...]:
+    layer = name.rpartition(".")[0]
+    return (TENSOR,) if _KEYS_AND_VALUES.search(layer) else HEAD_AXES
+
+
+def _on_axis(axis: int, axes: tuple[str, ...], ndim: int) -> P:
+    return P(*(axes if i == axis else None for i in range(ndim)))
+
+
+def _fitting(spec: P, why: str, shape: tuple[int, ...], mesh: Mesh, together: int) -> tuple[P, str]:
+    """The same, but whole where a dimension does not divide."""
+    for axis, axes in enumerate(spec):
+        parts = size_of(mesh, axes)
+        unit = together if axis == len(shape) - 1 else 1
+        if parts > 1 and shape[axis] % (parts * unit):
+            return P(*[None] * len(shape)), f"on every device: {shape[axis]} does not divide by {parts} ({why})"
+    return spec, why
+
+
+def _with_fsdp(spec: P, why: str, shape: tuple[int, ...], mesh: Mesh, together: int) -> tuple[P, str]:
+    parts = mesh.shape[FSDP]
+    if parts == 1 or len(shape) < 2 or math.prod(shape) < _MIN_FSDP:
+        return spec, why
+    free = [i for i, axes in enumerate(spec) if axes is None]
+    units = {i: together if i == len(shape) - 1 else 1 for i in free}
+    fitting = [i for i in free if shape[i] % (parts * units[i]) == 0]
+    if not fitting:
+        return spec, f"{why}; no axis divides by {parts} for fsdp"
+    chosen = max(fitting, key=lambda i: shape[i])
+    return P(*(FSDP if i == chosen else axes for i, axes in enumerate(spec))), f"{why}; fsdp"
+
+
+def _tables(module: PreTrainedModel) -> set[str]:
+    """Embedding tables of tokens, and output heads."""
+    found = set()
+    parts = {part: path for path, part in module.named_modules()}
+    for get in (module.get_input_embeddings, module.get_output_embeddings):
+        try:
+            part = get()
+        except (NotImplementedError, AttributeError):
+            continue
+        if part in parts:
+            found.add(f"{parts[part]}.weight")
+    return found
+
+
+def _experts(module: PreTrainedModel) -> dict[str, int]:
+    """Matrices of all experts of a layer, [experts, …], and the axis of each that its products read."""
+    found = {}
+    for path, part in module.named_modules():
+        if (is_transposed := getattr(part, "is_transposed", None)) is not None:  # transformers' experts interface
+            for name in ("gate_up_proj", "up_proj", "down_proj"):
+                if getattr(getattr(part, name, None), "ndim", 0) == 3:
+                    found[f"{path}.{name}"] = 1 if is_transposed else 2
+    return found
+
+
+def _style(plan: Mapping[str, str], name: str) -> str | None:
+    """The plan's entry for a weight or for the layer that it belongs to."""
+    general = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    for key in (general, general.rpartition(".")[0]):
+        if key in plan:
+            return plan[key]
+    return None
+
+
+def _axis_of_style(style: str, name: str, ndim: int) -> int | None:
+    """Which axis of a layer's weight or bias a style splits."""
+    if "colwise" in style:
+        return max(ndim - 2, 0)
+    return ndim - 1 if "rowwise" in style and ndim > 1 else None
+
+
+def _checked(given: Mapping[str, P], shapes: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, P]:
+    """The given spec of every weight that a pattern matches, with one entry an axis."""
+    found: dict[str, P] = {}
+    for pattern, spec in given.items():
+        matching = [name for name in shapes if fnmatch.fnmatchcase(name, pattern)]
+        if not matching:
+            raise InvalidInputError(
+                f"The pattern {pattern!r} matches no weight.",
+                "Patterns are of names in `model.params`; * stands for anything.",
+                f"Names look like {', '.join(list(shapes)[:3])}.",
+            )
+        for name in matching:
+            shape = tuple(shapes[name].shape)
+            whole = P(*spec, *[None] * (len(shape) - len(spec)))
+            unknown = [a for axes in whole if axes for a in ((axes,) if isinstance(axes, str) else axes)]
+            unknown = [a for a in unknown if a not in mesh.shape]
+            parts = [] if unknown else [size_of(mesh, axes) for axes in whole]
+            if unknown or len(whole) > len(shape) or any(n % p for n, p in zip(shape, parts, strict=True)):
+                raise InvalidInputError(
+                    f"{name}, {' x '.join(map(str, shape))}, cannot be split as {spec}.",
+                    f"The mesh has the axes {dict(mesh.shape)}, and each must divide what it splits.",
+                    "Change the spec, or leave the name out for hfax's own plan.",
+                )
+            found.setdefault(name, whole)
+    return found
+
+
+def _spec_text(spec: P, mesh: Mesh) -> str:
+    """Without axes of one device."""
+    parts = []
+    for axes in spec:
+        names = (axes,) if isinstance(axes, str) else axes or ()
+        parts.append("·".join(n for n in names if mesh.shape[n] > 1) or "-")
+    return ", ".join(parts) if parts else "-"

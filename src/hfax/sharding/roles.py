@@ -1,0 +1,53 @@
+"""Roles of a model's weights, from a trace of its forward pass on small inputs; nothing is computed."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hfax.backends import geometry
+from hfax.backends.traced_model import TracedModel
+from hfax.load.placement import to_numpy
+from hfax.load.skeleton import Skeleton
+from hfax.matrix.inputs import make_inputs
+from hfax.sharding.structure import Role, find_roles
+
+logger = logging.getLogger(__name__)
+
+
+def roles_of(skeleton: Skeleton) -> dict[str, Role]:
+    """See `find_roles`; empty, with a warning, where the forward pass cannot be traced."""
+    module = skeleton.module
+    buffers = {name: jnp.asarray(to_numpy(b)) for name, b in skeleton.buffers.items()}
+    traced = TracedModel(skeleton, skeleton.tied, buffers)
+    params = {
+        name: jax.ShapeDtypeStruct(tuple(t.shape), jnp.dtype(str(t.dtype).removeprefix("torch.")))
+        for name, t in skeleton.shapes.items()
+    }
+    try:
+        inputs = {name: _abstract(name, value) for name, value in make_inputs(module, "base").forward.items()}
+        arrays = {name: value for name, value in inputs.items() if isinstance(value, jax.ShapeDtypeStruct)}
+        rest = {name: value for name, value in inputs.items() if name not in arrays}
+
+        def forward(params: dict[str, Any], arrays: dict[str, Any]) -> list[jax.Array]:
+            out = traced.apply(params, (), {**arrays, **rest})
+            return [leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)]
+
+        closed = jax.make_jaxpr(forward)(params, arrays)
+    except Exception as error:
+        kind = type(module).__name__
+        logger.warning("%s could not be traced, so no roles are known (%s: %s)", kind, type(error).__name__, error)
+        return {}
+    names = sorted(params)  # dicts are flattened in the order of their keys
+    return find_roles(closed.jaxpr, [*names, *[None] * len(arrays)])
+
+
+def _abstract(name: str, value: Any) -> Any:
+    """An input's shape and dtype; what decides shapes stays as it is."""
+    if geometry.is_geometry(name) or not hasattr(value, "dtype"):
+        return value
+    array = to_numpy(value)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)

@@ -1,0 +1,9 @@
+"""These tests need eight devices: `make test` runs them in a process of their own, with eight virtual CPU devices.
+
+XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m pytest tests/sharding
+"""
+
+import os
+
+if "xla_force_host_platform_device_count=8" not in os.environ.get("XLA_FLAGS", ""):
+    collect_ignore_glob = ["*"]

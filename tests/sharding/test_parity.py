@@ -1,0 +1,119 @@
+"""Models over meshes give the logits and the greedy tokens that they give on one device."""
+
+import jax
+import numpy as np
+import pytest
+import transformers
+
+from hfax import AutoModelForTPU
+
+NEW = 6
+TEXT = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+CONFIGS = {
+    "dense": transformers.LlamaConfig(**TEXT, num_key_value_heads=8, tie_word_embeddings=False),
+    "two_kv_heads": transformers.Qwen2Config(**TEXT, num_key_value_heads=2),
+    "windows": transformers.Gemma3TextConfig(
+        **TEXT,
+        num_key_value_heads=4,
+        head_dim=16,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "experts": transformers.MixtralConfig(**TEXT, num_key_value_heads=4, num_local_experts=8, num_experts_per_tok=2),
+    "state_space": transformers.MambaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        num_hidden_layers=2,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    ),
+    "encoder_decoder": transformers.T5Config(
+        vocab_size=128,
+        d_model=64,
+        d_kv=8,
+        d_ff=128,
+        num_layers=2,
+        num_heads=8,
+        decoder_start_token_id=0,
+        eos_token_id=None,
+        pad_token_id=0,
+    ),
+    "learned_positions": transformers.OPTConfig(
+        vocab_size=128,
+        hidden_size=64,
+        word_embed_proj_dim=64,
+        ffn_dim=128,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        max_position_embeddings=256,
+        init_std=0.2,
+        eos_token_id=None,
+        pad_token_id=0,
+    ),
+}
+
+MESHES = {
+    "tensor 2": {"tensor": 2},
+    "tensor 4": {"tensor": 4},
+    "tensor 8": {"tensor": 8},
+    "data 2, tensor 4": {"data": 2, "tensor": 4},
+    "expert 2, tensor 4": {"expert": 2, "tensor": 4},
+    "expert 4, data 2": {"expert": 4, "data": 2},
+    "fsdp 8": {"fsdp": 8},
+    "fsdp 2, tensor 2, data 2": {"fsdp": 2, "tensor": 2, "data": 2},
+}
+
+
+def prompts(batch=8, length=12):
+    ids = np.random.default_rng(0).integers(3, 120, (batch, length))
+    mask = (np.arange(length)[None] >= (np.arange(batch) % 4)[:, None]).astype(np.int64)
+    return np.where(mask, ids, 0), mask
+
+
+def outputs(model):
+    ids, mask = prompts()
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    extra = {"decoder_input_ids": ids[:, :5]} if model.config.is_encoder_decoder else {}
+    logits = np.asarray(model(**inputs, **extra).logits)
+    if not model.config.is_encoder_decoder:
+        logits = logits * mask[:, :, None]
+    tokens = np.asarray(model.generate(**inputs, max_new_tokens=NEW, do_sample=False))
+    one = np.asarray(model.generate(ids[:1, 4:], max_new_tokens=NEW, do_sample=False))
+    return logits, tokens, one
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return {name: outputs(AutoModelForTPU.from_config(config)) for name, config in CONFIGS.items()}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_one_device_and_many_agree(name, mesh, expected):
+    sizes = MESHES[mesh]
+    model = AutoModelForTPU.from_config(CONFIGS[name], parallelism=sizes)
+    assert len(
+        model.params["lm_head.weight" if "lm_head.weight" in model.params else next(iter(model.params))].devices()
+    ) == (np.prod(list(sizes.values())))
+    logits, tokens, one = outputs(model)
+    np.testing.assert_allclose(logits, expected[name][0], atol=1e-4)
+    np.testing.assert_array_equal(tokens, expected[name][1])
+    np.testing.assert_array_equal(one, expected[name][2])
+
+
+def test_eight_devices():
+    assert jax.device_count() == 8
