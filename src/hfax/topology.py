@@ -6,6 +6,7 @@ of them. Needs libtpu (`hfax[tpu]`), and no TPU.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import os
 import re
@@ -42,7 +43,7 @@ class CompiledProgram:
     Args:
         name: "prefill" or "decode".
         trace_seconds: of the trace.
-        compile_seconds: of the TPU compiler.
+        compile_seconds: of the TPU compiler, while it compiled the other program, too.
         argument_bytes: on each device.
         temporary_bytes: on each device, beside arguments and results.
         kernels: how often each Pallas kernel is called.
@@ -170,11 +171,13 @@ def compile_programs(
     decode = jax.jit(run_loop, donate_argnums=1, out_shardings=shardings)
     state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
     limit = everywhere(jax.ShapeDtypeStruct((), jnp.int32))
-    return [
+    lowered = [
         # the trace that gave the state's shapes is used again
-        _compile("prefill", prefill, (params, inputs, request), mesh, traced_s=prompt_seconds, chosen=chosen),
-        _compile("decode", decode, (params, state, request, limit), mesh),
+        _lower("prefill", prefill, (params, inputs, request), mesh, traced_s=prompt_seconds, chosen=chosen),
+        _lower("decode", decode, (params, state, request, limit), mesh),
     ]
+    with concurrent.futures.ThreadPoolExecutor(len(lowered)) as pool:  # the compiler is not Python's
+        return list(pool.map(_compile, lowered))
 
 
 def topology_devices(topology: str) -> list[Any]:
@@ -196,7 +199,15 @@ def topology_devices(topology: str) -> list[Any]:
         ) from error
 
 
-def _compile(
+@dataclasses.dataclass(frozen=True)
+class _Lowered:
+    name: str
+    lowered: Any
+    trace_seconds: float
+    chosen: tuple[str, ...]
+
+
+def _lower(
     name: str,
     function: Any,
     args: tuple[Any, ...],
@@ -204,13 +215,17 @@ def _compile(
     *,
     traced_s: float = 0.0,
     chosen: set[str] | None = None,
-) -> CompiledProgram:
+) -> _Lowered:
     begin = time.perf_counter()
     with compiling_for("tpu", mesh=mesh, chosen=chosen) as where:
         lowered = function.lower(*args)
-    traced = time.perf_counter()
-    compiled = lowered.compile()
-    done = time.perf_counter()
+    return _Lowered(name, lowered, traced_s + time.perf_counter() - begin, tuple(sorted(where.chosen)))
+
+
+def _compile(program: _Lowered) -> CompiledProgram:
+    begin = time.perf_counter()
+    compiled = program.lowered.compile()
+    seconds = time.perf_counter() - begin
     text, memory = compiled.as_text(), compiled.memory_analysis()
     kernels: dict[str, int] = {}
     for line in text.splitlines():
@@ -220,16 +235,16 @@ def _compile(
     names = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
     collectives = {n: len(re.findall(rf" {n}(?:-start)?\(", text)) for n in names}
     return CompiledProgram(
-        name=name,
-        trace_seconds=traced_s + traced - begin,
-        compile_seconds=done - traced,
+        name=program.name,
+        trace_seconds=program.trace_seconds,
+        compile_seconds=seconds,
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
         kernels=kernels,
         large_copies=tuple(_large_copies(text)),
         collectives={n: c for n, c in collectives.items() if c},
         collective_bytes=sum(_result_bytes(line) for line in text.splitlines() if _COLLECTIVE.search(line)),
-        chosen=tuple(sorted(where.chosen)),
+        chosen=program.chosen,
         text=text,
     )
 

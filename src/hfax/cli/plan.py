@@ -82,15 +82,18 @@ def plan(
 
 
 def _print(plans: list[Any], assumptions: str) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     first = plans[0]
     console = Console()
-    memory = Table(title=f"{first.model}: GB a device at {first.context:,} tokens")
-    speed = Table(title=f"Limits; prompts of {first.prompt:,} tokens")
-    for name in ("machine", "mesh", "batch", "fits", "weights", "cache", "temp.", "of", "most tokens", "most rows"):
-        memory.add_column(name, justify="left" if name in ("machine", "mesh", "fits") else "right")
+    style: Any = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 2, 0, 0), "title_justify": "left"}
+    memory = Table(title=f"{first.model}: GB a device at {first.context:,} tokens", **style)
+    speed = Table(title=f"Limits; prompts of {first.prompt:,} tokens", **style)
+    for name in ("machine", "mesh", "batch", "fits", "weights+cache+temp.", "of", "longest", "rows"):
+        left = name in ("machine", "mesh", "fits")
+        memory.add_column(name, justify="left" if left else "right", no_wrap=True)
     for name in ("machine", "batch", "1st token ms", "tokens/s", "limited by", "messages a layer", "MB", "compile s"):
         speed.add_column(name, justify="left" if name in ("machine", "limited by") else "right")
     for p in plans:
@@ -99,9 +102,8 @@ def _print(plans: list[Any], assumptions: str) -> None:
             " ".join(f"{name} {size}" for name, size in p.mesh.items()),
             str(p.batch),
             "yes" if p.fits else "no",
-            f"{p.weight_bytes / 1e9:.2f}",
-            f"{p.cache_bytes / 1e9:.2f}",
-            "?" if p.temporary_bytes is None else f"{p.temporary_bytes / 1e9:.2f}",
+            f"{p.weight_bytes / 1e9:.2f}+{p.cache_bytes / 1e9:.2f}+"
+            + ("?" if p.temporary_bytes is None else f"{p.temporary_bytes / 1e9:.2f}"),
             f"{p.memory_bytes / 1e9:.1f}",
             f"{p.longest_context:,}",
             f"{p.largest_batch:,}",
@@ -114,13 +116,13 @@ def _print(plans: list[Any], assumptions: str) -> None:
             p.limited_by,
             "?" if p.collectives_per_layer is None else f"{p.collectives_per_layer:.1f}",
             "?" if not p.collective_bytes else f"{p.collective_bytes['decode'] / 1e6:.1f}",
-            "?" if not p.compile_s else f"{sum(p.compile_s.values()):.0f}",
+            "?" if p.compile_s is None else f"{p.compile_s:.0f}",
         )
     console.print(memory)
     console.print(speed)
     for problem in dict.fromkeys(f"{p.machine}: {p.problem}" for p in plans if p.problem):
         console.print(problem, markup=False)
-    console.print(assumptions, markup=False)
+    console.print(f"Longest and rows: context and batch that would fit. {assumptions}", markup=False)
 
 
 def _draw(plans: list[Any], path: Path) -> None:

@@ -20,6 +20,7 @@ from hfax.kernels.quantized import QuantizedArray
 from hfax.load.quantize import SCALE_SUFFIX
 from hfax.load.save import save_safetensors
 from hfax.load.skeleton import Skeleton
+from hfax.sharding.layout import to_host
 
 
 def save_model(
@@ -73,6 +74,9 @@ def _packed_tensors(params: Mapping[str, jax.Array | QuantizedArray]) -> dict[st
 
 
 def _as_host_tensor(array: jax.Array) -> torch.Tensor:
-    """The array as a torch tensor in host memory; without a copy where the array is on the CPU."""
+    """The array as a torch tensor in host memory; without a copy where the array is on one CPU device."""
+    here = jax.local_devices(backend="cpu")[0]
+    if len(array.sharding.device_set) > 1:
+        return torch.from_dlpack(jax.device_put(to_host(array), here))
     on_host = next(iter(array.devices())).platform == "cpu"
-    return torch.from_dlpack(array if on_host else jax.device_put(array, jax.devices("cpu")[0]))
+    return torch.from_dlpack(array if on_host else jax.device_put(array, here))

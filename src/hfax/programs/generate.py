@@ -24,7 +24,7 @@ from hfax.programs.generation_request import Prompts, choose_capacity
 from hfax.programs.program_cache import Program, ProgramCache
 from hfax.programs.sampling_config import make_sampling_spec
 from hfax.programs.speculation import Speculation, advance_with_guesses
-from hfax.sharding.layout import Layout
+from hfax.sharding.layout import Layout, to_host
 
 _CHUNK_SECONDS = 0.05
 """How often a streamer gets its tokens."""
@@ -199,6 +199,10 @@ class Loop:
         self._prompt_static = dict(prompt_static)
         self._advance: Program | None = None
 
+    def put_like(self, array: np.ndarray, other: jax.Array) -> jax.Array:
+        """See `Layout.put_like`."""
+        return self._layout.put_like(array, other)
+
     def start(self, inputs: Mapping[str, jax.Array]) -> State:
         """Run the prompts and draw the first tokens."""
         main = inputs.get("decoder_input_ids", inputs.get("input_ids"))
@@ -307,9 +311,9 @@ def _drive(
     lengths = np.full(sequences, -1, np.int64)
     seen, chunk, started = 0, 1, time.perf_counter()
     while True:
-        steps = int(state["step"])
-        tokens = np.array(state["tokens"])[:sequences, first : first + steps]
-        finished = np.array(state["finished"])[:sequences]
+        steps = int(to_host(state["step"]))
+        tokens = to_host(state["tokens"])[:sequences, first : first + steps]
+        finished = to_host(state["finished"])[:sequences]
         lengths = _ended(tokens, seen, lengths, options, stop_check)
         stopped = (lengths >= 0) & ~finished
         if streamer is not None:
@@ -319,9 +323,9 @@ def _drive(
         if steps >= most or (lengths >= 0).all():
             break
         if stopped.any():
-            rows = np.array(state["finished"])
+            rows = to_host(state["finished"])
             rows[:sequences] |= stopped
-            state["finished"] = jax.device_put(rows, state["finished"].sharding)
+            state["finished"] = loop.put_like(rows, state["finished"])
         seconds = time.perf_counter() - started
         chunk = _next_chunk(chunk, seconds, most - steps, streamer is not None, stop_check is not None)
         seen, started = steps, time.perf_counter()
@@ -370,7 +374,7 @@ def _collect(
     new_tokens = np.where(past_end, options.pad_token_id, tokens[:, :steps])
 
     def record(name: str) -> np.ndarray | None:
-        return np.array(state[name])[:steps, :sequences] if name in state else None
+        return to_host(state[name])[:steps, :sequences] if name in state else None
 
     log_probs = record("log_probs")
     return Generated(

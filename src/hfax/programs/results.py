@@ -14,6 +14,7 @@ import numpy as np
 from hfax.backends.structure import flatten
 from hfax.errors import InvalidInputError
 from hfax.programs.generate import Generated
+from hfax.sharding.layout import to_host
 
 
 def has_torch(value: Any) -> bool:
@@ -27,7 +28,10 @@ def as_torch_tree(arrays: list[jax.Array]) -> list[Any]:
     import torch
 
     def convert(array: jax.Array) -> Any:
-        host = jax.device_put(array, jax.devices("cpu")[0]) if next(iter(array.devices())).platform != "cpu" else array
+        here = jax.local_devices(backend="cpu")[0]
+        if len(array.sharding.device_set) > 1:
+            array = jax.device_put(to_host(array), here)
+        host = jax.device_put(array, here) if next(iter(array.devices())).platform != "cpu" else array
         tensor = torch.from_dlpack(host)
         return tensor.to(torch.int64) if tensor.dtype == torch.int32 else tensor
 

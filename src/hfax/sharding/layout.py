@@ -65,6 +65,10 @@ class Layout:
             return self.replicated
         return NamedSharding(self.plan.mesh, P(batch_axes(self.plan.mesh, count)))
 
+    def put_like(self, array: np.ndarray, other: jax.Array) -> jax.Array:
+        """An array of the host, the same in every process, split as another one."""
+        return _put(array, other.sharding)
+
     def put(self, tree: Any) -> Any:
         """Arrays of the host, whole on every device."""
         return jax.tree.map(lambda array: _put(array, self.replicated), tree)
@@ -88,3 +92,11 @@ def _put(array: Any, where: Sharding) -> jax.Array:
         return jax.device_put(array, where)
     host = np.asarray(array)
     return from_slices(host.shape, where, lambda index: host[index])
+
+
+def to_host(array: jax.Array) -> np.ndarray:
+    """The whole array in this process's memory, a copy; every process of the run must ask for it."""
+    if not (array.is_fully_addressable or array.is_fully_replicated):
+        everywhere = NamedSharding(array.sharding.mesh, P())  # pyright: ignore[reportAttributeAccessIssue]
+        array = jax.jit(lambda a: a, out_shardings=everywhere)(array)
+    return np.array(array)
