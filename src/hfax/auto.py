@@ -289,8 +289,11 @@ def _resolve_dtype(dtype: str | torch.dtype, config: PretrainedConfig, stored: t
 def _default_device() -> Any:
     import jax
 
+    from hfax.launch.cluster import join
+
+    join()
     try:
-        return jax.devices()[0]
+        return jax.local_devices()[0]
     except RuntimeError as error:
         raise BackendNotAvailableError(
             "JAX found no device.",

@@ -19,6 +19,7 @@ from hfax.cli.doctor import doctor
 from hfax.cli.env import env
 from hfax.cli.error_display import is_debugging, show_error
 from hfax.cli.generate import generate
+from hfax.cli.launch import launch
 from hfax.cli.matrix import matrix
 from hfax.cli.plan import plan
 from hfax.errors import HfaxError
@@ -67,6 +68,11 @@ def _top(
 
 for _verb in (generate, chat, classify, doctor, plan, bench, matrix, env):
     app.command(epilog=sys.modules[_verb.__module__].EXAMPLES)(_verb)
+# what follows the program is the program's
+app.command(
+    epilog=sys.modules[launch.__module__].EXAMPLES,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+)(launch)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

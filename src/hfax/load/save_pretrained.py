@@ -51,6 +51,8 @@ def save_model(
     else:
         tensors = {name: _as_host_tensor(array) for name, array in params.items()}  # pyright: ignore[reportArgumentType]
         tensors = revert_weight_conversion(module, tensors)
+    if jax.process_index() != 0:
+        return  # every process helps to bring the weights together; one writes
     save_safetensors(folder, tensors, max_shard_size=max_shard_size)
     config.architectures = [type(module).__name__]
     with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as scratch:

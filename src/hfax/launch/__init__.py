@@ -1,0 +1,1 @@
+"""Runs of several processes, on one machine or many."""

@@ -1,0 +1,57 @@
+"""What `hfax launch` starts: joins the run, then does what it was asked to, a script's work or a verb's of hfax.
+
+python -m hfax.launch.child script.py arguments…
+python -m hfax.launch.child hfax generate …
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+import time
+from collections.abc import Iterator
+
+_PATIENCE_S = 1.0
+
+
+@contextlib.contextmanager
+def _patience() -> Iterator[None]:
+    """An error waits a moment: if it follows from the end of another process, the launcher ends this one before it is printed."""
+    try:
+        yield
+    except Exception:
+        time.sleep(_PATIENCE_S)
+        raise
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code."""
+    from hfax.errors import HfaxError
+    from hfax.launch.cluster import join, member_from
+
+    program, *rest = arguments
+    try:
+        join()
+    except HfaxError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    if program != "hfax":
+        sys.argv = [program, *rest]
+        sys.path.insert(0, os.path.dirname(os.path.abspath(program)))  # noqa: PTH100, PTH120 (as Python itself does)
+        with _patience():
+            runpy.run_path(program, run_name="__main__")
+        return 0
+    from hfax.cli.app import run
+
+    member = member_from(os.environ)
+    if member is None or member.process_id == 0:
+        with _patience():
+            return run(rest)
+    with _patience(), open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # noqa: PTH123 (process 0 speaks for all)
+        return run(rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
