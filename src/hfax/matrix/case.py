@@ -52,6 +52,8 @@ class CaseResult:
         patches: names of the patches that ran.
         num_parameters: of the small model.
         decode_traces: how often the decoding step was traced in one call.
+        has_plan: the class has a plan for tensor parallelism of its own; looked up where weights were split.
+        split: share of the weights' bytes that were split, where they were to be.
         seconds: the whole case.
     """
 
@@ -65,18 +67,20 @@ class CaseResult:
     patches: list[str] = dataclasses.field(default_factory=list)
     num_parameters: int = 0
     decode_traces: int = 0
+    has_plan: bool | None = None
+    split: float | None = None
     seconds: float = 0.0
 
 
-def run_case(architecture: Architecture) -> CaseResult:
-    """Build, run and compare one architecture; never raises."""
+def run_case(architecture: Architecture, tensor: int = 1) -> CaseResult:
+    """Build, run and compare one architecture, with its weights split over `tensor` devices; never raises."""
     started = time.perf_counter()
     result = CaseResult(**dataclasses.asdict(architecture))
     stages = [("unbuilt", _build), ("reference fails", _reload), ("unbuilt", _make_inputs)]
     stages += [("reference fails", _run_reference), ("forward fails", _compare_forward)]
     stages += [("generate fails", _compare_generate)] if architecture.mapping in GENERATING else []
     with tempfile.TemporaryDirectory() as folder:
-        state: dict[str, Any] = {"architecture": architecture, "result": result, "folder": folder}
+        state: dict[str, Any] = {"architecture": architecture, "result": result, "folder": folder, "tensor": tensor}
         for outcome, stage in stages:
             try:
                 stage(state)
@@ -186,7 +190,13 @@ def _compare_forward(state: dict[str, Any]) -> None:
 
     result: CaseResult = state["result"]
     inputs: CaseInputs = state["inputs"]
-    ours = state["ours"] = AutoModelForTPU.from_pretrained(state["folder"])
+    parallelism = {"tensor": state["tensor"]} if state["tensor"] > 1 else None
+    ours = state["ours"] = AutoModelForTPU.from_pretrained(state["folder"], parallelism=parallelism)
+    if (plan := ours.sharding_plan()) is not None:
+        weights = list(plan.weights.values())
+        split = sum(w.num_bytes for w in weights if w.bytes_per_device(plan.mesh) < w.num_bytes)
+        result.split = split / max(sum(w.num_bytes for w in weights), 1)
+        result.has_plan = bool(state["model"].tp_plan)
     out = ours(**inputs.forward)
     pairs = list(_pairs(out, state["expected"], ""))
     if not pairs:

@@ -27,6 +27,7 @@ def run_matrix(
     model_types: list[str] | None = None,
     num_jobs: int = 2,
     timeout_s: float = 300.0,
+    tensor: int = 1,
     json_file: Path | None = None,
     markdown: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
@@ -38,6 +39,7 @@ def run_matrix(
         model_types: only these; None for all.
         num_jobs: processes at a time.
         timeout_s: for one architecture.
+        tensor: over how many virtual devices the weights are split.
         json_file: where to write the results, when all is done.
         markdown: where to write the page.
         say: gets a line for each architecture that does not work, and for each mapping.
@@ -65,7 +67,7 @@ def run_matrix(
             if result.outcome != "works":
                 say(f"{result.outcome:16} {result.model_type} ({result.class_name}): {result.reason[:200]}")
 
-        results += run_cases(chosen, num_jobs=num_jobs, timeout_s=timeout_s, on_result=show)
+        results += run_cases(chosen, num_jobs=num_jobs, timeout_s=timeout_s, tensor=tensor, on_result=show)
         say(f"{mapping}: " + ", ".join(f"{n} {outcome}" for outcome, n in counts.most_common()))
         _write(results, json_file, markdown)  # after each mapping: an interrupted run keeps what it has
     if not results:

@@ -24,6 +24,7 @@ def run_cases(
     *,
     num_jobs: int = 2,
     timeout_s: float = 300.0,
+    tensor: int = 1,
     on_result: Callable[[CaseResult], None] = lambda result: None,
 ) -> list[CaseResult]:
     """Run every architecture.
@@ -32,6 +33,7 @@ def run_cases(
         architectures: which.
         num_jobs: processes at a time.
         timeout_s: for one architecture; then its process is ended.
+        tensor: over how many virtual devices the weights are split.
         on_result: called with each result as it comes.
     """
     context = multiprocessing.get_context("forkserver")
@@ -41,7 +43,7 @@ def run_cases(
         while waiting and len(running) < num_jobs:
             architecture = waiting.pop(0)
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(architecture, sender))
+            process = context.Process(target=_child, args=(architecture, tensor, sender))
             process.start()
             sender.close()
             running[receiver] = (architecture, process, time.monotonic() + timeout_s)
@@ -82,10 +84,11 @@ def _take(receiver: Connection, process: Any, architecture: Architecture, *, is_
     )
 
 
-def _child(architecture: Architecture, sender: Connection) -> None:
+def _child(architecture: Architecture, tensor: int, sender: Connection) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ["HFAX_PROGRAM_CACHE"] = "0"
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+    flags = f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={tensor}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
     import warnings
 
     import torch
@@ -95,5 +98,5 @@ def _child(architecture: Architecture, sender: Connection) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    sender.send(run_case(architecture))
+    sender.send(run_case(architecture, tensor))
     sender.close()

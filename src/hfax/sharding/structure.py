@@ -106,7 +106,7 @@ class _Trace:
                 continue
             if any(other in members for other in all_readers):
                 continue
-            units = math.gcd(*(self.sources[name][1] for name in members))
+            units = max(self.sources[name][1] for name in members)  # as many heads as there are queries
             for name in members:
                 own = self.sources[name]
                 roles.setdefault(name, Role(axis=own[0], units=own[1], is_output=True))
@@ -143,10 +143,7 @@ class _Trace:
         trails = [a for a in axes if isinstance(a, frozenset)]
         if not trails:
             return _SAME if all(a == _SAME for a in axes) else _MANY
-        if _MANY in axes:
-            for trail in trails:
-                self._break(trail)
-            return _MANY
+        # of what is whole on every device, each takes its part
         joined = frozenset().union(*trails)
         self._join(joined)
         return joined
@@ -175,10 +172,9 @@ class _Trace:
             return [self._along(inputs[0], eqn.params["axis"])]
         if name == "split":
             return [self._along(inputs[0], eqn.params["axis"])] * len(eqn.outvars)
-        shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars) if v.aval.ndim}
         if name in _FREE:
             return inputs
-        if len(eqn.outvars) == 1 and len(shapes) == 1 and not eqn.params.get("jaxpr") and name not in _MIXING:
+        if len(eqn.outvars) == 1 and not eqn.params.get("jaxpr") and name not in _MIXING and _is_elementwise(eqn):
             return [self._elementwise(eqn, inputs)]
         for axes in inputs:
             self._break_all(axes)
@@ -204,11 +200,22 @@ class _Trace:
         return [[_SAME] * _ndim(v) if isinstance(v, Literal) else known[v] for v in jaxpr.outvars]
 
     def _view(self, eqn: Any) -> tuple[str, list[int | None]] | None:
-        """Of a weight, by operations that only rearrange it."""
+        """Of a weight, by operations that rearrange it or change each number by itself."""
+        if (
+            len(eqn.invars) == 2
+            and isinstance(eqn.invars[1], Var)
+            and eqn.invars[1] in self.views
+            and not _ndim(eqn.invars[0])
+        ):
+            if eqn.primitive.name in ("mul", "add", "sub", "max", "min"):
+                return self.views[eqn.invars[1]]
         if not eqn.invars or not isinstance(eqn.invars[0], Var) or eqn.invars[0] not in self.views:
             return None
         name, axes = self.views[eqn.invars[0]]
         kind = eqn.primitive.name
+        if kind not in _MIXING and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape and len(eqn.outvars) == 1:
+            if all(not v.aval.ndim for v in eqn.invars[1:]) and _is_elementwise(eqn):
+                return name, axes  # scaled, or a function of each number
         if kind in ("convert_element_type", "copy", "stop_gradient", "reduce_precision", "optimization_barrier"):
             return name, axes
         if kind == "transpose":
@@ -237,7 +244,8 @@ class _Trace:
                 if isinstance(var, Var) and var in self.views:
                     beside.append(self.views[var])
                 else:
-                    own.append(axes[axis])
+                    is_spread = _shape(var)[axis] == 1 != eqn.outvars[0].aval.shape[axis]
+                    own.append(_SAME if is_spread else axes[axis])
             unified = self._unified(own) if own else _MANY
             for name, axes in beside:
                 if axes[axis] is None:
@@ -410,8 +418,21 @@ _MIXING = frozenset(
 )
 
 
+def _is_elementwise(eqn: Any) -> bool:
+    """Each place of the result comes from the same place of the arguments; axes of length 1 go with any."""
+    out = eqn.outvars[0].aval.shape
+    shapes = [v.aval.shape for v in eqn.invars if v.aval.ndim]
+    return bool(shapes) and all(
+        len(shape) == len(out) and all(n in (1, m) for n, m in zip(shape, out, strict=True)) for shape in shapes
+    )
+
+
 def _ndim(var: Any) -> int:
     return var.aval.ndim
+
+
+def _shape(var: Any) -> tuple[int, ...]:
+    return var.aval.shape
 
 
 def _inner(eqn: Any) -> Any:
