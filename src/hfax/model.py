@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.load.placement import narrow, place, to_numpy
 from hfax.load.skeleton import Skeleton
 from hfax.patches import registry
+from hfax.programs import batches
 from hfax.programs import generation_request as requests
 from hfax.programs.checks import raise_failed
 from hfax.programs.generate import GenerationOptions, Loop, Streamer, open_loop, run_generation
@@ -452,6 +453,68 @@ class JaxModel:
 
         return warm_up(run, batch_sizes, prompt_lengths, progress=progress)
 
+    def map(
+        self,
+        dataset: Iterable[Any],
+        *,
+        batch_size: int,
+        tokenizer: Any = None,
+        column: str = "text",
+        output: str | Path | None = None,
+        select: Callable[[Any], Mapping[str, Any]] | None = None,
+        progress: bool = True,
+        **options: Any,
+    ) -> list[Any]:
+        """A whole data set through the model, batch by batch, over every device of the mesh's axes "data" and "fsdp".
+
+        Args:
+            dataset: texts, lists of token ids, or mappings that have either under `column` (rows of `datasets`, for instance).
+            batch_size: rows at a time.
+            tokenizer: for texts.
+            column: where a mapping's text or ids are.
+            output: a file of JSON lines, one a row, in order, written as results come; a run that finds it goes on behind its
+                last whole line.
+            select: takes the outputs of a forward pass and gives arrays by name, [batch, …]; for models that write, it makes map
+                run the forward pass instead of `generate`.
+            progress: show a bar where stderr is a terminal.
+            **options: of `generate`, or of the forward pass.
+
+        Returns:
+            For each row, in order: of models that write, `{"text": …}` for texts and `{"tokens": […]}` for ids, what was written
+            alone; of others the outputs' rows, by name.
+
+        Raises:
+            InvalidInputError: rows that are no text and no ids, or an output file of something else.
+
+        Example:
+            >>> model.map(texts, batch_size=64, tokenizer=tokenizer, output="out.jsonl", max_new_tokens=32)  # doctest: +SKIP
+        """
+        if batch_size < 1:
+            raise InvalidInputError(
+                f"batch_size={batch_size}.", "A batch has a row at least.", "Pass a positive number."
+            )
+        writes = select is None and self.can_generate()
+        pad: Any = self.generation_config.pad_token_id
+        is_left = writes and not self._traced.traits.is_encoder_decoder
+
+        def run(rows: list[Any]) -> list[Any]:
+            inputs = batches.encode(rows, column, tokenizer, is_left=is_left, pad_token_id=pad or 0)
+            if not writes:
+                outputs = self(**inputs, **options)
+                return batches.as_rows(outputs if select is None else select(outputs), len(rows))
+            sequences = np.asarray(self.generate(**inputs, **options))
+            start = 1 if self._traced.traits.is_encoder_decoder else inputs["input_ids"].shape[1]
+            ends = _as_ids(options.get("eos_token_id", self.generation_config.eos_token_id))
+            written = [_until(row[start:].tolist(), ends) for row in sequences]
+            if tokenizer is None:
+                return [{"tokens": row} for row in written]
+            return [{"text": tokenizer.decode(row, skip_special_tokens=True)} for row in written]
+
+        total = len(dataset) if isinstance(dataset, Sized) else None
+        where = None if output is None else Path(output)
+        found = batches.map_rows(dataset, run, batch_size=batch_size, output=where, total=total, progress=progress)
+        return list(found)
+
     def _open(self, request: _Request) -> tuple[Loop, dict[str, jax.Array]]:
         return open_loop(
             self._traced,
@@ -583,6 +646,11 @@ def _is_numeric(value: list[Any]) -> bool:
 
 def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
     return () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def _until(tokens: list[int], ends: tuple[int, ...]) -> list[int]:
+    """The tokens before the first that ends a text."""
+    return tokens[: next((i for i, token in enumerate(tokens) if token in ends), len(tokens))]
 
 
 def _draw_seed() -> int:

@@ -1,4 +1,4 @@
-"""TPU's kernels: interpreted, or their reference, against plain attention; caches in pages; sharding by the model's plan."""
+"""TPU's kernels: interpreted, or their reference, against plain attention; caches in pages."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import transformers
 from jax.experimental.pallas import tpu as pallas_tpu
-from jax.sharding import PartitionSpec as P
 
 from hfax import AutoModelForTPU
 from hfax.backends.traced_model import TracedModel
@@ -15,7 +14,6 @@ from hfax.kernels.attention import attention, causal_positions
 from hfax.kernels.target import compiling_for
 from hfax.kernels.tpu.attention import paged_attention, ragged_attention, splash_attention
 from hfax.kernels.tpu.experts import grouped_linear
-from hfax.load.sharding import tensor_parallel_specs
 
 
 def normal(*shape, seed=0):
@@ -154,14 +152,3 @@ def test_a_cache_in_pages_gives_the_same_text(name):
     small = [n for n, size in kept.items() if size < max(kept.values())]
     # a window of 100 touches two pages of 128; one of 128 has a page for keys and one for values
     assert len(small) == {"full": 0, "windows": 2, "wide": 4}[name]
-
-
-def test_weights_are_split_by_the_models_plan():
-    mesh = jax.sharding.AbstractMesh((2,), ("tensor",))
-    model = AutoModelForTPU.from_config(CONFIGS["full"], dtype="float32")
-    specs = tensor_parallel_specs(model._skeleton.module, model._skeleton.shapes, mesh)
-    assert specs["model.layers.1.self_attn.q_proj.weight"] == P("tensor", None)
-    assert specs["model.layers.1.self_attn.o_proj.weight"] == P(None, "tensor")
-    assert specs["model.layers.0.mlp.down_proj.weight"] == P(None, "tensor")
-    assert specs["model.layers.0.input_layernorm.weight"] == P(None)
-    assert specs["model.embed_tokens.weight"] == P("tensor", None)

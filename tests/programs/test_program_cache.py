@@ -13,6 +13,7 @@ import pytest
 
 from hfax.programs import program_cache
 from hfax.programs.program_cache import ProgramCache, program_folder
+from hfax.sharding.layout import Layout
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +34,7 @@ def _double(calls: list[int], cache: ProgramCache, size: int = 3) -> Any:
 
 
 def _cache(key: str = "model") -> ProgramCache:
-    return ProgramCache(key, jax.devices()[0])
+    return ProgramCache(key, Layout.on(jax.devices()[0]))
 
 
 def _files() -> list[Path]:

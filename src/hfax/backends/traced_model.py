@@ -30,7 +30,7 @@ from hfax.kv_cache.cache import cache_arrays, make_cache
 from hfax.load.skeleton import Skeleton
 from hfax.patches import registry
 from hfax.patches.masks import decoder_padding
-from hfax.sharding.constraints import constrain_cache, whole
+from hfax.sharding.constraints import constrain_cache
 
 Arrays = dict[str, jax.Array]
 _ON_MODULES = "on_modules."
@@ -281,7 +281,7 @@ class TracedModel:
             constants=self._constants,
         )
         arrays |= {_ON_MODULES + name: array for name, array in kept.items()}
-        return whole(logits), constrain_cache(arrays)
+        return logits, constrain_cache(arrays)
 
     def decode_step(
         self,
@@ -366,7 +366,7 @@ class TracedModel:
             self.module, self._all(params), call, used=self.patches_used, kept=kept, constants=self._constants
         )
         arrays |= {_ON_MODULES + name: array for name, array in kept.items()}
-        return whole(logits), constrain_cache(arrays)
+        return logits, constrain_cache(arrays)
 
     def _whole_text(
         self,

@@ -201,21 +201,21 @@ class _Trace:
 
     def _view(self, eqn: Any) -> tuple[str, list[int | None]] | None:
         """Of a weight, by operations that rearrange it or change each number by itself."""
-        if (
-            len(eqn.invars) == 2
-            and isinstance(eqn.invars[1], Var)
-            and eqn.invars[1] in self.views
-            and not _ndim(eqn.invars[0])
-        ):
-            if eqn.primitive.name in ("mul", "add", "sub", "max", "min"):
-                return self.views[eqn.invars[1]]
+        kind = eqn.primitive.name
+        other = eqn.invars[1] if kind in ("mul", "add", "sub", "max", "min") else None
+        if isinstance(other, Var) and other in self.views and not _ndim(eqn.invars[0]):
+            return self.views[other]
         if not eqn.invars or not isinstance(eqn.invars[0], Var) or eqn.invars[0] not in self.views:
             return None
         name, axes = self.views[eqn.invars[0]]
-        kind = eqn.primitive.name
-        if kind not in _MIXING and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape and len(eqn.outvars) == 1:
-            if all(not v.aval.ndim for v in eqn.invars[1:]) and _is_elementwise(eqn):
-                return name, axes  # scaled, or a function of each number
+        is_alone = len(eqn.outvars) == 1 and all(not _ndim(v) for v in eqn.invars[1:])
+        if (
+            is_alone
+            and kind not in _MIXING
+            and _shape(eqn.invars[0]) == _shape(eqn.outvars[0])
+            and _is_elementwise(eqn)
+        ):
+            return name, axes  # scaled, or a function of each number
         if kind in ("convert_element_type", "copy", "stop_gradient", "reduce_precision", "optimization_barrier"):
             return name, axes
         if kind == "transpose":
