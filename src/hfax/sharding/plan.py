@@ -124,10 +124,9 @@ def make_plan(
     """
     own = {name: style for name, style in (module.tp_plan or {}).items() if isinstance(style, str)}
     tables, experts = _tables(module), _experts(module)
-    if not own and size_of(mesh, HEAD_AXES) > 1:
-        shown: Mapping[str, Role] = roles()
-    else:
-        shown = {}
+    # some plans are of the head alone
+    is_planned = any(_style(own, name) is not None and name not in tables for name in shapes)
+    shown = roles() if not is_planned and size_of(mesh, HEAD_AXES) > 1 else {}
     given = _checked(given or {}, shapes, mesh)
     plans = {}
     for name, tensor in shapes.items():
