@@ -13,6 +13,7 @@ from torch.utils._mode_utils import no_dispatch
 from hfax.kernels import quantized
 from hfax.kernels.linear import linear
 from hfax.patches.patch import OpPatch, Patch
+from hfax.sharding.constraints import split_by_rows
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> jax.Array:
@@ -132,6 +133,24 @@ def embedding_bag(
     return rows.sum(axis=1) if mode == "sum" else rows.mean(axis=1)
 
 
+def convolution(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+) -> jax.Array:
+    """torch's `aten.convolution`; over a mesh one of several groups is computed whole on every device."""
+    from torchax.ops.jaten import _aten_convolution
+
+    out = _aten_convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
+    return out if groups == 1 else split_by_rows(out)
+
+
 _weights: dict[Any, np.ndarray] = {}
 
 
@@ -163,6 +182,12 @@ PATCHES: list[Patch] = [
         why="`aten::_embedding_bag` has no lowering",
         ops=("torch.nn.functional.embedding_bag",),
         lower=embedding_bag,
+    ),
+    OpPatch(
+        name="grouped-convolution",
+        why="XLA (jaxlib 0.10) computes wrong numbers where it splits one of several groups by its outputs",
+        ops=("aten.convolution",),
+        lower=convolution,
     ),
     OpPatch(
         name="linear",

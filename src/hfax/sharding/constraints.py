@@ -38,3 +38,11 @@ def constrain_cache(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         name: jax.lax.with_sharding_constraint(array, NamedSharding(mesh, cache_spec(mesh, name, array.shape)))
         for name, array in arrays.items()
     }
+
+
+def split_by_rows(array: jax.Array) -> jax.Array:
+    """The array, split over nothing but the axes of batches; itself in a program for one device."""
+    if (mesh := target.mesh()) is None:
+        return array
+    rows = batch_axes(mesh, array.shape[0])
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, P(rows, *[None] * (array.ndim - 1))))
