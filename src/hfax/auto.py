@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from hfax.load.source import CheckpointSource
     from hfax.model import JaxModel
-    from hfax.sharding.choose import Parallelism
+    from hfax.parallelism.choose import Parallelism
     from hfax.sharding.layout import Layout
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -137,7 +137,7 @@ class AutoModelForTPU:
 
         from hfax.load.quantize import check_name
         from hfax.load.random_weights import draw_weights
-        from hfax.sharding.choose import choose_layout
+        from hfax.parallelism.choose import choose_layout
 
         check_name(quantization)
         config = copy.deepcopy(config)
@@ -163,7 +163,7 @@ def _load(
     from hfax.load.config import read_config
     from hfax.load.store import open_store
     from hfax.load.weights import load_quantized, load_weights
-    from hfax.sharding.choose import choose_layout
+    from hfax.parallelism.choose import choose_layout
 
     config = read_config(source, trust_remote_code=trust_remote_code)
     store = open_store(source)
@@ -187,23 +187,13 @@ def _load(
 
 def _planned(path: str | Path, parallelism: Parallelism, quantization: str | None) -> tuple[Parallelism, str | None]:
     """Mesh and quantization of a saved plan."""
-    import jax
-
-    from hfax.planning.plan import read_plan
+    from hfax.parallelism.saved import read_plan
 
     if parallelism is not None or quantization is not None:
         raise InvalidInputError(
             "plan= was given beside parallelism= or quantization=.", "The plan says both.", "Leave the others out."
         )
-    plans = read_plan(path)
-    found = next((each for each in plans if each.num_devices == jax.device_count()), None)
-    if found is None:
-        raise InvalidInputError(
-            f"{path} has no plan for {jax.device_count()} devices.",
-            f"Its plans are for {', '.join(sorted({f'{p.machine} ({p.num_devices})' for p in plans}))}.",
-            "Plan for this machine's topology.",
-        )
-    return found.mesh, found.quantization
+    return read_plan(path)
 
 
 def _skeleton(

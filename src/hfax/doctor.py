@@ -24,9 +24,9 @@ from hfax.backends import geometry
 from hfax.backends.observations import Observations, observing
 from hfax.backends.traced_model import TracedModel
 from hfax.errors import HfaxError, InvalidInputError, UnsupportedModelError
+from hfax.example_inputs.inputs import make_inputs
 from hfax.kernels.target import compiling_for
 from hfax.load.placement import to_numpy
-from hfax.matrix.inputs import make_inputs
 from hfax.patches import registry
 
 _PROMPT, _CAPACITIES = 64, (128, 256)

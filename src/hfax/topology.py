@@ -28,11 +28,11 @@ from hfax.kernels.target import compiling_for
 from hfax.load.placement import to_numpy
 from hfax.load.quantize import Quantization, bits_and_group, weights_to_quantize
 from hfax.load.skeleton import Skeleton
+from hfax.mesh import batch_axes, make_mesh
+from hfax.parallelism.choose import plan_over
 from hfax.programs.decoding import LoopSpec, advance, start
 from hfax.programs.sampling_config import make_sampling_spec
-from hfax.sharding.choose import plan_over
 from hfax.sharding.constraints import cache_spec
-from hfax.sharding.mesh import batch_axes, make_mesh
 from hfax.sharding.plan import ShardingPlan
 
 

@@ -112,7 +112,7 @@ class _Supervisor:
     async def _start(self, member: Member) -> asyncio.subprocess.Process:
         environment = {**self.environment, **member.environment()}
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "hfax.launch.child", *self.command, env=environment, start_new_session=True
+            sys.executable, "-m", "hfax.cli.launch_child", *self.command, env=environment, start_new_session=True
         )
 
     async def _watch(self, member: Member, process: asyncio.subprocess.Process) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import ml_dtypes
@@ -17,6 +16,7 @@ import torch
 from jax.sharding import Sharding
 
 from hfax.errors import InvalidInputError, OutOfMemoryError
+from hfax.sharding.layout import from_slices
 
 _NUMPY_VIEWS = {
     torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
@@ -89,12 +89,6 @@ def place_slices(
         return parts[key]
 
     return from_slices(shape, where, part)
-
-
-def from_slices(shape: tuple[int, ...], where: Sharding, part: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
-    """An array of the parts that `part` gives for the devices of this process."""
-    callback: Any = part
-    return jax.make_array_from_callback(shape, where, callback)
 
 
 def check_fits(needed_bytes: int, device: jax.Device, what: str, fix: str) -> None:

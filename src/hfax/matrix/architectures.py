@@ -40,9 +40,6 @@ MAPPINGS: dict[str, str] = {
 }
 """Short name to transformers' mapping."""
 
-GENERATING = ("causal-lm", "image-text-to-text", "seq2seq-lm", "speech-seq2seq")
-"""Mappings whose classes write text."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:

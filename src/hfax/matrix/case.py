@@ -22,8 +22,8 @@ import numpy as np
 import torch
 import transformers
 
-from hfax.matrix.architectures import GENERATING, Architecture, small_config
-from hfax.matrix.inputs import CaseInputs, make_inputs
+from hfax.example_inputs.inputs import GENERATING, CaseInputs, make_inputs
+from hfax.matrix.architectures import Architecture, small_config
 
 NEW_TOKENS = 16
 TOLERANCE = 1e-4

@@ -69,7 +69,8 @@ def _summary(results: list[CaseResult]) -> Iterable[str]:
 def _patch_section(results: list[CaseResult]) -> str:
     from hfax import shrink
     from hfax.backends import traced_model
-    from hfax.matrix import architectures, images
+    from hfax.example_inputs import images
+    from hfax.matrix import architectures
     from hfax.patches import registry
     from hfax.patches.patch import ForwardPatch, FunctionPatch, InputPatch
     from hfax.programs import own_generate

@@ -9,10 +9,8 @@ needs the devices.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,10 +23,10 @@ from hfax.errors import HfaxError, InvalidInputError, UnsupportedOptionError
 from hfax.load.placement import to_numpy
 from hfax.load.quantize import Quantization, weights_to_quantize
 from hfax.load.skeleton import Skeleton
+from hfax.mesh import DATA, EXPERT, FSDP, HEAD_AXES, TENSOR, attention_heads, make_mesh, num_experts, size_of
+from hfax.parallelism.choose import plan_over
 from hfax.planning.chips import TPUS, Chip, chip_of
-from hfax.sharding.choose import plan_over
 from hfax.sharding.constraints import cache_spec
-from hfax.sharding.mesh import DATA, EXPERT, FSDP, HEAD_AXES, TENSOR, attention_heads, make_mesh, num_experts, size_of
 from hfax.sharding.plan import ShardingPlan
 
 ASSUMPTIONS = (
@@ -151,22 +149,6 @@ def make_plans(
     for machine, chip, devices, problem in found:
         for batch in batches:
             yield _plan(model, machine, chip, devices, problem, batch, context, prompt, mesh, compiles)
-
-
-def read_plan(path: str | Path) -> list[Plan]:
-    """Plans that `hfax plan --json-file` wrote.
-
-    Raises:
-        InvalidInputError: it holds none.
-    """
-    try:
-        return [Plan(**each) for each in json.loads(Path(path).read_text())["plans"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidInputError(
-            f"{path} holds no plan of hfax.",
-            f"{type(error).__name__}: {error}",
-            "Write one with hfax plan --json-file.",
-        ) from error
 
 
 def _read(name: str, config: PretrainedConfig, quantization: Quantization | None, context: int) -> _Model:

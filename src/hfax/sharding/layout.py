@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,8 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from hfax.load.placement import from_slices
-from hfax.sharding.mesh import batch_axes
+from hfax.mesh import batch_axes
 from hfax.sharding.plan import ShardingPlan
 
 
@@ -85,6 +85,12 @@ class Layout:
         specs = sorted((name, str(weight.spec)) for name, weight in self.plan.weights.items())
         text = repr((dict(self.plan.mesh.shape), [d.id for d in self.devices], specs))
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def from_slices(shape: tuple[int, ...], where: Sharding, part: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
+    """An array of the parts that `part` gives for the devices of this process."""
+    callback: Any = part
+    return jax.make_array_from_callback(shape, where, callback)
 
 
 def _put(array: Any, where: Sharding) -> jax.Array:

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from transformers import PreTrainedModel
 
 from hfax.errors import InvalidInputError
-from hfax.sharding.mesh import FSDP, HEAD_AXES, TENSOR, expert_axes, size_of
+from hfax.mesh import FSDP, HEAD_AXES, TENSOR, expert_axes, size_of
 from hfax.sharding.structure import Role
 
 Roles = Callable[[], Mapping[str, Role]]
@@ -60,7 +60,7 @@ class ShardingPlan:
     """All weights. Its text is a table.
 
     Args:
-        mesh: has the axes of `hfax.sharding.mesh.AXES`.
+        mesh: has the axes of `hfax.mesh.AXES`.
         weights: by name.
     """
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from hfax.backends import geometry
 from hfax.backends.traced_model import TracedModel
+from hfax.example_inputs.inputs import make_inputs
 from hfax.load.placement import to_numpy
 from hfax.load.skeleton import Skeleton
-from hfax.matrix.inputs import make_inputs
 from hfax.sharding.structure import Role, find_roles
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from jax.sharding import Mesh, PartitionSpec
 from hfax.load.placement import free_bytes
 from hfax.load.quantize import Quantization, bytes_of, columns_together, weights_to_quantize
 from hfax.load.skeleton import Skeleton
+from hfax.mesh import make_mesh
 from hfax.sharding.layout import Layout
-from hfax.sharding.mesh import make_mesh
 from hfax.sharding.plan import ShardingPlan, make_plan
 from hfax.sharding.structure import Role
 
@@ -55,10 +55,10 @@ def plan_over(
     *,
     given: Mapping[str, PartitionSpec] | None = None,
 ) -> ShardingPlan:
-    """The plan of a model's weights over a mesh with the axes of `hfax.sharding.mesh`."""
+    """The plan of a model's weights over a mesh with the axes of `hfax.mesh`."""
 
     def roles() -> Mapping[str, Role]:
-        from hfax.sharding.roles import roles_of
+        from hfax.parallelism.roles import roles_of
 
         return roles_of(skeleton)
 

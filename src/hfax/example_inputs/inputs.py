@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from hfax.matrix.architectures import GENERATING
-from hfax.matrix.fields import LENGTH, make_field, text_mask, token_ids
-from hfax.matrix.images import image_token, prompts_with_images
+from hfax.example_inputs.fields import LENGTH, make_field, text_mask, token_ids
+from hfax.example_inputs.images import image_token, prompts_with_images
 
+GENERATING = ("causal-lm", "image-text-to-text", "seq2seq-lm", "speech-seq2seq")
+"""Mappings whose classes write text."""
 PADDING = 7
 """Tokens of padding on the left of the first of two prompts."""
 _TOGETHER = (
