@@ -22,7 +22,9 @@ EXAMPLES = """[bold]Examples[/bold]
 
 def launch(
     context: typer.Context,
-    program: Annotated[str, typer.Argument(help="A Python script, or hfax and a verb.", show_default=False)],
+    program: Annotated[
+        str, typer.Argument(metavar="PROGRAM", help="A Python script, or hfax and a verb.", show_default=False)
+    ],
     coordinator: Annotated[
         str | None, typer.Option(help="host:port of process 0, the same everywhere.", show_default=False)
     ] = None,
