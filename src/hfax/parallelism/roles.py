@@ -19,7 +19,17 @@ logger = logging.getLogger(__name__)
 
 
 def roles_of(skeleton: Skeleton) -> dict[str, Role]:
-    """See `find_roles`; empty, with a warning, where the forward pass cannot be traced."""
+    """See `find_roles`; empty, with a warning, where the forward pass cannot be traced. Asked again, the same."""
+    module = skeleton.module
+    if (known := module.__dict__.get(_KEPT)) is None:
+        known = module.__dict__[_KEPT] = _traced_roles(skeleton)
+    return known
+
+
+_KEPT = "_hfax_roles"
+
+
+def _traced_roles(skeleton: Skeleton) -> dict[str, Role]:
     module = skeleton.module
     buffers = {name: jnp.asarray(to_numpy(b)) for name, b in skeleton.buffers.items()}
     traced = TracedModel(skeleton, skeleton.tied, buffers)

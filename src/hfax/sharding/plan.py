@@ -28,6 +28,8 @@ Roles = Callable[[], Mapping[str, Role]]
 """What the traced computation shows of weights, by name; asked only where a model has no plan of its own."""
 
 _KEYS_AND_VALUES = re.compile(r"(^|[._])(k|v|key|value)(_?proj|_lin)?$")
+_MAX_UNPLANNED = 0.01
+"""Share of the weights that a model's own plan may leave out before the traced computation is asked."""
 _MIN_FSDP = 1 << 10
 """Weights of fewer numbers stay whole on the axis "fsdp"."""
 
@@ -124,9 +126,11 @@ def make_plan(
     """
     own = {name: style for name, style in (module.tp_plan or {}).items() if isinstance(style, str)}
     tables, experts = _tables(module), _experts(module)
-    # some plans are of the head alone
-    is_planned = any(_style(own, name) is not None and name not in tables for name in shapes)
-    shown = roles() if not is_planned and size_of(mesh, HEAD_AXES) > 1 else {}
+    # some plans are of the head alone, or leave large matrices out
+    known = {*tables, *experts, *(name for name in shapes if _style(own, name) is not None)}
+    unknown = sum(t.numel() for name, t in shapes.items() if t.ndim == 2 and name not in known)
+    is_enough = unknown <= _MAX_UNPLANNED * sum(t.numel() for t in shapes.values())
+    shown = {} if is_enough or size_of(mesh, HEAD_AXES) == 1 else roles()
     given = _checked(given or {}, shapes, mesh)
     plans = {}
     for name, tensor in shapes.items():

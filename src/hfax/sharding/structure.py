@@ -341,6 +341,28 @@ class _Trace:
             axes = self._along(axes, axis)
         return axes
 
+    def _scatter(self, eqn: Any, inputs: list[list[Axis]]) -> list[Axis]:
+        numbers, ndim = eqn.params["dimension_numbers"], _ndim(eqn.outvars[0])
+        if tuple(numbers.update_window_dims) != tuple(range(ndim)) or numbers.inserted_window_dims:
+            for axes in inputs:
+                self._break_all(axes)
+            return [_MANY] * ndim
+        return self._written(inputs[0], inputs[2], set(numbers.scatter_dims_to_operand_dims))
+
+    def _dynamic_update_slice(self, eqn: Any, inputs: list[list[Axis]]) -> list[Axis]:
+        whole, part = _shape(eqn.invars[0]), _shape(eqn.invars[1])
+        return self._written(inputs[0], inputs[1], {i for i, n in enumerate(whole) if n != part[i]})
+
+    def _written(self, whole: list[Axis], part: list[Axis], moved: set[int]) -> list[Axis]:
+        """An array with a part written into it, which is placed along the axes `moved`."""
+        out = []
+        for axis, (old, new) in enumerate(zip(whole, part, strict=True)):
+            if axis in moved:
+                self._break(old)
+                self._break(new)
+            out.append(_MANY if axis in moved else self._unified([old, new]))
+        return out
+
     def _select_n(self, eqn: Any, inputs: list[list[Axis]]) -> list[Axis]:
         return self._elementwise(eqn, inputs)
 
@@ -413,9 +435,7 @@ class _Trace:
         return self.__dict__.setdefault("_sizes", {})
 
 
-_MIXING = frozenset(
-    ("sort", "gather", "scatter", "scatter-add", "fft", "dynamic_update_slice", "reduce_window", "top_k", "iota")
-)
+_MIXING = frozenset(("sort", "gather", "scatter", "scatter-add", "fft", "reduce_window", "top_k", "iota"))
 
 
 def _is_elementwise(eqn: Any) -> bool:
