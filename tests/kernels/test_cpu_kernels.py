@@ -17,6 +17,8 @@ from hfax.kernels.experts import grouped_linear
 from hfax.kernels.linear import linear
 from hfax.kernels.target import compiling_for
 
+HERE = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+
 KERNELS = "C++ kernel"
 
 
@@ -181,7 +183,7 @@ class TestQuantized:
         from hfax.load.quantize import quantize
 
         values = torch.from_numpy(np.random.default_rng(0).standard_normal((40, 256)).astype(np.float32))
-        packed = quantize(values, f"int{request.param}", jax.devices("cpu")[0])
+        packed = quantize(values, f"int{request.param}", HERE)
         return values.numpy(), packed
 
     def test_numbers_are_near_those_that_were_given(self, weight):
@@ -221,7 +223,7 @@ class TestQuantized:
 
         _, one = weight
         values = torch.from_numpy(np.random.default_rng(1).standard_normal((5, 24, 128)).astype(np.float32))
-        packed = quantize(values, f"int{one.bits}", jax.devices("cpu")[0])
+        packed = quantize(values, f"int{one.bits}", HERE)
         x, experts = normal(7, 128), jnp.array([4, 0, 0, 2, 4, 4, 1])
         expected = np.einsum("ri,roi->ro", x, np.asarray(packed.dequantize())[np.asarray(experts)])
         got, chosen = on_cpu(grouped_linear, x, packed, experts)
@@ -235,7 +237,7 @@ class TestQuantized:
         from hfax.load.quantize import quantize
 
         _, one = weight
-        packed = quantize(torch.zeros(4, 128), f"int{one.bits}", jax.devices("cpu")[0])
+        packed = quantize(torch.zeros(4, 128), f"int{one.bits}", HERE)
         assert (np.asarray(packed.dequantize()) == 0).all()
 
     def test_what_is_not_finite_shows(self, weight):
