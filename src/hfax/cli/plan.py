@@ -88,7 +88,7 @@ def _print(plans: list[Any], assumptions: str) -> None:
 
     first = plans[0]
     console = Console()
-    style: Any = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 2, 0, 0), "title_justify": "left"}
+    style: Any = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0), "title_justify": "left"}
     memory = Table(title=f"{first.model}: GB a device at {first.context:,} tokens", **style)
     speed = Table(title=f"Limits; prompts of {first.prompt:,} tokens", **style)
     for name in ("machine", "mesh", "batch", "fits", "weights+cache+temp.", "of", "longest", "rows"):
