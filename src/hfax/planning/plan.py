@@ -65,7 +65,7 @@ class Plan:
         collectives: in each program, how often each kind stands in the compiled text.
         collective_bytes: in each program, what a device gets from others in one step.
         collectives_per_layer: of decoding, without those outside of layers.
-        compile_s: of both programs, side by side; None where nothing was compiled.
+        compile_s: of both programs; None where nothing was compiled.
         problem: why there is nothing of the above that needs a compiler; empty if there is.
     """
 
@@ -261,7 +261,7 @@ def _plan(
         collectives={p.name: p.collectives for p in programs},
         collective_bytes=communication,
         collectives_per_layer=sum(programs[1].collectives.values()) / layers if programs and layers else None,
-        compile_s=max((p.compile_seconds for p in programs), default=None),
+        compile_s=sum(p.compile_seconds for p in programs) if programs else None,
         problem=problem,
     )
 
