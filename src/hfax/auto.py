@@ -170,7 +170,9 @@ def _load(
     resolved = _resolve_dtype(dtype, config, store.float_dtype)
     code_folder = str(source.folder) if trust_remote_code else None
     skeleton = _skeleton(config, task, resolved, code_folder, attn_implementation)
-    packed = quantization or ("int4" if _is_quantized_by_hfax(config) else None)
+    packed: Any = quantization or (
+        f"int{config.quantization_config['bits']}" if _is_quantized_by_hfax(config) else None
+    )
     layout = choose_layout(skeleton, parallelism, packed, _default_device())
     if _is_quantized_by_hfax(config):
         if quantization is not None:

@@ -15,7 +15,7 @@ It does not know weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -85,14 +85,19 @@ def make_mesh(
     return Mesh(np.asarray(grid).reshape(shape), AXES)
 
 
-def choose_sizes(config: PretrainedConfig, count: int) -> dict[str, int]:
-    """Sizes by axis for `count` devices: as many as divide the heads on "tensor"; of the rest, experts, then batches."""
+def fitting_sizes(config: PretrainedConfig, count: int) -> Iterator[dict[str, int]]:
+    """Sizes by axis of the meshes of `count` devices that divide the model's heads and experts, without "fsdp"."""
     heads, _ = attention_heads(config)
-    tensor = max((n for n in range(1, count + 1) if count % n == 0 and heads and heads % n == 0), default=1)
-    rest = count // tensor
     experts = num_experts(config)
-    expert = max((n for n in range(1, rest + 1) if rest % n == 0 and experts and experts % n == 0), default=1)
-    return {DATA: rest // expert, FSDP: 1, EXPERT: expert, TENSOR: tensor}
+    for tensor in (n for n in range(1, count + 1) if count % n == 0 and (n == 1 or (heads and heads % n == 0))):
+        rest = count // tensor
+        for expert in (n for n in range(1, rest + 1) if rest % n == 0 and (n == 1 or (experts and experts % n == 0))):
+            yield {DATA: rest // expert, FSDP: 1, EXPERT: expert, TENSOR: tensor}
+
+
+def choose_sizes(config: PretrainedConfig, count: int) -> dict[str, int]:
+    """Of those as many as divide the heads on "tensor"; of the rest, experts, then batches."""
+    return max(fitting_sizes(config, count), key=lambda sizes: (sizes[TENSOR], sizes[EXPERT]))
 
 
 def attention_heads(config: PretrainedConfig) -> tuple[int | None, int | None]:

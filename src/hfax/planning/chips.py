@@ -33,64 +33,22 @@ _NVIDIA = "NVIDIA's data sheet; dense operations, NVLink"
 _GB, _GIB = 10**9, 1 << 30
 
 CHIPS = {
-    chip.name: chip
-    for chip in (
-        Chip(
-            name="v5e",
-            memory_bytes=16 * _GIB,
-            bandwidth=819e9,
-            operations=197e12,
-            interconnect=200e9,
-            source=_GOOGLE,
-        ),
-        Chip(
-            name="v5p",
-            memory_bytes=95 * _GIB,
-            bandwidth=2765e9,
-            operations=459e12,
-            interconnect=600e9,
-            source=_GOOGLE,
-        ),
-        Chip(
-            name="v6e",
-            memory_bytes=32 * _GIB,
-            bandwidth=1640e9,
-            operations=918e12,
-            interconnect=400e9,
-            source=_GOOGLE,
-        ),
-        Chip(
-            name="a100",
-            memory_bytes=80 * _GB,
-            bandwidth=2039e9,
-            operations=312e12,
-            interconnect=300e9,
-            source=_NVIDIA,
-        ),
-        Chip(
-            name="h100",
-            memory_bytes=80 * _GB,
-            bandwidth=3350e9,
-            operations=989e12,
-            interconnect=450e9,
-            source=_NVIDIA,
-        ),
-        Chip(
-            name="h200",
-            memory_bytes=141 * _GB,
-            bandwidth=4800e9,
-            operations=989e12,
-            interconnect=450e9,
-            source=_NVIDIA,
-        ),
-        Chip(
-            name="b200",
-            memory_bytes=180 * _GB,
-            bandwidth=7700e9,
-            operations=2250e12,
-            interconnect=900e9,
-            source=_NVIDIA,
-        ),
+    name: Chip(
+        name=name,
+        memory_bytes=memory,
+        bandwidth=gigabytes * 1e9,
+        operations=tera_operations * 1e12,
+        interconnect=link_gigabytes * 1e9,
+        source=source,
+    )
+    for name, memory, gigabytes, tera_operations, link_gigabytes, source in (
+        ("v5e", 16 * _GIB, 819, 197, 200, _GOOGLE),
+        ("v5p", 95 * _GIB, 2765, 459, 600, _GOOGLE),
+        ("v6e", 32 * _GIB, 1640, 918, 400, _GOOGLE),
+        ("a100", 80 * _GB, 2039, 312, 300, _NVIDIA),
+        ("h100", 80 * _GB, 3350, 989, 450, _NVIDIA),
+        ("h200", 141 * _GB, 4800, 989, 450, _NVIDIA),
+        ("b200", 180 * _GB, 7700, 2250, 900, _NVIDIA),
     )
 }
 TPUS = ("v5e", "v5p", "v6e")

@@ -23,7 +23,7 @@ from hfax.errors import HfaxError, InvalidInputError, UnsupportedOptionError
 from hfax.load.placement import to_numpy
 from hfax.load.quantize import Quantization, weights_to_quantize
 from hfax.load.skeleton import Skeleton
-from hfax.mesh import DATA, EXPERT, FSDP, HEAD_AXES, TENSOR, attention_heads, make_mesh, num_experts, size_of
+from hfax.mesh import DATA, EXPERT, HEAD_AXES, TENSOR, attention_heads, fitting_sizes, make_mesh, num_experts, size_of
 from hfax.parallelism.choose import plan_over
 from hfax.planning.chips import TPUS, Chip, chip_of
 from hfax.sharding.constraints import cache_spec
@@ -200,7 +200,7 @@ def _plan(
     mesh: dict[str, int] | None,
     compiles: bool,
 ) -> Plan:
-    candidates = [mesh] if mesh else list(_candidates(model.config, len(devices)))
+    candidates = [mesh] if mesh else list(fitting_sizes(model.config, len(devices)))
     plans = [
         (sizes, plan_over(model.skeleton, make_mesh(sizes, model.config, devices), model.quantization))
         for sizes in candidates
@@ -264,16 +264,6 @@ def _plan(
         compile_s=sum(p.compile_seconds for p in programs) if programs else None,
         problem=problem,
     )
-
-
-def _candidates(config: PretrainedConfig, count: int) -> Iterator[dict[str, int]]:
-    """Meshes of so many devices that fit the model's heads and experts."""
-    heads, _ = attention_heads(config)
-    experts = num_experts(config)
-    for tensor in (n for n in range(1, count + 1) if count % n == 0 and (n == 1 or (heads and heads % n == 0))):
-        rest = count // tensor
-        for expert in (n for n in range(1, rest + 1) if rest % n == 0 and (n == 1 or (experts and experts % n == 0))):
-            yield {DATA: rest // expert, FSDP: 1, EXPERT: expert, TENSOR: tensor}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,10 +22,11 @@ def cache_spec(mesh: jax.sharding.Mesh, name: str, shape: tuple[int, ...]) -> P:
     """
     kind = name.rpartition(".")[2]
     parts: list[tuple[str, ...] | None] = [None] * len(shape)
-    heads = 1 if kind in _HEADS_SECOND and len(shape) == 4 else paged.heads_axis(kind)
+    of_pages = paged.heads_axis(kind)
+    heads = 1 if kind in _HEADS_SECOND and len(shape) == 4 else of_pages
     if heads is not None and shape[heads] % size_of(mesh, TENSOR) == 0:
         parts[heads] = (TENSOR,)
-    if kind not in ("pages", "key_pages", "value_pages") and shape:  # TPU's kernels read pages of all rows
+    if of_pages is None and shape:  # TPU's kernels read pages of all rows
         parts[0] = batch_axes(mesh, shape[0])
     return P(*parts)
 

@@ -79,6 +79,7 @@ class _Trace:
             Var, tuple[str, list[int | None]]
         ] = {}  # of a weight: its name, and which of its axes each axis is
         self.sources: dict[str, tuple[int, int]] = {}  # a weight's output axis, and how many units it has
+        self.sizes: dict[str, int] = {}  # how long that axis is, before it is known to be heads
         self.parents: dict[str, str] = {}  # weights whose outputs are worked on together (union-find)
         self.broken: set[str] = set()
         self.readers: dict[
@@ -303,7 +304,7 @@ class _Trace:
                 if len(real_old) == 1:
                     for name in trail & self.sources.keys():
                         axis, units = self.sources[name]
-                        is_first = units == self.sources_size[name]
+                        is_first = units == self.sizes[name]
                         self.sources[name] = (axis, after[real_new[0]] if is_first else units)
                 out[real_new[0]] = trail
             elif all(inputs[0][i] == _SAME for i in real_old):
@@ -409,11 +410,9 @@ class _Trace:
             free = [i for i in range(len(axes)) if i not in (*contracted, *batch)]
             is_plain = not batch and len(contracted) == len(free) == 1 and not is_weight[1 - side]
             read, made = (places[contracted[0]], places[free[0]]) if is_plain else (None, None)
-            for mine, its in zip(contracted, others[2], strict=True):
-                del mine
-                trail = others[1][its]
-                if read is None:
-                    self._break(trail)
+            if read is None:
+                for axis in others[2]:
+                    self._break(others[1][axis])
             if read is None or made is None:
                 out += [_MANY] * len(free)
                 continue
@@ -425,14 +424,9 @@ class _Trace:
                 self.broken.add(name)
             if name not in self.sources:
                 self.sources[name] = (made, size)
-                self.sources_size[name] = size
+                self.sizes[name] = size
             out.append(frozenset({name}))
         return out
-
-    @property
-    def sources_size(self) -> dict[str, int]:
-        """How long each weight's output axis is, before it is known to be heads."""
-        return self.__dict__.setdefault("_sizes", {})
 
 
 _MIXING = frozenset(("sort", "gather", "scatter", "scatter-add", "fft", "reduce_window", "top_k", "iota"))
