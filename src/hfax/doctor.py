@@ -20,13 +20,11 @@ import jax.numpy as jnp
 import transformers
 from transformers import AutoConfig, PretrainedConfig
 
-from hfax.backends import geometry
+from hfax.backends.abstract import example_inputs, without_weights
 from hfax.backends.observations import Observations, observing
 from hfax.backends.traced_model import TracedModel
 from hfax.errors import HfaxError, InvalidInputError, UnsupportedModelError
-from hfax.example_inputs.inputs import make_inputs
 from hfax.kernels.target import compiling_for
-from hfax.load.placement import to_numpy
 from hfax.patches import registry
 
 _PROMPT, _CAPACITIES = 64, (128, 256)
@@ -104,8 +102,7 @@ def inspect(
     code_folder = str(model) if trust_remote_code and not isinstance(model, PretrainedConfig) else None
     dtype = _resolve_dtype("auto", config, None)
     skeleton = _skeleton(config, task, dtype, code_folder, None)
-    traced = TracedModel(skeleton, skeleton.tied, {n: jnp.asarray(to_numpy(b)) for n, b in skeleton.buffers.items()})
-    params = {name: _shape(t) for name, t in skeleton.shapes.items()}
+    traced, params = without_weights(skeleton)
     look = _Look(traced, params)
     look.run()
     checked = _check(config, type(skeleton.module).__name__, task) if check else None
@@ -169,9 +166,7 @@ class _Look:
         self.problems += (found or [error]) + ([later] if found and later is not None else [])
 
     def _forward(self) -> Any:
-        inputs = {n: _abstract(n, v) for n, v in make_inputs(self.traced.module, "base").forward.items()}
-        arrays = {n: v for n, v in inputs.items() if isinstance(v, jax.ShapeDtypeStruct)}
-        rest = {n: v for n, v in inputs.items() if n not in arrays}
+        arrays, rest = example_inputs(self.traced.module)
         return jax.eval_shape(lambda p, x: self.traced.apply(p, (), {**x, **rest}), self.params, arrays)
 
     def _decoding(self) -> None:
@@ -224,18 +219,6 @@ def _error_of(trace: Callable[[], Any]) -> str | None:
     return None
 
 
-def _abstract(name: str, value: Any) -> Any:
-    """An input's shape and dtype; what decides shapes stays as it is."""
-    if geometry.is_geometry(name) or not hasattr(value, "dtype"):
-        return value
-    return _array_shape(value)
-
-
-def _array_shape(tensor: Any) -> jax.ShapeDtypeStruct:
-    array = to_numpy(tensor)
-    return jax.ShapeDtypeStruct(array.shape, array.dtype)
-
-
 def _product_operations(jaxpr: Any) -> int:
     """Multiplications and additions of all matrix products of a traced function."""
     total = 0
@@ -270,14 +253,6 @@ def read_any_config(model: str | Path | PretrainedConfig, trust_remote_code: boo
             " ".join(str(error).split())[:300],
             "Pass a Hub id, a folder with a config.json, or a config.json; gated repositories need `hf auth login`.",
         ) from error
-
-
-def _shape(tensor: Any) -> jax.ShapeDtypeStruct:
-    if tensor.device.type != "meta":
-        return _array_shape(tensor)
-    dtype = jnp.dtype(str(tensor.dtype).removeprefix("torch."))
-    narrow = {"int64": "int32", "float64": "float32"}
-    return jax.ShapeDtypeStruct(tuple(tensor.shape), narrow.get(dtype.name, dtype.name))
 
 
 def _ids(length: int) -> jax.ShapeDtypeStruct:

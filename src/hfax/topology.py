@@ -20,11 +20,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from transformers import GenerationConfig, PretrainedConfig
 
-from hfax.backends.traced_model import TracedModel
+from hfax.backends.abstract import without_weights
 from hfax.errors import BackendNotAvailableError
 from hfax.kernels.quantized import QuantizedArray
 from hfax.kernels.target import compiling_for
-from hfax.load.placement import to_numpy
 from hfax.load.quantize import Quantization, bits_and_group, weights_to_quantize
 from hfax.load.skeleton import Skeleton
 from hfax.mesh import batch_axes, make_mesh
@@ -101,8 +100,7 @@ def compile_programs(
 ) -> list[CompiledProgram]:
     """As `compile_for`, over the mesh of a plan, whose devices may be those of `topology_devices`."""
     mesh, config = plan.mesh, skeleton.module.config
-    buffers = {n: jnp.asarray(to_numpy(b)) for n, b in skeleton.buffers.items()}
-    model = TracedModel(skeleton, skeleton.tied, buffers)
+    model, weights = without_weights(skeleton)
 
     def on_devices(shape: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
@@ -112,8 +110,8 @@ def compile_programs(
 
     packed = weights_to_quantize(skeleton.module, skeleton.shapes, skeleton.tied) if quantization else set()
 
-    def weight(name: str, tensor: Any) -> Any:
-        shape, dtype, spec = tuple(tensor.shape), jnp.dtype(str(tensor.dtype)[6:]), plan.weights[name].spec
+    def weight(name: str, whole: jax.ShapeDtypeStruct) -> Any:
+        shape, dtype, spec = whole.shape, whole.dtype, plan.weights[name].spec
         found = bits_and_group(shape[-1], quantization) if quantization and name in packed else None
         if found is None:
             return on_devices(shape, dtype, spec)
@@ -126,7 +124,7 @@ def compile_programs(
             dtype=dtype,
         )
 
-    params = {name: weight(name, tensor) for name, tensor in skeleton.shapes.items()}
+    params = {name: weight(name, whole) for name, whole in weights.items()}
     sampling, values = make_sampling_spec(
         GenerationConfig(do_sample=False),
         vocab_size=config.get_text_config(decoder=True).vocab_size,

@@ -6,12 +6,8 @@ import logging
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from hfax.backends import geometry
-from hfax.backends.traced_model import TracedModel
-from hfax.example_inputs.inputs import make_inputs
-from hfax.load.placement import to_numpy
+from hfax.backends.abstract import example_inputs, without_weights
 from hfax.load.skeleton import Skeleton
 from hfax.sharding.structure import Role, find_roles
 
@@ -31,16 +27,9 @@ _KEPT = "_hfax_roles"
 
 def _traced_roles(skeleton: Skeleton) -> dict[str, Role]:
     module = skeleton.module
-    buffers = {name: jnp.asarray(to_numpy(b)) for name, b in skeleton.buffers.items()}
-    traced = TracedModel(skeleton, skeleton.tied, buffers)
-    params = {
-        name: jax.ShapeDtypeStruct(tuple(t.shape), jnp.dtype(str(t.dtype).removeprefix("torch.")))
-        for name, t in skeleton.shapes.items()
-    }
+    traced, params = without_weights(skeleton)
     try:
-        inputs = {name: _abstract(name, value) for name, value in make_inputs(module, "base").forward.items()}
-        arrays = {name: value for name, value in inputs.items() if isinstance(value, jax.ShapeDtypeStruct)}
-        rest = {name: value for name, value in inputs.items() if name not in arrays}
+        arrays, rest = example_inputs(module)
 
         def forward(params: dict[str, Any], arrays: dict[str, Any]) -> list[jax.Array]:
             out = traced.apply(params, (), {**arrays, **rest})
@@ -53,11 +42,3 @@ def _traced_roles(skeleton: Skeleton) -> dict[str, Role]:
         return {}
     names = sorted(params)  # dicts are flattened in the order of their keys
     return find_roles(closed.jaxpr, [*names, *[None] * len(arrays)])
-
-
-def _abstract(name: str, value: Any) -> Any:
-    """An input's shape and dtype; what decides shapes stays as it is."""
-    if geometry.is_geometry(name) or not hasattr(value, "dtype"):
-        return value
-    array = to_numpy(value)
-    return jax.ShapeDtypeStruct(array.shape, array.dtype)

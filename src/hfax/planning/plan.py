@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from transformers import PretrainedConfig
 
-from hfax.backends.traced_model import TracedModel
+from hfax.backends.abstract import without_weights
 from hfax.errors import HfaxError, InvalidInputError, UnsupportedOptionError
-from hfax.load.placement import to_numpy
 from hfax.load.quantize import Quantization, weights_to_quantize
 from hfax.load.skeleton import Skeleton
 from hfax.mesh import DATA, EXPERT, HEAD_AXES, TENSOR, attention_heads, fitting_sizes, make_mesh, num_experts, size_of
@@ -156,17 +155,13 @@ def _read(name: str, config: PretrainedConfig, quantization: Quantization | None
 
     skeleton = _skeleton(config, None, _resolve_dtype("auto", config, None), None, None)
     module = skeleton.module
-    traced = TracedModel(skeleton, skeleton.tied, {n: jnp.asarray(to_numpy(b)) for n, b in skeleton.buffers.items()})
+    traced, params = without_weights(skeleton)
     if not module.can_generate() or traced.traits.is_encoder_decoder or traced.traits.main_input != "input_ids":
         raise UnsupportedOptionError(
             f"{type(module).__name__} cannot be planned.",
             "Plans are of decoders, whose requests are a prompt's and a context's lengths.",
             "For other models, hfax doctor counts weights and operations.",
         )
-    params = {
-        n: jax.ShapeDtypeStruct(tuple(t.shape), jnp.dtype(str(t.dtype).removeprefix("torch.")))
-        for n, t in skeleton.shapes.items()
-    }
     ids = jax.ShapeDtypeStruct((1, 8), jnp.int32)
     caches: dict[int, dict[str, jax.ShapeDtypeStruct]] = {}
     for capacity in sorted({256, context}):
