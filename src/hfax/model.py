@@ -231,8 +231,9 @@ class JaxModel:
             return flatten(outputs, is_array)
 
         shapes = ", ".join(str(list(a.shape)) for a in arrays[:3])
-        program = self._programs.get(f"forward {shapes}", structure, forward, (self.params, arrays))
-        outputs = program.run(self.params, arrays)
+        args = (self._arrays(), arrays)
+        program = self._programs.get(f"forward {shapes}", structure, forward, args)
+        outputs = program.run(*args)
         result, checks = unflatten(program.note, as_torch_tree(outputs) if to_torch else outputs)
         raise_failed(checks)
         return result
@@ -376,7 +377,7 @@ class JaxModel:
             keep=(*keep, *(("log_probs",) if keep_log_probs else ())),
             extra_sampling=extras,
             speculation=self._speculation(config, prompts, assistant_model),
-            draft=None if assistant_model is None else (assistant_model._traced, assistant_model.params),
+            draft=None if assistant_model is None else (assistant_model._traced, assistant_model._arrays()),
         )
         return _Request(prompts=prompts, options=options_resolved, static=static), to_torch
 
@@ -515,11 +516,15 @@ class JaxModel:
         found = batches.map_rows(dataset, run, batch_size=batch_size, output=where, total=total, progress=progress)
         return list(found)
 
+    def _arrays(self) -> dict[str, jax.Array]:
+        """What programs get beside their inputs: JAX cannot keep a program on disk that closes over arrays."""
+        return {**self.buffers, **self.params}
+
     def _open(self, request: _Request) -> tuple[Loop, dict[str, jax.Array]]:
         return open_loop(
             self._traced,
             self._programs,
-            self.params,
+            self._arrays(),
             self._layout,
             request.prompts,
             request.options,

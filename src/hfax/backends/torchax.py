@@ -244,7 +244,14 @@ def _kept_on_modules(module: torch.nn.Module, kept: dict[str, jax.Array]) -> Ite
                         part.__dict__[attribute] = before[path][attribute]
                     else:
                         del part.__dict__[attribute]
+                elif isinstance(value, dict) and attribute not in _OF_TORCH:
+                    # tables of what was computed before, by size or device
+                    for key in [key for key, item in value.items() if isinstance(item, _tracing.TraceTensor)]:
+                        del value[key]
 
+
+_OF_TORCH = ("_parameters", "_buffers", "_modules")
+"""Attributes of every module that hold its weights and parts."""
 
 _VALUE_ERRORS = (
     _tracing.ValueReadError,
