@@ -17,6 +17,7 @@ SOURCE = Path(hfax.__file__).parent
 
 ORDER = [
     {"errors", "home", "modelling_line", "phases", "demo"},
+    {"portable"},
     {"launch"},
     {"shrink", "mesh", "example_inputs"},
     {"kernels"},
@@ -30,6 +31,7 @@ ORDER = [
     {"model"},
     {"auto"},
     {"topology"},
+    {"exporting"},
     {"planning"},
     {"pipelines"},
     {"bench"},
@@ -115,6 +117,8 @@ def test_public_surface() -> None:
         "UnsupportedModelError",
         "UnsupportedOptionError",
         "__version__",
+        "export",
+        "export_stablehlo",
         "inspect",
         "pipeline",
         "register_patch",

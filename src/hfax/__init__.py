@@ -26,6 +26,8 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UnsupportedOptionError,
     )
+    from hfax.exporting.bundle import export
+    from hfax.exporting.stablehlo import export_stablehlo
     from hfax.patches.registry import register_patch
     from hfax.pipelines import pipeline
     from hfax.shrink import shrink_config
@@ -43,6 +45,8 @@ _HOMES = {
     "OutOfMemoryError": "hfax.errors",
     "UnsupportedModelError": "hfax.errors",
     "UnsupportedOptionError": "hfax.errors",
+    "export": "hfax.exporting.bundle",
+    "export_stablehlo": "hfax.exporting.stablehlo",
     "inspect": "hfax.doctor",
     "pipeline": "hfax.pipelines",
     "register_patch": "hfax.patches.registry",
@@ -62,6 +66,8 @@ __all__ = [
     "UnsupportedModelError",
     "UnsupportedOptionError",
     "__version__",
+    "export",
+    "export_stablehlo",
     "inspect",
     "pipeline",
     "register_patch",

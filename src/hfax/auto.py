@@ -8,6 +8,7 @@ Each arrow is a module of `hfax.load`; this one only puts them in order.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,9 +19,12 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
+    from hfax.load.skeleton import Skeleton
     from hfax.load.source import CheckpointSource
     from hfax.model import JaxModel
     from hfax.parallelism.choose import Parallelism
+    from hfax.programs.buckets import Size
+    from hfax.programs.bundle import Bundle
     from hfax.sharding.layout import Layout
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -81,7 +85,8 @@ class AutoModelForTPU:
                 and quantization.
 
         Returns:
-            A model whose weights are where they will be used; nothing is compiled yet.
+            A model whose weights are where they will be used; nothing is compiled yet. From a folder that `hfax.export` wrote, and
+            without `parallelism`: a model that starts with the programs in it, over the devices that they were made for.
 
         Raises:
             HfaxError: one of its subclasses, which says what to do.
@@ -165,15 +170,30 @@ def _load(
     from hfax.load.weights import load_quantized, load_weights
     from hfax.parallelism.choose import choose_layout
 
+    device = _default_device()
+    if source.format == "orbax":
+        if quantization is not None:
+            raise UnsupportedOptionError(
+                f"quantization={quantization!r} was given for a checkpoint that was saved by orbax.",
+                "Weights are quantized one at a time as they are read from safetensors.",
+                "Load the safetensors with it, and save that model by orbax.",
+            )
+        if parallelism is None and (bundle := read_bundle_of(source)) is not None:
+            return _load_bundle(source, bundle, device)
+        return load_saved(
+            source,
+            lambda skeleton, packed: choose_layout(skeleton, parallelism, packed, device),
+            task=task,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+        )
     config = read_config(source, trust_remote_code=trust_remote_code)
     store = open_store(source)
     resolved = _resolve_dtype(dtype, config, store.float_dtype)
     code_folder = str(source.folder) if trust_remote_code else None
     skeleton = _skeleton(config, task, resolved, code_folder, attn_implementation)
-    packed: Any = quantization or (
-        f"int{config.quantization_config['bits']}" if _is_quantized_by_hfax(config) else None
-    )
-    layout = choose_layout(skeleton, parallelism, packed, _default_device())
+    layout = choose_layout(skeleton, parallelism, quantization or _packed_by_hfax(config), device)
     if _is_quantized_by_hfax(config):
         if quantization is not None:
             raise UnsupportedOptionError(
@@ -185,6 +205,82 @@ def _load(
     else:
         params, tied = load_weights(skeleton, store, layout, resolved, strict=strict, quantization=quantization)
     return _finish(skeleton, params, tied, layout, folder=source.folder, name=str(source.name), task=task)
+
+
+def load_saved(
+    source: CheckpointSource,
+    layout_of: Callable[[Skeleton, Any], Layout],
+    *,
+    task: str | None = None,
+    dtype: str | torch.dtype = "auto",
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    programs: Path | None = None,
+    sizes: Sequence[Size] = (),
+) -> JaxModel:
+    """The model of a folder of orbax weights; only described, if the layout is.
+
+    Args:
+        source: the folder.
+        layout_of: where it goes, by its skeleton and the name of its quantization.
+        task: as `AutoModelForTPU.from_pretrained` takes it.
+        dtype: likewise.
+        attn_implementation: likewise.
+        trust_remote_code: likewise.
+        programs: a folder of programs made for it.
+        sizes: of prompts and caches that they were made for.
+    """
+    from hfax.load.config import read_config
+    from hfax.load.orbax_checkpoint import OrbaxStore
+    from hfax.load.weights import load_arrays
+
+    config = read_config(source, trust_remote_code=trust_remote_code)
+    resolved = _resolve_dtype(dtype, config, None)
+    code_folder = str(source.folder) if trust_remote_code else None
+    skeleton = _skeleton(config, task, resolved, code_folder, attn_implementation)
+    layout = layout_of(skeleton, _packed_by_hfax(config))
+    params, tied = load_arrays(skeleton, OrbaxStore(source.weight_files[0]), layout, resolved)
+    return _finish(
+        skeleton,
+        params,
+        tied,
+        layout,
+        folder=source.folder,
+        name=str(source.name),
+        task=task,
+        programs=programs,
+        sizes=sizes,
+    )
+
+
+def read_bundle_of(source: CheckpointSource) -> Bundle | None:
+    """The bundle that a local folder is; bundles on the Hub are checkpoints, since programs are code."""
+    from hfax.programs.bundle import read_bundle
+
+    return read_bundle(source.folder) if source.revision is None else None
+
+
+def _load_bundle(source: CheckpointSource, bundle: Bundle, device: Any) -> JaxModel:
+    """The model of a bundle, over the devices that its programs were made for."""
+    from hfax.parallelism.choose import plan_over
+    from hfax.programs.bundle import PROGRAMS
+    from hfax.sharding.layout import Layout
+
+    mesh = bundle.make_mesh()
+
+    def layout_of(skeleton: Skeleton, packed: Any) -> Layout:
+        if mesh is None:
+            return Layout.on(device)
+        return Layout.of(plan_over(skeleton, mesh, packed, given=bundle.given_specs()))
+
+    return load_saved(
+        source,
+        layout_of,
+        task=bundle.task,
+        attn_implementation=bundle.attn_implementation,
+        programs=source.folder / PROGRAMS,
+        sizes=bundle.sizes,
+    )
 
 
 def _planned(path: str | Path, parallelism: Parallelism, quantization: str | None) -> tuple[Parallelism, str | None]:
@@ -226,6 +322,12 @@ def _skeleton(
     return build_skeleton(model_class, config, dtype, attention=attn_implementation or own, experts=ATTENTION_NAME)
 
 
+def _packed_by_hfax(config: PretrainedConfig) -> Any:
+    """The quantization of a checkpoint that hfax saved; None if it has none."""
+    given: Any = config.quantization_config if _is_quantized_by_hfax(config) else None
+    return None if given is None else f"int{given['bits']}"
+
+
 def _is_quantized_by_hfax(config: PretrainedConfig) -> bool:
     given = getattr(config, "quantization_config", None)
     return isinstance(given, dict) and given.get("quant_method") == "hfax"
@@ -240,9 +342,12 @@ def _finish(
     folder: Path | None,
     name: str,
     task: str | None,
+    programs: Path | None = None,
+    sizes: Sequence[Size] = (),
 ) -> JaxModel:
     from hfax.load.config import read_generation_config
     from hfax.model import JaxModel
+    from hfax.programs.buckets import Buckets
 
     # transformers' pipelines look at the class's name.
     cls = type(
@@ -257,6 +362,8 @@ def _finish(
         name_or_path=name,
         folder=folder,
         task=task,
+        programs=programs,
+        buckets=Buckets(made=tuple(sizes)),
     )
 
 

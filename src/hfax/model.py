@@ -23,16 +23,19 @@ from hfax.backends import geometry
 from hfax.backends.structure import flatten, is_array, unflatten
 from hfax.backends.traced_model import TracedModel
 from hfax.errors import InvalidInputError, UnsupportedOptionError
-from hfax.load.placement import narrow, place, to_numpy
+from hfax.kernels.quantized import QuantizedArray
+from hfax.load.placement import narrow, to_numpy
 from hfax.load.skeleton import Skeleton
 from hfax.patches import registry
 from hfax.programs import batches
 from hfax.programs import generation_request as requests
+from hfax.programs.buckets import Buckets, Size
 from hfax.programs.checks import raise_failed
 from hfax.programs.generate import GenerationOptions, Loop, Streamer, open_loop, run_generation
 from hfax.programs.own_generate import has_own_generate, run_own_generate
 from hfax.programs.program_cache import ProgramCache
 from hfax.programs.results import as_sequences, as_torch_tree, has_torch, make_stop_check
+from hfax.programs.sampling_config import make_sampling_spec
 from hfax.programs.speculation import Speculation
 from hfax.programs.warm_up import WarmedUp, warm_up
 from hfax.sharding.layout import Layout
@@ -80,20 +83,23 @@ class JaxModel:
         name_or_path: str,
         folder: Path | None,
         task: str | None,
+        programs: Path | None = None,
+        buckets: Buckets | None = None,
     ) -> None:
         self.params = params
-        self.buffers = {name: place(b, layout.replicated) for name, b in skeleton.buffers.items()}
+        self.buffers = layout.put({name: to_numpy(b) for name, b in skeleton.buffers.items()})
         self.config: PretrainedConfig = skeleton.module.config
         self.generation_config = generation_config
         self.name_or_path = name_or_path
         self.folder = folder
         self.task = task
         self._layout = layout
+        self._buckets = buckets or Buckets()
         self._skeleton = skeleton
         self._tied = dict(tied)
         self._traced = TracedModel(skeleton, tied, self.buffers)
         self._traced.key = _model_key(skeleton, tied)
-        self._programs = ProgramCache(self._traced.key, layout)
+        self._programs = ProgramCache(self._traced.key, layout, bundled=programs)
 
     @property
     def jax_device(self) -> jax.Device:
@@ -122,6 +128,12 @@ class JaxModel:
     def dtype(self) -> torch.dtype:
         """Of the floating-point weights."""
         return self._skeleton.module.dtype
+
+    @property
+    def quantization(self) -> str | None:
+        """ "int8" or "int4", if linear layers' matrices are such integers."""
+        bits = {array.bits for array in self.params.values() if isinstance(array, QuantizedArray)}
+        return f"int{min(bits)}" if bits else None
 
     @property
     def num_parameters(self) -> int:
@@ -413,7 +425,7 @@ class JaxModel:
 
         Args:
             batch_sizes: numbers of prompts; those in between use the next power of two.
-            prompt_lengths: tokens; those in between use the next power of two.
+            prompt_lengths: tokens, of the encoder's input where there is one; those in between use the next power of two.
             max_new_tokens: that calls will ask for; it decides the cache's capacity with the prompt's length.
             progress: show a bar where stderr is a terminal.
             **options: generation options that calls will have: which are active (sampling, top_k, penalties, an assistant model)
@@ -426,8 +438,7 @@ class JaxModel:
             InvalidInputError: a size is not positive, or a prompt does not fit the model's context.
             UnsupportedOptionError: the model reads something else than token ids, whose shapes a prompt's length does not say.
         """
-        traits = self._traced.traits
-        if traits.is_encoder_decoder or traits.main_input != "input_ids":
+        if self._traced.traits.main_input != "input_ids":
             raise UnsupportedOptionError(
                 f"compile() does not know the inputs of {type(self).__name__}.",
                 "Its programs depend on more than a batch size and a prompt's length.",
@@ -442,15 +453,16 @@ class JaxModel:
             )
         assistant = options.pop("assistant_model", None)
 
-        def run(batch_size: int, prompt_length: int) -> None:
-            prompt = np.zeros((batch_size, prompt_length), np.int32)
+        def run(batch_size: int, prompt_length: int) -> Size:
             given = {**options, "max_new_tokens": max_new_tokens}
+            prompt = self._example_prompt(batch_size, prompt_length)
             request, _ = self._request(prompt, None, given, 0, None, assistant)
             loop, inputs = self._open(request)
             state = loop.start(inputs)
             if max_new_tokens > 1:
                 state = loop.advance(state, 2)
             jax.block_until_ready(state)
+            return (*request.prompts.padded_shape, loop.capacity)
 
         return warm_up(run, batch_sizes, prompt_lengths, progress=progress)
 
@@ -520,6 +532,22 @@ class JaxModel:
         """What programs get beside their inputs: JAX cannot keep a program on disk that closes over arrays."""
         return {**self.buffers, **self.params}
 
+    def sampling_values(self, prompt_length: int, **options: Any) -> dict[str, Any]:
+        """The arrays that programs of `generate` take for these options, by name; see `make_sampling_spec`."""
+        request, _ = self._request(self._example_prompt(1, prompt_length), None, dict(options), 0, None, None)
+        _, values = make_sampling_spec(
+            request.options.config,
+            vocab_size=self._num_logits(),
+            prompt_length=request.prompts.padded_length,
+            max_new_tokens=request.options.max_new_tokens,
+            **request.options.extra_sampling,
+        )
+        return dict(values)
+
+    def _example_prompt(self, rows: int, length: int) -> np.ndarray:
+        """Ids that are no padding."""
+        return np.full((rows, length), int(self.generation_config.pad_token_id == 0), np.int32)
+
     def _open(self, request: _Request) -> tuple[Loop, dict[str, jax.Array]]:
         return open_loop(
             self._traced,
@@ -530,18 +558,25 @@ class JaxModel:
             request.options,
             static=request.static,
             vocab_size=self._num_logits(),
+            buckets=self._buckets,
         )
 
-    def save_pretrained(self, folder: str | Path, *, max_shard_size: str = "50GB") -> None:
-        """Write a folder that plain transformers loads back bit for bit: config, generation config, safetensors.
+    def save_pretrained(self, folder: str | Path, *, format: str = "safetensors", max_shard_size: str = "50GB") -> None:
+        """Write config, generation config and weights into a folder.
 
         Args:
             folder: made if it is not there; an interrupted save leaves what was there before.
-            max_shard_size: of one file.
+            format: "safetensors", which plain transformers loads back bit for bit; or "orbax": each process of the run writes
+                what its own devices hold, and `from_pretrained` reads it onto any mesh, each process what its own devices need.
+            max_shard_size: of one file of safetensors.
+
+        Raises:
+            InvalidInputError: another format.
+            HfaxError: the folder cannot be written, or the disk is full; what was there before stays.
         """
         from hfax.load.save_pretrained import save_model
 
-        save_model(Path(folder), self._skeleton, self.params, self.generation_config, max_shard_size)
+        save_model(Path(folder), self._skeleton, self.params, self.generation_config, format, max_shard_size)
 
     def _prompts(self, prompt: Any, arrays: dict[str, np.ndarray], config: GenerationConfig) -> requests.Prompts:
         traits = self._traced.traits
@@ -558,7 +593,12 @@ class JaxModel:
             if decoder is None:
                 decoder = self._decoder_start(config, len(encoder[main]))
             return requests.pad_encoder_inputs(
-                encoder, decoder, main_input=main, vocab_size=self._vocab_size(), pad_token_id=config.pad_token_id
+                encoder,
+                decoder,
+                main_input=main,
+                vocab_size=self._vocab_size(),
+                pad_token_id=config.pad_token_id,
+                buckets=self._buckets,
             )
         if prompt is None:
             if config.bos_token_id is None:
@@ -575,6 +615,7 @@ class JaxModel:
             pad_token_id=config.pad_token_id,
             eos_token_ids=_as_ids(config.eos_token_id),
             context=self._context(),
+            buckets=self._buckets,
             is_exact=traits.counts_padding,
             extras=arrays,
         )
@@ -666,7 +707,8 @@ def _model_key(skeleton: Skeleton, tied: Mapping[str, str]) -> str:
     """Everything about the module that a trace depends on."""
     module = skeleton.module
     cls = type(module)
-    config = json.dumps(module.config.to_dict(), sort_keys=True, default=str)
+    plain = {name: value for name, value in module.config.to_dict().items() if name != "_name_or_path"}
+    config = json.dumps(plain, sort_keys=True, default=str)
     implementations = (module.config._attn_implementation, getattr(module.config, "_experts_implementation", None))
     source = ""
     if not cls.__module__.startswith("transformers."):

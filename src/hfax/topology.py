@@ -7,6 +7,7 @@ of them. Needs libtpu (`hfax[tpu]`), and no TPU.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import time
@@ -177,7 +178,7 @@ def compile_programs(
 
 
 def topology_devices(topology: str) -> list[Any]:
-    """The devices of a topology, which need not be there.
+    """The devices of a topology, which need not be there. Up to eight chips of v5e and v6e are one host, as Google lends them.
 
     Raises:
         BackendNotAvailableError: libtpu is not installed, or knows no such topology.
@@ -186,13 +187,27 @@ def topology_devices(topology: str) -> list[Any]:
         for name, value in _NO_TPU.items():
             os.environ.setdefault(name, value)
     try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+        described = topologies.get_topology_desc(platform="tpu", topology_name=topology, **_host_of(topology))
+        return list(described.devices)
     except Exception as error:  # jaxlib's errors here have no common class
         raise BackendNotAvailableError(
             f"There is no compiler for the topology {topology!r}.",
             str(error).splitlines()[0],
             "Install hfax[tpu], whose libtpu compiles without a TPU, and name a topology such as v5e:2x4 or v6e:2x2.",
         ) from error
+
+
+def _host_of(topology: str) -> dict[str, tuple[int, ...]]:
+    """The chips of a host, where that is not libtpu's own choice of four."""
+    kind, _, shape = topology.partition(":")
+    sizes = [int(n) for n in shape.split("x") if n.isdigit()]
+    is_one_host = kind in ("v5e", "v6e") and math.prod(sizes) <= _CHIPS_OF_A_HOST
+    if sizes and (is_one_host or math.prod(sizes) == 1):
+        return {"chips_per_host_bounds": (*sizes, 1, 1)[:3]}
+    return {}
+
+
+_CHIPS_OF_A_HOST = 8
 
 
 @dataclasses.dataclass(frozen=True)

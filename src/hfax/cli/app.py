@@ -18,6 +18,7 @@ from hfax.cli.classify import classify
 from hfax.cli.doctor import doctor
 from hfax.cli.env import env
 from hfax.cli.error_display import is_debugging, show_error
+from hfax.cli.export import export
 from hfax.cli.generate import generate
 from hfax.cli.launch import launch
 from hfax.cli.matrix import matrix
@@ -31,6 +32,7 @@ _EXAMPLES = """[bold]Examples[/bold]
   hfax classify demo "What a lovely day" --labels POSITIVE,NEGATIVE
   hfax doctor Qwen/Qwen3-0.6B
   hfax plan Qwen/Qwen3-0.6B --machines v5e:2x4
+  hfax export Qwen/Qwen3-0.6B --out bundle --topology v5e:1x1
   hfax bench demo
   hfax env
 
@@ -66,7 +68,7 @@ def _top(
         typer.echo(context.get_help())
 
 
-for _verb in (generate, chat, classify, doctor, plan, bench, matrix, env):
+for _verb in (generate, chat, classify, doctor, plan, export, bench, matrix, env):
     app.command(epilog=sys.modules[_verb.__module__].EXAMPLES)(_verb)
 # what follows the program is the program's
 app.command(

@@ -164,7 +164,7 @@ def _put_in_place(folder: Path, written: Mapping[str, Path]) -> tuple[Path, ...]
     One file replaces another in one step. Where shards of the same names are replaced, the earlier index goes first: a
     crash between the renames then leaves a folder that is plainly incomplete, never one that mixes two models.
     """
-    earlier = {path.name for path in _earlier_save(folder)}
+    earlier = {path.name for path in earlier_save(folder)}
     if INDEX_NAME in earlier and any(name in earlier for name in written if name != INDEX_NAME):
         (folder / INDEX_NAME).unlink()
     for name, temporary in written.items():
@@ -175,7 +175,8 @@ def _put_in_place(folder: Path, written: Mapping[str, Path]) -> tuple[Path, ...]
     return tuple(folder / name for name in written)
 
 
-def _earlier_save(folder: Path) -> Iterator[Path]:
+def earlier_save(folder: Path) -> Iterator[Path]:
+    """The weight files of an earlier save in the folder."""
     return (path for path in folder.iterdir() if _EARLIER_SAVE.fullmatch(path.name))
 
 

@@ -16,7 +16,9 @@ import torch
 from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
+from hfax.errors import InvalidInputError
 from hfax.kernels.quantized import QuantizedArray
+from hfax.load.orbax_checkpoint import Parts, remove_orbax, save_orbax
 from hfax.load.quantize import SCALE_SUFFIX
 from hfax.load.save import save_safetensors
 from hfax.load.skeleton import Skeleton
@@ -28,32 +30,46 @@ def save_model(
     skeleton: Skeleton,
     params: Mapping[str, jax.Array | QuantizedArray],
     generation_config: GenerationConfig,
-    max_shard_size: int | str,
+    format: str = "safetensors",
+    max_shard_size: int | str = "50GB",
+    parts: Parts | None = None,
 ) -> None:
-    """Write a folder that plain transformers loads back bit for bit; or, if weights are quantized, hfax alone.
+    """Write a folder that plain transformers loads back bit for bit; or, of quantized weights and for orbax, hfax alone.
 
     Args:
         folder: made if it is not there.
         skeleton: the module that the weights belong to.
         params: weights by name, tied ones once.
         generation_config: written as generation_config.json, if the model can generate.
-        max_shard_size: of one weight file, bytes or as "5GB".
+        format: "safetensors" or "orbax".
+        max_shard_size: of one file of safetensors, bytes or as "5GB".
+        parts: see `save_orbax`.
 
     Raises:
+        InvalidInputError: another format.
         HfaxError: the folder cannot be written, or the disk is full; what was there before stays.
     """
     module = skeleton.module
     bits = {array.bits for array in params.values() if isinstance(array, QuantizedArray)}
     config = copy.deepcopy(module.config)
     if bits:
-        tensors = _packed_tensors(params)
         config.quantization_config = {"quant_method": "hfax", "bits": min(bits)}
+    if format == "orbax":
+        save_orbax(folder, by_stored_name(params), parts)
+    elif format != "safetensors":
+        raise InvalidInputError(
+            f"format={format!r} is not known.",
+            "Weights are written as safetensors, or by orbax.",
+            'Pass format="safetensors" or format="orbax".',
+        )
     else:
-        tensors = {name: _as_host_tensor(array) for name, array in params.items()}  # pyright: ignore[reportArgumentType]
-        tensors = revert_weight_conversion(module, tensors)
+        tensors = {name: _as_host_tensor(array) for name, array in by_stored_name(params).items()}
+        tensors = tensors if bits else revert_weight_conversion(module, tensors)
+        if jax.process_index() == 0:  # every process helped to bring the weights together; one writes
+            save_safetensors(folder, tensors, max_shard_size=max_shard_size)
+            remove_orbax(folder)
     if jax.process_index() != 0:
-        return  # every process helps to bring the weights together; one writes
-    save_safetensors(folder, tensors, max_shard_size=max_shard_size)
+        return
     config.architectures = [type(module).__name__]
     with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as scratch:
         config.save_pretrained(scratch)
@@ -63,16 +79,15 @@ def save_model(
             file.replace(folder / file.name)
 
 
-def _packed_tensors(params: Mapping[str, jax.Array | QuantizedArray]) -> dict[str, torch.Tensor]:
-    """Under the module's own names: integers under a weight's name, its scales under the name with a suffix."""
-    tensors = {}
+def by_stored_name(params: Mapping[str, jax.Array | QuantizedArray]) -> dict[str, jax.Array]:
+    """Of quantized weights the integers under the weight's name, and its scales under the name with a suffix."""
+    arrays: dict[str, jax.Array] = {}
     for name, array in params.items():
         if isinstance(array, QuantizedArray):
-            tensors[name] = _as_host_tensor(array.values)
-            tensors[name + SCALE_SUFFIX] = _as_host_tensor(array.scale)
+            arrays |= {name: array.values, name + SCALE_SUFFIX: array.scale}
         else:
-            tensors[name] = _as_host_tensor(array)
-    return tensors
+            arrays[name] = array
+    return arrays
 
 
 def _as_host_tensor(array: jax.Array) -> torch.Tensor:

@@ -13,7 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hfax.errors import CheckpointNotFoundError
-from hfax.load.weight_files import WeightFormat, check_shards, choose_weight_files, listing, read_weight_map
+from hfax.load.weight_files import (
+    ORBAX_FOLDER,
+    WeightFormat,
+    check_shards,
+    choose_weight_files,
+    listing,
+    read_weight_map,
+)
 
 DEMO_NAME = "demo"
 """The name of the checkpoint that the package carries. A folder of that name is meant by "./demo"."""
@@ -98,7 +105,7 @@ def resolve_checkpoint(
 
 
 def _open_folder(name: str, folder: Path, commit: str | None) -> CheckpointSource:
-    names = {path.relative_to(folder).as_posix() for path in folder.glob("*") if path.is_file()}
+    names = {path.name for path in folder.iterdir() if path.is_file() or path.name == ORBAX_FOLDER}
     where = f"{name} ({folder})" if commit or name == DEMO_NAME else str(folder)
     if "config.json" not in names:
         raise CheckpointNotFoundError(

@@ -14,11 +14,14 @@ from typing import Literal
 
 from hfax.errors import CheckpointCorruptError, CheckpointNotFoundError
 
-WeightFormat = Literal["safetensors", "pytorch_bin"]
+WeightFormat = Literal["safetensors", "orbax", "pytorch_bin"]
+ORBAX_FOLDER = "orbax"
+"""The folder of weights that hfax saved by orbax; in a list of file names its name stands for it."""
 
 _CANDIDATES: tuple[tuple[str, WeightFormat], ...] = (
     ("model.safetensors", "safetensors"),
     ("model.safetensors.index.json", "safetensors"),
+    (ORBAX_FOLDER, "orbax"),
     ("pytorch_model.bin", "pytorch_bin"),
     ("pytorch_model.bin.index.json", "pytorch_bin"),
 )

@@ -9,10 +9,12 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from transformers import PreTrainedModel
@@ -20,6 +22,7 @@ from transformers import PreTrainedModel
 from hfax.errors import CheckpointCorruptError
 from hfax.kernels.quantized import QuantizedArray
 from hfax.load.conversion import ConversionStep, check_complete, plan_conversion, run_step
+from hfax.load.orbax_checkpoint import OrbaxStore
 from hfax.load.placement import check_fits, place, place_slices
 from hfax.load.quantize import SCALE_SUFFIX, Quantization, quantize, restore, weights_to_quantize
 from hfax.load.skeleton import Skeleton
@@ -155,13 +158,7 @@ def load_quantized(skeleton: Skeleton, store: TensorStore, layout: Layout, dtype
     """
     names = set(store.names)
     scales = {name + SCALE_SUFFIX for name in skeleton.shapes} & names
-    missing, unexpected = sorted(set(skeleton.shapes) - names), sorted(names - set(skeleton.shapes) - scales)
-    if missing or unexpected:
-        raise CheckpointCorruptError(
-            f"{len(missing)} tensors are missing and {len(unexpected)} are unexpected: {(missing + unexpected)[:3]} …",
-            "The weights do not belong to the config.json beside them.",
-            "Save the quantized model again.",
-        )
+    _check_names(set(skeleton.shapes), names - scales)
     target_dtype = _dtype_rule(skeleton.module, dtype)
     weights: dict[str, Weight] = {}
     for name, meta in skeleton.shapes.items():
@@ -170,13 +167,69 @@ def load_quantized(skeleton: Skeleton, store: TensorStore, layout: Layout, dtype
             weights[name] = restore(tensor, store.read(name + SCALE_SUFFIX), wanted, where)
         else:
             weights[name] = place(tensor.to(wanted) if tensor.is_floating_point() else tensor, where)
-        if tuple(weights[name].shape) != tuple(meta.shape):
-            raise CheckpointCorruptError(
-                f"{name!r} has shape {tuple(weights[name].shape)} in the checkpoint; the model wants {tuple(meta.shape)}.",
-                "config.json and the weights do not belong together.",
-                "Save the quantized model again.",
-            )
+        _check_stored_shape(name, weights[name], meta)
     return weights
+
+
+def load_arrays(
+    skeleton: Skeleton, store: OrbaxStore, layout: Layout, dtype: torch.dtype
+) -> tuple[dict[str, Weight], dict[str, str]]:
+    """The weights of a checkpoint that `save_pretrained(format="orbax")` wrote: under the module's own names, quantized or not.
+
+    Returns:
+        As `load_weights`; for a layout that is only described, what stands for the weights.
+
+    Raises:
+        CheckpointCorruptError: arrays are missing, unexpected, misshapen or cannot be read.
+        OutOfMemoryError: the weights do not fit the device.
+    """
+    stored = store.arrays
+    tied = {alias: name for alias, name in skeleton.tied.items() if alias not in stored}
+    expected = {**skeleton.shapes, **{a: skeleton.shapes[name] for a, name in skeleton.tied.items() if a in stored}}
+    scales = {name + SCALE_SUFFIX for name in expected} & set(stored)
+    _check_names(set(expected), set(stored) - scales)
+    target_dtype = _dtype_rule(skeleton.module, dtype)
+    weight_dtypes = {name: jnp.dtype(str(target_dtype(name, meta)).split(".")[-1]) for name, meta in expected.items()}
+
+    def wanted(name: str, weight: str) -> jax.ShapeDtypeStruct:
+        found = stored[name]
+        is_float = weight + SCALE_SUFFIX not in scales and jnp.issubdtype(found.dtype, jnp.floating)
+        where = layout.weight(skeleton.tied.get(weight, weight))
+        return jax.ShapeDtypeStruct(found.shape, weight_dtypes[weight] if is_float else found.dtype, sharding=where)
+
+    arrays: Any = {name: wanted(name, name.removesuffix(SCALE_SUFFIX) if name in scales else name) for name in stored}
+    if not layout.is_described:
+        needed = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays.values())
+        check_fits(needed, layout.device, "Loading the weights", "Use more or larger devices.")
+        arrays = store.read(arrays)
+    weights: dict[str, Weight] = {name: arrays[name] for name in expected}
+    for name in expected:
+        if name + SCALE_SUFFIX in scales:
+            bits = 8 if arrays[name].dtype == jnp.int8 else 4
+            weights[name] = QuantizedArray(
+                values=arrays[name], scale=arrays[name + SCALE_SUFFIX], bits=bits, dtype=weight_dtypes[name]
+            )
+        _check_stored_shape(name, weights[name], expected[name])
+    return weights, tied
+
+
+def _check_names(expected: set[str], stored: set[str]) -> None:
+    missing, unexpected = sorted(expected - stored), sorted(stored - expected)
+    if missing or unexpected:
+        raise CheckpointCorruptError(
+            f"{len(missing)} tensors are missing and {len(unexpected)} are unexpected: {(missing + unexpected)[:3]} …",
+            "The weights do not belong to the config.json beside them.",
+            "Save the model again.",
+        )
+
+
+def _check_stored_shape(name: str, weight: Weight, expected: torch.Tensor) -> None:
+    if tuple(weight.shape) != tuple(expected.shape):
+        raise CheckpointCorruptError(
+            f"{name!r} has shape {tuple(weight.shape)} in the checkpoint; the model wants {tuple(expected.shape)}.",
+            "config.json and the weights do not belong together.",
+            "Save the model again.",
+        )
 
 
 def initialise(skeleton: Skeleton, names: list[str], layout: Layout) -> dict[str, jax.Array]:

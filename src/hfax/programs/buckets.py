@@ -2,8 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 _SMALLEST_PROMPT = 16
 _SMALLEST_CAPACITY = 128
+
+Size = tuple[int, int, int]
+"""Rows, tokens of their prompts with padding, and the cache's capacity."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """How sizes are rounded up.
+
+    Args:
+        made: sizes of which the programs are at hand: the smallest of these that holds a request is taken, if one does; else a
+            power of two.
+    """
+
+    made: tuple[Size, ...] = ()
+
+    def prompt(self, rows: int, length: int, limit: int | None = None) -> tuple[int, int]:
+        """Rows and length of a batch of prompts with its padding; `limit` is the model's context."""
+        fitting = [(r, n) for r, n, _ in self.made if r >= rows and n >= length and (limit is None or n <= limit)]
+        return min(fitting, default=(batch_bucket(rows), prompt_bucket(length, limit)))
+
+    def capacity(self, rows: int, prompt: int, tokens: int) -> int:
+        """Of the cache of so many padded prompts, for so many tokens in all."""
+        fitting = [c for r, n, c in self.made if (r, n) == (rows, prompt) and c >= tokens]
+        return min(fitting, default=capacity_bucket(tokens))
 
 
 def power_of_two(n: int) -> int:

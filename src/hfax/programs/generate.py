@@ -18,9 +18,10 @@ from transformers import GenerationConfig
 
 from hfax.backends.traced_model import TracedModel
 from hfax.errors import InvalidInputError
+from hfax.programs.buckets import Buckets
 from hfax.programs.checks import raise_failed
 from hfax.programs.decoding import LoopSpec, State, advance, start
-from hfax.programs.generation_request import Prompts, choose_capacity
+from hfax.programs.generation_request import Prompts
 from hfax.programs.program_cache import Program, ProgramCache
 from hfax.programs.sampling_config import make_sampling_spec
 from hfax.programs.speculation import Speculation, advance_with_guesses
@@ -135,6 +136,7 @@ def open_loop(
     *,
     static: Mapping[str, Any],
     vocab_size: int,
+    buckets: Buckets,
 ) -> tuple[Loop, dict[str, jax.Array]]:
     """The programs of a request, made when they first run, and the inputs of the first of them.
 
@@ -147,6 +149,7 @@ def open_loop(
         options: what to draw.
         static: forward's arguments that are not arrays.
         vocab_size: of the logits.
+        buckets: how the cache's capacity is rounded up.
     """
     repeats = options.config.num_return_sequences or 1
     sampling, values = make_sampling_spec(
@@ -158,7 +161,7 @@ def open_loop(
     )
     guesses = 0 if options.speculation is None else options.speculation.num_tokens + 1
     spec = LoopSpec(
-        capacity=choose_capacity(prompts.padded_length, options.max_new_tokens + guesses),
+        capacity=buckets.capacity(*prompts.padded_shape, prompts.padded_length + options.max_new_tokens + guesses),
         rolls_back=options.speculation is not None,
         num_return_sequences=repeats,
         max_steps=options.max_new_tokens if options.keep else 0,
@@ -198,6 +201,11 @@ class Loop:
         self._spec, self._static, self._request, self._layout = spec, dict(static), request, layout
         self._prompt_static = dict(prompt_static)
         self._advance: Program | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Of the cache, tokens."""
+        return self._spec.capacity
 
     def put_like(self, array: np.ndarray, other: jax.Array) -> jax.Array:
         """See `Layout.put_like`."""

@@ -18,7 +18,7 @@ from hfax.backends.geometry import HostArray, keep_on_host
 from hfax.backends.traced_model import ModelTraits
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.load.placement import narrow
-from hfax.programs.buckets import batch_bucket, capacity_bucket, prompt_bucket
+from hfax.programs.buckets import Buckets
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,12 @@ class Prompts:
     longest: int
     num_padded_rows: int
     static: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def padded_shape(self) -> tuple[int, int]:
+        """Rows, and tokens of each that the (encoder's) prompts have with padding."""
+        ids = self.inputs.get("input_ids")
+        return self.num_padded_rows, self.padded_length if ids is None else ids.shape[1]
 
 
 def resolve_generation_config(
@@ -126,6 +132,7 @@ def pad_decoder_prompts(
     pad_token_id: int | None,
     eos_token_ids: tuple[int, ...],
     context: int | None,
+    buckets: Buckets,
     is_exact: bool = False,
     extras: Mapping[str, np.ndarray] | None = None,
 ) -> Prompts:
@@ -139,6 +146,7 @@ def pad_decoder_prompts(
         pad_token_id: fills the padding (never read).
         eos_token_ids: end-of-sequence tokens.
         context: the model's longest sequence.
+        buckets: how sizes are rounded up.
         is_exact: no padding beyond the given one, for models that count it as text.
         extras: further inputs by name. Those with a value for each token are padded as the ids are, those that are geometry become
             constants; with pixels or sound among them no rows are added, since nothing says how those are spread over the rows.
@@ -151,12 +159,13 @@ def pad_decoder_prompts(
         attention_mask = ids != pad_token_id
     mask = np.ones_like(ids) if attention_mask is None else _as_mask(attention_mask, ids.shape)
     rows, length = ids.shape
-    bucket = length if is_exact else prompt_bucket(length, None if context is None else max(context - 1, length))
+    padded_rows, bucket = buckets.prompt(rows, length, None if context is None else max(context - 1, length))
     extras = extras or {}
     static = {n: v for n, v in keep_on_host(extras).items() if isinstance(v, HostArray)}
     by_token = {n for n, v in extras.items() if n not in static and _is_by_token(n, v, ids.shape)}
     contents = {n: v for n, v in extras.items() if n not in static and n not in by_token}
-    padded_rows = rows if contents else batch_bucket(rows)
+    bucket = length if is_exact else bucket
+    padded_rows = rows if contents else padded_rows
     fill = 0 if pad_token_id is None else pad_token_id
     full_ids = np.full((padded_rows, bucket), fill, np.int32)
     full_mask = np.zeros((padded_rows, bucket), np.int32)
@@ -193,6 +202,7 @@ def pad_encoder_inputs(
     main_input: str,
     vocab_size: int | None,
     pad_token_id: int | None,
+    buckets: Buckets,
 ) -> Prompts:
     """Check an encoder's inputs and pad token ids on the right to their bucket; other inputs (audio, pixels) only in rows.
 
@@ -202,6 +212,7 @@ def pad_encoder_inputs(
         main_input: the name of the encoder's first input.
         vocab_size: bound of token ids.
         pad_token_id: fills the padding.
+        buckets: how sizes are rounded up.
 
     Raises:
         InvalidInputError: see the messages.
@@ -211,12 +222,12 @@ def pad_encoder_inputs(
         ids = as_ids("input_ids", arrays.pop("input_ids"), vocab_size)
         mask = arrays.pop("attention_mask", None)
         mask = np.ones_like(ids) if mask is None else _as_mask(mask, ids.shape, side=None)
-        bucket = prompt_bucket(ids.shape[1])
+        _, bucket = buckets.prompt(*ids.shape)
         widths = ((0, 0), (0, bucket - ids.shape[1]))
         arrays["input_ids"] = np.pad(ids, widths, constant_values=pad_token_id or 0)
         arrays["attention_mask"] = np.pad(mask, widths)
-    rows = len(arrays[main_input])
-    padded_rows = batch_bucket(rows)
+    rows, width = arrays[main_input].shape[:2]
+    padded_rows, _ = buckets.prompt(rows, width)
     arrays["decoder_input_ids"] = decoder_input_ids.astype(np.int32)
     arrays = {
         name: np.concatenate([a, np.repeat(a[:1], padded_rows - rows, axis=0)]) if padded_rows > rows else a
@@ -229,11 +240,6 @@ def pad_encoder_inputs(
         longest=decoder_input_ids.shape[1],
         num_padded_rows=padded_rows,
     )
-
-
-def choose_capacity(padded_prompt: int, max_new_tokens: int) -> int:
-    """The cache's capacity, tokens."""
-    return capacity_bucket(padded_prompt + max_new_tokens)
 
 
 def check_speculation(

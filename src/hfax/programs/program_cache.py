@@ -36,7 +36,7 @@ from hfax.kernels.cpu import library
 from hfax.kernels.target import compiling_for
 from hfax.load.placement import check_fits
 from hfax.phases import phase
-from hfax.sharding.layout import Layout
+from hfax.sharding.layout import Layout, describe
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +63,17 @@ class Program:
     """An executable, and what its trace had to say about its results.
 
     Args:
-        run: takes and returns pytrees of arrays, as the function it was made from.
+        name: for logs.
+        run: takes and returns pytrees of arrays, as the function it was made from; for a layout that is only described, gives what
+            stands for them.
         note: whatever the traced function left in its `note` argument (picklable).
+        packed: of such a layout: gives the file that `ProgramCache` reads where the devices are.
     """
 
+    name: str
     run: Callable[..., Any]
     note: Any
+    packed: Callable[[], bytes] | None = None
 
 
 class ProgramCache:
@@ -77,13 +82,17 @@ class ProgramCache:
     Args:
         model_key: identifies the traced module: class, configuration, dtype, source of custom code.
         layout: where the programs run, and how what they are given is split.
+        bundled: a folder of programs made ahead of time for this layout, looked at first.
     """
 
-    def __init__(self, model_key: str, layout: Layout) -> None:
+    def __init__(self, model_key: str, layout: Layout, *, bundled: Path | None = None) -> None:
         self._model_key = model_key
         self._layout = layout
         self._device = layout.device
+        self._bundled = bundled
         self._programs: dict[str, Program] = {}
+        self.made: dict[str, Program] = {}
+        """Every program so far, by the name of its file in a bundle."""
 
     def get(
         self,
@@ -112,13 +121,21 @@ class ProgramCache:
         shapes = [(tuple(leaf.shape), str(leaf.dtype), _split(leaf)) for leaf in leaves]
         memory_key = repr((name, static_key, tree, shapes, donate, is_loop, _jax_settings()))
         if (program := self._programs.get(memory_key)) is None:
-            parts = (environment_key(self._device), self._layout.key, self._model_key, memory_key)
-            path = program_folder() / f"{_digest(*parts)}.program"
-            program = _read(path, name, self._layout)
-            if program is None:
-                program = self._compile(name, function, args, donate, is_loop, path)
-            self._programs[memory_key] = program
+            file = f"{_digest(self._layout.key, self._model_key, memory_key)}.program"
+            program = self._find(name, file) or self._compile(name, function, args, donate, is_loop, file)
+            self._programs[memory_key] = self.made[file] = program
         return program
+
+    def _find(self, name: str, file: str) -> Program | None:
+        if self._layout.is_described:
+            return None
+        if self._bundled is not None and (path := self._bundled / file).is_file():
+            return _unpack(path.read_bytes(), name, self._layout)
+        return _read(self._path(file), name, self._layout)
+
+    def _path(self, file: str) -> Path:
+        """Where this machine keeps the program."""
+        return program_folder() / f"{_digest(environment_key(self._device), file)}.program"
 
     def _compile(
         self,
@@ -127,7 +144,7 @@ class ProgramCache:
         args: tuple[Any, ...],
         donate: tuple[int, ...],
         is_loop: bool,
-        path: Path,
+        file: str,
     ) -> Program:
         notes: list[Any] = []
 
@@ -144,9 +161,16 @@ class ProgramCache:
                 compiled = lowered.compile(compiler_options=options)
             except jax.errors.JaxRuntimeError as error:
                 raise _as_out_of_memory(error, name) or error from error
-        program = Program(run=_guarded(compiled, name, self._device), note=notes[-1])
-        _write(path, compiled, program.note)
-        return program
+        note = notes[-1]
+
+        def packed() -> bytes:
+            return pickle.dumps((*serialize_executable.serialize(compiled), note))
+
+        if self._layout.is_described:
+            results = jax.tree.map(describe, compiled.out_info, compiled.output_shardings)
+            return Program(name=name, run=lambda *args: results, note=note, packed=packed)
+        _write(self._path(file), packed)
+        return Program(name=name, run=_guarded(compiled, name, self._device), note=note)
 
 
 def _split(array: Any) -> str:
@@ -162,7 +186,7 @@ def program_folder() -> Path:
 @functools.cache
 def environment_key(device: jax.Device) -> str:
     """What a program depends on besides the model: versions, device, compiler flags."""
-    versions = [f"{name}={_version(name)}" for name in _VERSIONED]
+    versions = [f"{name}={version_of(name)}" for name in _VERSIONED]
     devices = f"{device.platform}/{device.device_kind}x{jax.device_count()}/{jax.process_count()}"
     settings = [
         os.environ.get("XLA_FLAGS", ""),
@@ -170,10 +194,15 @@ def environment_key(device: jax.Device) -> str:
         sys.version.split()[0],
         platform.machine(),
         library.processor_features() if device.platform == "cpu" else "",
-        # asking also makes the kernels known to XLA, which must be before a program that calls them is read
-        (library.problem() or library.digest()) if device.platform == "cpu" else "",
+        kernels_digest(device.platform),
     ]
-    return _digest(*versions, devices, *settings, _source_digest())
+    return _digest(*versions, devices, *settings, source_digest())
+
+
+def kernels_digest(platform: str) -> str:
+    """Of hfax's own kernels, or why there are none; asking also makes them known to XLA, which must be before a program that calls
+    them is read."""
+    return (library.problem() or library.digest()) if platform == "cpu" else ""
 
 
 def _jax_settings() -> tuple[Any, ...]:
@@ -182,7 +211,8 @@ def _jax_settings() -> tuple[Any, ...]:
     return config.jax_enable_x64, config.jax_default_matmul_precision
 
 
-def _version(name: str) -> str:
+def version_of(name: str) -> str:
+    """Of an installed package; "none"."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -190,7 +220,7 @@ def _version(name: str) -> str:
 
 
 @functools.cache
-def _source_digest() -> str:
+def source_digest() -> str:
     """hfax's own source, so that a change to a lowering is never hidden by an old program."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
@@ -245,13 +275,10 @@ def _read(path: Path, name: str, layout: Layout) -> Program | None:
         if hasattr(os, "getuid") and path.stat().st_uid != os.getuid():
             logger.warning("%s belongs to another user and is not used", path)
             return None
-        payload, in_tree, out_tree, note = pickle.loads(path.read_bytes())
-        compiled = serialize_executable.deserialize_and_load(
-            payload, in_tree, out_tree, backend=layout.device.client, execution_devices=list(layout.devices)
-        )
+        program = _unpack(path.read_bytes(), name, layout)
         with contextlib.suppress(OSError):
             os.utime(path)
-        return Program(run=_guarded(compiled, name, layout.device), note=note)
+        return program
     except FileNotFoundError:
         return None
     except Exception as error:
@@ -261,12 +288,20 @@ def _read(path: Path, name: str, layout: Layout) -> Program | None:
         return None
 
 
-def _write(path: Path, compiled: Any, note: Any) -> None:
+def _unpack(packed: bytes, name: str, layout: Layout) -> Program:
+    payload, in_tree, out_tree, note = pickle.loads(packed)
+    compiled = serialize_executable.deserialize_and_load(
+        payload, in_tree, out_tree, backend=layout.device.client, execution_devices=list(layout.devices)
+    )
+    return Program(name=name, run=_guarded(compiled, name, layout.device), note=note)
+
+
+def _write(path: Path, packed: Callable[[], bytes]) -> None:
     """Keep a program on disk, whole or not at all; a disk that is full or read-only costs a warning, no more."""
     if os.environ.get("HFAX_PROGRAM_CACHE") == "0":
         return
     try:
-        data = pickle.dumps((*serialize_executable.serialize(compiled), note))
+        data = packed()
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".writing-", delete=False) as file:
             try:

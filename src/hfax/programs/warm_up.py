@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from hfax.phases import PhaseEvent, listen
+from hfax.programs.buckets import Size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,7 @@ class WarmedUp:
     Args:
         batch_size: as given.
         prompt_length: as given.
+        padded: what they were rounded up to.
         traced: program to seconds of its trace; empty where all programs were at hand, in memory or on disk.
         compiled: program to seconds of its compilation.
         seconds: in all, the run included.
@@ -29,18 +31,19 @@ class WarmedUp:
 
     batch_size: int
     prompt_length: int
+    padded: Size
     traced: dict[str, float]
     compiled: dict[str, float]
     seconds: float
 
 
 def warm_up(
-    run: Callable[[int, int], None], batch_sizes: Sequence[int], prompt_lengths: Sequence[int], *, progress: bool
+    run: Callable[[int, int], Size], batch_sizes: Sequence[int], prompt_lengths: Sequence[int], *, progress: bool
 ) -> list[WarmedUp]:
     """Call `run(batch_size, prompt_length)` for every combination.
 
     Args:
-        run: makes the programs and runs them once.
+        run: makes the programs and runs them once; gives what the sizes were rounded up to.
         batch_sizes: numbers of prompts to prepare for.
         prompt_lengths: tokens, likewise.
         progress: show a bar on a terminal.
@@ -60,12 +63,13 @@ def warm_up(
             show(f"batch {batch_size}, prompt {prompt_length}", 0)
             start = time.perf_counter()
             with listen(hear):
-                run(batch_size, prompt_length)
+                padded = run(batch_size, prompt_length)
             show(f"batch {batch_size}, prompt {prompt_length}", 1)
             done.append(
                 WarmedUp(
                     batch_size=batch_size,
                     prompt_length=prompt_length,
+                    padded=padded,
                     traced=seconds["trace"],
                     compiled=seconds["compile"],
                     seconds=time.perf_counter() - start,

@@ -23,10 +23,12 @@ class Layout:
     Args:
         devices: all of them, in the mesh's order.
         plan: of the weights; None for one device.
+        is_described: nothing is put there: arrays are `jax.ShapeDtypeStruct`s, and programs are compiled and not run.
     """
 
     devices: tuple[jax.Device, ...]
     plan: ShardingPlan | None = None
+    is_described: bool = False
 
     @classmethod
     def on(cls, device: jax.Device) -> Layout:
@@ -37,6 +39,10 @@ class Layout:
     def of(cls, plan: ShardingPlan) -> Layout:
         """Over a plan's mesh."""
         return cls(devices=tuple(plan.mesh.devices.flat), plan=plan)
+
+    def described(self) -> Layout:
+        """The same place, where nothing is put."""
+        return dataclasses.replace(self, is_described=True)
 
     @property
     def device(self) -> jax.Device:
@@ -71,11 +77,14 @@ class Layout:
 
     def put(self, tree: Any) -> Any:
         """Arrays of the host, whole on every device."""
-        return jax.tree.map(lambda array: _put(array, self.replicated), tree)
+        return jax.tree.map(lambda array: self._put(array, self.replicated), tree)
 
     def put_rows(self, tree: Any) -> Any:
         """Arrays of the host whose first axis goes over rows of a batch."""
-        return jax.tree.map(lambda array: _put(array, self.rows(array.shape[0] if array.ndim else 0)), tree)
+        return jax.tree.map(lambda array: self._put(array, self.rows(array.shape[0] if array.ndim else 0)), tree)
+
+    def _put(self, array: Any, where: Sharding) -> Any:
+        return describe(array, where) if self.is_described else _put(array, where)
 
     @property
     def key(self) -> str:
@@ -85,6 +94,11 @@ class Layout:
         specs = sorted((name, str(weight.spec)) for name, weight in self.plan.weights.items())
         text = repr((dict(self.plan.mesh.shape), [d.id for d in self.devices], specs))
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def describe(array: Any, where: Sharding) -> jax.ShapeDtypeStruct:
+    """What stands for an array there."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
 
 
 def from_slices(shape: tuple[int, ...], where: Sharding, part: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:

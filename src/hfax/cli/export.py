@@ -1,0 +1,107 @@
+"""`hfax export`: a model as a folder that starts elsewhere without tracing or compiling."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hfax.cli import model_options
+from hfax.cli.error_display import reporting
+from hfax.cli.mesh_option import parallelism_of
+from hfax.cli.numbers import positive_numbers
+from hfax.errors import InvalidInputError, UnsupportedOptionError
+
+if TYPE_CHECKING:
+    from hfax.model import JaxModel
+
+EXAMPLES = """[bold]Examples[/bold]
+
+  hfax export demo --out bundle && hfax generate bundle "Return a new list"
+  hfax export Qwen/Qwen3-0.6B --out bundle --topology v5e:1x1 --batch-sizes 1,8 --prompt-lengths 128,1024
+  hfax export demo --out portable --format stablehlo"""
+
+
+class Format(StrEnum):
+    """Values of `--format`."""
+
+    BUNDLE = "bundle"
+    STABLEHLO = "stablehlo"
+
+
+def export(
+    model: model_options.ModelArgument,
+    out: Annotated[Path, typer.Option(help="The folder to write; replaced if it is an earlier export.")],
+    format: Annotated[
+        Format, typer.Option(help="bundle: compiled, for one runtime. stablehlo: portable, read by jax alone.")
+    ] = Format.BUNDLE,
+    topology: Annotated[
+        str | None, typer.Option(help="TPUs to compile for, such as v5e:2x4; this machine's devices if left out.")
+    ] = None,
+    batch_sizes: Annotated[str, typer.Option(help="Sequences side by side, comma-separated.")] = "1",
+    prompt_lengths: Annotated[str, typer.Option(help="Tokens of the longest prompts, comma-separated.")] = "64",
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens that calls will ask for.", min=1)] = 64,
+    dtype: model_options.DtypeOption = model_options.Dtype.AUTO,
+    quantization: model_options.QuantizationOption = None,
+    parallelism: model_options.ParallelismOption = None,
+    revision: model_options.RevisionOption = None,
+    token: model_options.TokenOption = None,
+    local_files_only: model_options.LocalOption = False,
+    json_output: model_options.JsonOption = False,
+    verbose: model_options.VerboseOption = False,
+) -> None:
+    """Compile a model's programs ahead of time and write them with its weights; from_pretrained starts the folder."""
+    with reporting(verbose):
+        if format is Format.STABLEHLO and topology is not None:
+            raise InvalidInputError(
+                "--topology was given for StableHLO.",
+                "StableHLO is compiled where it runs.",
+                "Leave one of the two options out.",
+            )
+        options = model_options.ModelOptions(
+            name=model,
+            dtype=dtype,
+            revision=revision,
+            token=token,
+            local_files_only=local_files_only,
+            quantization=quantization,
+            parallelism=None if topology else parallelism,
+        )
+        loaded = model_options.open_checkpoint(options).load_model()
+        sizes = positive_numbers("--batch-sizes", batch_sizes), positive_numbers("--prompt-lengths", prompt_lengths)
+        given: dict[str, Any] = {"batch_sizes": sizes[0], "prompt_lengths": sizes[1], "max_new_tokens": max_new_tokens}
+        if not loaded.can_generate():
+            given["calls"] = _calls(loaded, *sizes)
+        if format is Format.STABLEHLO:
+            from hfax.exporting.stablehlo import export_stablehlo
+
+            export_stablehlo(loaded, out, **given)
+            programs = sorted(path.stem for path in out.glob("*.stablehlo"))
+        else:
+            from hfax.exporting.bundle import export as export_bundle
+
+            mesh = parallelism_of("--parallelism", parallelism) if topology else None
+            bundle = export_bundle(loaded, out, topology=topology, parallelism=mesh or "auto", **given)
+            programs = sorted(bundle.programs.values())
+        size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+        if json_output:
+            typer.echo(json.dumps({"folder": str(out), "format": format.value, "programs": programs, "bytes": size}))
+        else:
+            typer.echo(f"{out}: {len(programs)} programs ({', '.join(programs)}), {size / 1e6:.1f} MB")
+
+
+def _calls(model: JaxModel, batch_sizes: list[int], lengths: list[int]) -> list[dict[str, Any]]:
+    """Forward passes of a model that reads text and writes none."""
+    import numpy as np
+
+    if model.main_input_name != "input_ids":
+        raise UnsupportedOptionError(
+            f"{type(model).__name__} reads {model.main_input_name}, of shapes that no option says.",
+            "Programs are made for calls of certain shapes.",
+            "Export it in Python: hfax.export(model, folder, calls=[inputs]).",
+        )
+    shapes = [(rows, length) for rows in batch_sizes for length in lengths]
+    return [{"input_ids": np.ones(s, np.int32), "attention_mask": np.ones(s, np.int32)} for s in shapes]

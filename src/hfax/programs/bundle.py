@@ -1,0 +1,162 @@
+"""A bundle: a checkpoint's folder with the programs that run it, made ahead of time for certain devices.
+
+Turns what a bundle's `bundle.json` says into the mesh and the splits that its programs were made for, after checking that this
+process has the devices and versions that they need. It neither makes programs nor runs them.
+
+A program is a pickle, as JAX's serialized executables are, so a bundle can do whatever its maker wants: load your own. Bundles are
+read from folders alone, never from the Hub.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from hfax.errors import CheckpointCorruptError, InvalidInputError
+from hfax.kernels.cpu import library
+from hfax.mesh import AXES
+from hfax.programs.buckets import Size
+from hfax.programs.program_cache import kernels_digest, source_digest, version_of
+from hfax.sharding.layout import Layout
+
+FILE = "bundle.json"
+PROGRAMS = "programs"
+"""The folder of the programs in a bundle."""
+Spec = list[str | list[str] | None]
+"""A `PartitionSpec` in JSON."""
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """What `bundle.json` says.
+
+    Args:
+        runtime: what the programs need of the process that runs them, by name.
+        device_ids: the devices in the mesh's order.
+        mesh: sizes by the axes of `hfax.mesh.AXES`; None: one device.
+        specs: how each weight is split over the mesh; for each axis of the array the mesh's axes that split it.
+        attn_implementation: as `from_pretrained` was given it.
+        task: likewise.
+        programs: names by file.
+        sizes: of prompts and caches that the programs of `generate` were made for.
+    """
+
+    runtime: dict[str, str]
+    device_ids: list[int]
+    mesh: dict[str, int] | None
+    specs: dict[str, Spec]
+    attn_implementation: str | None
+    task: str | None
+    programs: dict[str, str]
+    sizes: list[Size]
+
+    def write(self, folder: Path) -> None:
+        """Into a bundle's folder."""
+        (folder / FILE).write_text(json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n")
+
+    def given_specs(self) -> dict[str, P]:
+        """As `make_plan` takes them."""
+        return {name: P(*(tuple(a) if isinstance(a, list) else a for a in spec)) for name, spec in self.specs.items()}
+
+    def make_mesh(self) -> Mesh | None:
+        """Of this process's devices; None for one device.
+
+        Raises:
+            InvalidInputError: the programs were made for other devices or by other versions.
+        """
+        devices = {device.id: device for device in jax.devices()}
+        here = runtime_of(jax.devices(), is_one_device=self.mesh is None)
+        differing = [
+            f"{n}: {made} there, {here.get(n)} here" for n, made in self.runtime.items() if here.get(n) != made
+        ]
+        absent = [i for i in self.device_ids if i not in devices]
+        if differing or absent:
+            raise InvalidInputError(
+                "The bundle's programs were made for another runtime.",
+                "; ".join(differing or [f"devices {absent} are not here"]) + ".",
+                'Export a bundle for this one; or pass parallelism= (for one device {"tensor": 1}), which loads the weights alone.',
+            )
+        if self.mesh is None:
+            return None
+        grid = np.array([devices[i] for i in self.device_ids]).reshape([self.mesh[name] for name in AXES])
+        return Mesh(grid, AXES)
+
+
+def read_bundle(folder: Path) -> Bundle | None:
+    """The bundle in a folder; None if it is only a checkpoint.
+
+    Raises:
+        CheckpointCorruptError: `bundle.json` is not what this version writes.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    try:
+        found: Any = json.loads(path.read_text())
+        if found.pop("format") != _FORMAT:
+            raise ValueError("it was written by another version of hfax")
+        bundle = Bundle(**{**found, "sizes": [tuple(size) for size in found["sizes"]]})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointCorruptError(
+            f"{path} is not a bundle that this version of hfax reads.",
+            f"{type(error).__name__}: {error}",
+            "Export it again with hfax export.",
+        ) from error
+    missing = [name for name in bundle.programs if not (folder / PROGRAMS / name).is_file()]
+    if missing:
+        raise CheckpointCorruptError(
+            f"{len(missing)} of {len(bundle.programs)} programs are missing in {folder / PROGRAMS}.",
+            "The bundle was not copied completely.",
+            "Copy it again, or export it again.",
+        )
+    return bundle
+
+
+def runtime_of(devices: Sequence[Any], *, is_one_device: bool) -> dict[str, str]:
+    """What a program made for these devices needs of the process that runs it.
+
+    Args:
+        devices: all of the run, or of a topology.
+        is_one_device: the program uses only one of them, so their number does not matter.
+    """
+    first = devices[0]
+    versions = {name: version_of(name) for name in ("hfax", "transformers", "jax", "jaxlib")}
+    counts = {"devices": str(len(devices)), "processes": str(len({d.process_index for d in devices}))}
+    found = {
+        **versions,
+        "hfax's source": source_digest()[:12],
+        "platform": first.platform,
+        "device kind": first.device_kind,
+        **({} if is_one_device else counts),
+    }
+    if first.platform == "tpu":
+        found["libtpu"] = version_of("libtpu")
+    if first.platform == "cpu":
+        processor = hashlib.sha256(library.processor_features().encode()).hexdigest()[:12]
+        found |= {"processor": processor, "kernels": kernels_digest("cpu")[:12]}
+    return found
+
+
+def specs_of(layout: Layout) -> dict[str, Spec]:
+    """How a layout splits each weight, as `Bundle.specs` says it."""
+    if layout.plan is None:
+        return {}
+    return {
+        name: [list(axes) if isinstance(axes, tuple) else axes for axes in weight.spec]
+        for name, weight in layout.plan.weights.items()
+    }
+
+
+def sizes_of(mesh: Mesh | None) -> dict[str, int] | None:
+    """By axis."""
+    return None if mesh is None else {name: int(size) for name, size in mesh.shape.items()}
