@@ -24,6 +24,8 @@ from hfax.backends.structure import flatten, is_array, unflatten
 from hfax.backends.traced_model import TracedModel
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.kernels.quantized import QuantizedArray
+from hfax.launch.driven import drive
+from hfax.launch.together import agree
 from hfax.load.placement import narrow, to_numpy
 from hfax.load.skeleton import Skeleton
 from hfax.patches import registry
@@ -383,7 +385,7 @@ class JaxModel:
         options_resolved = GenerationOptions(
             config=config,
             max_new_tokens=requests.resolve_max_new_tokens(config, prompts.longest, self._context()),
-            seed=int(seed) if seed is not None else _draw_seed() if config.do_sample else 0,
+            seed=int(seed) if seed is not None else agree(_draw_seed()) if config.do_sample else 0,
             eos_token_ids=eos_ids,
             pad_token_id=config.pad_token_id if config.pad_token_id is not None else (eos_ids or (0,))[0],
             keep=(*keep, *(("log_probs",) if keep_log_probs else ())),
@@ -465,6 +467,20 @@ class JaxModel:
             return (*request.prompts.padded_shape, loop.capacity)
 
         return warm_up(run, batch_sizes, prompt_lengths, progress=progress)
+
+    def drive(self, main: Callable[[Any], Any]) -> Any:
+        """In a run of several processes: call `main(model)` in process 0 alone, while the others compute with it.
+
+        Args:
+            main: gets the model; its calls run in every process.
+
+        Returns:
+            What `main` returned, in process 0; None in the others.
+
+        Example:
+            >>> model.drive(lambda model: print(tokenizer.decode(model.generate(ids)[0])))  # doctest: +SKIP
+        """
+        return drive(self, main)
 
     def map(
         self,

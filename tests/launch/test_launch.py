@@ -63,6 +63,59 @@ if what == "save":
 """
 
 
+DRIVEN = """
+import json, sys
+import jax, numpy as np
+from hfax import AutoModelForTPU
+from hfax.errors import InvalidInputError
+
+folder, out = sys.argv[1:]
+model = AutoModelForTPU.from_pretrained(folder, parallelism={"data": 2, "tensor": 4})
+ids = np.random.default_rng(0).integers(3, 120, (8, 12))
+
+class Streamer:
+    def __init__(self, breaks_at):
+        self.got, self.breaks_at = [], breaks_at
+    def put(self, value):
+        self.got.append(value.reshape(-1).tolist())
+        if len(self.got) == self.breaks_at:
+            raise ConnectionError("the listener left")
+    def end(self):
+        self.got.append("end")
+
+def main(model):
+    found = {"process": jax.process_index()}
+    found["greedy"] = np.asarray(model.generate(ids, max_new_tokens=6, do_sample=False)).tolist()
+    for bad in (lambda: model.generate(ids, max_new_tokens=0), lambda: model.generate(ids + 1000)):
+        try:
+            bad()
+        except InvalidInputError:
+            found["bad"] = found.get("bad", 0) + 1
+    try:
+        model.generate(ids[:1], max_new_tokens=30, streamer=Streamer(4))
+    except ConnectionError as error:
+        found["left"] = str(error)
+    streamer = Streamer(None)
+    tokens = np.asarray(model.generate(ids[:1], max_new_tokens=30, do_sample=False, streamer=streamer))[0, 12:].tolist()
+    found["streamed"] = [tokens, streamer.got[1:]]
+    # no seed is given: process 0 draws one for all
+    first, again = (np.asarray(model.generate(ids, max_new_tokens=6, do_sample=True, seed=s)).tolist() for s in (None, 5))
+    found["sampled"] = first
+    found["mapped"] = model.map(ids.tolist(), batch_size=4, max_new_tokens=3, do_sample=False, progress=False)
+    found["logits"] = np.asarray(jax.jit(lambda: 0)()).tolist()
+    model.save_pretrained(out + "-saved", format="orbax")
+    return found
+
+found = model.drive(main)
+assert (found is None) == (jax.process_index() != 0)
+if found is not None:
+    json.dump(found, open(out, "w"))
+again = AutoModelForTPU.from_pretrained(out + "-saved", parallelism={"tensor": 8})
+tokens = np.asarray(again.generate(ids, max_new_tokens=6, do_sample=False)).tolist()
+json.dump(tokens, open(f"{out}.{jax.process_index()}", "w"))
+"""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Written by transformers: nothing in it can be mapped, so what is read is what is allocated."""
@@ -114,6 +167,26 @@ def test_two_processes_write_what_one_does(folder, script, tmp_path, sizes):
     saved = transformers.AutoModelForCausalLM.from_pretrained(f"{out}-saved").state_dict()
     for name, array in plain.params.items():
         np.testing.assert_array_equal(saved[name].numpy(), np.asarray(array))
+
+
+def test_process_0_drives(folder, tmp_path):
+    """And weights saved by two processes are read by two, onto another mesh."""
+    script, out = tmp_path / "driven.py", tmp_path / "out"
+    script.write_text(DRIVEN)
+    run = start("--local", 2, "--cpu-devices", 4, script, folder, out)
+    _, errors = run.communicate(timeout=300)
+    assert run.returncode == 0, errors
+    found = json.loads(out.read_text())
+    plain = AutoModelForTPU.from_pretrained(folder)
+    expected = np.asarray(plain.generate(IDS, max_new_tokens=6, do_sample=False)).tolist()
+    assert found["greedy"] == expected
+    assert (found["process"], found["bad"], found["left"]) == (0, 2, "the listener left")
+    tokens, streamed = found["streamed"]
+    assert [*[[token] for token in tokens], "end"] == streamed
+    assert tokens == np.asarray(plain.generate(IDS[:1], max_new_tokens=30, do_sample=False))[0, 12:].tolist()
+    assert np.shape(found["sampled"]) == (8, 18)
+    assert found["mapped"] == [{"tokens": row[12:15]} for row in expected]
+    assert [json.loads((tmp_path / f"out.{i}").read_text()) for i in range(2)] == [expected] * 2
 
 
 def test_launchers_of_two_machines_end_together(folder, script, tmp_path):

@@ -4,6 +4,7 @@ import jax
 import pytest
 import transformers
 
+import hfax
 from hfax import AutoModelForTPU
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.phases import listen
@@ -51,11 +52,32 @@ def test_bad_sizes_and_models_with_other_inputs_are_refused():
     model = qwen(dtype="float32")
     with pytest.raises(InvalidInputError, match="batch_sizes=\\[0\\]"):
         model.compile((0,))
-    t5 = AutoModelForTPU.from_config(
-        transformers.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2), dtype="float32"
-    )
+    whisper = AutoModelForTPU.from_config(hfax.shrink_config(transformers.WhisperConfig()), dtype="float32")
     with pytest.raises(UnsupportedOptionError, match="does not know the inputs"):
-        t5.compile((1,), (16,))
+        whisper.compile((1,), (16,))
+
+
+def test_encoder_decoders_and_padding_that_is_token_0():
+    """T5 pads with 0, and a prompt of nothing else would be empty."""
+    t5 = AutoModelForTPU.from_config(
+        transformers.T5Config(
+            vocab_size=64,
+            d_model=32,
+            d_kv=8,
+            d_ff=32,
+            num_layers=1,
+            num_heads=2,
+            decoder_start_token_id=0,
+            architectures=["T5ForConditionalGeneration"],
+        ),
+        dtype="float32",
+    )
+    [made] = t5.compile((2,), (16,))
+    assert sorted(made.compiled) == ["decode[2, 128]", "prefill[2, 1]"]
+    events = []
+    with listen(lambda event: events.append(event.name)):
+        t5.generate([[3, 4, 5]] * 2, max_new_tokens=20)
+    assert "compile" not in events
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

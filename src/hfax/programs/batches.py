@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from hfax.errors import InvalidInputError
+from hfax.sharding.layout import to_host
 
 
 def map_rows(
@@ -167,6 +168,7 @@ def as_rows(outputs: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     for name, value in outputs.items():
         if not hasattr(value, "shape") or not value.shape or value.shape[0] < count:
             continue
-        for index, row in enumerate(np.asarray(value)[:count].tolist()):
+        array = to_host(value) if isinstance(value, jax.Array) else np.asarray(value)
+        for index, row in enumerate(array[:count].tolist()):
             rows[index][name] = row
     return rows

@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 
 from hfax.backends.traced_model import TracedModel
 from hfax.errors import InvalidInputError
+from hfax.launch.together import agree
 from hfax.programs.buckets import Buckets
 from hfax.programs.checks import raise_failed
 from hfax.programs.decoding import LoopSpec, State, advance, start
@@ -328,14 +329,17 @@ def _drive(
             last = steps if lengths[0] < 0 else int(lengths[0])
             for column in range(seen, last):
                 streamer.put(_for_streamer(tokens[:, column]))
-        if steps >= most or (lengths >= 0).all():
+        is_complete = steps >= most or bool((lengths >= 0).all())
+        seconds = time.perf_counter() - started
+        chunk = _next_chunk(chunk, seconds, most - steps, streamer is not None, stop_check is not None)
+        # every process of a run does as process 0, whatever its own clock and streamer say
+        is_complete, chunk, lengths, stopped = agree((is_complete, chunk, lengths, stopped))
+        if is_complete:
             break
         if stopped.any():
             rows = to_host(state["finished"])
             rows[:sequences] |= stopped
             state["finished"] = loop.put_like(rows, state["finished"])
-        seconds = time.perf_counter() - started
-        chunk = _next_chunk(chunk, seconds, most - steps, streamer is not None, stop_check is not None)
         seen, started = steps, time.perf_counter()
         state = loop.advance(state, steps + chunk)
     if streamer is not None:
