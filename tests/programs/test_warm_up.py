@@ -52,7 +52,10 @@ def test_bad_sizes_and_models_with_other_inputs_are_refused():
     model = qwen(dtype="float32")
     with pytest.raises(InvalidInputError, match="batch_sizes=\\[0\\]"):
         model.compile((0,))
-    whisper = AutoModelForTPU.from_config(hfax.shrink_config(transformers.WhisperConfig()), dtype="float32")
+    whisper = AutoModelForTPU.from_config(
+        hfax.shrink_config(transformers.WhisperConfig(architectures=["WhisperForConditionalGeneration"])),
+        dtype="float32",
+    )
     with pytest.raises(UnsupportedOptionError, match="does not know the inputs"):
         whisper.compile((1,), (16,))
 
