@@ -1,6 +1,7 @@
 """Plans: bytes equal the arithmetic, what fits fits, the compiler's part for a small model, and what cannot be planned."""
 
 import json
+import os
 import re
 
 import pytest
@@ -106,6 +107,15 @@ def test_large_models(config, machine, billions, fits):
     assert plan.fits is fits
 
 
+def test_cpu_devices_are_parts_of_this_host():
+    plan = one(LLAMA_8B, "cpu:8", context=1024)
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert plan.num_devices == 8
+    assert plan.memory_bytes == pytest.approx(host / 8 * 0.94, rel=1e-3)
+    assert plan.weight_bytes == one(LLAMA_8B, "v5e:2x4", context=1024).weight_bytes
+    assert (plan.tokens_per_s, plan.prefill_s, plan.limited_by) == (None, None, "")
+
+
 def test_quantized_weights_are_smaller():
     full, int8, int4 = (one(LLAMA_8B, "v6e:2x2", quantization=kind).weight_bytes for kind in (None, "int8", "int4"))
     table = 2 * 128256 * 4096 / 4
@@ -128,14 +138,16 @@ def test_the_compiler_tells_temporaries_and_messages():
 def test_the_command(capfd, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B.to_dict()))
     out, picture = tmp_path / "plan.json", tmp_path / "plan.png"
-    options = ["--machines", "v5e:2x4,h100:1", "--batch", "1,8", "--no-compile"]
+    options = ["--machines", "v5e:2x4,h100:1,cpu:8", "--batch", "1,8", "--no-compile"]
     code = run(["plan", str(tmp_path / "config.json"), *options, "--json-file", str(out), "--plot", str(picture)])
     shown, errors = capfd.readouterr()
     assert code == 0, errors
     assert re.search(r"v5e:2x4\s+tensor 8\s+1\s+yes\s+2\.01", shown)
     assert "Times are limits" in shown
     plans = json.loads(out.read_text())["plans"]
-    assert [(p["machine"], p["batch"]) for p in plans] == [("v5e:2x4", 1), ("v5e:2x4", 8), ("h100:1", 1), ("h100:1", 8)]
+    assert [(p["machine"], p["batch"]) for p in plans] == [
+        (m, b) for m in ("v5e:2x4", "h100:1", "cpu:8") for b in (1, 8)
+    ]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

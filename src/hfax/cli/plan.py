@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,13 +20,24 @@ EXAMPLES = """[bold]Examples[/bold]
 
   hfax plan meta-llama/Meta-Llama-3-8B --machines v5e:2x4,v6e:2x2 --batch 1,8,64
   hfax plan ./config.json --machines v5p:2x2x2 --context 32768 --quantization int8
+  hfax plan Qwen/Qwen3-0.6B --devices cpu:8 --no-compile
   hfax plan Qwen/Qwen3-30B-A3B --machines v6e:2x4,h100:8 --json-file plan.json --plot plan.png"""
+
+
+_FILE_WIDTH = 120
+"""Columns of the tables where nobody looks at a terminal."""
 
 
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hub id, a folder, a config.json, or demo.")],
     machines: Annotated[
-        str, typer.Option("--machines", "--topology", help="TPU topologies, or GPUs by kind and count; with commas.")
+        str,
+        typer.Option(
+            "--machines",
+            "--topology",
+            "--devices",
+            help="TPU topologies, or GPUs or this host's CPU devices by kind and count; with commas.",
+        ),
     ] = "v5e:2x4,v6e:2x4",
     batch: Annotated[str, typer.Option(help="Sequences side by side, comma-separated.")] = "1",
     context: Annotated[int, typer.Option(help="Tokens of each sequence at its end.", min=2)] = 8192,
@@ -87,13 +99,13 @@ def _print(plans: list[Any], assumptions: str) -> None:
     from rich.table import Table
 
     first = plans[0]
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=_FILE_WIDTH)
     style: Any = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0), "title_justify": "left"}
     memory = Table(title=f"{first.model}: GB a device at {first.context:,} tokens", **style)
     speed = Table(title=f"Limits; prompts of {first.prompt:,} tokens", **style)
     for name in ("machine", "mesh", "batch", "fits", "weights+cache+temp.", "of", "longest", "rows"):
         left = name in ("machine", "mesh", "fits")
-        memory.add_column(name, justify="left" if left else "right", no_wrap=True)
+        memory.add_column(name, justify="left" if left else "right")
     for name in ("machine", "batch", "1st token ms", "tokens/s", "limited by", "messages a layer", "MB", "compile s"):
         speed.add_column(name, justify="left" if name in ("machine", "limited by") else "right")
     for p in plans:
@@ -111,9 +123,9 @@ def _print(plans: list[Any], assumptions: str) -> None:
         speed.add_row(
             p.machine,
             str(p.batch),
-            f"{p.prefill_s * 1e3:.1f}",
-            f"{p.tokens_per_s:,.0f}",
-            p.limited_by,
+            "?" if p.prefill_s is None else f"{p.prefill_s * 1e3:.1f}",
+            "?" if p.tokens_per_s is None else f"{p.tokens_per_s:,.0f}",
+            p.limited_by or "?",
             "?" if p.collectives_per_layer is None else f"{p.collectives_per_layer:.1f}",
             "?" if not p.collective_bytes else f"{p.collective_bytes['decode'] / 1e6:.1f}",
             "?" if p.compile_s is None else f"{p.compile_s:.0f}",
@@ -137,7 +149,7 @@ def _draw(plans: list[Any], path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for machine in dict.fromkeys(p.machine for p in plans):
-        own = sorted((p for p in plans if p.machine == machine), key=lambda p: p.batch)
+        own = sorted((p for p in plans if p.machine == machine and p.tokens_per_s), key=lambda p: p.batch)
         axes.plot([p.batch for p in own], [p.tokens_per_s for p in own], "o-", label=machine)
         off = [p for p in own if not p.fits]
         axes.plot([p.batch for p in off], [p.tokens_per_s for p in off], "x", color="black")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 from hfax.errors import InvalidInputError
 
@@ -14,9 +15,9 @@ class Chip:
     Args:
         name: as in topologies, "v5e".
         memory_bytes: of its main memory.
-        bandwidth: bytes a second of that memory.
-        operations: bfloat16 multiplications and additions a second.
-        interconnect: bytes a second from this chip to the others, all links together, one direction.
+        bandwidth: bytes a second of that memory; 0 where nobody publishes it.
+        operations: bfloat16 multiplications and additions a second; likewise.
+        interconnect: bytes a second from this chip to the others, all links together, one direction; likewise.
         source: where the figures are published.
     """
 
@@ -55,16 +56,43 @@ TPUS = ("v5e", "v5p", "v6e")
 
 
 def chip_of(name: str) -> Chip:
-    """The chip of a topology ("v5e:2x4") or of a kind and a count ("h100:8").
+    """The chip of a topology ("v5e:2x4") or of a kind and a count ("h100:8"); "cpu:8" are as many parts of this host's memory.
 
     Raises:
         InvalidInputError: nobody's.
     """
     kind = name.partition(":")[0].lower()
+    if kind == "cpu":
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        source = "this host's memory"
+        return Chip(
+            name=kind,
+            memory_bytes=total // count_of(name),
+            bandwidth=0,
+            operations=0,
+            interconnect=0,
+            source=source,
+        )
     if kind not in CHIPS:
         raise InvalidInputError(
             f"There is no chip {kind!r} in hfax's list.",
             "A plan needs a chip's memory, bandwidth and operations.",
-            f"Use one of {', '.join(CHIPS)}, for instance v5e:2x4 or h100:8.",
+            f"Use one of {', '.join(CHIPS)} or cpu, for instance v5e:2x4, h100:8 or cpu:8.",
         )
     return CHIPS[kind]
+
+
+def count_of(name: str) -> int:
+    """How many devices "h100:8" names.
+
+    Raises:
+        InvalidInputError: it names none.
+    """
+    count = name.partition(":")[2] or "1"
+    if not count.isdigit() or int(count) < 1:
+        raise InvalidInputError(
+            f"{name!r} says no number of devices.",
+            "Devices that are no TPUs are planned by kind and count.",
+            "For instance h100:8 or cpu:8.",
+        )
+    return int(count)

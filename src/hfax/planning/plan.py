@@ -24,7 +24,7 @@ from hfax.load.quantize import Quantization, weights_to_quantize
 from hfax.load.skeleton import Skeleton
 from hfax.mesh import DATA, EXPERT, HEAD_AXES, TENSOR, attention_heads, fitting_sizes, make_mesh, num_experts, size_of
 from hfax.parallelism.choose import plan_over
-from hfax.planning.chips import TPUS, Chip, chip_of
+from hfax.planning.chips import TPUS, Chip, chip_of, count_of
 from hfax.sharding.constraints import cache_spec
 from hfax.sharding.plan import ShardingPlan
 
@@ -58,9 +58,9 @@ class Plan:
         fits: whether it all does.
         longest_context: that fits with this batch; 0 if none does.
         largest_batch: that fits with this context.
-        prefill_s: to the first token, at best.
-        tokens_per_s: of all sequences together, at best.
-        limited_by: of a decoding step, what takes longest: "weights", "cache", "operations" or "communication".
+        prefill_s: to the first token, at best; None for devices whose speed nobody publishes.
+        tokens_per_s: of all sequences together, at best; likewise.
+        limited_by: of a decoding step, what takes longest: "weights", "cache", "operations" or "communication"; likewise empty.
         collectives: in each program, how often each kind stands in the compiled text.
         collective_bytes: in each program, what a device gets from others in one step.
         collectives_per_layer: of decoding, without those outside of layers.
@@ -84,8 +84,8 @@ class Plan:
     fits: bool
     longest_context: int
     largest_batch: int
-    prefill_s: float
-    tokens_per_s: float
+    prefill_s: float | None
+    tokens_per_s: float | None
     limited_by: str
     collectives: dict[str, dict[str, int]]
     collective_bytes: dict[str, int]
@@ -206,7 +206,7 @@ def _plan(
     def merit(each: Any) -> tuple[bool, float, float]:
         _, plan, limits = each
         needed = plan.bytes_per_device + _cache_bytes(model, plan, batch, context)
-        return needed <= room, limits.tokens_per_s, -needed
+        return needed <= room, limits.tokens_per_s or 0.0, -needed
 
     sizes, plan, limits = max(ranked, key=merit)
     programs: list[Any] = []
@@ -263,9 +263,9 @@ def _plan(
 
 @dataclasses.dataclass(frozen=True)
 class _Limits:
-    prefill_s: float
-    tokens_per_s: float
-    limited_by: str
+    prefill_s: float | None = None
+    tokens_per_s: float | None = None
+    limited_by: str = ""
 
 
 def _limits(
@@ -277,6 +277,8 @@ def _limits(
     prompt: int,
     programs: dict[str, Any] | None = None,
 ) -> _Limits:
+    if not chip.bandwidth:
+        return _Limits()
     mesh = plan.mesh
     rows = -(-batch // mesh.shape[DATA])  # sequences that one device sees
     parts = size_of(mesh, HEAD_AXES) * mesh.shape[EXPERT]
@@ -360,14 +362,7 @@ def _devices(machine: str) -> tuple[list[Any], str]:
         from hfax.topology import topology_devices
 
         return topology_devices(machine), ""
-    count = machine.partition(":")[2] or "1"
-    if not count.isdigit() or int(count) < 1:
-        raise InvalidInputError(
-            f"{machine!r} says no number of devices.",
-            "GPUs are planned by kind and count.",
-            "For instance h100:8.",
-        )
-    return [_StandIn(i) for i in range(int(count))], "compiled for TPU topologies alone; memory by arithmetic"
+    return [_StandIn(i) for i in range(count_of(machine))], "compiled for TPU topologies alone; memory by arithmetic"
 
 
 class _StandIn:
