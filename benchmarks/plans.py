@@ -102,8 +102,8 @@ def main() -> None:
             f"{shape} on {topology}, {found['mesh']}: {'fits' if found['fits'] else 'does not fit'}; "
             f"GB a device: weights {found['weight_bytes'] / 1e9:.2f}, cache {found['cache_bytes'] / 1e9:.2f}, "
             f"temporaries {'?' if temporaries is None else f'{temporaries / 1e9:.2f}'} of {found['memory_bytes'] / 1e9:.1f}; "
-            f"compiled in {found['compile_s'] or 0:.0f} s, all {found['seconds']:.0f} s, {found['peak_memory_bytes'] / 1e9:.1f} GB here"
-            + (f"; {found['problem']}" if found["problem"] else ""),
+            f"compiled in {found['compile_s'] or 0:.0f} s, all {found['seconds']:.0f} s, "
+            f"{found['peak_memory_bytes'] / 1e9:.1f} GB here" + (f"; {found['problem']}" if found["problem"] else ""),
             flush=True,
         )
     if arguments.json_file:
