@@ -26,8 +26,8 @@ import jax.numpy as jnp
 import torch
 import transformers
 
-from hfax.auto import _skeleton
 from hfax.backends.traced_model import TracedModel
+from hfax.jax_backend import make_skeleton
 from hfax.load.placement import to_numpy
 
 _GROUPS = {"jax": ("/jax/", "/jaxlib/"), "torch": ("/torch/",), "torchax": ("/torchax/",), "hfax": ("/hfax/",)}
@@ -44,7 +44,7 @@ def make_tracer(layers: int, tokens: int) -> Any:
         vocab_size=128256,
         architectures=["LlamaForCausalLM"],
     )
-    skeleton = _skeleton(config, None, torch.bfloat16, None, None)
+    skeleton = make_skeleton(config, None, torch.bfloat16, None, None)
     buffers = {name: jnp.asarray(to_numpy(buffer)) for name, buffer in skeleton.buffers.items()}
     params = {name: jax.ShapeDtypeStruct(tuple(t.shape), jnp.bfloat16) for name, t in skeleton.shapes.items()}
     ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32)

@@ -1,33 +1,20 @@
-"""`AutoModelForTPU`: the whole way from a name to a model that runs, on one screen.
-
-    name → source (files) → config → class → skeleton → weights on the device → model
-
-Each arrow is a module of `hfax.load`; this one only puts them in order.
-"""
+"""`AutoModelForTPU`: a name becomes files on this machine, and a backend makes a model of them."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hfax.errors import BackendNotAvailableError, InvalidInputError, UnsupportedModelError, UnsupportedOptionError
+from hfax.backend import LoadOptions, choose_backend, require_capabilities
+from hfax.errors import InvalidInputError
 from hfax.phases import phase
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
-    from hfax.load.skeleton import Skeleton
-    from hfax.load.source import CheckpointSource
     from hfax.model import JaxModel
     from hfax.parallelism.choose import Parallelism
-    from hfax.programs.buckets import Size
-    from hfax.programs.bundle import Bundle
-    from hfax.sharding.layout import Layout
-
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 class AutoModelForTPU:
@@ -63,7 +50,7 @@ class AutoModelForTPU:
 
         Args:
             name_or_path: a folder, a Hub id such as "Qwen/Qwen3-0.6B", or "demo" for the model that hfax carries.
-            backend: "jax".
+            backend: "jax", "torch_xla", another package's, or "auto": the first that works here.
             task: a pipeline task name, to choose another class than the checkpoint's own, for instance
                 "text-classification".
             dtype: "auto" for the checkpoint's own, or "float32", "bfloat16", "float16", or a torch dtype.
@@ -91,12 +78,22 @@ class AutoModelForTPU:
         Raises:
             HfaxError: one of its subclasses, which says what to do.
         """
-        _require_jax(backend)
-        from hfax.load.quantize import check_name
-
-        if plan is not None:
-            parallelism, quantization = _planned(plan, parallelism, quantization)
-        check_name(quantization)
+        options = LoadOptions(
+            task=task,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            attn_implementation=attn_implementation,
+            strict=strict,
+            quantization=quantization,
+            parallelism=parallelism,
+            plan=plan,
+        )
+        if plan is not None and (parallelism is not None or quantization is not None):
+            raise InvalidInputError(
+                "plan= was given beside parallelism= or quantization=.", "The plan says both.", "Leave the others out."
+            )
+        chosen = choose_backend(backend)
+        require_capabilities(chosen, options)
         from hfax.load.source import resolve_checkpoint
 
         source = resolve_checkpoint(
@@ -108,7 +105,7 @@ class AutoModelForTPU:
             allow_code=trust_remote_code,
         )
         with phase("load", str(name_or_path)):
-            return _load(source, task, dtype, trust_remote_code, attn_implementation, strict, quantization, parallelism)
+            return chosen.load(source, options)
 
     @staticmethod
     def from_config(
@@ -126,7 +123,7 @@ class AutoModelForTPU:
 
         Args:
             config: a transformers configuration.
-            backend: "jax".
+            backend: "jax", "torch_xla", another package's, or "auto": the first that works here.
             task: a pipeline task name, to choose the class; else `config.architectures`, else a language model.
             dtype: "auto" for the config's dtype (float32 if it has none).
             seed: of torch's generator, which is put back afterwards.
@@ -137,282 +134,13 @@ class AutoModelForTPU:
         Raises:
             UnsupportedModelError: no class for this config, or it cannot be built.
         """
-        _require_jax(backend)
-        import torch
-
-        from hfax.load.quantize import check_name
-        from hfax.load.random_weights import draw_weights
-        from hfax.parallelism.choose import choose_layout
-
-        check_name(quantization)
-        config = copy.deepcopy(config)
-        resolved = _resolve_dtype(dtype, config, None)
-        skeleton = _skeleton(config, task, resolved, None, attn_implementation)
-        layout = choose_layout(skeleton, parallelism, quantization, _default_device())  # pyright: ignore[reportArgumentType]
-        with phase("load", f"{type(skeleton.module).__name__} with random weights"), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            params = draw_weights(skeleton, config, resolved, layout, quantization)  # pyright: ignore[reportArgumentType]
-        return _finish(skeleton, params, skeleton.tied, layout, folder=None, name=type(config).__name__, task=task)
-
-
-def _load(
-    source: CheckpointSource,
-    task: str | None,
-    dtype: str | torch.dtype,
-    trust_remote_code: bool,
-    attn_implementation: str | None,
-    strict: bool,
-    quantization: Any,
-    parallelism: Parallelism,
-) -> JaxModel:
-    from hfax.load.config import read_config
-    from hfax.load.store import open_store
-    from hfax.load.weights import load_quantized, load_weights
-    from hfax.parallelism.choose import choose_layout
-
-    device = _default_device()
-    if source.format == "orbax":
-        if quantization is not None:
-            raise UnsupportedOptionError(
-                f"quantization={quantization!r} was given for a checkpoint that was saved by orbax.",
-                "Weights are quantized one at a time as they are read from safetensors.",
-                "Load the safetensors with it, and save that model by orbax.",
-            )
-        if parallelism is None and (bundle := read_bundle_of(source)) is not None:
-            return _load_bundle(source, bundle, device)
-        return load_saved(
-            source,
-            lambda skeleton, packed: choose_layout(skeleton, parallelism, packed, device),
+        options = LoadOptions(
             task=task,
             dtype=dtype,
             attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code,
+            quantization=quantization,
+            parallelism=parallelism,
         )
-    config = read_config(source, trust_remote_code=trust_remote_code)
-    store = open_store(source)
-    resolved = _resolve_dtype(dtype, config, store.float_dtype)
-    code_folder = str(source.folder) if trust_remote_code else None
-    skeleton = _skeleton(config, task, resolved, code_folder, attn_implementation)
-    layout = choose_layout(skeleton, parallelism, quantization or _packed_by_hfax(config), device)
-    if _is_quantized_by_hfax(config):
-        if quantization is not None:
-            raise UnsupportedOptionError(
-                f"quantization={quantization!r} was given for a checkpoint that is quantized.",
-                "Its full-precision weights are gone.",
-                "Leave quantization out, or load the original checkpoint.",
-            )
-        params, tied = load_quantized(skeleton, store, layout, resolved), skeleton.tied
-    else:
-        params, tied = load_weights(skeleton, store, layout, resolved, strict=strict, quantization=quantization)
-    return _finish(skeleton, params, tied, layout, folder=source.folder, name=str(source.name), task=task)
-
-
-def load_saved(
-    source: CheckpointSource,
-    layout_of: Callable[[Skeleton, Any], Layout],
-    *,
-    task: str | None = None,
-    dtype: str | torch.dtype = "auto",
-    attn_implementation: str | None = None,
-    trust_remote_code: bool = False,
-    programs: Path | None = None,
-    sizes: Sequence[Size] = (),
-) -> JaxModel:
-    """The model of a folder of orbax weights; only described, if the layout is.
-
-    Args:
-        source: the folder.
-        layout_of: where it goes, by its skeleton and the name of its quantization.
-        task: as `AutoModelForTPU.from_pretrained` takes it.
-        dtype: likewise.
-        attn_implementation: likewise.
-        trust_remote_code: likewise.
-        programs: a folder of programs made for it.
-        sizes: of prompts and caches that they were made for.
-    """
-    from hfax.load.config import read_config
-    from hfax.load.orbax_checkpoint import OrbaxStore
-    from hfax.load.weights import load_arrays
-
-    config = read_config(source, trust_remote_code=trust_remote_code)
-    resolved = _resolve_dtype(dtype, config, None)
-    code_folder = str(source.folder) if trust_remote_code else None
-    skeleton = _skeleton(config, task, resolved, code_folder, attn_implementation)
-    layout = layout_of(skeleton, _packed_by_hfax(config))
-    params, tied = load_arrays(skeleton, OrbaxStore(source.weight_files[0]), layout, resolved)
-    return _finish(
-        skeleton,
-        params,
-        tied,
-        layout,
-        folder=source.folder,
-        name=str(source.name),
-        task=task,
-        programs=programs,
-        sizes=sizes,
-    )
-
-
-def read_bundle_of(source: CheckpointSource) -> Bundle | None:
-    """The bundle that a local folder is; bundles on the Hub are checkpoints, since programs are code."""
-    from hfax.programs.bundle import read_bundle
-
-    return read_bundle(source.folder) if source.revision is None else None
-
-
-def _load_bundle(source: CheckpointSource, bundle: Bundle, device: Any) -> JaxModel:
-    """The model of a bundle, over the devices that its programs were made for."""
-    from hfax.parallelism.choose import plan_over
-    from hfax.programs.bundle import PROGRAMS
-    from hfax.sharding.layout import Layout
-
-    mesh = bundle.make_mesh()
-
-    def layout_of(skeleton: Skeleton, packed: Any) -> Layout:
-        if mesh is None:
-            return Layout.on(device)
-        return Layout.of(plan_over(skeleton, mesh, packed, given=bundle.given_specs()))
-
-    return load_saved(
-        source,
-        layout_of,
-        task=bundle.task,
-        attn_implementation=bundle.attn_implementation,
-        programs=source.folder / PROGRAMS,
-        sizes=bundle.sizes,
-    )
-
-
-def _planned(path: str | Path, parallelism: Parallelism, quantization: str | None) -> tuple[Parallelism, str | None]:
-    """Mesh and quantization of a saved plan."""
-    from hfax.parallelism.saved import read_plan
-
-    if parallelism is not None or quantization is not None:
-        raise InvalidInputError(
-            "plan= was given beside parallelism= or quantization=.", "The plan says both.", "Leave the others out."
-        )
-    return read_plan(path)
-
-
-def _skeleton(
-    config: PretrainedConfig,
-    task: str | None,
-    dtype: torch.dtype,
-    code_folder: str | None,
-    attn_implementation: str | None,
-) -> Any:
-    from hfax.backends.torchax import ADDITIVE_NAME, ATTENTION_NAME, register_interfaces
-    from hfax.load.skeleton import build_skeleton, resolve_model_class
-
-    if attn_implementation not in (None, "eager"):
-        raise UnsupportedOptionError(
-            f"attn_implementation={attn_implementation!r} is not available.",
-            "Kernels written for torch devices do not run on XLA; hfax brings its own attention.",
-            'Leave it out, or pass "eager" for transformers\' reference implementation.',
-        )
-    if getattr(config, "quantization_config", None) is not None and not _is_quantized_by_hfax(config):
-        raise UnsupportedModelError(
-            "The checkpoint is quantized.",
-            "Its weights are packed for a kernel library that does not run on XLA.",
-            "Use the unquantized checkpoint of the same model, with dtype='bfloat16'.",
-        )
-    register_interfaces()
-    model_class = resolve_model_class(config, task, code_folder=code_folder)
-    own = {"sdpa": ATTENTION_NAME, "eager": ADDITIVE_NAME}
-    return build_skeleton(model_class, config, dtype, attention=attn_implementation or own, experts=ATTENTION_NAME)
-
-
-def _packed_by_hfax(config: PretrainedConfig) -> Any:
-    """The quantization of a checkpoint that hfax saved; None if it has none."""
-    given: Any = config.quantization_config if _is_quantized_by_hfax(config) else None
-    return None if given is None else f"int{given['bits']}"
-
-
-def _is_quantized_by_hfax(config: PretrainedConfig) -> bool:
-    given = getattr(config, "quantization_config", None)
-    return isinstance(given, dict) and given.get("quant_method") == "hfax"
-
-
-def _finish(
-    skeleton: Any,
-    params: dict[str, Any],
-    tied: dict[str, str],
-    layout: Layout,
-    *,
-    folder: Path | None,
-    name: str,
-    task: str | None,
-    programs: Path | None = None,
-    sizes: Sequence[Size] = (),
-) -> JaxModel:
-    from hfax.load.config import read_generation_config
-    from hfax.model import JaxModel
-    from hfax.programs.buckets import Buckets
-
-    # transformers' pipelines look at the class's name.
-    cls = type(
-        type(skeleton.module).__name__, (JaxModel,), {"__doc__": JaxModel.__doc__, "__module__": JaxModel.__module__}
-    )
-    return cls(
-        skeleton,
-        params,
-        tied,
-        layout=layout,
-        generation_config=read_generation_config(folder, skeleton.module),
-        name_or_path=name,
-        folder=folder,
-        task=task,
-        programs=programs,
-        buckets=Buckets(made=tuple(sizes)),
-    )
-
-
-def _resolve_dtype(dtype: str | torch.dtype, config: PretrainedConfig, stored: torch.dtype | None) -> torch.dtype:
-    """The dtype asked for; for "auto" the config's, else that of the stored weights, else float32."""
-    import torch
-
-    if dtype == "auto":
-        chosen: Any = getattr(config, "dtype", None) or stored or torch.float32
-    else:
-        chosen = dtype
-    name = str(chosen).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise InvalidInputError(
-            f"dtype={dtype!r} is not available.",
-            "Models run in one of the floating-point types that every XLA device has.",
-            f"Use 'auto' or one of {', '.join(_DTYPES)}.",
-        )
-    return getattr(torch, name)
-
-
-def _default_device() -> Any:
-    import jax
-
-    from hfax.launch.cluster import join
-
-    join()
-    try:
-        return jax.local_devices()[0]
-    except RuntimeError as error:
-        raise BackendNotAvailableError(
-            "JAX found no device.",
-            str(error).splitlines()[0],
-            "Check JAX_PLATFORMS and the installed extra (hfax[tpu], hfax[cuda] or hfax[cpu]); `hfax env` shows both.",
-        ) from error
-
-
-def _require_jax(backend: str) -> None:
-    if backend != "jax":
-        raise UnsupportedOptionError(
-            f"backend={backend!r} is not available.",
-            "This version of hfax runs models through JAX.",
-            'Use backend="jax".',
-        )
-    try:
-        import hfax.backends.torchax  # noqa: F401  (it undoes the switch that torchax's own import throws)
-    except ImportError as error:
-        raise BackendNotAvailableError(
-            "The JAX backend is not installed.",
-            str(error),
-            "Install one of the extras: pip install 'hfax[tpu]', 'hfax[cuda]' or 'hfax[cpu]'.",
-        ) from error
+        chosen = choose_backend(backend)
+        require_capabilities(chosen, options)
+        return chosen.from_config(config, options, seed)

@@ -96,12 +96,13 @@ def inspect(
     Raises:
         HfaxError: there is no such config, or it names no class.
     """
-    from hfax.auto import _resolve_dtype, _skeleton
+    from hfax.backend import resolve_dtype
+    from hfax.jax_backend import make_skeleton
 
     config = read_any_config(model, trust_remote_code)
     code_folder = str(model) if trust_remote_code and not isinstance(model, PretrainedConfig) else None
-    dtype = _resolve_dtype("auto", config, None)
-    skeleton = _skeleton(config, task, dtype, code_folder, None)
+    dtype = resolve_dtype("auto", config, None)
+    skeleton = make_skeleton(config, task, dtype, code_folder, None)
     traced, params = without_weights(skeleton)
     look = _Look(traced, params)
     look.run()

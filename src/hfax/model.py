@@ -6,7 +6,6 @@ Ties together a traced module, its weights on a device and its compiled programs
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import inspect
 import json
@@ -17,50 +16,40 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig
 
-from hfax.backends import geometry
-from hfax.backends.structure import flatten, is_array, unflatten
+from hfax.backends.structure import flatten, has_torch, is_array, unflatten
 from hfax.backends.traced_model import TracedModel
+from hfax.base_model import BaseModel, Request, as_ids_tuple
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.kernels.quantized import QuantizedArray
 from hfax.launch.driven import drive
-from hfax.launch.together import agree
-from hfax.load.placement import narrow, to_numpy
+from hfax.load.host_arrays import to_numpy
 from hfax.load.skeleton import Skeleton
 from hfax.patches import registry
 from hfax.programs import batches
 from hfax.programs import generation_request as requests
 from hfax.programs.buckets import Buckets, Size
 from hfax.programs.checks import raise_failed
-from hfax.programs.generate import GenerationOptions, Loop, Streamer, open_loop, run_generation
+from hfax.programs.generate import Loop, Streamer, open_loop, run_generation
 from hfax.programs.own_generate import has_own_generate, run_own_generate
 from hfax.programs.program_cache import ProgramCache
-from hfax.programs.results import as_sequences, as_torch_tree, has_torch, make_stop_check
+from hfax.programs.results import as_torch_tree, give
 from hfax.programs.sampling_config import make_sampling_spec
+from hfax.programs.sequences import as_sequences
 from hfax.programs.speculation import Speculation
+from hfax.programs.stop_strings import make_stop_check
 from hfax.programs.warm_up import WarmedUp, warm_up
 from hfax.sharding.layout import Layout
 from hfax.sharding.plan import ShardingPlan
 
-_ID_INPUTS = ("input_ids", "decoder_input_ids")
-_SAMPLING_EXTRAS = ("presence_penalty", "frequency_penalty")
 _ASSISTANT_TOKENS = 5
 """Guesses a round of an assistant model, where the call names no number."""
 _MAX_NGRAM = 3
 """Tokens at the text's end that prompt lookup looks for, at most, where the call names no number."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Request:
-    """A checked call of `generate`: prompts, options, and forward's arguments that are not arrays."""
-
-    prompts: requests.Prompts
-    options: GenerationOptions
-    static: dict[str, Any]
-
-
-class JaxModel:
+class JaxModel(BaseModel):
     """A transformers model whose weights are `jax.Array`s and whose calls are compiled by XLA.
 
     Made by `AutoModelForTPU`. Calling it runs one forward pass, `generate` writes tokens, `apply` is the pure function.
@@ -73,6 +62,8 @@ class JaxModel:
         folder: the checkpoint's files on this machine; None for random weights.
         task: the pipeline task it was loaded for, if one was given.
     """
+
+    backend = "jax"
 
     def __init__(
         self,
@@ -90,16 +81,19 @@ class JaxModel:
     ) -> None:
         self.params = params
         self.buffers = layout.put({name: to_numpy(b) for name, b in skeleton.buffers.items()})
-        self.config: PretrainedConfig = skeleton.module.config
-        self.generation_config = generation_config
-        self.name_or_path = name_or_path
-        self.folder = folder
-        self.task = task
         self._layout = layout
-        self._buckets = buckets or Buckets()
-        self._skeleton = skeleton
         self._tied = dict(tied)
         self._traced = TracedModel(skeleton, tied, self.buffers)
+        super().__init__(
+            skeleton,
+            self._traced.traits,
+            generation_config=generation_config,
+            name_or_path=name_or_path,
+            folder=folder,
+            task=task,
+            buckets=buckets,
+        )
+        self.patches = self._traced.patches_used
         self._traced.key = _model_key(skeleton, tied)
         self._programs = ProgramCache(self._traced.key, layout, bundled=programs)
 
@@ -122,16 +116,6 @@ class JaxModel:
         return self._layout.plan
 
     @property
-    def device(self) -> torch.device:
-        """Where torch inputs and results are: the CPU, whatever `jax_device` is. For transformers' pipelines."""
-        return torch.device("cpu")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the floating-point weights."""
-        return self._skeleton.module.dtype
-
-    @property
     def quantization(self) -> str | None:
         """ "int8" or "int4", if linear layers' matrices are such integers."""
         bits = {array.bits for array in self.params.values() if isinstance(array, QuantizedArray)}
@@ -141,48 +125,6 @@ class JaxModel:
     def num_parameters(self) -> int:
         """How many numbers the weights hold."""
         return sum(p.size for p in self.params.values())
-
-    def to(self, device: Any) -> JaxModel:
-        """The model itself, for pipelines, which call it with `device`.
-
-        Raises:
-            UnsupportedOptionError: for any device but the CPU; weights are placed when the model is loaded.
-        """
-        if torch.device(device).type != "cpu":
-            raise UnsupportedOptionError(
-                f"A model of hfax cannot be moved to {device}.",
-                f"Its weights are jax arrays on {self.jax_device}; torch tensors go in and out on the CPU.",
-                "Leave device out; JAX_PLATFORMS chooses the platform before the model is loaded.",
-            )
-        return self
-
-    def eval(self) -> JaxModel:
-        """The model itself: it is always in evaluation mode."""
-        return self
-
-    def can_generate(self) -> bool:
-        """Whether `generate` works on this class."""
-        return bool(self._skeleton.module.can_generate())
-
-    @property
-    def main_input_name(self) -> str:
-        """The name of the first input."""
-        return self._traced.traits.main_input
-
-    @property
-    def input_modalities(self) -> Any:
-        """What transformers says that the class reads ("text", "image", …)."""
-        return self._skeleton.module.input_modalities
-
-    @property
-    def output_modalities(self) -> Any:
-        """What transformers says that the class writes."""
-        return self._skeleton.module.output_modalities
-
-    @property
-    def patches_used(self) -> frozenset[str]:
-        """Names of hfax's patches that ran when the model was traced in this process; empty before the first call."""
-        return frozenset(self._traced.patches_used)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name_or_path!r}, {self.num_parameters:,} parameters, {self.dtype}, {self._where()})"
@@ -355,45 +297,11 @@ class JaxModel:
             num_return_sequences=config.num_return_sequences or 1,
             is_encoder_decoder=self._traced.traits.is_encoder_decoder,
             as_dict=bool(config.return_dict_in_generate) or bool(request.options.keep),
-            to_torch=to_torch,
+            give=lambda array: give(array, to_torch),
         )
 
-    def _request(
-        self,
-        inputs: Any,
-        generation_config: GenerationConfig | None,
-        options: dict[str, Any],
-        seed: int | None,
-        timestamps: Mapping[str, int] | None,
-        assistant_model: JaxModel | None,
-    ) -> tuple[_Request, bool]:
-        """A call of `generate`, checked; and whether its tensors are torch's."""
-        given = options.pop("input_ids", None)
-        prompt = given if inputs is None else inputs
-        keep_log_probs = bool(options.pop("output_log_probs", False))
-        extras = {n: options.pop(n) for n in _SAMPLING_EXTRAS if options.get(n) is not None}
-        extras |= {"timestamps": timestamps} if timestamps is not None else {}
-        config, model_inputs = requests.resolve_generation_config(self.generation_config, generation_config, options)
-        requests.reject_unknown(model_inputs, set(inspect.signature(self._skeleton.module.forward).parameters))
-        to_torch = has_torch([prompt, model_inputs])
-        arrays = {n: self._host_array(n, v) for n, v in model_inputs.items() if is_array(v) or isinstance(v, list)}
-        static = {n: v for n, v in model_inputs.items() if n not in arrays and v is not None}
-        arrays = registry.prepare_inputs(self._skeleton.module, arrays, self._traced.patches_used)
-        prompts = self._prompts(prompt, arrays, config)
-        eos_ids = _as_ids(config.eos_token_id)
-        keep = [n for n, on in (("scores", config.output_scores), ("logits", config.output_logits)) if on]
-        options_resolved = GenerationOptions(
-            config=config,
-            max_new_tokens=requests.resolve_max_new_tokens(config, prompts.longest, self._context()),
-            seed=int(seed) if seed is not None else agree(_draw_seed()) if config.do_sample else 0,
-            eos_token_ids=eos_ids,
-            pad_token_id=config.pad_token_id if config.pad_token_id is not None else (eos_ids or (0,))[0],
-            keep=(*keep, *(("log_probs",) if keep_log_probs else ())),
-            extra_sampling=extras,
-            speculation=self._speculation(config, prompts, assistant_model),
-            draft=None if assistant_model is None else (assistant_model._traced, assistant_model._arrays()),
-        )
-        return _Request(prompts=prompts, options=options_resolved, static=static), to_torch
+    def _draft(self, assistant_model: JaxModel | None) -> Any:
+        return None if assistant_model is None else (assistant_model._traced, assistant_model._arrays())
 
     def _speculation(
         self, config: GenerationConfig, prompts: requests.Prompts, assistant_model: JaxModel | None
@@ -533,7 +441,7 @@ class JaxModel:
                 return batches.as_rows(outputs if select is None else select(outputs), len(rows))
             sequences = np.asarray(self.generate(**inputs, **options))
             start = 1 if self._traced.traits.is_encoder_decoder else inputs["input_ids"].shape[1]
-            ends = _as_ids(options.get("eos_token_id", self.generation_config.eos_token_id))
+            ends = as_ids_tuple(options.get("eos_token_id", self.generation_config.eos_token_id))
             written = [_until(row[start:].tolist(), ends) for row in sequences]
             if tokenizer is None:
                 return [{"tokens": row} for row in written]
@@ -560,11 +468,7 @@ class JaxModel:
         )
         return dict(values)
 
-    def _example_prompt(self, rows: int, length: int) -> np.ndarray:
-        """Ids that are no padding."""
-        return np.full((rows, length), int(self.generation_config.pad_token_id == 0), np.int32)
-
-    def _open(self, request: _Request) -> tuple[Loop, dict[str, jax.Array]]:
+    def _open(self, request: Request) -> tuple[Loop, dict[str, jax.Array]]:
         return open_loop(
             self._traced,
             self._programs,
@@ -594,129 +498,10 @@ class JaxModel:
 
         save_model(Path(folder), self._skeleton, self.params, self.generation_config, format, max_shard_size)
 
-    def _prompts(self, prompt: Any, arrays: dict[str, np.ndarray], config: GenerationConfig) -> requests.Prompts:
-        traits = self._traced.traits
-        if traits.is_encoder_decoder:
-            main = traits.main_input
-            encoder = {**arrays, **({main: self._host_array(main, prompt)} if prompt is not None else {})}
-            decoder = encoder.pop("decoder_input_ids", None)
-            if main not in encoder:
-                raise InvalidInputError(
-                    f"generate() got no {main}.",
-                    f"{type(self._skeleton.module).__name__} is an encoder-decoder: it writes from its encoder's input.",
-                    f"Pass {main}=… (the tokenizer's or processor's output).",
-                )
-            if decoder is None:
-                decoder = self._decoder_start(config, len(encoder[main]))
-            return requests.pad_encoder_inputs(
-                encoder,
-                decoder,
-                main_input=main,
-                vocab_size=self._vocab_size(),
-                pad_token_id=config.pad_token_id,
-                buckets=self._buckets,
-            )
-        if prompt is None:
-            if config.bos_token_id is None:
-                raise InvalidInputError(
-                    "generate() got no prompt.",
-                    "The model has no bos token to start from.",
-                    "Pass input_ids=…, [batch, length].",
-                )
-            prompt = np.full((1, 1), config.bos_token_id)
-        prompts = requests.pad_decoder_prompts(
-            self._host_array("input_ids", prompt),
-            arrays.pop("attention_mask", None),
-            vocab_size=self._vocab_size(),
-            pad_token_id=config.pad_token_id,
-            eos_token_ids=_as_ids(config.eos_token_id),
-            context=self._context(),
-            buckets=self._buckets,
-            is_exact=traits.counts_padding,
-            extras=arrays,
-        )
-        if traits.takes_position_ids and "position_ids" not in prompts.inputs:
-            positions = geometry.prompt_positions(self._skeleton.module, {**prompts.inputs, **prompts.static})
-            if positions is not None:
-                prompts.inputs["position_ids"] = positions
-        return prompts
-
-    def _decoder_start(self, config: GenerationConfig, rows: int) -> np.ndarray:
-        start: Any = config.decoder_start_token_id
-        start = config.bos_token_id if start is None else start
-        if start is None:
-            raise InvalidInputError(
-                "generate() does not know the decoder's first token.",
-                "Neither decoder_start_token_id nor bos_token_id is set in generation_config.json.",
-                "Pass decoder_start_token_id=… or decoder_input_ids=….",
-            )
-        return np.full((rows, 1), start, np.int32)
-
-    def _as_input(self, name: str, value: Any) -> Any:
-        """A forward argument with its arrays on the host (jax arrays stay), lists of numbers made arrays."""
-        if isinstance(value, list) and value and _is_numeric(value):
-            value = self._host_array(name, value)
-        arrays, structure = flatten(value, is_array)
-        arrays = [a if isinstance(a, jax.Array) else self._host_array(name, a) for a in arrays]
-        if name in _ID_INPUTS:
-            for array in arrays:
-                requests.check_vocabulary(name, np.asarray(array), self._vocab_size())
-        return unflatten(structure, arrays)
-
-    def _host_array(self, name: str, value: Any) -> np.ndarray:
-        if isinstance(value, torch.Tensor):
-            value = value.detach().cpu()
-            return narrow(value.numpy()) if value.dtype in (torch.int64, torch.uint64) else to_numpy(value)
-        try:
-            return narrow(np.asarray(value))
-        except ValueError as error:
-            raise InvalidInputError(
-                f"{name} is not rectangular.", str(error), "Pad its rows to one length and pass an attention_mask."
-            ) from error
-
-    def _vocab_size(self) -> int | None:
-        """Ids must be below the rows of the embedding table; XLA would clamp others in silence."""
-        try:
-            return getattr(self._skeleton.module.get_input_embeddings(), "num_embeddings", None)
-        except (NotImplementedError, AttributeError):
-            return None
-
-    def _num_logits(self) -> int:
-        head = self._skeleton.module.get_output_embeddings()
-        size = getattr(head, "out_features", None) or self._vocab_size()
-        if size is None:
-            raise UnsupportedOptionError(
-                f"{type(self._skeleton.module).__name__} cannot generate.",
-                "It has no language-modelling head.",
-                'Load it with task="text-generation" if the checkpoint has one.',
-            )
-        return int(size)
-
-    def _context(self) -> int | None:
-        """The most positions the text part of the model has; None where positions are not bound (T5, Mamba)."""
-        config: Any = self.config.get_text_config(decoder=True)
-        names = ["max_position_embeddings"]
-        if self._traced.traits.is_encoder_decoder:
-            names.insert(0, "max_target_positions")
-        bounds = (getattr(config, name, None) for name in names)
-        return next((b for b in bounds if isinstance(b, int) and b > 0), None)
-
-
-def _is_numeric(value: list[Any]) -> bool:
-    return all(_is_numeric(v) if isinstance(v, list) else isinstance(v, (int, float, np.number)) for v in value)
-
-
-def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    return () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
-
 
 def _until(tokens: list[int], ends: tuple[int, ...]) -> list[int]:
     """The tokens before the first that ends a text."""
     return tokens[: next((i for i, token in enumerate(tokens) if token in ends), len(tokens))]
-
-
-def _draw_seed() -> int:
-    return int(torch.randint(0, 1 << 32, (), dtype=torch.int64))
 
 
 def _model_key(skeleton: Skeleton, tied: Mapping[str, str]) -> str:

@@ -82,10 +82,11 @@ def compile_for(
         BackendNotAvailableError: libtpu is not installed, or knows no such topology.
         InvalidInputError: the heads do not divide among the devices.
     """
-    from hfax.auto import _resolve_dtype, _skeleton
+    from hfax.backend import resolve_dtype
+    from hfax.jax_backend import make_skeleton
 
     devices = topology_devices(topology)
-    skeleton = _skeleton(config, None, _resolve_dtype("auto", config, None), None, None)
+    skeleton = make_skeleton(config, None, resolve_dtype("auto", config, None), None, None)
     plan = plan_over(skeleton, make_mesh({"tensor": len(devices)}, config, devices))
     return compile_programs(skeleton, plan, batch_size=batch_size, prompt_length=prompt_length, capacity=capacity)
 

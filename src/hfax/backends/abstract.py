@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from hfax.backends import geometry
 from hfax.backends.traced_model import TracedModel
 from hfax.example_inputs.inputs import make_inputs
-from hfax.load.placement import to_numpy
+from hfax.load.host_arrays import to_numpy
 from hfax.load.skeleton import Skeleton
 
 _NARROW = {"int64": "int32", "float64": "float32"}

@@ -24,7 +24,7 @@ from hfax.backends.masked_selection import DistinctRuns, MaskedSelection, MaskPl
 from hfax.backends.observations import note_missing, note_wide
 from hfax.backends.trace_tensor import TraceTensor, ValueReadError, known_range
 from hfax.backends.views import VIEW_OPS, link_host_view, link_views, selects_leading
-from hfax.load.placement import to_numpy
+from hfax.load.host_arrays import to_numpy
 
 _MAX_HOST_ELEMENTS = 1 << 16
 """Larger constants are computed by the program instead of being stored in it."""

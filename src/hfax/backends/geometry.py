@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from jax.core import Tracer
 
-from hfax.backends.structure import is_array
+from hfax.backends.structure import is_array, is_traced
 
 _GEOMETRY = re.compile(
     r"(^|_)(grid|grids|thw|sizes?|shapes|lengths?|lens|num|crops|grid_ts|width|height|target_sizes)(_|$)"
@@ -65,7 +64,7 @@ def keep_on_host(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_concrete(value: Any) -> bool:
-    return is_array(value) and not isinstance(value, Tracer)
+    return is_array(value) and not is_traced(value)
 
 
 def forward_positions(module: torch.nn.Module, inputs: Mapping[str, Any]) -> np.ndarray | None:
@@ -81,7 +80,7 @@ def forward_positions(module: torch.nn.Module, inputs: Mapping[str, Any]) -> np.
     if inputs.get("position_ids") is not None or not any(isinstance(v, HostArray) for v in inputs.values()):
         return None
     holder = next((m for m in module.modules() if hasattr(m, "get_rope_index")), None)
-    if holder is None or inputs.get("input_ids") is None or isinstance(inputs["input_ids"], Tracer):
+    if holder is None or inputs.get("input_ids") is None or is_traced(inputs["input_ids"]):
         return None
     given = _as_torch(inputs)
     names = inspect.signature(holder.get_rope_index).parameters  # type: ignore[operator]

@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from hfax.backends.masked_selection import MaskPlaces
 from hfax.backends.trace_tensor import TraceTensor, ValueReadError, known_range
-from hfax.load.placement import to_numpy
+from hfax.load.host_arrays import to_numpy
 
 Array = Any
 

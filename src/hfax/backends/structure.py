@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -60,6 +61,18 @@ def is_array(value: Any) -> bool:
     )
 
 
+def is_traced(value: Any) -> bool:
+    """Whether a value is a tracer of JAX: an array without numbers."""
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(value, jax.core.Tracer)
+
+
+def is_of_jax(value: Any) -> bool:
+    """Whether a value is a `jax.Array`, a tracer included."""
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(value, jax.Array)
+
+
 def flatten(value: Any, is_leaf: Callable[[Any], bool] = is_array) -> tuple[list[Any], Structure]:
     """Split `value` into its arrays and its structure.
 
@@ -85,6 +98,12 @@ def flatten(value: Any, is_leaf: Callable[[Any], bool] = is_array) -> tuple[list
         return Static(item)
 
     return arrays, visit(value)
+
+
+def has_torch(value: Any) -> bool:
+    """Whether any array in nested arguments is a torch tensor."""
+    arrays, _ = flatten(value)
+    return any(type(a).__module__.split(".")[0] == "torch" for a in arrays)
 
 
 def unflatten(structure: Structure, arrays: list[Any]) -> Any:

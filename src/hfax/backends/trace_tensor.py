@@ -26,7 +26,7 @@ from torchax.ops import mappings
 
 from hfax.backends.observations import note_read
 from hfax.kernels.quantized import QuantizedArray
-from hfax.load.placement import to_numpy
+from hfax.load.host_arrays import to_numpy
 
 Array = Any
 Forward = Callable[[Array], Array]

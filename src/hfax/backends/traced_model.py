@@ -7,7 +7,6 @@ of programs, devices or sampling.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from hfax.backends import geometry
 from hfax.backends import torchax as tracing
 from hfax.backends.pytrees import register_output_class
 from hfax.backends.structure import Leaf, Node, Static, flatten, is_array, unflatten
+from hfax.backends.traits import APPENDS_MASK, WRITES_OTHERWISE, read_traits
 from hfax.errors import UnsupportedModelError
 from hfax.kernels import paged, target
 from hfax.kv_cache.cache import cache_arrays, make_cache
@@ -35,117 +35,6 @@ from hfax.sharding.constraints import constrain_cache
 Arrays = dict[str, jax.Array]
 _ON_MODULES = "on_modules."
 """Before the names of what modules keep as attributes between calls."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelTraits:
-    """What a module's forward takes, read off its signature and config.
-
-    Args:
-        is_encoder_decoder: an encoder whose output a decoder attends to.
-        cache_argument: the name under which forward takes a cache, or its own list of states ("state"); None if it takes none.
-        takes_position_ids: forward has `position_ids`.
-        takes_attention_mask: forward has `attention_mask`.
-        takes_decoder_mask: forward has `decoder_attention_mask`.
-        takes_logits_to_keep: forward can compute the last positions' logits alone.
-        has_recurrent_layers: some layers keep a state instead of keys and values.
-        counts_padding: positions are counted by the model itself, padding included, so prompts may not be padded further.
-        has_usable_cache: decoding keeps keys and values; without, every step runs the whole text again.
-        repeated_inputs: inputs with a value for each token that new tokens take over from the last one.
-        main_input: the name of its first input.
-    """
-
-    is_encoder_decoder: bool
-    cache_argument: str | None
-    takes_position_ids: bool
-    takes_attention_mask: bool
-    takes_decoder_mask: bool
-    takes_logits_to_keep: bool
-    has_recurrent_layers: bool
-    counts_padding: bool
-    has_usable_cache: bool
-    repeated_inputs: tuple[str, ...]
-    main_input: str
-
-
-def read_traits(module: torch.nn.Module) -> ModelTraits:
-    """The traits of a transformers model."""
-    names = set(inspect.signature(module.forward).parameters)
-    if _passes_on(module):
-        names |= {"past_key_values", "position_ids"} & set(inspect.signature(module.language_model.forward).parameters)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
-    config: Any = module.config
-    if config.model_type in OWN_POSITIONS:
-        names.discard("position_ids")
-    layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or []
-    cache_argument = next((n for n in ("past_key_values", "cache_params", "state") if n in names), None)
-    return ModelTraits(
-        is_encoder_decoder=bool(getattr(config, "is_encoder_decoder", False)),
-        cache_argument=cache_argument,
-        takes_position_ids="position_ids" in names,
-        takes_attention_mask="attention_mask" in names,
-        takes_decoder_mask="decoder_attention_mask" in names,
-        takes_logits_to_keep="logits_to_keep" in names,
-        has_recurrent_layers=cache_argument == "cache_params"
-        or any(t in ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba") for t in layer_types),
-        counts_padding=config.model_type in COUNTS_PADDING
-        # prompts that see themselves in both directions do so only where nothing is padding
-        or getattr(config.get_text_config(decoder=True), "use_bidirectional_attention", None) is True
-        or ("position_ids" not in names and (cache_argument in (None, "state") or _counts_positions(module))),
-        has_usable_cache=cache_argument is not None and config.model_type not in WITHOUT_CACHE,
-        # beside pixels, token types say where images are, and new tokens are text
-        repeated_inputs=("cross_attention_mask",) if "pixel_values" in names else ("token_type_ids",),
-        main_input=getattr(module, "main_input_name", "input_ids"),
-    )
-
-
-OWN_POSITIONS = {
-    "kosmos-2": "transformers' own generate leaves position_ids out, and the model counts cached padding",
-    "kosmos-2.5": "transformers' own generate leaves position_ids out, and the model counts cached padding",
-}
-"""Model types whose forward takes position ids that their generation does not give, and why."""
-
-
-WITHOUT_CACHE = {
-    "deepseek_v4": "its compressed attention keeps caches of its own kinds",
-    "minimax": "its forward accepts only a cache class of its own",
-}
-"""Model types whose text is run again for every token, and why."""
-
-
-APPENDS_MASK = {
-    "xlm": "it predicts the token that stands at a mask after the text",
-    "flaubert": "it predicts the token that stands at a mask after the text",
-}
-"""Model types that write without a cache at a mask token, and why."""
-
-
-WRITES_OTHERWISE = {
-    "prophetnet": "after the prompt it counts positions with padding, before it without",
-    "fsmt": "with a cache its decoder masks nothing, so it would look past the text in a cache of fixed size",
-    "xlnet": "it writes at a place that its permutation mask hides",
-    "cpmant": "its forward takes the whole text and a table of its own at every step",
-}
-"""Model types, or classes, whose generation in transformers is not one token after the other through forward, and how it is."""
-COUNTS_PADDING = {
-    "deepseek_v4": "its compressed keys stand for windows counted from the first token",
-    "xlm": "transformers reads prompts without their mask, padding like text",
-    "flaubert": "transformers reads prompts without their mask, padding like text",
-    "git": "transformers attends to the padding of prompts without an image",
-}
-"""Model types that take position ids and still give another text after more padding, and why."""
-
-
-def _passes_on(module: torch.nn.Module) -> bool:
-    """Whether forward hands what it does not know, so also a cache, to a language model."""
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(module.forward).parameters.values())
-    return takes_all and hasattr(module, "language_model")
-
-
-def _counts_positions(module: torch.nn.Module) -> bool:
-    """Whether a part of the model is a table of positions, or it reads padding like any token."""
-    takes_mask = "attention_mask" in inspect.signature(module.forward).parameters
-    names = (type(part).__name__ for part in module.modules())
-    return not takes_mask or any("Position" in name and "Embedding" in name for name in names)
 
 
 class TracedModel:

@@ -15,9 +15,9 @@ from typing import Any
 
 import jax
 
-from hfax.auto import load_saved
 from hfax.errors import UnsupportedModelError, UnsupportedOptionError
 from hfax.exporting.folders import replacing
+from hfax.jax_backend import load_saved
 from hfax.load.save_pretrained import save_model
 from hfax.load.source import resolve_checkpoint
 from hfax.mesh import make_mesh, size_of

@@ -10,62 +10,13 @@ import os
 from collections.abc import Callable
 
 import jax
-import ml_dtypes
 import numpy as np
 import torch
 from jax.sharding import Sharding
 
-from hfax.errors import InvalidInputError, OutOfMemoryError
+from hfax.errors import OutOfMemoryError
+from hfax.load.host_arrays import to_numpy
 from hfax.sharding.layout import from_slices
-
-_NUMPY_VIEWS = {
-    torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
-    torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
-    torch.float8_e5m2: (torch.uint8, ml_dtypes.float8_e5m2),
-}
-_NARROWED = {np.dtype(np.int64): np.int32, np.dtype(np.uint64): np.uint32, np.dtype(np.float64): np.float32}
-
-
-def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A host tensor as a numpy array that shares its memory (bfloat16 and float8 through ml_dtypes).
-
-    64-bit types become 32-bit ones, as everywhere in JAX without `jax_enable_x64`; that copies. Whole numbers that do not fit
-    become the nearest that do: modelling code uses the largest ones as infinities.
-    """
-    tensor = tensor.detach().contiguous()
-    if tensor.dtype in _NUMPY_VIEWS:
-        bits, dtype = _NUMPY_VIEWS[tensor.dtype]
-        return tensor.view(bits).numpy().view(dtype)
-    array = tensor.numpy()
-    return narrow(array if _fits(array) else np.clip(array, *_limits(array)))
-
-
-def narrow(array: np.ndarray) -> np.ndarray:
-    """The array in the 32-bit type that JAX would give it; itself if it is none of 64 bits.
-
-    Raises:
-        InvalidInputError: a whole number does not fit; JAX would take its lower bits in silence.
-    """
-    if not _fits(array):
-        low, high = array.min(), array.max()
-        raise InvalidInputError(
-            f"An input holds {high if high > _limits(array)[1] else low}, which does not fit into 32 bits.",
-            "Programs compute in 32 bits.",
-            "Pass smaller numbers; token ids and positions always fit.",
-        )
-    return array.astype(_NARROWED[array.dtype]) if array.dtype in _NARROWED else array
-
-
-def _fits(array: np.ndarray) -> bool:
-    if array.dtype not in _NARROWED or array.dtype.kind == "f" or not array.size:
-        return True
-    low, high = _limits(array)
-    return bool(array.min() >= low and array.max() <= high)
-
-
-def _limits(array: np.ndarray) -> tuple[int, int]:
-    limits = np.iinfo(_NARROWED[array.dtype])
-    return int(limits.min), int(limits.max)
 
 
 def place(tensor: torch.Tensor, where: Sharding) -> jax.Array:

@@ -7,7 +7,6 @@ all is in `load.save`.
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from hfax.errors import InvalidInputError
 from hfax.kernels.quantized import QuantizedArray
+from hfax.load.folder import write_configs
 from hfax.load.orbax_checkpoint import Parts, remove_orbax, save_orbax
 from hfax.load.quantize import SCALE_SUFFIX
 from hfax.load.save import save_safetensors
@@ -68,15 +68,8 @@ def save_model(
         if jax.process_index() == 0:  # every process helped to bring the weights together; one writes
             save_safetensors(folder, tensors, max_shard_size=max_shard_size)
             remove_orbax(folder)
-    if jax.process_index() != 0:
-        return
-    config.architectures = [type(module).__name__]
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as scratch:
-        config.save_pretrained(scratch)
-        if module.can_generate():
-            generation_config.save_pretrained(scratch)
-        for file in Path(scratch).iterdir():
-            file.replace(folder / file.name)
+    if jax.process_index() == 0:
+        write_configs(folder, module, config, generation_config)
 
 
 def by_stored_name(params: Mapping[str, jax.Array | QuantizedArray]) -> dict[str, jax.Array]:

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Iterable
+
 import torch
 
 from hfax.load.pytorch_bin import read_pytorch_bin
 from hfax.load.safetensors_file import SafetensorsFile, as_torch
 from hfax.load.source import CheckpointSource
-from hfax.load.weights import TensorStore
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorStore:
+    """Stored tensors by name.
+
+    Args:
+        names: all of them.
+        read: gives one, in host memory that nobody else uses.
+        read_slice: gives a part of one, by a slice for each axis, without reading the rest.
+        shape: of one.
+        float_dtype: of the floating-point tensors, None if there are none.
+    """
+
+    names: Iterable[str]
+    read: Callable[[str], torch.Tensor]
+    read_slice: Callable[[str, tuple[slice, ...]], torch.Tensor]
+    shape: Callable[[str], tuple[int, ...]]
+    float_dtype: torch.dtype | None
 
 
 def open_store(source: CheckpointSource) -> TensorStore:

@@ -7,17 +7,14 @@ memory hold more than the tensors of one step beside what is already placed. It 
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from hfax.errors import CheckpointCorruptError
 from hfax.kernels.quantized import QuantizedArray
@@ -25,7 +22,9 @@ from hfax.load.conversion import ConversionStep, check_complete, plan_conversion
 from hfax.load.orbax_checkpoint import OrbaxStore
 from hfax.load.placement import check_fits, place, place_slices
 from hfax.load.quantize import SCALE_SUFFIX, Quantization, quantize, restore, weights_to_quantize
+from hfax.load.rules import check_shape, draw_missing, dtype_rule
 from hfax.load.skeleton import Skeleton
+from hfax.load.store import TensorStore
 from hfax.sharding.layout import Layout
 
 Weight = jax.Array | QuantizedArray
@@ -35,25 +34,6 @@ logger = logging.getLogger(__name__)
 _READERS = 2
 """Threads that read steps side by side; what they hold at once is bounded by the tensors of as many steps."""
 _COMPARED_BYTES = 1 << 20
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TensorStore:
-    """Stored tensors by name.
-
-    Args:
-        names: all of them.
-        read: gives one, in host memory that nobody else uses.
-        read_slice: gives a part of one, by a slice for each axis, without reading the rest.
-        shape: of one.
-        float_dtype: of the floating-point tensors, None if there are none.
-    """
-
-    names: Iterable[str]
-    read: Callable[[str], torch.Tensor]
-    read_slice: Callable[[str, tuple[slice, ...]], torch.Tensor]
-    shape: Callable[[str], tuple[int, ...]]
-    float_dtype: torch.dtype | None
 
 
 def load_weights(
@@ -96,7 +76,7 @@ def load_weights(
         "Loading the weights",
         "Use a smaller dtype (dtype='bfloat16'), or more or larger devices.",
     )
-    target_dtype = _dtype_rule(skeleton.module, dtype)
+    target_dtype = dtype_rule(skeleton.module, dtype)
     expected = {**skeleton.shapes, **{alias: skeleton.shapes[name] for alias, name in skeleton.tied.items()}}
 
     def load_slices(step: ConversionStep) -> list[tuple[str, Weight]] | None:
@@ -127,7 +107,7 @@ def load_weights(
                     "The conversion rule of transformers does not fit this checkpoint.",
                     "Save the checkpoint again with a current version of transformers.",
                 )
-            _check_shape(name, tensor, expected[name], step)
+            check_shape(name, tensor, expected[name], step)
             wanted = target_dtype(name, expected[name])
             tensor = tensor.to(wanted) if tensor.is_floating_point() else tensor
             own_name = skeleton.tied.get(name, name)
@@ -159,7 +139,7 @@ def load_quantized(skeleton: Skeleton, store: TensorStore, layout: Layout, dtype
     names = set(store.names)
     scales = {name + SCALE_SUFFIX for name in skeleton.shapes} & names
     _check_names(set(skeleton.shapes), names - scales)
-    target_dtype = _dtype_rule(skeleton.module, dtype)
+    target_dtype = dtype_rule(skeleton.module, dtype)
     weights: dict[str, Weight] = {}
     for name, meta in skeleton.shapes.items():
         tensor, wanted, where = store.read(name), target_dtype(name, meta), layout.weight(name)
@@ -188,7 +168,7 @@ def load_arrays(
     expected = {**skeleton.shapes, **{a: skeleton.shapes[name] for a, name in skeleton.tied.items() if a in stored}}
     scales = {name + SCALE_SUFFIX for name in expected} & set(stored)
     _check_names(set(expected), set(stored) - scales)
-    target_dtype = _dtype_rule(skeleton.module, dtype)
+    target_dtype = dtype_rule(skeleton.module, dtype)
     weight_dtypes = {name: jnp.dtype(str(target_dtype(name, meta)).split(".")[-1]) for name, meta in expected.items()}
 
     def wanted(name: str, weight: str) -> jax.ShapeDtypeStruct:
@@ -233,61 +213,8 @@ def _check_stored_shape(name: str, weight: Weight, expected: torch.Tensor) -> No
 
 
 def initialise(skeleton: Skeleton, names: list[str], layout: Layout) -> dict[str, jax.Array]:
-    """Random values for weights that no checkpoint holds, drawn as transformers' own initialisation does (torch's seed)."""
-    if not names:
-        return {}
-    wanted = set(names)
-    materialised: dict[str, torch.Tensor] = {}
-    for prefix, module in skeleton.module.named_modules():
-        own = [n for n in module._parameters if f"{prefix}.{n}".lstrip(".") in wanted]
-        if not own:
-            continue
-        meta: dict[str, Any] = {n: module._parameters[n] for n in own}
-        for name in own:
-            module._parameters[name] = torch.nn.Parameter(
-                torch.empty_like(meta[name], device="cpu"), requires_grad=False
-            )
-        owner = _owning_model(skeleton.module, prefix)
-        owner._init_weights(module)
-        for name in own:
-            materialised[f"{prefix}.{name}".lstrip(".")] = module.get_parameter(name).detach()
-            module._parameters[name] = meta[name]
-    return {name: place(tensor, layout.weight(name)) for name, tensor in materialised.items()}
-
-
-def _owning_model(root: PreTrainedModel, prefix: str) -> PreTrainedModel:
-    """The innermost PreTrainedModel around a submodule, whose `_init_weights` is the one that counts."""
-    owner, module = root, root
-    for part in prefix.split(".") if prefix else []:
-        module = getattr(module, part)
-        if isinstance(module, PreTrainedModel):
-            owner = module
-    return owner
-
-
-def _check_shape(name: str, tensor: torch.Tensor, expected: torch.Tensor, step: ConversionStep) -> None:
-    if tensor.shape != expected.shape:
-        raise CheckpointCorruptError(
-            f"{name!r} has shape {tuple(tensor.shape)} in the checkpoint; the model wants {tuple(expected.shape)}.",
-            f"config.json and the weights do not belong together (stored as {step.sources[0][0]!r}).",
-            "Use the config.json that was saved with these weights.",
-        )
-
-
-def _dtype_rule(module: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, torch.Tensor], torch.dtype]:
-    """Which dtype a weight gets: as transformers decides, the class's float32 exceptions first."""
-    from transformers.core_model_loading import build_glob_alternation
-
-    plan = module._get_dtype_plan(dtype)
-    if not plan:
-        return lambda name, meta: meta.dtype
-    search, groups, _ = build_glob_alternation(list(plan))
-
-    def rule(name: str, meta: torch.Tensor) -> torch.dtype:
-        match = search.search(name)
-        return plan[groups[match.lastgroup]] if match and match.lastgroup else meta.dtype
-
-    return rule
+    """Random values for weights that no checkpoint holds, see `draw_missing`."""
+    return {name: place(tensor, layout.weight(name)) for name, tensor in draw_missing(skeleton, names).items()}
 
 
 def _settle_ties(weights: dict[str, Weight], tied: dict[str, str]) -> dict[str, str]:

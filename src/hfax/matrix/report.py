@@ -68,7 +68,7 @@ def _summary(results: list[CaseResult]) -> Iterable[str]:
 
 def _patch_section(results: list[CaseResult]) -> str:
     from hfax import shrink
-    from hfax.backends import traced_model
+    from hfax.backends import traits
     from hfax.example_inputs import images
     from hfax.matrix import architectures
     from hfax.patches import registry
@@ -89,8 +89,8 @@ def _patch_section(results: list[CaseResult]) -> str:
         special += 1
     lines = sum(len(inspect.getsource(f).splitlines()) for f in functions if f.__name__ != "<lambda>")
     decoding = (
-        *(traced_model.WITHOUT_CACHE, traced_model.COUNTS_PADDING, traced_model.WRITES_OTHERWISE),
-        *(traced_model.OWN_POSITIONS, traced_model.APPENDS_MASK, own_generate.GENERAL_ALL_THE_SAME),
+        *(traits.WITHOUT_CACHE, traits.COUNTS_PADDING, traits.WRITES_OTHERWISE),
+        *(traits.OWN_POSITIONS, traits.APPENDS_MASK, own_generate.GENERAL_ALL_THE_SAME),
     )
     tables = sum(len(table) for table in decoding)
     text = [

@@ -135,42 +135,49 @@ def _by_modality(module: Any, original: Callable[..., Any]) -> Callable[..., Any
 
 PATCHES: list[Patch] = [
     ForwardPatch(
+        backends=("jax", "torch_xla"),
         name="clamped-experts",
         why="Step 3.7 loops over the experts that were hit (`nonzero`); here every expert runs on every token",
         classes=("Step3p7Experts",),
         make=_clamped_experts,
     ),
     ForwardPatch(
+        backends=("jax", "torch_xla"),
         name="experts-by-modality",
         why="ERNIE 4.5 VL sends `hidden_states[is_image]` to experts of their own; its size depends on the token types",
         classes=("Ernie4_5_VLMoeMoeBlock",),
         make=_by_modality,
     ),
     ForwardPatch(
+        backends=("jax", "torch_xla"),
         name="experts-with-identity",
         why="LongCat-Flash loops over the experts that were hit (`nonzero`), some of which pass their input through",
         classes=("LongcatFlashExperts",),
         make=_experts_with_identity,
     ),
     ForwardPatch(
+        backends=("jax", "torch_xla"),
         name="dbrx-experts",
         why="DBRX loops over the experts that were hit (`nonzero`)",
         classes=("DbrxExperts",),
         make=_dbrx_experts,
     ),
     ForwardPatch(
+        backends=("jax", "torch_xla"),
         name="named-experts",
         why="Switch Transformers loop over the experts that were hit (`nonzero`); here every expert runs on every token",
         classes=("SwitchTransformersExperts",),
         make=_named_experts,
     ),
     ForwardPatch(
+        backends=("jax", "torch_xla"),
         name="sorted-gating",
         why="JetMoE's router counts tokens an expert as Python numbers (`tolist`); here it gives each row's expert instead",
         classes=("JetMoeTopKGating",),
         make=_sorted_gating,
     ),
     ForwardPatch(
+        backends=("jax", "torch_xla"),
         name="parallel-experts",
         why="JetMoE splits rows by those numbers; here each row is multiplied by the matrix of its expert",
         classes=("JetMoeParallelExperts",),

@@ -61,6 +61,7 @@ def _pooled_blocks(module: Any, original: Callable[..., Any]) -> Callable[..., A
 
 PATCHES: list[Patch] = [
     ForwardPatch(
+        backends=("jax", "torch_xla"),
         name="blocks-of-keys-at-once",
         why="Qwen4-Exp's indexer looks for the visible keys of one query after the other (`nonzero`)",
         classes=("Qwen4ExpTextQSAIndexer",),

@@ -178,18 +178,21 @@ def _make_packed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 PATCHES: list[Patch] = [
     FunctionPatch(
+        backends=("jax", "torch_xla"),
         name="packed-only-where-positions-say-so",
         why="a trace takes every text for several packed ones, also where the positions are known and say otherwise",
         target="transformers.masking_utils:find_packed_sequence_indices",
         make=_make_packed,
     ),
     FunctionPatch(
+        backends=("jax", "torch_xla"),
         name="blocks-beside-a-ring",
         why="transformers pads the blocks of image tokens to the cache's length plus its offset, which is a vector for a ring",
         target="transformers.masking_utils:maybe_pad_block_sequence_ids",
         make=_make_block_padding,
     ),
     FunctionPatch(
+        backends=("jax", "torch_xla"),
         name="masks-from-positions",
         why="transformers' sdpa and eager masks look at values to skip themselves, and do not know the slots of hfax's cache: "
         "hybrid models would attend to padding in decoding",

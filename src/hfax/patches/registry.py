@@ -27,13 +27,15 @@ from hfax.patches.patch import ForwardPatch, FunctionPatch, InputPatch, OpPatch,
 logger = logging.getLogger(__name__)
 
 ENTRY_POINT = "hfax.patches"
-_FAMILIES = ("ops", "attention", "masks", "experts", "control_flow", "images", "indexers")
+_FAMILIES = ("ops", "attention", "masks", "experts", "control_flow", "images", "indexers", "torch_xla")
+_OF_JAX = ("ops", "attention", "control_flow", "images")
+"""Those that import JAX; nothing else asks for them."""
 
 _lock = threading.RLock()
 _registered: dict[str, Patch] = {}
 _own: set[str] = set()
 _version = 0
-_is_loaded = False
+_loaded: set[str] = set()
 
 
 def register_patch(patch: Patch) -> Callable[[], None]:
@@ -78,7 +80,7 @@ def register_patch(patch: Patch) -> Callable[[], None]:
 
 def all_patches(backend: str = "jax") -> list[Patch]:
     """Every patch of a backend that the installed versions need, hfax's own first."""
-    _load()
+    _load(backend)
     with _lock:
         return [p for p in _registered.values() if backend in p.backends and p.is_needed()]
 
@@ -120,15 +122,18 @@ def patched(module: torch.nn.Module, backend: str = "jax") -> Iterator[set[str]]
         yield used
 
 
-def prepare_inputs(module: torch.nn.Module, inputs: dict[str, Any], used: set[str]) -> dict[str, Any]:
+def prepare_inputs(
+    module: torch.nn.Module, inputs: dict[str, Any], used: set[str], backend: str = "jax"
+) -> dict[str, Any]:
     """The inputs as the model's input patches want them.
 
     Args:
         module: the model.
         inputs: by name; arrays on the host.
         used: gets the names of the patches that changed something.
+        backend: that runs the model.
     """
-    for patch in all_patches():
+    for patch in all_patches(backend):
         if isinstance(patch, InputPatch) and (holder := patch.holder(module)) is not None:
             changed = patch.prepare(holder, inputs)
             if changed is not inputs:
@@ -221,20 +226,19 @@ def _forward_in_force(patch: ForwardPatch, module: torch.nn.Module, used: set[st
             del module.__dict__[patch.method]
 
 
-def _load() -> None:
-    """hfax's own patches, then those of entry points; once."""
-    global _is_loaded
+def _load(backend: str = "jax") -> None:
+    """hfax's own patches for a backend, then those of entry points; once."""
+    wanted = [family for family in _FAMILIES if backend == "jax" or family not in _OF_JAX]
     with _lock:
-        if _is_loaded:
-            return
-        _is_loaded = True
-        for family in _FAMILIES:
+        is_first, missing = not _loaded, [family for family in wanted if family not in _loaded]
+        _loaded.update(missing)
+        for family in missing:
             for patch in importlib.import_module(f"hfax.patches.{family}").PATCHES:
                 if patch.name in _registered:
                     raise RuntimeError(f"two patches are named {patch.name!r}")
                 _registered[patch.name] = patch
                 _own.add(patch.name)
-        for entry in importlib.metadata.entry_points(group=ENTRY_POINT):
+        for entry in () if not is_first else importlib.metadata.entry_points(group=ENTRY_POINT):
             for patch in _of_entry_point(entry):
                 register_patch(patch)
 

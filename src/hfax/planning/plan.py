@@ -151,9 +151,10 @@ def make_plans(
 
 
 def _read(name: str, config: PretrainedConfig, quantization: Quantization | None, context: int) -> _Model:
-    from hfax.auto import _resolve_dtype, _skeleton
+    from hfax.backend import resolve_dtype
+    from hfax.jax_backend import make_skeleton
 
-    skeleton = _skeleton(config, None, _resolve_dtype("auto", config, None), None, None)
+    skeleton = make_skeleton(config, None, resolve_dtype("auto", config, None), None, None)
     module = skeleton.module
     traced, params = without_weights(skeleton)
     if not module.can_generate() or traced.traits.is_encoder_decoder or traced.traits.main_input != "input_ids":

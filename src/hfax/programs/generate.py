@@ -7,14 +7,12 @@ program is traced or where it is kept.
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
-from transformers import GenerationConfig
 
 from hfax.backends.traced_model import TracedModel
 from hfax.errors import InvalidInputError
@@ -22,75 +20,12 @@ from hfax.launch.together import agree
 from hfax.programs.buckets import Buckets
 from hfax.programs.checks import raise_failed
 from hfax.programs.decoding import LoopSpec, State, advance, start
-from hfax.programs.generation_request import Prompts
+from hfax.programs.driving import Generated, StopCheck, Streamer, ended, for_streamer, next_chunk
+from hfax.programs.generation_request import GenerationOptions, Prompts
 from hfax.programs.program_cache import Program, ProgramCache
 from hfax.programs.sampling_config import make_sampling_spec
-from hfax.programs.speculation import Speculation, advance_with_guesses
+from hfax.programs.speculation import advance_with_guesses
 from hfax.sharding.layout import Layout, to_host
-
-_CHUNK_SECONDS = 0.05
-"""How often a streamer gets its tokens."""
-_MAX_CHUNK = 64
-_STOP_STRING_CHUNK = 8
-
-
-class Streamer(Protocol):
-    """transformers' streamer protocol."""
-
-    def put(self, value: Any) -> None:
-        """Take the prompt's ids, then each new token."""
-
-    def end(self) -> None:
-        """The text is complete."""
-
-
-StopCheck = Callable[[np.ndarray], bool]
-"""Gets the ids drawn for one sequence so far; whether a stop string stands in their text."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Generated:
-    """What was drawn.
-
-    Args:
-        new_tokens: [sequences, steps] int32; the pad token after a sequence's end.
-        lengths: [sequences], tokens drawn, the end-of-sequence token included.
-        scores, logits: [steps, sequences, vocab] float32, processed and raw, or None.
-        log_probs: [sequences, steps] float32 of the drawn tokens under the raw logits, or None.
-    """
-
-    new_tokens: np.ndarray
-    lengths: np.ndarray
-    scores: np.ndarray | None
-    logits: np.ndarray | None
-    log_probs: np.ndarray | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerationOptions:
-    """Options of one call, resolved.
-
-    Args:
-        config: every generation option.
-        max_new_tokens: most tokens to draw.
-        seed: of the random draws, 32 bits.
-        eos_token_ids: tokens that end a sequence.
-        pad_token_id: follows a sequence's end.
-        keep: records of `LoopSpec.keep`.
-        extra_sampling: options that GenerationConfig lacks (presence_penalty, frequency_penalty, timestamps).
-        speculation: how tokens are guessed; None: they are not.
-        draft: the model that guesses, if one does, and its weights.
-    """
-
-    config: GenerationConfig
-    max_new_tokens: int
-    seed: int
-    eos_token_ids: tuple[int, ...]
-    pad_token_id: int
-    keep: tuple[str, ...]
-    extra_sampling: Mapping[str, Any]
-    speculation: Speculation | None = None
-    draft: tuple[TracedModel, Mapping[str, jax.Array]] | None = None
 
 
 def run_generation(
@@ -316,22 +251,22 @@ def _drive(
     """Run chunks until everything has ended; in between, feed the streamer and look for stop strings."""
     first, most = prompts.padded_length, options.max_new_tokens
     if streamer is not None:
-        streamer.put(_for_streamer(prompts.given))
+        streamer.put(for_streamer(prompts.given))
     lengths = np.full(sequences, -1, np.int64)
     seen, chunk, started = 0, 1, time.perf_counter()
     while True:
         steps = int(to_host(state["step"]))
         tokens = to_host(state["tokens"])[:sequences, first : first + steps]
         finished = to_host(state["finished"])[:sequences]
-        lengths = _ended(tokens, seen, lengths, options, stop_check)
+        lengths = ended(tokens, seen, lengths, options, stop_check)
         stopped = (lengths >= 0) & ~finished
         if streamer is not None:
             last = steps if lengths[0] < 0 else int(lengths[0])
             for column in range(seen, last):
-                streamer.put(_for_streamer(tokens[:, column]))
+                streamer.put(for_streamer(tokens[:, column]))
         is_complete = steps >= most or bool((lengths >= 0).all())
         seconds = time.perf_counter() - started
-        chunk = _next_chunk(chunk, seconds, most - steps, streamer is not None, stop_check is not None)
+        chunk = next_chunk(chunk, seconds, most - steps, streamer is not None, stop_check is not None)
         # every process of a run does as process 0, whatever its own clock and streamer say
         is_complete, chunk, lengths, stopped = agree((is_complete, chunk, lengths, stopped))
         if is_complete:
@@ -346,36 +281,6 @@ def _drive(
         streamer.end()
     lengths = np.where(lengths < 0, tokens.shape[1], lengths)
     return _collect(state, tokens, lengths, sequences, options)
-
-
-def _ended(
-    tokens: np.ndarray, seen: int, lengths: np.ndarray, options: GenerationOptions, stop_check: StopCheck | None
-) -> np.ndarray:
-    """Where each sequence ended, -1 if it did not: at its first end-of-sequence token, or where a stop string is complete."""
-    lengths = lengths.copy()
-    is_eos = np.isin(tokens, options.eos_token_ids)
-    for row in np.flatnonzero(lengths < 0):
-        for column in range(seen, tokens.shape[1]):
-            if is_eos[row, column] or (stop_check is not None and stop_check(tokens[row, : column + 1])):
-                lengths[row] = column + 1
-                break
-    return lengths
-
-
-def _next_chunk(last: int, seconds: float, left: int, is_streaming: bool, has_stop_strings: bool) -> int:
-    """Tokens to draw before the host looks again."""
-    if is_streaming:
-        chunk = max(1, min(2 * last, int(last * _CHUNK_SECONDS / max(seconds, 1e-6)), _MAX_CHUNK))
-    else:
-        chunk = _STOP_STRING_CHUNK if has_stop_strings else left
-    return min(chunk, left)
-
-
-def _for_streamer(ids: np.ndarray) -> Any:
-    """Streamers of transformers take torch tensors."""
-    import torch
-
-    return torch.from_numpy(np.asarray(ids, np.int64))
 
 
 def _collect(

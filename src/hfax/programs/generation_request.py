@@ -15,9 +15,9 @@ import numpy as np
 from transformers import GenerationConfig
 
 from hfax.backends.geometry import HostArray, keep_on_host
-from hfax.backends.traced_model import ModelTraits
+from hfax.backends.traits import ModelTraits
 from hfax.errors import InvalidInputError, UnsupportedOptionError
-from hfax.load.placement import narrow
+from hfax.load.host_arrays import narrow
 from hfax.programs.buckets import Buckets
 
 
@@ -46,6 +46,33 @@ class Prompts:
         """Rows, and tokens of each that the (encoder's) prompts have with padding."""
         ids = self.inputs.get("input_ids")
         return self.num_padded_rows, self.padded_length if ids is None else ids.shape[1]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationOptions:
+    """Options of one call, resolved.
+
+    Args:
+        config: every generation option.
+        max_new_tokens: most tokens to draw.
+        seed: of the random draws, 32 bits.
+        eos_token_ids: tokens that end a sequence.
+        pad_token_id: follows a sequence's end.
+        keep: records of `LoopSpec.keep`.
+        extra_sampling: options that GenerationConfig lacks (presence_penalty, frequency_penalty, timestamps).
+        speculation: how tokens are guessed, a `Speculation`; None: they are not.
+        draft: the model that guesses, if one does, and its weights.
+    """
+
+    config: GenerationConfig
+    max_new_tokens: int
+    seed: int
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int
+    keep: tuple[str, ...]
+    extra_sampling: Mapping[str, Any]
+    speculation: Any = None
+    draft: Any = None
 
 
 def resolve_generation_config(

@@ -1,0 +1,298 @@
+"""What every backend's model is to its user beside what it computes with: its traits, its inputs' checks, and `generate`'s request.
+
+No backend is imported here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, PretrainedConfig
+
+from hfax.backends import geometry
+from hfax.backends.structure import flatten, has_torch, is_array, is_of_jax, unflatten
+from hfax.backends.traits import ModelTraits
+from hfax.errors import InvalidInputError, UnsupportedOptionError
+from hfax.launch.together import agree
+from hfax.load.host_arrays import narrow, to_numpy
+from hfax.load.skeleton import Skeleton
+from hfax.patches import registry
+from hfax.programs import generation_request as requests
+from hfax.programs.buckets import Buckets
+from hfax.programs.generation_request import GenerationOptions
+
+_ID_INPUTS = ("input_ids", "decoder_input_ids")
+_SAMPLING_EXTRAS = ("presence_penalty", "frequency_penalty")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """A checked call of `generate`: prompts, options, and forward's arguments that are not arrays."""
+
+    prompts: requests.Prompts
+    options: GenerationOptions
+    static: dict[str, Any]
+
+
+class BaseModel:
+    """A transformers model on some backend.
+
+    Attributes:
+        config: transformers' configuration.
+        generation_config: defaults of `generate`.
+        name_or_path: where the weights came from.
+        folder: the checkpoint's files on this machine; None for random weights.
+        task: the pipeline task it was loaded for, if one was given.
+        patches: names of hfax's patches that ran so far.
+    """
+
+    backend = ""
+    """The backend's name."""
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        traits: ModelTraits,
+        *,
+        generation_config: GenerationConfig,
+        name_or_path: str,
+        folder: Path | None,
+        task: str | None,
+        buckets: Buckets | None = None,
+    ) -> None:
+        self.config: PretrainedConfig = skeleton.module.config
+        self.generation_config = generation_config
+        self.name_or_path = name_or_path
+        self.folder = folder
+        self.task = task
+        self.patches: set[str] = set()
+        self._skeleton = skeleton
+        self._traits = traits
+        self._buckets = buckets or Buckets()
+
+    @property
+    def patches_used(self) -> frozenset[str]:
+        """Names of hfax's patches that ran when the model was traced in this process; empty before the first call."""
+        return frozenset(self.patches)
+
+    @property
+    def device(self) -> torch.device:
+        """Where torch inputs and results are: the CPU, whatever runs the model. For transformers' pipelines."""
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the floating-point weights."""
+        return self._skeleton.module.dtype
+
+    def to(self, device: Any) -> BaseModel:
+        """The model itself, for pipelines, which call it with `device`.
+
+        Raises:
+            UnsupportedOptionError: for any device but the CPU; weights are placed when the model is loaded.
+        """
+        if torch.device(device).type != "cpu":
+            raise UnsupportedOptionError(
+                f"A model of hfax cannot be moved to {device}.",
+                "Its weights are where they were loaded to; torch tensors go in and out on the CPU.",
+                "Leave device out; JAX_PLATFORMS or PJRT_DEVICE chooses the platform before the model is loaded.",
+            )
+        return self
+
+    def eval(self) -> BaseModel:
+        """The model itself: it is always in evaluation mode."""
+        return self
+
+    def can_generate(self) -> bool:
+        """Whether `generate` works on this class."""
+        return bool(self._skeleton.module.can_generate())
+
+    @property
+    def main_input_name(self) -> str:
+        """The name of the first input."""
+        return self._traits.main_input
+
+    @property
+    def input_modalities(self) -> Any:
+        """What transformers says that the class reads ("text", "image", …)."""
+        return self._skeleton.module.input_modalities
+
+    @property
+    def output_modalities(self) -> Any:
+        """What transformers says that the class writes."""
+        return self._skeleton.module.output_modalities
+
+    def _request(
+        self,
+        inputs: Any,
+        generation_config: GenerationConfig | None,
+        options: dict[str, Any],
+        seed: int | None,
+        timestamps: Mapping[str, int] | None,
+        assistant_model: BaseModel | None,
+    ) -> tuple[Request, bool]:
+        """A call of `generate`, checked; and whether its tensors are torch's."""
+        given = options.pop("input_ids", None)
+        prompt = given if inputs is None else inputs
+        keep_log_probs = bool(options.pop("output_log_probs", False))
+        extras = {n: options.pop(n) for n in _SAMPLING_EXTRAS if options.get(n) is not None}
+        extras |= {"timestamps": timestamps} if timestamps is not None else {}
+        config, model_inputs = requests.resolve_generation_config(self.generation_config, generation_config, options)
+        requests.reject_unknown(model_inputs, set(inspect.signature(self._skeleton.module.forward).parameters))
+        to_torch = has_torch([prompt, model_inputs])
+        arrays = {n: self._host_array(n, v) for n, v in model_inputs.items() if is_array(v) or isinstance(v, list)}
+        static = {n: v for n, v in model_inputs.items() if n not in arrays and v is not None}
+        arrays = registry.prepare_inputs(self._skeleton.module, arrays, self.patches, self.backend)
+        prompts = self._prompts(prompt, arrays, config)
+        eos_ids = as_ids_tuple(config.eos_token_id)
+        keep = [n for n, on in (("scores", config.output_scores), ("logits", config.output_logits)) if on]
+        options_resolved = GenerationOptions(
+            config=config,
+            max_new_tokens=requests.resolve_max_new_tokens(config, prompts.longest, self._context()),
+            seed=int(seed) if seed is not None else agree(_draw_seed()) if config.do_sample else 0,
+            eos_token_ids=eos_ids,
+            pad_token_id=config.pad_token_id if config.pad_token_id is not None else (eos_ids or (0,))[0],
+            keep=(*keep, *(("log_probs",) if keep_log_probs else ())),
+            extra_sampling=extras,
+            speculation=self._speculation(config, prompts, assistant_model),
+            draft=self._draft(assistant_model),
+        )
+        return Request(prompts=prompts, options=options_resolved, static=static), to_torch
+
+    def _speculation(self, config: GenerationConfig, prompts: requests.Prompts, assistant_model: Any) -> Any:
+        """How tokens are guessed; None: they are not."""
+        return None
+
+    def _draft(self, assistant_model: Any) -> Any:
+        """What guesses them, if a model does."""
+        return None
+
+    def _example_prompt(self, rows: int, length: int) -> np.ndarray:
+        """Ids that are no padding."""
+        return np.full((rows, length), int(self.generation_config.pad_token_id == 0), np.int32)
+
+    def _prompts(self, prompt: Any, arrays: dict[str, np.ndarray], config: GenerationConfig) -> requests.Prompts:
+        traits = self._traits
+        if traits.is_encoder_decoder:
+            main = traits.main_input
+            encoder = {**arrays, **({main: self._host_array(main, prompt)} if prompt is not None else {})}
+            decoder = encoder.pop("decoder_input_ids", None)
+            if main not in encoder:
+                raise InvalidInputError(
+                    f"generate() got no {main}.",
+                    f"{type(self._skeleton.module).__name__} is an encoder-decoder: it writes from its encoder's input.",
+                    f"Pass {main}=… (the tokenizer's or processor's output).",
+                )
+            if decoder is None:
+                decoder = self._decoder_start(config, len(encoder[main]))
+            return requests.pad_encoder_inputs(
+                encoder,
+                decoder,
+                main_input=main,
+                vocab_size=self._vocab_size(),
+                pad_token_id=config.pad_token_id,
+                buckets=self._buckets,
+            )
+        if prompt is None:
+            if config.bos_token_id is None:
+                raise InvalidInputError(
+                    "generate() got no prompt.",
+                    "The model has no bos token to start from.",
+                    "Pass input_ids=…, [batch, length].",
+                )
+            prompt = np.full((1, 1), config.bos_token_id)
+        prompts = requests.pad_decoder_prompts(
+            self._host_array("input_ids", prompt),
+            arrays.pop("attention_mask", None),
+            vocab_size=self._vocab_size(),
+            pad_token_id=config.pad_token_id,
+            eos_token_ids=as_ids_tuple(config.eos_token_id),
+            context=self._context(),
+            buckets=self._buckets,
+            is_exact=traits.counts_padding,
+            extras=arrays,
+        )
+        if traits.takes_position_ids and "position_ids" not in prompts.inputs:
+            positions = geometry.prompt_positions(self._skeleton.module, {**prompts.inputs, **prompts.static})
+            if positions is not None:
+                prompts.inputs["position_ids"] = positions
+        return prompts
+
+    def _decoder_start(self, config: GenerationConfig, rows: int) -> np.ndarray:
+        start: Any = config.decoder_start_token_id
+        start = config.bos_token_id if start is None else start
+        if start is None:
+            raise InvalidInputError(
+                "generate() does not know the decoder's first token.",
+                "Neither decoder_start_token_id nor bos_token_id is set in generation_config.json.",
+                "Pass decoder_start_token_id=… or decoder_input_ids=….",
+            )
+        return np.full((rows, 1), start, np.int32)
+
+    def _as_input(self, name: str, value: Any) -> Any:
+        """A forward argument with its arrays on the host (jax arrays stay), lists of numbers made arrays."""
+        if isinstance(value, list) and value and _is_numeric(value):
+            value = self._host_array(name, value)
+        arrays, structure = flatten(value, is_array)
+        arrays = [a if is_of_jax(a) else self._host_array(name, a) for a in arrays]
+        if name in _ID_INPUTS:
+            for array in arrays:
+                requests.check_vocabulary(name, np.asarray(array), self._vocab_size())
+        return unflatten(structure, arrays)
+
+    def _host_array(self, name: str, value: Any) -> np.ndarray:
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu()
+            return narrow(value.numpy()) if value.dtype in (torch.int64, torch.uint64) else to_numpy(value)
+        try:
+            return narrow(np.asarray(value))
+        except ValueError as error:
+            raise InvalidInputError(
+                f"{name} is not rectangular.", str(error), "Pad its rows to one length and pass an attention_mask."
+            ) from error
+
+    def _vocab_size(self) -> int | None:
+        """Ids must be below the rows of the embedding table; XLA would clamp others in silence."""
+        try:
+            return getattr(self._skeleton.module.get_input_embeddings(), "num_embeddings", None)
+        except (NotImplementedError, AttributeError):
+            return None
+
+    def _num_logits(self) -> int:
+        head = self._skeleton.module.get_output_embeddings()
+        size = getattr(head, "out_features", None) or self._vocab_size()
+        if size is None:
+            raise UnsupportedOptionError(
+                f"{type(self._skeleton.module).__name__} cannot generate.",
+                "It has no language-modelling head.",
+                'Load it with task="text-generation" if the checkpoint has one.',
+            )
+        return int(size)
+
+    def _context(self) -> int | None:
+        """The most positions the text part of the model has; None where positions are not bound (T5, Mamba)."""
+        config: Any = self.config.get_text_config(decoder=True)
+        names = ["max_position_embeddings"]
+        if self._traits.is_encoder_decoder:
+            names.insert(0, "max_target_positions")
+        bounds = (getattr(config, name, None) for name in names)
+        return next((b for b in bounds if isinstance(b, int) and b > 0), None)
+
+
+def _is_numeric(value: list[Any]) -> bool:
+    return all(_is_numeric(v) if isinstance(v, list) else isinstance(v, (int, float, np.number)) for v in value)
+
+
+def as_ids_tuple(value: int | list[int] | None) -> tuple[int, ...]:
+    """Token ids of an option that may be one, several or None."""
+    return () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def _draw_seed() -> int:
+    return int(torch.randint(0, 1 << 32, (), dtype=torch.int64))

@@ -1,0 +1,60 @@
+"""Arrays in host memory, between torch and numpy, in types that programs compute in. It knows no device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hfax.errors import InvalidInputError
+
+_NUMPY_VIEWS = {
+    torch.bfloat16: (torch.int16, "bfloat16"),
+    torch.float8_e4m3fn: (torch.uint8, "float8_e4m3fn"),
+    torch.float8_e5m2: (torch.uint8, "float8_e5m2"),
+}
+"""Types that numpy lacks and ml_dtypes, which comes with JAX, has."""
+_NARROWED = {np.dtype(np.int64): np.int32, np.dtype(np.uint64): np.uint32, np.dtype(np.float64): np.float32}
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A host tensor as a numpy array that shares its memory (bfloat16 and float8 through ml_dtypes).
+
+    64-bit types become 32-bit ones, as everywhere in JAX without `jax_enable_x64`; that copies. Whole numbers that do not fit
+    become the nearest that do: modelling code uses the largest ones as infinities.
+    """
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype in _NUMPY_VIEWS:
+        import ml_dtypes
+
+        bits, name = _NUMPY_VIEWS[tensor.dtype]
+        return tensor.view(bits).numpy().view(getattr(ml_dtypes, name))
+    array = tensor.numpy()
+    return narrow(array if _fits(array) else np.clip(array, *_limits(array)))
+
+
+def narrow(array: np.ndarray) -> np.ndarray:
+    """The array in the 32-bit type that JAX would give it; itself if it is none of 64 bits.
+
+    Raises:
+        InvalidInputError: a whole number does not fit; JAX would take its lower bits in silence.
+    """
+    if not _fits(array):
+        low, high = array.min(), array.max()
+        raise InvalidInputError(
+            f"An input holds {high if high > _limits(array)[1] else low}, which does not fit into 32 bits.",
+            "Programs compute in 32 bits.",
+            "Pass smaller numbers; token ids and positions always fit.",
+        )
+    return array.astype(_NARROWED[array.dtype]) if array.dtype in _NARROWED else array
+
+
+def _fits(array: np.ndarray) -> bool:
+    if array.dtype not in _NARROWED or array.dtype.kind == "f" or not array.size:
+        return True
+    low, high = _limits(array)
+    return bool(array.min() >= low and array.max() <= high)
+
+
+def _limits(array: np.ndarray) -> tuple[int, int]:
+    limits = np.iinfo(_NARROWED[array.dtype])
+    return int(limits.min), int(limits.max)

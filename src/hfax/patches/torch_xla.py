@@ -1,0 +1,70 @@
+"""What torch_xla needs of transformers and torch beside the masks and experts that every backend shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hfax.patches.patch import FunctionPatch, Patch
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """`torch.nn.functional.scaled_dot_product_attention`, [..., heads, length, dim], where a row that may see nothing is finite.
+
+    Heads of keys and values are not repeated: queries that share one are a batch of its products. Sums are float32.
+    """
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    groups = query.shape[-3] // key.shape[-3] if query.ndim > 3 and query.shape[-3] != key.shape[-3] else 1
+    if attn_mask is None and is_causal:
+        rows, columns = query.shape[-2], key.shape[-2]
+        attn_mask = torch.ones((rows, columns), dtype=torch.bool, device=query.device).tril()
+    shape = query.shape
+    if groups > 1:
+        query = query.reshape(*shape[:-3], key.shape[-3], groups * shape[-2], shape[-1])
+    scores = torch.matmul(query, key.transpose(-1, -2)).float() * factor
+    if attn_mask is not None:
+        wide = scores.reshape(*shape[:-1], key.shape[-2])
+        if attn_mask.dtype == torch.bool:
+            wide = torch.where(attn_mask, wide, torch.full((), torch.finfo(torch.float32).min, device=wide.device))
+        else:
+            wide = wide + attn_mask.float()
+        scores = wide.reshape(scores.shape)
+    out = torch.matmul(torch.softmax(scores, dim=-1).to(value.dtype), value)
+    return out.reshape(*shape[:-1], value.shape[-1])
+
+
+def _make_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    return attention
+
+
+def _make_tracing(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda tensor=None: True
+
+
+PATCHES: list[Patch] = [
+    FunctionPatch(
+        name="attention-with-finite-rows",
+        why="torch's attention on XLA gives NaN for a row that may attend to nothing, and repeats the heads of grouped queries",
+        target="torch.nn.functional:scaled_dot_product_attention",
+        make=_make_attention,
+        backends=("torch_xla",),
+    ),
+    FunctionPatch(
+        name="masks-without-host-reads",
+        why="mask code that looks at values runs what is pending, and compiles another program for each answer",
+        target="transformers.masking_utils:is_tracing",
+        make=_make_tracing,
+        backends=("torch_xla",),
+    ),
+]

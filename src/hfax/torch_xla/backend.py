@@ -1,0 +1,106 @@
+"""The backend "torch_xla": the model's own torch module, on a device of PyTorch/XLA."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hfax.backend import LoadOptions, resolve_dtype
+from hfax.errors import BackendNotAvailableError, UnsupportedModelError, UnsupportedOptionError
+from hfax.load.config import read_config, read_generation_config
+from hfax.load.skeleton import Skeleton, build_skeleton, resolve_model_class
+from hfax.load.store import open_store
+from hfax.torch_xla import runtime
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from hfax.load.source import CheckpointSource
+    from hfax.torch_xla.model import TorchXlaModel
+
+
+class TorchXlaBackend:
+    """See `hfax.backend.Backend`."""
+
+    name = "torch_xla"
+    capabilities: frozenset[str] = frozenset()
+
+    def problem(self) -> BackendNotAvailableError | None:
+        """Why it cannot be used here; None if it can."""
+        try:
+            runtime.require()
+        except BackendNotAvailableError as error:
+            return error
+        return None
+
+    def devices(self) -> list[str]:
+        """Each device in words."""
+        return [f"{runtime.kind()}: {runtime.device()}"]
+
+    def load(self, source: CheckpointSource, options: LoadOptions) -> TorchXlaModel:
+        """A model with the weights of a checkpoint."""
+        from hfax.torch_xla.weights import load_weights
+
+        if source.format == "orbax":
+            raise UnsupportedOptionError(
+                f"{source.name} holds weights as orbax writes them.",
+                "The backend torch_xla reads safetensors and pytorch_model.bin.",
+                'Save the model with format="safetensors", or use backend="jax".',
+            )
+        config = read_config(source, trust_remote_code=options.trust_remote_code)
+        store = open_store(source)
+        code = str(source.folder) if options.trust_remote_code else None
+        dtype = resolve_dtype(options.dtype, config, store.float_dtype)
+        skeleton = _skeleton(config, options, dtype, code)
+        device = runtime.device()
+        load_weights(skeleton, store, device, dtype, strict=options.strict)
+        return _finish(skeleton, device, source.folder, str(source.name), options.task)
+
+    def from_config(self, config: PretrainedConfig, options: LoadOptions, seed: int) -> TorchXlaModel:
+        """A model with the random weights that transformers draws."""
+        from hfax.torch_xla.weights import put_in
+
+        config = copy.deepcopy(config)
+        dtype = resolve_dtype(options.dtype, config, None)
+        skeleton, device = _skeleton(config, options, dtype, None), runtime.device()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            drawn = type(skeleton.module)._from_config(copy.deepcopy(config), dtype=dtype)
+        held = drawn.state_dict(keep_vars=True)
+        put_in(skeleton, {name: held[name].detach().to(device) for name in skeleton.shapes}, skeleton.tied, device)
+        return _finish(skeleton, device, None, type(config).__name__, options.task)
+
+
+def _skeleton(config: PretrainedConfig, options: LoadOptions, dtype: torch.dtype, code: str | None) -> Skeleton:
+    from hfax.torch_xla.kernels import ADDITIVE_NAME, NAME, register_interfaces
+
+    if options.attn_implementation not in (None, "eager"):
+        raise UnsupportedOptionError(
+            f"attn_implementation={options.attn_implementation!r} is not available.",
+            "Kernels written for other torch devices do not run on XLA.",
+            'Leave it out, or pass "eager" for transformers\' reference implementation.',
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModelError(
+            "The checkpoint is quantized.",
+            "Its weights are packed for a library that does not run on torch_xla.",
+            'Use the unquantized checkpoint; or backend="jax", if hfax wrote it.',
+        )
+    register_interfaces()
+    attention: Any = options.attn_implementation or {"sdpa": NAME, "eager": ADDITIVE_NAME}
+    model_class = resolve_model_class(config, options.task, code_folder=code)
+    return build_skeleton(model_class, config, dtype, attention=attention, experts=NAME)
+
+
+def _finish(skeleton: Skeleton, device: torch.device, folder: Any, name: str, task: str | None) -> TorchXlaModel:
+    from hfax.torch_xla.model import TorchXlaModel
+
+    # transformers' pipelines look at the class's name
+    cls = type(type(skeleton.module).__name__, (TorchXlaModel,), {"__doc__": TorchXlaModel.__doc__})
+    generation_config = read_generation_config(folder, skeleton.module)
+    return cls(skeleton, device, generation_config=generation_config, name_or_path=name, folder=folder, task=task)
+
+
+BACKEND = TorchXlaBackend()

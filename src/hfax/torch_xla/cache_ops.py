@@ -1,0 +1,30 @@
+"""What hfax's cache needs of a backend (`kv_cache.layers.CacheOps`), on torch_xla's tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class XlaCacheOps:
+    """Writes at positions that are tensors, so that every step is the same program."""
+
+    def write(self, buffer: Any, new: Any, start: Any) -> Any:
+        """`buffer` with `new` written from position `start` (a scalar) on axis -2."""
+        index = start + torch.arange(new.shape[-2], device=buffer.device)
+        return buffer.index_copy(-2, index, new.to(buffer.dtype))
+
+    def pad_to(self, new: Any, capacity: int) -> Any:
+        """`new` padded with zeros to `capacity` at the end of axis -2."""
+        return torch.nn.functional.pad(new, (0, 0, 0, capacity - new.shape[-2]))
+
+    def ring_positions(self, length: Any, window: int) -> Any:
+        """For a ring that holds `length` tokens, last one included: the position held by each slot less the slot, [window]."""
+        slots = torch.arange(window, device=length.device)
+        last = length - 1
+        return last - (last - slots) % window - slots
+
+    def ring_slot(self, length: Any, window: int) -> Any:
+        """The slot that the token at position `length` takes: `length` modulo `window`."""
+        return length % window

@@ -1,0 +1,343 @@
+"""`generate` on torch_xla: every step records the same program, which is compiled once; the host looks at tokens in chunks.
+
+Everything that changes from step to step is a tensor on the device: lengths, positions, the step's number, random numbers drawn
+beforehand. So the first step's program is every step's, and another prompt of the same size class compiles nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
+
+from hfax.backends.traits import WRITES_OTHERWISE, ModelTraits
+from hfax.errors import UnsupportedModelError
+from hfax.kv_cache.cache import cache_arrays, make_cache
+from hfax.launch.together import agree
+from hfax.patches import registry
+from hfax.patches.masks import decoder_padding
+from hfax.programs.buckets import Buckets
+from hfax.programs.driving import Generated, StopCheck, Streamer, ended, for_streamer, next_chunk
+from hfax.programs.generation_request import GenerationOptions, Prompts
+from hfax.programs.sampling_config import make_sampling_spec
+from hfax.torch_xla import runtime, sampling
+from hfax.torch_xla.cache_ops import XlaCacheOps
+
+_CHUNK = 16
+"""Steps after which the host asks whether every text has ended; it waits for the device there."""
+
+State = dict[str, Any]
+
+
+class Loop:
+    """One call of `generate`.
+
+    Args:
+        module: a torch module on the device.
+        traits: of it.
+        prompts: checked and padded.
+        options: what to draw.
+        static: forward's arguments that are no tensors.
+        vocab_size: of the logits.
+        buckets: how the cache's capacity is rounded up.
+        device: of torch_xla.
+        place: puts a tensor on the device; over several, split as it should be. It gets the tensor's name.
+        used: gets the names of the patches that ran.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        traits: ModelTraits,
+        prompts: Prompts,
+        options: GenerationOptions,
+        *,
+        static: Mapping[str, Any],
+        vocab_size: int,
+        buckets: Buckets,
+        device: torch.device,
+        place: Any,
+        used: set[str],
+    ) -> None:
+        kind = next((n for n in (type(module).__name__, module.config.model_type) if n in WRITES_OTHERWISE), None)
+        if kind is not None or not traits.has_usable_cache or traits.cache_argument == "state":
+            raise UnsupportedModelError(
+                f"generate() of the backend torch_xla does not support {type(module).__name__}.",
+                WRITES_OTHERWISE.get(kind or "", "It keeps no cache that this backend can use."),
+                'Use backend="jax", or call the model itself.',
+            )
+        self.module, self.traits, self.prompts, self.options = module, traits, prompts, options
+        self.static, self.device, self.used = dict(static), device, used
+        self.place = place
+        self.repeats = options.config.num_return_sequences or 1
+        self.spec, values = make_sampling_spec(
+            options.config,
+            vocab_size=vocab_size,
+            prompt_length=prompts.padded_length,
+            max_new_tokens=options.max_new_tokens,
+            **options.extra_sampling,
+        )
+        sampling.check_supported(self.spec)
+        self.vocab_size = vocab_size
+        self.capacity = buckets.capacity(*prompts.padded_shape, prompts.padded_length + options.max_new_tokens)
+        self.values = {name: self._put(value) for name, value in values.items()}
+        self.eos = self._put(np.asarray(options.eos_token_ids or (-1,), np.int64))
+        self.pad = self._put(np.int64(options.pad_token_id))
+
+    def _put(self, array: Any, name: str = "") -> Any:
+        tensor = torch.as_tensor(np.asarray(array))
+        if tensor.dtype in (torch.int32, torch.uint32):
+            tensor = tensor.long()
+        return self.place(tensor, name)
+
+    def start(self) -> State:
+        """Run the prompts and draw the first tokens."""
+        traits, inputs = self.traits, {n: self._put(a, n) for n, a in self.prompts.inputs.items()}
+        seq2seq = traits.is_encoder_decoder
+        ids = inputs["decoder_input_ids" if seq2seq else "input_ids"]
+        mask = inputs.get("attention_mask")
+        prompt_mask = torch.ones_like(ids) if seq2seq else mask
+        assert prompt_mask is not None
+        if traits.takes_position_ids and not seq2seq and "position_ids" not in inputs:
+            inputs["position_ids"] = (prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
+        positions = prompt_mask.sum(dim=1)
+        if "position_ids" in inputs:
+            positions = torch.movedim(inputs["position_ids"][..., -1], -1, 0) + 1
+        arguments = dict(inputs)
+        if not traits.takes_attention_mask:
+            arguments.pop("attention_mask", None)
+        with self._patched():
+            encoded: dict[str, Any] = {}
+            if seq2seq:
+                outputs, arguments = _run_encoder(self.module, arguments)
+                encoded = {f"encoder.{n}": t for n, t in outputs.items() if isinstance(t, torch.Tensor)}
+                arguments["encoder_outputs"] = outputs
+            cache = self._cache(prompt_length=ids.shape[1])
+            keep = {"logits_to_keep": 1} if traits.takes_logits_to_keep and ids.shape[1] > 1 else {}
+            out = self.module(**arguments, **self.static, **self._with_cache(cache), **keep)
+        logits = out.logits[:, -1].float()
+        arrays = self._collect(cache) | encoded
+        full = torch.nn.functional.pad(ids, (0, self.capacity - ids.shape[1]))
+        if not seq2seq:
+            mask = torch.nn.functional.pad(prompt_mask, (0, self.capacity - ids.shape[1]), value=1)
+        rows = np.arange(self.prompts.num_padded_rows) >= len(self.prompts.given)
+        state: State = {
+            "tokens": full,
+            "positions": positions,
+            "finished": self._put(rows),
+            "mask": mask,
+            "cache": arrays,
+        }
+        if self.repeats > 1:
+            again = lambda t: t.repeat_interleave(self.repeats, dim=0)  # noqa: E731
+            state["cache"] = {name: again(tensor) for name, tensor in arrays.items()}
+            for name in ("tokens", "positions", "finished", "mask"):
+                state[name] = None if state[name] is None else again(state[name])
+            logits, ids, prompt_mask = again(logits), again(ids), again(prompt_mask)
+        first = prompt_mask.argmax(dim=1)
+        state |= {
+            "length": self._put(np.int64(ids.shape[1])),
+            "step": self._put(np.int64(0)),
+            "first": first,
+            "prompt_lengths": ids.shape[1] - first,
+            "memory": sampling.remember(self.spec, self.vocab_size, ids, prompt_mask),
+            "records": [],
+        }
+        if self.spec.do_sample:
+            steps = (
+                -(-self.options.max_new_tokens // 128) * 128
+            )  # a size class of its own, so that lengths share programs
+            numbers = sampling.uniform_numbers(self.options.seed, ids.shape[0], steps)
+            state["uniform"] = self._put(numbers)
+        state = self._draw(state, logits)
+        runtime.sync()
+        return state
+
+    def advance(self, state: State, steps: int) -> State:
+        """Draw so many more tokens."""
+        for _ in range(steps):
+            state = self._draw(*self._step(state))
+            runtime.sync()
+        return state
+
+    def _step(self, state: State) -> tuple[State, Any]:
+        """The state with the last token in the cache, and the logits after it."""
+        traits, length = self.traits, state["length"]
+        tokens = state["tokens"].index_select(1, length.reshape(1))
+        index = torch.arange(self.capacity, device=self.device)
+        is_written = (index <= length).long()
+        inputs: dict[str, Any] = {}
+        if traits.is_encoder_decoder:
+            inputs["decoder_input_ids"] = tokens
+            if state.get("mask") is not None:
+                inputs["attention_mask"] = state["mask"]
+            if traits.takes_decoder_mask:
+                inputs["decoder_attention_mask"] = is_written[None].expand(tokens.shape[0], -1)
+        else:
+            inputs["input_ids"] = tokens
+            if traits.takes_position_ids:
+                inputs["position_ids"] = torch.movedim(state["positions"], 0, -1)[..., None]
+            if traits.takes_attention_mask and not traits.has_recurrent_layers:
+                inputs["attention_mask"] = state["mask"] * is_written
+        held = {n: t for n, t in state["cache"].items() if not n.startswith("encoder.")}
+        encoder = {n.removeprefix("encoder."): t for n, t in state["cache"].items() if n.startswith("encoder.")}
+        padding = None if traits.is_encoder_decoder else state["mask"]
+        with self._patched(), decoder_padding(padding):
+            cache = self._cache(length=length, arrays=held)
+            if encoder:
+                inputs["encoder_outputs"] = EncoderOutputs(encoder)
+            out = self.module(**inputs, **self.static, **self._with_cache(cache))
+        changed = {
+            "cache": state["cache"] | self._collect(cache),
+            "length": length + 1,
+            "positions": state["positions"] + 1,
+        }
+        return state | changed, out.logits[:, -1].float()
+
+    def _draw(self, state: State, logits: Any) -> State:
+        """Choose the next token of every sequence, and write it behind the cached ones."""
+        step = state["step"]
+        at = {
+            "tokens": state["tokens"],
+            "step": step,
+            "end": state["length"],
+            "first": state["first"],
+            "lengths": state["prompt_lengths"] + step,
+            "prompt_lengths": state["prompt_lengths"],
+            **state["memory"],
+        }
+        scores = sampling.process(self.spec, self.values, at, logits)
+        uniform = state["uniform"].index_select(1, step.reshape(1))[:, 0] if "uniform" in state else None
+        token = torch.where(state["finished"], self.pad, sampling.choose(self.spec, scores, uniform))
+        if self.options.keep:
+            chosen = torch.log_softmax(logits, dim=-1).gather(1, token[:, None])[:, 0]
+            records = {"scores": scores, "logits": logits, "log_probs": chosen}
+            # off the device at once: what stays there would change the next step's program
+            runtime.sync()
+            state["records"].append({name: records[name].cpu().numpy() for name in self.options.keep})
+        return state | {
+            "tokens": state["tokens"].index_copy(1, state["length"].reshape(1), token[:, None]),
+            "memory": sampling.remember_drawn(state["memory"], token),
+            "finished": state["finished"] | (token[:, None] == self.eos[None]).any(dim=1),
+            "step": step + 1,
+        }
+
+    def _cache(self, **given: Any) -> Any:
+        return make_cache(
+            self.module.config, XlaCacheOps(), self.capacity, has_encoder=self.traits.is_encoder_decoder, **given
+        )
+
+    def _collect(self, cache: Any) -> dict[str, Any]:
+        assert isinstance(cache, Cache) or hasattr(cache, "self_attention_cache")
+        return {name: self.place(tensor, f"cache.{name}") for name, tensor in cache_arrays(cache).items()}
+
+    def _with_cache(self, cache: Any) -> dict[str, Any]:
+        assert self.traits.cache_argument is not None
+        return {self.traits.cache_argument: cache, "use_cache": True, "return_dict": True}
+
+    def _patched(self) -> Any:
+        return patched(self.module, self.used)
+
+
+class patched:
+    """The backend's patches in force, and no gradients."""
+
+    def __init__(self, module: Any, used: set[str]) -> None:
+        self._used = used
+        self._patches, self._no_grad = registry.patched(module, "torch_xla"), torch.no_grad()
+
+    def __enter__(self) -> None:
+        self._ran = self._patches.__enter__()
+        self._no_grad.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._used |= self._ran
+        self._no_grad.__exit__(*error)
+        self._patches.__exit__(*error)
+
+
+def run(loop: Loop, *, streamer: Streamer | None, stop_check: StopCheck | None) -> Generated:
+    """Draw until everything has ended; in between, feed the streamer and look for stop strings."""
+    prompts, options = loop.prompts, loop.options
+    sequences = len(prompts.given) * loop.repeats
+    start, most = prompts.padded_length, options.max_new_tokens
+    if streamer is not None:
+        streamer.put(for_streamer(prompts.given))
+    state = loop.start()
+    lengths = np.full(sequences, -1, np.int64)
+    seen, steps, chunk, began = 0, 1, 1, time.perf_counter()
+    while True:
+        tokens = state["tokens"].cpu().numpy()[:sequences, start : start + steps]
+        finished = state["finished"].cpu().numpy()[:sequences]
+        lengths = ended(tokens, seen, lengths, options, stop_check)
+        stopped = (lengths >= 0) & ~finished
+        if streamer is not None:
+            for column in range(seen, steps if lengths[0] < 0 else int(lengths[0])):
+                streamer.put(for_streamer(tokens[:, column]))
+        seconds = time.perf_counter() - began
+        looks = streamer is not None or stop_check is not None
+        chunk = (
+            next_chunk(chunk, seconds, most - steps, streamer is not None, stop_check is not None) if looks else _CHUNK
+        )
+        is_complete = steps >= most or bool((lengths >= 0).all())
+        is_complete, chunk, lengths, stopped = agree((is_complete, min(chunk, most - steps), lengths, stopped))
+        if is_complete:
+            break
+        if stopped.any():
+            rows = state["finished"].cpu().numpy()
+            rows[:sequences] |= stopped
+            state["finished"] = loop._put(rows)
+        seen, began = steps, time.perf_counter()
+        state = loop.advance(state, chunk)
+        steps += chunk
+    if streamer is not None:
+        streamer.end()
+    lengths = np.where(lengths < 0, tokens.shape[1], lengths)
+    longest = int(lengths.max())
+    past_end = np.arange(longest)[None] >= lengths[:, None]
+
+    def record(name: str) -> np.ndarray | None:
+        if name not in options.keep:
+            return None
+        return np.stack([r[name] for r in state["records"]])[:longest, :sequences]
+
+    log_probs = record("log_probs")
+    return Generated(
+        new_tokens=np.where(past_end, options.pad_token_id, tokens[:, :longest]).astype(np.int32),
+        lengths=lengths,
+        scores=record("scores"),
+        logits=record("logits"),
+        log_probs=None if log_probs is None else np.where(past_end, 0.0, log_probs.T),
+    )
+
+
+class EncoderOutputs(BaseModelOutputWithPooling, BaseModelOutput):
+    """An encoder's result with whatever tensors it had, under their names; what it had not is None."""
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        super().__init__(last_hidden_state=tensors["last_hidden_state"])
+        for name, tensor in tensors.items():
+            object.__setattr__(self, name, tensor)
+            OrderedDict.__setitem__(self, name, tensor)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return None
+
+
+def _run_encoder(module: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    import inspect
+
+    encoder = module.get_encoder()
+    names = inspect.signature(encoder.forward).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in names.values())
+    own = {n: v for n, v in inputs.items() if not n.startswith("decoder_") and (n in names or takes_all)}
+    outputs = encoder(**own, return_dict=True)
+    return outputs, {n: v for n, v in inputs.items() if n.startswith("decoder_") or n == "attention_mask"}

@@ -1,0 +1,96 @@
+"""torch_xla itself: whether it is here and works, its device, its counters.
+
+The package is imported nowhere else, so that every failure of it says what to do.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+from typing import Any
+
+import torch
+
+from hfax.errors import BackendNotAvailableError
+
+TORCH_OF = {"2.9": "2.9.0", "2.8": "2.8.0"}
+"""torch_xla's releases, and the torch that each was built against; its metadata does not say."""
+
+
+def require() -> Any:
+    """The module `torch_xla`.
+
+    Raises:
+        BackendNotAvailableError: it is not installed, or was built against another torch.
+    """
+    os.environ.setdefault("PJRT_DEVICE", _default_device())
+    try:
+        import torch_xla
+    except ImportError as error:
+        if importlib.util.find_spec("torch_xla") is None:
+            raise BackendNotAvailableError(
+                "The torch_xla backend is not installed.",
+                str(error),
+                "Install it: pip install 'hfax[torch_xla]'; or use backend=\"jax\".",
+            ) from error
+        own = importlib.metadata.version("torch_xla")
+        wanted = TORCH_OF.get(".".join(own.split(".")[:2]), own)
+        raise BackendNotAvailableError(
+            f"torch_xla {own} does not load beside torch {torch.__version__}.",
+            f"{str(error).splitlines()[0]} (it was built against torch {wanted}).",
+            f'Install both: pip install torch=={wanted} torch_xla=={own}; or use backend="jax".',
+        ) from error
+    return torch_xla
+
+
+def device() -> torch.device:
+    """The first device of torch_xla.
+
+    Raises:
+        BackendNotAvailableError: none came up.
+    """
+    torch_xla = require()
+    try:
+        return torch_xla.device()
+    except (RuntimeError, ValueError) as error:
+        raise BackendNotAvailableError(
+            f"torch_xla found no device (PJRT_DEVICE={os.environ.get('PJRT_DEVICE')}).",
+            str(error).strip().splitlines()[0],
+            "Set PJRT_DEVICE to TPU, CUDA or CPU, whichever this machine has.",
+        ) from error
+
+
+def kind() -> str:
+    """What the device is: "CPU", "TPU", "CUDA"."""
+    return os.environ.get("PJRT_DEVICE", "CPU")
+
+
+def sync() -> None:
+    """Run what was recorded since the last time, as one program."""
+    require().sync()
+
+
+def counters() -> dict[str, int]:
+    """What torch_xla counted in this process so far: compilations, runs, transfers to the host, operations without a lowering."""
+    require()
+    import torch_xla.debug.metrics as metrics  # pyright: ignore[reportMissingImports]
+
+    def count(name: str) -> int:
+        data = metrics.metric_data(name)
+        return 0 if data is None else int(data[0])
+
+    fallbacks = {
+        name: int(metrics.counter_value(name) or 0) for name in metrics.counter_names() if name.startswith("aten::")
+    }
+    return {
+        "compilations": int(metrics.counter_value("UncachedCompile") or 0),
+        "runs": count("ExecuteTime"),
+        "transfers_to_host": count("TransferFromDeviceTime"),
+        "transfers_to_device": count("TransferToDeviceTime"),
+        **fallbacks,
+    }
+
+
+def _default_device() -> str:
+    return "TPU" if os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0") else "CPU"  # noqa: PTH110

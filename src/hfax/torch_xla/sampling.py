@@ -1,0 +1,228 @@
+"""From logits to the next token on torch_xla: the processors of `hfax.programs.logits_processors`, in torch.
+
+Shapes depend on no value, and everything that changes from step to step is a tensor, so every step is the same program. Random
+numbers come from the host once a call: row by row of a stream of their own (Philox), so that a seed repeats on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from hfax.errors import UnsupportedOptionError
+from hfax.programs.sampling_config import SamplingSpec
+
+_NEVER = -float("inf")
+Processor = Callable[[Any, Mapping[str, Any], Mapping[str, Any]], Any]
+"""From scores [batch, vocab] float32, values and where decoding stands, to scores of the same shape."""
+
+
+def uniform_numbers(seed: int, rows: int, steps: int) -> np.ndarray:
+    """[rows, steps] float32 in [0, 1): each row's own stream."""
+    streams = (np.random.Generator(np.random.Philox(key=[seed, row])) for row in range(rows))
+    return np.stack([stream.random(steps, dtype=np.float32) for stream in streams])
+
+
+def check_supported(spec: SamplingSpec) -> None:
+    """Raise `UnsupportedOptionError` for options that this backend lacks."""
+    lacking = [name for name in spec.active if name not in PROCESSORS]
+    if lacking:
+        raise UnsupportedOptionError(
+            f"The backend torch_xla does not have {', '.join(lacking)}.",
+            "Its logits processors are those of the commonest options.",
+            'Leave the option out, or use backend="jax", which has it.',
+        )
+
+
+def process(spec: SamplingSpec, values: Mapping[str, Any], at: Mapping[str, Any], logits: Any) -> Any:
+    """Scores of the next token, [batch, vocab] float32.
+
+    Args:
+        spec: the active processors.
+        values: their numbers, from `make_sampling_spec`, on the device.
+        at: `tokens` [batch, capacity], `step` and `end` scalars, `first`, `lengths` and `prompt_lengths` [batch], and what
+            `remember` keeps.
+        logits: [batch, vocab].
+    """
+    scores = logits.float()
+    at = {**at, "spec": spec}
+    for name, processor in PROCESSORS.items():
+        if name in spec.active:
+            scores = processor(scores, values, at)
+    return scores
+
+
+def choose(spec: SamplingSpec, scores: Any, uniform: Any) -> Any:
+    """The next token of each row, [batch] int64: the first highest score, or drawn with the numbers `uniform`, [batch]."""
+    vocab = scores.shape[-1]
+    index = torch.arange(vocab, device=scores.device)
+    best = torch.where(scores == scores.max(dim=-1, keepdim=True).values, index, vocab).min(dim=-1).values
+    best = best.clamp(max=vocab - 1)
+    if not spec.do_sample:
+        return best
+    weights = torch.softmax(scores, dim=-1)
+    sums = weights.cumsum(dim=-1)
+    is_possible = weights > 0
+    is_past = is_possible & (sums > uniform[:, None] * sums[:, -1:])
+    last = torch.where(is_possible, index, 0).max(dim=-1).values
+    drawn = torch.minimum(torch.where(is_past, index, vocab).min(dim=-1).values, last)
+    return torch.where(torch.isfinite(sums[:, -1]), drawn, best)
+
+
+def remember(spec: SamplingSpec, vocab: int, prompt: Any, mask: Any) -> dict[str, Any]:
+    """What the processors remember of the prompt, [batch, length], where `mask` is not 0."""
+    state: dict[str, Any] = {}
+    if "repetition_penalty" in spec.active:
+        seen = torch.zeros((prompt.shape[0], vocab + 1), dtype=torch.float32, device=prompt.device)
+        real = torch.where(mask != 0, prompt, vocab)
+        state["seen"] = seen.scatter(1, real, 1.0)[:, :vocab]
+    if "presence_frequency_penalty" in spec.active:
+        state["counts"] = torch.zeros((prompt.shape[0], vocab), dtype=torch.float32, device=prompt.device)
+    return state
+
+
+def remember_drawn(state: Mapping[str, Any], tokens: Any) -> dict[str, Any]:
+    """The same after `tokens`, [batch], were drawn."""
+    state = dict(state)
+    one = torch.ones_like(tokens, dtype=torch.float32)[:, None]
+    if "seen" in state:
+        state["seen"] = state["seen"].scatter(1, tokens[:, None], 1.0)
+    if "counts" in state:
+        state["counts"] = state["counts"].scatter_add(1, tokens[:, None], one)
+    return state
+
+
+def _banned(scores: Any, ids: Any, where: Any = True) -> Any:
+    """Scores with those of `ids`, [n] or [batch, n], banned in the rows (or at the entries) where it is asked for."""
+    wide = torch.nn.functional.pad(scores, (0, 1))  # ids of no token are one past the last
+    ids = ids if ids.ndim == 2 else ids[None].expand(scores.shape[0], -1)
+    marks = torch.as_tensor(where, device=scores.device).to(scores.dtype)
+    marks = marks.reshape(-1, 1) if marks.ndim == 1 else marks
+    hit = torch.zeros_like(wide).scatter_add(1, ids.long(), marks.expand(ids.shape).contiguous())
+    return torch.where(hit[:, :-1] > 0, _NEVER, scores)
+
+
+def _sequence_bias(scores: Any, values: Any, at: Any) -> Any:
+    matches = _ends_with(at, values["sequence_bias_prefixes"])
+    bias = torch.where(matches, values["sequence_bias"], 0.0)
+    wide = torch.nn.functional.pad(scores, (0, 1))
+    last = values["sequence_bias_last"][None].expand(scores.shape[0], -1).long()
+    return wide.scatter_add(1, last, bias.to(wide.dtype))[:, :-1]
+
+
+def _repetition(scores: Any, values: Any, at: Any) -> Any:
+    penalty = values["repetition_penalty"]
+    return torch.where(at["seen"] > 0, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+
+
+def _presence(scores: Any, values: Any, at: Any) -> Any:
+    counts = at["counts"]
+    return scores - values["frequency_penalty"] * counts - values["presence_penalty"] * (counts > 0)
+
+
+def _ngrams(scores: Any, values: Any, at: Any) -> Any:
+    size, tokens = at["spec"].no_repeat_ngram_size, at["tokens"]
+    index = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    repeats = (index >= at["first"][:, None]) & (index + size - 1 < at["end"])
+    for offset in range(size - 1):
+        last = tokens.index_select(1, (at["end"] - size + 1 + offset).reshape(1).clamp(min=0))
+        repeats = repeats & (torch.roll(tokens, -offset, dims=1) == last)
+    following = torch.where(repeats, torch.roll(tokens, -(size - 1), dims=1), scores.shape[-1])
+    return _banned(scores, following)
+
+
+def _bad_words(scores: Any, values: Any, at: Any) -> Any:
+    return _banned(scores, values["bad_words_ids_last"], _ends_with(at, values["bad_words_ids_prefixes"]))
+
+
+def _min_length(scores: Any, values: Any, at: Any) -> Any:
+    is_short = (at["lengths"] < values["min_length"]) | (at["step"] < values["min_new_tokens"])
+    return _banned(scores, values["min_length_eos"], is_short)
+
+
+def _force(scores: Any, ids: Any, where: Any) -> Any:
+    kept = torch.zeros_like(torch.nn.functional.pad(scores, (0, 1)))
+    kept = kept.scatter(1, ids.reshape(1, -1).expand(scores.shape[0], -1).long(), 1.0)[:, :-1]
+    return torch.where(where.reshape(-1, 1), torch.where(kept > 0, 0.0, _NEVER), scores)
+
+
+def _forced_bos(scores: Any, values: Any, at: Any) -> Any:
+    return _force(scores, values["forced_bos_token_id"], at["lengths"] == 1)
+
+
+def _forced_eos(scores: Any, values: Any, at: Any) -> Any:
+    is_last = (at["step"] == values["last_step"]).expand(scores.shape[0])
+    return _force(scores, values["forced_eos_token_id"], is_last)
+
+
+def _suppress(scores: Any, values: Any, at: Any) -> Any:
+    return _banned(scores, values["suppress_tokens"])
+
+
+def _suppress_begin(scores: Any, values: Any, at: Any) -> Any:
+    is_forced = (at["prompt_lengths"] <= 1) & ("forced_bos_token_id" in at["spec"].active)
+    return _banned(scores, values["begin_suppress_tokens"], at["step"] == is_forced.long())
+
+
+def _top_k(scores: Any, values: Any, at: Any) -> Any:
+    candidates = torch.topk(scores, min(at["spec"].num_candidates, scores.shape[-1]), dim=-1).values
+    counted = torch.arange(candidates.shape[-1], device=scores.device) < values["top_k"]
+    border = torch.where(counted, candidates, float("inf")).min(dim=-1, keepdim=True).values
+    return torch.where(scores < border, _NEVER, scores)
+
+
+def _top_p(scores: Any, values: Any, at: Any) -> Any:
+    ordered = torch.sort(scores, dim=-1, descending=True).values
+    weights = torch.softmax(ordered, dim=-1)
+    above = weights.cumsum(dim=-1) - weights
+    border = torch.where(above < values["top_p"], ordered, float("inf")).min(dim=-1, keepdim=True).values
+    highest = scores.max(dim=-1, keepdim=True).values
+    return torch.where(scores < torch.minimum(border, highest), _NEVER, scores)
+
+
+def _top_k_top_p(scores: Any, values: Any, at: Any) -> Any:
+    return _top_p(_top_k(scores, values, at), values, at)
+
+
+def _min_p(scores: Any, values: Any, at: Any) -> Any:
+    return torch.where(scores < scores.max(dim=-1, keepdim=True).values + values["log_min_p"], _NEVER, scores)
+
+
+def _epsilon(scores: Any, values: Any, at: Any) -> Any:
+    is_rare = torch.log_softmax(scores, dim=-1) < torch.log(values["epsilon_cutoff"])
+    return torch.where(is_rare & (scores < scores.max(dim=-1, keepdim=True).values), _NEVER, scores)
+
+
+def _ends_with(at: Any, prefixes: Any) -> Any:
+    """Whether a row's text ends with each of `prefixes`, [words, width], -1 on the left of shorter ones: [batch, words]."""
+    tokens, width = at["tokens"], prefixes.shape[1]
+    positions = at["end"] - width + torch.arange(width, device=tokens.device)
+    tail = tokens.index_select(1, positions.clamp(0, tokens.shape[1] - 1))
+    tail = torch.where(positions[None] >= at["first"][:, None], tail, -2)
+    return ((prefixes[None] == -1) | (prefixes[None] == tail[:, None])).all(dim=-1)
+
+
+PROCESSORS: Mapping[str, Processor] = {
+    "sequence_bias": _sequence_bias,
+    "repetition_penalty": _repetition,
+    "presence_frequency_penalty": _presence,
+    "no_repeat_ngram_size": _ngrams,
+    "bad_words_ids": _bad_words,
+    "min_length": _min_length,
+    "forced_bos_token_id": _forced_bos,
+    "forced_eos_token_id": _forced_eos,
+    "remove_invalid_values": lambda scores, values, at: torch.nan_to_num(scores),
+    "suppress_tokens": _suppress,
+    "begin_suppress_tokens": _suppress_begin,
+    "temperature": lambda scores, values, at: scores / values["temperature"],
+    "top_k": _top_k,
+    "top_k_top_p": _top_k_top_p,
+    "top_p": _top_p,
+    "min_p": _min_p,
+    "epsilon_cutoff": _epsilon,
+    "renormalize_logits": lambda scores, values, at: torch.log_softmax(scores, dim=-1),
+}
+"""In the order of transformers' `_get_logits_processor`."""

@@ -1,0 +1,63 @@
+"""A checkpoint's tensors onto a torch_xla device, into the module itself: one at a time, with no second copy of the model."""
+
+from __future__ import annotations
+
+import torch
+
+from hfax.load.conversion import check_complete, plan_conversion, run_step
+from hfax.load.rules import check_shape, draw_missing, dtype_rule
+from hfax.load.skeleton import Skeleton
+from hfax.load.store import TensorStore
+
+
+def load_weights(
+    skeleton: Skeleton, store: TensorStore, device: torch.device, dtype: torch.dtype, *, strict: bool
+) -> None:
+    """Read, convert, cast and place every weight.
+
+    Args:
+        skeleton: its module's meta parameters become parameters on the device.
+        store: what there is.
+        device: where.
+        dtype: of floating-point weights, but where transformers keeps float32.
+        strict: missing and unexpected tensors are errors.
+
+    Raises:
+        CheckpointCorruptError: tensors are missing, unexpected, misshapen or cannot be merged.
+    """
+    plan = plan_conversion(skeleton, store.names)
+    expected = {**skeleton.shapes, **{alias: skeleton.shapes[name] for alias, name in skeleton.tied.items()}}
+    rule, placed = dtype_rule(skeleton.module, dtype), {}
+    for step in plan.steps:
+        for name, tensor in run_step(step, store.read, skeleton.module):
+            check_shape(name, tensor, expected[name], step)
+            wanted = rule(name, expected[name]) if tensor.is_floating_point() else tensor.dtype
+            placed[name] = tensor.to(wanted).to(device)
+    tied = {}
+    for alias, name in skeleton.tied.items():
+        if alias in placed and name not in placed:
+            placed[name] = placed.pop(alias)
+        elif alias in placed and not torch.equal(placed[alias].cpu(), placed[name].cpu()):
+            continue  # stored with different values: not tied
+        placed.pop(alias, None)
+        tied[alias] = name
+    missing = check_complete(skeleton, set(placed), plan.unexpected, strict=strict)
+    placed |= {name: tensor.to(device) for name, tensor in draw_missing(skeleton, missing).items()}
+    put_in(skeleton, placed, tied, device)
+
+
+def put_in(skeleton: Skeleton, placed: dict[str, torch.Tensor], tied: dict[str, str], device: torch.device) -> None:
+    """Make tensors the module's parameters and buffers, tied ones the same object; buffers of no checkpoint go along."""
+    parameters = {name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in placed.items()}
+    for name in [*placed, *tied]:
+        path, _, own = name.rpartition(".")
+        part = skeleton.module.get_submodule(path)
+        source = tied.get(name, name)
+        if own in part._buffers:
+            part._buffers[own] = placed[source]
+        else:
+            part._parameters[own] = parameters[source]
+    for name, buffer in skeleton.buffers.items():
+        if buffer.ndim or buffer.is_floating_point():  # numbers that modelling code looks at stay where it can
+            path, _, own = name.rpartition(".")
+            skeleton.module.get_submodule(path)._buffers[own] = buffer.to(device)
