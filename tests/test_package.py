@@ -19,6 +19,7 @@ ORDER = [
     {"errors", "home", "modelling_line", "phases", "demo"},
     {"portable"},
     {"launch"},
+    {"specs"},
     {"shrink", "mesh", "example_inputs"},
     {"kernels"},
     {"kv_cache"},

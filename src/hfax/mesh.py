@@ -18,12 +18,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Mesh
 from transformers import PretrainedConfig
 
 from hfax.errors import InvalidInputError
+from hfax.specs import Mesh
 
 DATA, FSDP, EXPERT, TENSOR, GROUP = AXES = ("data", "fsdp", "expert", "tensor", "group")
 BATCH_AXES = (DATA, FSDP)
@@ -34,7 +33,7 @@ GIVEN_AXES = AXES[:-1]
 
 
 def make_mesh(
-    parallelism: str | Mapping[str, int] | Mesh, config: PretrainedConfig, devices: Sequence[jax.Device] | None = None
+    parallelism: str | Mapping[str, int] | Mesh, config: PretrainedConfig, devices: Sequence[Any] | None = None
 ) -> Mesh:
     """A mesh with the axes `AXES`.
 
@@ -52,7 +51,11 @@ def make_mesh(
         order = [parallelism.axis_names.index(name) for name in GIVEN_AXES if name in parallelism.axis_names]
         grid = parallelism.devices.transpose(order)
     else:
-        devices = list(jax.devices() if devices is None else devices)
+        if devices is None:
+            import jax
+
+            devices = jax.devices()
+        devices = list(devices)
         if parallelism == "auto":
             sizes = choose_sizes(config, len(devices))
         elif isinstance(parallelism, str):
@@ -152,9 +155,9 @@ def _checked_sizes(given: Mapping[str, int]) -> dict[str, int]:
 
 def _grid(devices: list[Any], shape: list[int]) -> np.ndarray:
     """The devices in an order that puts neighbours of the last axes close together on a TPU."""
-    from jax.experimental import mesh_utils
-
     if devices and devices[0].platform == "tpu":
+        from jax.experimental import mesh_utils
+
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     return np.array(devices).reshape(shape)
 

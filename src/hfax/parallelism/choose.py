@@ -14,7 +14,7 @@ from hfax.load.skeleton import Skeleton
 from hfax.mesh import make_mesh
 from hfax.sharding.layout import Layout
 from hfax.sharding.plan import ShardingPlan, make_plan
-from hfax.sharding.structure import Role
+from hfax.sharding.role import Role
 
 Parallelism = str | Mapping[str, int] | Mesh | Mapping[str, PartitionSpec | str | Mapping[str, int] | Mesh] | None
 

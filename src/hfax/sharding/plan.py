@@ -16,13 +16,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from transformers import PreTrainedModel
 
 from hfax.errors import InvalidInputError
 from hfax.mesh import FSDP, HEAD_AXES, TENSOR, expert_axes, size_of
-from hfax.sharding.structure import Role
+from hfax.sharding.role import Role
+from hfax.specs import Mesh, NamedSharding, P
 
 Roles = Callable[[], Mapping[str, Role]]
 """What the traced computation shows of weights, by name; asked only where a model has no plan of its own."""

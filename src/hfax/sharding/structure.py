@@ -9,12 +9,13 @@ so the result may miss a pair, never claim one that is not there; and since XLA 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import Literal, Var
+
+from hfax.sharding.role import Role
 
 _SAME = "same along the axis"
 _MANY = "an axis of its own"
@@ -37,21 +38,6 @@ _REDUCTIONS = frozenset(
     ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin")
 )
 _ALONG_AN_AXIS = frozenset(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Role:
-    """How a weight can be split.
-
-    Args:
-        axis: of the weight.
-        units: into how many parts at most, for instance heads; every split's size must divide it.
-        is_output: the axis is what the weight makes, rather than what it reads.
-    """
-
-    axis: int
-    units: int
-    is_output: bool
 
 
 def find_roles(jaxpr: Any, weights: Sequence[str | None]) -> dict[str, Role]:

@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
     from hfax.load.source import CheckpointSource
     from hfax.torch_xla.model import TorchXlaModel
+    from hfax.torch_xla.sharding import Spread
 
 
 class TorchXlaBackend:
     """See `hfax.backend.Backend`."""
 
     name = "torch_xla"
-    capabilities: frozenset[str] = frozenset()
+    capabilities: frozenset[str] = frozenset({"parallelism"})
 
     def problem(self) -> BackendNotAvailableError | None:
         """Why it cannot be used here; None if it can."""
@@ -54,9 +55,10 @@ class TorchXlaBackend:
         code = str(source.folder) if options.trust_remote_code else None
         dtype = resolve_dtype(options.dtype, config, store.float_dtype)
         skeleton = _skeleton(config, options, dtype, code)
+        spread = _spread(skeleton, options)
         device = runtime.device()
-        load_weights(skeleton, store, device, dtype, strict=options.strict)
-        return _finish(skeleton, device, source.folder, str(source.name), options.task)
+        load_weights(skeleton, store, device, dtype, strict=options.strict, placed=_marker(spread))
+        return _finish(skeleton, device, spread, source.folder, str(source.name), options.task)
 
     def from_config(self, config: PretrainedConfig, options: LoadOptions, seed: int) -> TorchXlaModel:
         """A model with the random weights that transformers draws."""
@@ -64,13 +66,17 @@ class TorchXlaBackend:
 
         config = copy.deepcopy(config)
         dtype = resolve_dtype(options.dtype, config, None)
-        skeleton, device = _skeleton(config, options, dtype, None), runtime.device()
+        skeleton = _skeleton(config, options, dtype, None)
+        spread = _spread(skeleton, options)
+        device = runtime.device()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             drawn = type(skeleton.module)._from_config(copy.deepcopy(config), dtype=dtype)
         held = drawn.state_dict(keep_vars=True)
         put_in(skeleton, {name: held[name].detach().to(device) for name in skeleton.shapes}, skeleton.tied, device)
-        return _finish(skeleton, device, None, type(config).__name__, options.task)
+        if spread is not None:
+            spread.mark_weights(skeleton)
+        return _finish(skeleton, device, spread, None, type(config).__name__, options.task)
 
 
 def _skeleton(config: PretrainedConfig, options: LoadOptions, dtype: torch.dtype, code: str | None) -> Skeleton:
@@ -94,13 +100,29 @@ def _skeleton(config: PretrainedConfig, options: LoadOptions, dtype: torch.dtype
     return build_skeleton(model_class, config, dtype, attention=attention, experts=NAME)
 
 
-def _finish(skeleton: Skeleton, device: torch.device, folder: Any, name: str, task: str | None) -> TorchXlaModel:
+def _spread(skeleton: Skeleton, options: LoadOptions) -> Spread | None:
+    if options.parallelism is None:
+        return None
+    from hfax.torch_xla.sharding import Spread
+
+    return Spread(skeleton, options.parallelism)
+
+
+def _marker(spread: Spread | None) -> Any:
+    return None if spread is None else spread.mark
+
+
+def _finish(
+    skeleton: Skeleton, device: torch.device, spread: Spread | None, folder: Any, name: str, task: str | None
+) -> TorchXlaModel:
     from hfax.torch_xla.model import TorchXlaModel
 
     # transformers' pipelines look at the class's name
     cls = type(type(skeleton.module).__name__, (TorchXlaModel,), {"__doc__": TorchXlaModel.__doc__})
     generation_config = read_generation_config(folder, skeleton.module)
-    return cls(skeleton, device, generation_config=generation_config, name_or_path=name, folder=folder, task=task)
+    return cls(
+        skeleton, device, spread, generation_config=generation_config, name_or_path=name, folder=folder, task=task
+    )
 
 
 BACKEND = TorchXlaBackend()

@@ -19,9 +19,11 @@ from hfax.programs.driving import Streamer
 from hfax.programs.own_generate import has_own_generate
 from hfax.programs.sequences import as_sequences
 from hfax.programs.stop_strings import make_stop_check
+from hfax.sharding.plan import ShardingPlan
 from hfax.torch_xla import generation, runtime
+from hfax.torch_xla.sharding import Spread
 
-_ONLY_JAX = ("apply", "params", "compile", "map", "drive", "mesh", "sharding_plan", "jax_device")
+_ONLY_JAX = ("apply", "params", "compile", "map", "drive", "mesh", "jax_device")
 
 
 class TorchXlaModel(BaseModel):
@@ -38,6 +40,7 @@ class TorchXlaModel(BaseModel):
         self,
         skeleton: Skeleton,
         device: torch.device,
+        spread: Spread | None,
         *,
         generation_config: GenerationConfig,
         name_or_path: str,
@@ -54,6 +57,7 @@ class TorchXlaModel(BaseModel):
         )
         self.module = skeleton.module
         self.xla_device = device
+        self._spread = spread
 
     def __getattr__(self, name: str) -> NoReturn:
         if name in _ONLY_JAX:
@@ -69,6 +73,10 @@ class TorchXlaModel(BaseModel):
         return (
             f"{type(self).__name__}({self.name_or_path!r}, {self.num_parameters:,} parameters, {self.dtype}, {where})"
         )
+
+    def sharding_plan(self) -> ShardingPlan | None:
+        """How each weight is split over the devices, and why; its text is a table. None for one device."""
+        return None if self._spread is None else self._spread.plan
 
     @property
     def num_parameters(self) -> int:
@@ -171,7 +179,7 @@ class TorchXlaModel(BaseModel):
             vocab_size=self._num_logits(),
             buckets=self._buckets,
             device=self.xla_device,
-            place=lambda tensor, name: tensor if tensor.device.type == "xla" else tensor.to(self.xla_device),
+            place=self._place if self._spread is None else self._spread.place,
             used=self.patches,
         )
         stop_check = make_stop_check(config.stop_strings, tokenizer)
@@ -197,6 +205,9 @@ class TorchXlaModel(BaseModel):
         held = self.module.state_dict(keep_vars=True)
         tensors = {name: held[name].detach().cpu() for name in self._skeleton.shapes}
         write_folder(Path(folder), self.module, tensors, self.generation_config, max_shard_size)
+
+    def _place(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        return tensor if tensor.device.type == "xla" else tensor.to(self.xla_device)
 
     def _on_device(self, value: Any) -> Any:
         arrays, structure = flatten(value, is_array)

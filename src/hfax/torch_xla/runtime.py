@@ -5,6 +5,7 @@ The package is imported nowhere else, so that every failure of it says what to d
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -66,6 +67,12 @@ def kind() -> str:
     return os.environ.get("PJRT_DEVICE", "CPU")
 
 
+def module(name: str) -> Any:
+    """One of torch_xla's own modules, such as "distributed.spmd"."""
+    require()
+    return importlib.import_module(f"torch_xla.{name}")
+
+
 def sync() -> None:
     """Run what was recorded since the last time, as one program."""
     require().sync()
@@ -73,8 +80,7 @@ def sync() -> None:
 
 def counters() -> dict[str, int]:
     """What torch_xla counted in this process so far: compilations, runs, transfers to the host, operations without a lowering."""
-    require()
-    import torch_xla.debug.metrics as metrics  # pyright: ignore[reportMissingImports]
+    metrics = module("debug.metrics")
 
     def count(name: str) -> int:
         data = metrics.metric_data(name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from hfax.load.conversion import check_complete, plan_conversion, run_step
@@ -11,7 +13,13 @@ from hfax.load.store import TensorStore
 
 
 def load_weights(
-    skeleton: Skeleton, store: TensorStore, device: torch.device, dtype: torch.dtype, *, strict: bool
+    skeleton: Skeleton,
+    store: TensorStore,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    strict: bool,
+    placed: Callable[[str, torch.Tensor], None] | None = None,
 ) -> None:
     """Read, convert, cast and place every weight.
 
@@ -21,29 +29,32 @@ def load_weights(
         device: where.
         dtype: of floating-point weights, but where transformers keeps float32.
         strict: missing and unexpected tensors are errors.
+        placed: called with every weight that has come to the device, which says how it is split over several.
 
     Raises:
         CheckpointCorruptError: tensors are missing, unexpected, misshapen or cannot be merged.
     """
     plan = plan_conversion(skeleton, store.names)
     expected = {**skeleton.shapes, **{alias: skeleton.shapes[name] for alias, name in skeleton.tied.items()}}
-    rule, placed = dtype_rule(skeleton.module, dtype), {}
+    rule, there = dtype_rule(skeleton.module, dtype), {}
     for step in plan.steps:
         for name, tensor in run_step(step, store.read, skeleton.module):
             check_shape(name, tensor, expected[name], step)
             wanted = rule(name, expected[name]) if tensor.is_floating_point() else tensor.dtype
-            placed[name] = tensor.to(wanted).to(device)
+            there[name] = tensor.to(wanted).to(device)
+            if placed is not None:
+                placed(skeleton.tied.get(name, name), there[name])
     tied = {}
     for alias, name in skeleton.tied.items():
-        if alias in placed and name not in placed:
-            placed[name] = placed.pop(alias)
-        elif alias in placed and not torch.equal(placed[alias].cpu(), placed[name].cpu()):
+        if alias in there and name not in there:
+            there[name] = there.pop(alias)
+        elif alias in there and not torch.equal(there[alias].cpu(), there[name].cpu()):
             continue  # stored with different values: not tied
-        placed.pop(alias, None)
+        there.pop(alias, None)
         tied[alias] = name
-    missing = check_complete(skeleton, set(placed), plan.unexpected, strict=strict)
-    placed |= {name: tensor.to(device) for name, tensor in draw_missing(skeleton, missing).items()}
-    put_in(skeleton, placed, tied, device)
+    missing = check_complete(skeleton, set(there), plan.unexpected, strict=strict)
+    there |= {name: tensor.to(device) for name, tensor in draw_missing(skeleton, missing).items()}
+    put_in(skeleton, there, tied, device)
 
 
 def put_in(skeleton: Skeleton, placed: dict[str, torch.Tensor], tied: dict[str, str], device: torch.device) -> None:

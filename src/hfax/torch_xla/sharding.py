@@ -1,0 +1,111 @@
+"""A model over several devices of torch_xla (SPMD): the same plan as on JAX, said in torch_xla's words.
+
+XLA splits the programs; `mark_sharding` says where weights and caches lie. Data, fsdp, expert and tensor axes mean what they mean
+there; weights of models without a plan of their own are whole on every device, since finding their roles takes JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from hfax.errors import BackendNotAvailableError, UnsupportedOptionError
+from hfax.load.skeleton import Skeleton
+from hfax.mesh import TENSOR, batch_axes, make_mesh, size_of
+from hfax.sharding.plan import ShardingPlan, make_plan
+from hfax.torch_xla import runtime
+
+
+class _Device:
+    """One of torch_xla's devices, by number."""
+
+    platform = "torch_xla"
+
+    def __init__(self, number: int) -> None:
+        self.id = number
+
+
+class Spread:
+    """Devices, the plan of a model's weights over them, and the marks that say so.
+
+    Args:
+        skeleton: the model.
+        parallelism: "auto", or sizes by axis.
+
+    Raises:
+        UnsupportedOptionError: it is something else.
+        InvalidInputError: see `make_mesh`.
+        BackendNotAvailableError: torch_xla runs without SPMD already.
+    """
+
+    def __init__(self, skeleton: Skeleton, parallelism: Any) -> None:
+        sizes = parallelism if isinstance(parallelism, str) else dict(parallelism) if _is_sizes(parallelism) else None
+        if sizes is None:
+            raise UnsupportedOptionError(
+                "The backend torch_xla takes 'auto' or sizes by axis as parallelism.",
+                "Patterns and meshes of JAX are JAX's.",
+                'For instance parallelism={"data": 2, "tensor": 4}; or use backend="jax".',
+            )
+        _use_spmd()
+        spmd = runtime.module("distributed.spmd")
+        number = runtime.module("runtime").global_runtime_device_count()
+        mesh = make_mesh(sizes, skeleton.module.config, [_Device(i) for i in range(number)])
+        if mesh.size != number:
+            raise UnsupportedOptionError(
+                f"A mesh of {mesh.size} of {number} devices was asked for.",
+                "torch_xla's programs run on all devices of a process.",
+                "Make the sizes' product the number of devices; data or fsdp can take the rest.",
+            )
+        self.plan: ShardingPlan = make_plan(skeleton.module, skeleton.shapes, mesh, roles=dict)
+        ids = np.array([device.id for device in mesh.devices.flat])
+        self._mesh = spmd.Mesh(ids, tuple(mesh.shape.values()), tuple(mesh.shape))
+        self._mark = spmd.mark_sharding
+
+    def mark(self, name: str, tensor: torch.Tensor) -> None:
+        """Split a weight as the plan says, as soon as it is on the device."""
+        if name in self.plan.weights:
+            self._mark(tensor, self._mesh, tuple(self.plan.weights[name].spec))
+
+    def mark_weights(self, skeleton: Skeleton) -> None:
+        """The module's parameters, split as the plan says."""
+        held = skeleton.module.state_dict(keep_vars=True)
+        for name in self.plan.weights:
+            self.mark(name, held[name])
+
+    def place(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """A tensor on the devices: caches by heads and rows, inputs by rows, all else whole."""
+        if tensor.device.type != "xla":
+            tensor = tensor.to(runtime.device())
+        mesh = self.plan.mesh
+        axes: list[Any] = [None] * tensor.ndim
+        kind = name.rpartition(".")[2]
+        if name.startswith("cache.") and kind in ("keys", "values") and tensor.ndim == 4:
+            if tensor.shape[1] % size_of(mesh, TENSOR) == 0:
+                axes[1] = TENSOR
+            axes[0] = batch_axes(mesh, tensor.shape[0])
+        elif name and tensor.ndim:
+            axes[0] = batch_axes(mesh, tensor.shape[0])
+        if any(axes):
+            self._mark(tensor, self._mesh, tuple(axes))
+        return tensor
+
+
+def _is_sizes(parallelism: Any) -> bool:
+    return isinstance(parallelism, Mapping) and all(isinstance(size, int) for size in parallelism.values())
+
+
+def _use_spmd() -> None:
+    devices = runtime.module("runtime")
+    if devices.is_spmd():
+        return
+    try:
+        devices.use_spmd()
+    except RuntimeError as error:
+        raise BackendNotAvailableError(
+            "torch_xla could not be switched to several devices.",
+            str(error).splitlines()[0],
+            "Load the model over several devices before anything else uses torch_xla in this process.",
+        ) from error
