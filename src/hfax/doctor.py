@@ -7,7 +7,6 @@ a shrunken copy is also run beside plain transformers.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect as python_inspect
 import math
@@ -18,13 +17,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import transformers
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from hfax.backends.abstract import example_inputs, without_weights
 from hfax.backends.observations import Observations, observing
 from hfax.backends.traced_model import TracedModel
-from hfax.errors import HfaxError, InvalidInputError, UnsupportedModelError
+from hfax.errors import HfaxError, UnsupportedModelError
 from hfax.kernels.target import compiling_for
+from hfax.load.config import read_any_config
 from hfax.patches import registry
 
 _PROMPT, _CAPACITIES = 64, (128, 256)
@@ -233,27 +233,6 @@ def _product_operations(jaxpr: Any) -> int:
             if hasattr(inner, "eqns"):
                 total += _product_operations(inner)
     return total
-
-
-def read_any_config(model: str | Path | PretrainedConfig, trust_remote_code: bool) -> PretrainedConfig:
-    """A config from what names one: a Hub id, a folder, a config.json, "demo", or itself (copied).
-
-    Raises:
-        InvalidInputError: there is none.
-    """
-    if isinstance(model, PretrainedConfig):
-        return copy.deepcopy(model)
-    from hfax.demo import demo_folder
-
-    path: Any = demo_folder() if model == "demo" else model
-    try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise InvalidInputError(
-            f"No config was found for {model!r}.",
-            " ".join(str(error).split())[:300],
-            "Pass a Hub id, a folder with a config.json, or a config.json; gated repositories need `hf auth login`.",
-        ) from error
 
 
 def _ids(length: int) -> jax.ShapeDtypeStruct:

@@ -261,12 +261,14 @@ def test_auto_takes_what_works() -> None:
 
 def test_what_this_backend_lacks_names_the_other(llama: tuple) -> None:
     model, _, folder = llama
-    for name in ("apply", "params", "compile", "map", "sharding_plan"):
+    for name in ("apply", "params", "compile", "map"):
         with pytest.raises(UnsupportedOptionError, match='backend="jax"'):
             getattr(model, name)
     with pytest.raises(UnsupportedOptionError, match="has no quantization"):
         AutoModelForTPU.from_pretrained(folder, backend="torch_xla", quantization="int8")
-    with pytest.raises(UnsupportedOptionError, match="has no parallelism"):
+    with pytest.raises(UnsupportedOptionError, match="has no plan"):
+        AutoModelForTPU.from_pretrained(folder, backend="torch_xla", plan="plan.json")
+    with pytest.raises(InvalidInputError, match="needs 2 devices; there are 1"):
         AutoModelForTPU.from_pretrained(folder, backend="torch_xla", parallelism={"tensor": 2})
     ids = prompts()["input_ids"][1:]
     with pytest.raises(UnsupportedOptionError, match="does not have typical_p"):

@@ -10,6 +10,7 @@ import typer
 
 from hfax.cli import model_options
 from hfax.cli.error_display import reporting
+from hfax.errors import InvalidInputError
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -22,12 +23,29 @@ def doctor(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hub id, a folder, a config.json, or demo.")],
     check: Annotated[bool, typer.Option("--check", help="Also run a shrunken copy beside plain transformers.")] = False,
     task: Annotated[str | None, typer.Option(help="A pipeline task name, to choose another class.")] = None,
+    backend: Annotated[
+        str, typer.Option(help="jax: traced from the config alone. torch_xla: a small copy is run and counted.")
+    ] = "jax",
     trust_remote_code: model_options.TrustOption = False,
     json_output: model_options.JsonOption = False,
     verbose: model_options.VerboseOption = False,
 ) -> None:
     """Say whether a model works, which patches it gets, and what it costs. Loads no weights. Exit code 1 if it fails."""
     with reporting(verbose):
+        if backend == "torch_xla":
+            from hfax.torch_xla.diagnosis import diagnose
+
+            seen = diagnose(model, task=task, trust_remote_code=trust_remote_code)
+            typer.echo(json.dumps(dataclasses.asdict(seen), indent=2) if json_output else str(seen))
+            if seen.problems:
+                raise typer.Exit(1)
+            return
+        if backend != "jax":
+            raise InvalidInputError(
+                f"The doctor does not know the backend {backend!r}.",
+                "It looks at models as a backend runs them.",
+                "Use --backend jax or torch_xla.",
+            )
         from hfax.doctor import inspect
 
         found = inspect(model, task=task, check=check, trust_remote_code=trust_remote_code)

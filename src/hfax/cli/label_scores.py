@@ -46,7 +46,7 @@ def scores_of_head(model: JaxModel, tokenizer: Any, text: str) -> list[LabelScor
     """
     inputs = dict(tokenizer(text, return_tensors="np"))
     _check_length(inputs["input_ids"].shape[1], model)
-    logits = np.asarray(model(**inputs).logits, np.float32)[0]
+    logits = _numbers(model(**inputs).logits)[0].astype(np.float32)
     labels: Any = model.config.id2label or {}
     scores = _head_scores(logits, getattr(model.config, "problem_type", None))
     return [LabelScore(label=labels.get(i, f"LABEL_{i}"), score=float(s)) for i, s in enumerate(scores)]
@@ -96,7 +96,7 @@ def _token_log_probs(model: JaxModel, tokenizer: Any, rows: Sequence[Sequence[in
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     ids = np.array([[*row, *[pad] * (width - len(row))] for row in rows], np.int32)
     mask = np.array([[1] * len(row) + [0] * (width - len(row)) for row in rows], np.int32)
-    logits = np.asarray(model(input_ids=ids, attention_mask=mask, use_cache=False).logits)
+    logits = _numbers(model(input_ids=ids, attention_mask=mask, use_cache=False).logits)
     result = []
     for row, row_logits in zip(rows, logits, strict=True):
         drawn = row_logits[start - 1 : len(row) - 1].astype(np.float32)
@@ -104,6 +104,11 @@ def _token_log_probs(model: JaxModel, tokenizer: Any, rows: Sequence[Sequence[in
         normalized = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
         result.append([float(normalized[i, token]) for i, token in enumerate(row[start:])])
     return result
+
+
+def _numbers(array: Any) -> np.ndarray:
+    """Of a torch tensor or a jax array."""
+    return array.float().numpy() if hasattr(array, "numpy") else np.asarray(array)
 
 
 def _common_length(a: Sequence[int], b: Sequence[int]) -> int:

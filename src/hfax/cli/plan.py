@@ -61,7 +61,7 @@ def plan(
     with reporting(verbose):
         from rich.console import Console
 
-        from hfax.doctor import read_any_config
+        from hfax.load.config import read_any_config
         from hfax.load.quantize import check_name
         from hfax.planning.plan import ASSUMPTIONS, make_plans
 

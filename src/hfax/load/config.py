@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from hfax.errors import CheckpointCorruptError, UnsupportedModelError
+from hfax.demo import demo_folder
+from hfax.errors import CheckpointCorruptError, InvalidInputError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from hfax.load.source import CheckpointSource
@@ -72,3 +74,22 @@ def read_generation_config(folder: Path | None, module: PreTrainedModel) -> Gene
                 "Correct the file, or remove it to use the defaults.",
             ) from error
     return getattr(module, "generation_config", None) or GenerationConfig.from_model_config(module.config)
+
+
+def read_any_config(model: str | Path | PretrainedConfig, trust_remote_code: bool) -> PretrainedConfig:
+    """A config from what names one: a Hub id, a folder, a config.json, "demo", or itself (copied).
+
+    Raises:
+        InvalidInputError: there is none.
+    """
+    if isinstance(model, PretrainedConfig):
+        return copy.deepcopy(model)
+    path: Any = demo_folder() if model == "demo" else model
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidInputError(
+            f"No config was found for {model!r}.",
+            " ".join(str(error).split())[:300],
+            "Pass a Hub id, a folder with a config.json, or a config.json; gated repositories need `hf auth login`.",
+        ) from error

@@ -49,8 +49,6 @@ class Spread:
                 "Patterns and meshes of JAX are JAX's.",
                 'For instance parallelism={"data": 2, "tensor": 4}; or use backend="jax".',
             )
-        _use_spmd()
-        spmd = runtime.module("distributed.spmd")
         number = runtime.module("runtime").global_runtime_device_count()
         mesh = make_mesh(sizes, skeleton.module.config, [_Device(i) for i in range(number)])
         if mesh.size != number:
@@ -60,14 +58,17 @@ class Spread:
                 "Make the sizes' product the number of devices; data or fsdp can take the rest.",
             )
         self.plan: ShardingPlan = make_plan(skeleton.module, skeleton.shapes, mesh, roles=dict)
-        ids = np.array([device.id for device in mesh.devices.flat])
-        self._mesh = spmd.Mesh(ids, tuple(mesh.shape.values()), tuple(mesh.shape))
-        self._mark = spmd.mark_sharding
+        self._mesh: Any = None
+        if number > 1:
+            _use_spmd()
+            spmd = runtime.module("distributed.spmd")
+            ids = np.array([device.id for device in mesh.devices.flat])
+            self._mesh = spmd.Mesh(ids, tuple(mesh.shape.values()), tuple(mesh.shape))
 
     def mark(self, name: str, tensor: torch.Tensor) -> None:
         """Split a weight as the plan says, as soon as it is on the device."""
         if name in self.plan.weights:
-            self._mark(tensor, self._mesh, tuple(self.plan.weights[name].spec))
+            self._split(tensor, tuple(self.plan.weights[name].spec))
 
     def mark_weights(self, skeleton: Skeleton) -> None:
         """The module's parameters, split as the plan says."""
@@ -89,8 +90,12 @@ class Spread:
         elif name and tensor.ndim:
             axes[0] = batch_axes(mesh, tensor.shape[0])
         if any(axes):
-            self._mark(tensor, self._mesh, tuple(axes))
+            self._split(tensor, tuple(axes))
         return tensor
+
+    def _split(self, tensor: torch.Tensor, axes: tuple[Any, ...]) -> None:
+        if self._mesh is not None:
+            runtime.module("distributed.spmd").mark_sharding(tensor, self._mesh, axes)
 
 
 def _is_sizes(parallelism: Any) -> bool:
