@@ -1,4 +1,4 @@
-"""The backend torch_xla beside transformers' own generate on the same device: `python benchmarks/torch_xla.py [--json-file FILE]`.
+"""The backend torch_xla beside transformers' own generate on the same device: `python benchmarks/backends.py [--json-file FILE]`.
 
 In the environment of torch_xla, with an end-of-sequence id set, as every real model has it: without one, transformers' loop looks
 cheap, since no step depends on the logits. Both start with nothing compiled.
