@@ -6,9 +6,11 @@ beforehand. So the first step's program is every step's, and another prompt of t
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -245,21 +247,14 @@ class Loop:
         return patched(self.module, self.used)
 
 
-class patched:
-    """The backend's patches in force, and no gradients."""
-
-    def __init__(self, module: Any, used: set[str]) -> None:
-        self._used = used
-        self._patches, self._no_grad = registry.patched(module, "torch_xla"), torch.no_grad()
-
-    def __enter__(self) -> None:
-        self._ran = self._patches.__enter__()
-        self._no_grad.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._used |= self._ran
-        self._no_grad.__exit__(*error)
-        self._patches.__exit__(*error)
+@contextlib.contextmanager
+def patched(module: Any, used: set[str]) -> Iterator[None]:
+    """The backend's patches in force, and no gradients; `used` gets the names of those that ran."""
+    with registry.patched(module, "torch_xla") as ran, torch.no_grad():
+        try:
+            yield
+        finally:
+            used |= ran
 
 
 def run(loop: Loop, *, streamer: Streamer | None, stop_check: StopCheck | None) -> Generated:
@@ -333,8 +328,6 @@ class EncoderOutputs(BaseModelOutputWithPooling, BaseModelOutput):
 
 
 def _run_encoder(module: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    import inspect
-
     encoder = module.get_encoder()
     names = inspect.signature(encoder.forward).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in names.values())

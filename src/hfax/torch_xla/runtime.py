@@ -5,6 +5,7 @@ The package is imported nowhere else, so that every failure of it says what to d
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from hfax.errors import BackendNotAvailableError
+from hfax.home import hfax_home
 
 TORCH_OF = {"2.9": "2.9.0", "2.8": "2.8.0"}
 """torch_xla's releases, and the torch that each was built against; its metadata does not say."""
@@ -52,6 +54,7 @@ def device() -> torch.device:
         BackendNotAvailableError: none came up.
     """
     torch_xla = require()
+    _keep_programs()
     try:
         return torch_xla.device()
     except (RuntimeError, ValueError) as error:
@@ -60,6 +63,15 @@ def device() -> torch.device:
             str(error).strip().splitlines()[0],
             "Set PJRT_DEVICE to TPU, CUDA or CPU, whichever this machine has.",
         ) from error
+
+
+@functools.cache
+def _keep_programs() -> None:
+    """Have torch_xla keep compiled programs on disk, where its device can read them back; its CPU client cannot."""
+    if kind() != "CPU":
+        folder = hfax_home() / "torch_xla"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        module("runtime").initialize_cache(str(folder), readonly=False)
 
 
 def kind() -> str:
