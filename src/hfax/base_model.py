@@ -19,7 +19,6 @@ from hfax.backends import geometry
 from hfax.backends.structure import flatten, has_torch, is_array, is_of_jax, unflatten
 from hfax.backends.traits import ModelTraits
 from hfax.errors import InvalidInputError, UnsupportedOptionError
-from hfax.launch.together import agree
 from hfax.load.host_arrays import narrow, to_numpy
 from hfax.load.skeleton import Skeleton
 from hfax.patches import registry
@@ -155,7 +154,7 @@ class BaseModel:
         options_resolved = GenerationOptions(
             config=config,
             max_new_tokens=requests.resolve_max_new_tokens(config, prompts.longest, self._context()),
-            seed=int(seed) if seed is not None else agree(_draw_seed()) if config.do_sample else 0,
+            seed=int(seed) if seed is not None else self._agreed(_draw_seed()) if config.do_sample else 0,
             eos_token_ids=eos_ids,
             pad_token_id=config.pad_token_id if config.pad_token_id is not None else (eos_ids or (0,))[0],
             keep=(*keep, *(("log_probs",) if keep_log_probs else ())),
@@ -164,6 +163,10 @@ class BaseModel:
             draft=self._draft(assistant_model),
         )
         return Request(prompts=prompts, options=options_resolved, static=static), to_torch
+
+    def _agreed(self, value: Any) -> Any:
+        """The value of all processes that share the model."""
+        return value
 
     def _speculation(self, config: GenerationConfig, prompts: requests.Prompts, assistant_model: Any) -> Any:
         """How tokens are guessed; None: they are not."""

@@ -24,6 +24,7 @@ from hfax.base_model import BaseModel, Request, as_ids_tuple
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.kernels.quantized import QuantizedArray
 from hfax.launch.driven import drive
+from hfax.launch.together import agree
 from hfax.load.host_arrays import to_numpy
 from hfax.load.skeleton import Skeleton
 from hfax.patches import registry
@@ -299,6 +300,9 @@ class JaxModel(BaseModel):
             as_dict=bool(config.return_dict_in_generate) or bool(request.options.keep),
             give=lambda array: give(array, to_torch),
         )
+
+    def _agreed(self, value: Any) -> Any:
+        return agree(value) if self._layout.spans_processes else value
 
     def _draft(self, assistant_model: JaxModel | None) -> Any:
         return None if assistant_model is None else (assistant_model._traced, assistant_model._arrays())

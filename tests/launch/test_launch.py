@@ -189,6 +189,35 @@ def test_process_0_drives(folder, tmp_path):
     assert [json.loads((tmp_path / f"out.{i}").read_text()) for i in range(2)] == [expected] * 2
 
 
+OWN = """
+import json, sys
+import jax, numpy as np
+from hfax import AutoModelForTPU
+
+folder, out = sys.argv[1:]
+model = AutoModelForTPU.from_pretrained(folder)  # on a device of its own
+index = jax.process_index()
+ids = np.random.default_rng(0).integers(3, 120, (8, 12))[index : index + 1]
+texts = [np.asarray(model.generate(ids, max_new_tokens=6 + 9 * index, do_sample=False)).tolist() for _ in range(1 + 2 * index)]
+json.dump(texts, open(f"{out}.{index}", "w"))
+"""
+
+
+def test_processes_with_models_of_their_own(folder, tmp_path):
+    """They write what they like, as often as they like, and wait for nobody."""
+    script, out = tmp_path / "own.py", tmp_path / "out"
+    script.write_text(OWN)
+    run = start("--local", 2, "--cpu-devices", 1, script, folder, out)
+    _, errors = run.communicate(timeout=200)
+    assert run.returncode == 0, errors
+    plain = AutoModelForTPU.from_pretrained(folder)
+    for index in range(2):
+        wanted = np.asarray(
+            plain.generate(IDS[index : index + 1], max_new_tokens=6 + 9 * index, do_sample=False)
+        ).tolist()
+        assert json.loads((tmp_path / f"out.{index}").read_text()) == [wanted] * (1 + 2 * index)
+
+
 def test_launchers_of_two_machines_end_together(folder, script, tmp_path):
     address = f"127.0.0.1:{free_port()}"
     runs = [

@@ -29,6 +29,8 @@ class Interrupted(Exception):
 def agree(value: Any) -> Any:
     """Process 0's value, in every process of the run; each must ask. `value` itself in a run of one.
 
+    For what belongs to all of them: a process with a model of its own asks nobody.
+
     Raises:
         Interrupted: process 0 left the call.
     """

@@ -143,6 +143,10 @@ class Loop:
         """Of the cache, tokens."""
         return self._spec.capacity
 
+    def agree(self, value: Any) -> Any:
+        """Process 0's value, where the model spans several processes."""
+        return agree(value) if self._layout.spans_processes else value
+
     def put_like(self, array: np.ndarray, other: jax.Array) -> jax.Array:
         """See `Layout.put_like`."""
         return self._layout.put_like(array, other)
@@ -267,8 +271,8 @@ def _drive(
         is_complete = steps >= most or bool((lengths >= 0).all())
         seconds = time.perf_counter() - started
         chunk = next_chunk(chunk, seconds, most - steps, streamer is not None, stop_check is not None)
-        # every process of a run does as process 0, whatever its own clock and streamer say
-        is_complete, chunk, lengths, stopped = agree((is_complete, chunk, lengths, stopped))
+        # processes that share a model do as process 0, whatever their own clocks and streamers say
+        is_complete, chunk, lengths, stopped = loop.agree((is_complete, chunk, lengths, stopped))
         if is_complete:
             break
         if stopped.any():

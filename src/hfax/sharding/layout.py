@@ -55,6 +55,11 @@ class Layout:
         return None if self.plan is None else self.plan.mesh
 
     @property
+    def spans_processes(self) -> bool:
+        """Whether some of the devices belong to other processes, which must make the same calls."""
+        return any(device.process_index != jax.process_index() for device in self.devices)
+
+    @property
     def replicated(self) -> Sharding:
         """The whole array on every device."""
         return SingleDeviceSharding(self.device) if self.plan is None else NamedSharding(self.plan.mesh, P())

@@ -21,7 +21,6 @@ from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPo
 from hfax.backends.traits import WRITES_OTHERWISE, ModelTraits
 from hfax.errors import UnsupportedModelError
 from hfax.kv_cache.cache import cache_arrays, make_cache
-from hfax.launch.together import agree
 from hfax.patches import registry
 from hfax.patches.masks import decoder_padding
 from hfax.programs.buckets import Buckets
@@ -281,7 +280,7 @@ def run(loop: Loop, *, streamer: Streamer | None, stop_check: StopCheck | None) 
             next_chunk(chunk, seconds, most - steps, streamer is not None, stop_check is not None) if looks else _CHUNK
         )
         is_complete = steps >= most or bool((lengths >= 0).all())
-        is_complete, chunk, lengths, stopped = agree((is_complete, min(chunk, most - steps), lengths, stopped))
+        chunk = min(chunk, most - steps)
         if is_complete:
             break
         if stopped.any():
