@@ -167,7 +167,7 @@ class _Look:
         self.problems += (found or [error]) + ([later] if found and later is not None else [])
 
     def _forward(self) -> Any:
-        arrays, rest = example_inputs(self.traced.module)
+        arrays, rest = example_inputs(self.traced, self.params)
         return jax.eval_shape(lambda p, x: self.traced.apply(p, (), {**x, **rest}), self.params, arrays)
 
     def _decoding(self) -> None:

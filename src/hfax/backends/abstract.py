@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hfax.backends import geometry
 from hfax.backends.traced_model import TracedModel
+from hfax.example_inputs.images import feature_counts
 from hfax.example_inputs.inputs import make_inputs
 from hfax.load.host_arrays import to_numpy
 from hfax.load.skeleton import Skeleton
@@ -23,13 +25,34 @@ def without_weights(skeleton: Skeleton) -> tuple[TracedModel, dict[str, jax.Shap
     return TracedModel(skeleton, skeleton.tied, buffers), shapes
 
 
-def example_inputs(module: Any) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, Any]]:
+def example_inputs(
+    traced: TracedModel, params: dict[str, Any]
+) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, Any]]:
     """Shapes of small inputs of the module's forward, and those that stay as they are, since they decide shapes.
+
+    Args:
+        traced: of `without_weights`.
+        params: likewise.
 
     Raises:
         NotImplementedError: no rule fits the module's inputs.
     """
-    inputs = {name: _abstract(name, value) for name, value in make_inputs(module, "base").forward.items()}
+
+    def count_features(module: Any, images: dict[str, Any]) -> list[int]:
+        arrays = {n: _array_shape(v) for n, v in images.items() if not geometry.is_geometry(n) and hasattr(v, "dtype")}
+        rest = geometry.keep_on_host({n: v for n, v in images.items() if n not in arrays})
+        found: list[int] = []
+
+        def read(params: Any, arrays: Any) -> None:
+            traced.inspect(params, lambda module, arrays: found.extend(feature_counts(module, arrays)), arrays, rest)
+
+        jax.eval_shape(read, params, arrays)
+        return found
+
+    forward = make_inputs(traced.module, "base", count_features).forward
+    forward = {name: to_numpy(value) if hasattr(value, "dtype") else value for name, value in forward.items()}
+    # positions that depend on values, and what else is decided on the host
+    inputs = {name: _abstract(name, value) for name, value in traced.prepare(forward).items()}
     arrays = {name: value for name, value in inputs.items() if isinstance(value, jax.ShapeDtypeStruct)}
     return arrays, {name: value for name, value in inputs.items() if name not in arrays}
 
@@ -41,7 +64,7 @@ def _abstract(name: str, value: Any) -> Any:
 
 
 def _array_shape(tensor: Any) -> jax.ShapeDtypeStruct:
-    array = to_numpy(tensor)
+    array = tensor if isinstance(tensor, np.ndarray) else to_numpy(tensor)
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -90,6 +90,20 @@ class TracedModel:
         )
         _register(out_structure)
         return unflatten(out_structure, outputs), checks
+
+    def inspect(
+        self,
+        params: Mapping[str, jax.Array],
+        look: Callable[[torch.nn.Module, dict[str, Any]], Any],
+        arrays: Mapping[str, jax.Array],
+        static: Mapping[str, Any],
+    ) -> None:
+        """Within a trace, call `look(module, inputs)`: the module with its weights, and the inputs as its code sees them."""
+
+        def call(module: torch.nn.Module) -> None:
+            look(module, {**tracing.wrap(dict(arrays)), **tracing.wrap_constants(static)})
+
+        tracing.call_module(self.module, self._all(params), call, used=self.patches_used, constants=self._constants)
 
     def prefill(
         self,

@@ -236,12 +236,17 @@ LAYOUTS: dict[str, Callable[[Any], dict[str, torch.Tensor]]] = {
 """Model types whose images have a layout that few others have."""
 
 
-def prompts_with_images(model: Any, ordinary: torch.Tensor) -> dict[str, Any]:
+CountFeatures = Callable[[Any, dict[str, Any]], list[int]]
+"""Gets a model and its images, and says how many features each image gives."""
+
+
+def prompts_with_images(model: Any, ordinary: torch.Tensor, count_features: CountFeatures) -> dict[str, Any]:
     """Arguments of forward: pixels, and two rows of ids, padded on the left, with an image in each.
 
     Args:
-        model: of plain transformers.
+        model: of plain transformers, or a skeleton's module.
         ordinary: [2, n] ids of text.
+        count_features: `feature_counts`, or what asks a model without weights.
     """
     images = image_inputs(model)
     names = inspect.signature(model.forward).parameters
@@ -249,7 +254,7 @@ def prompts_with_images(model: Any, ordinary: torch.Tensor) -> dict[str, Any]:
         images["qformer_input_ids"] = ordinary[:, -_AFTER:] % model.config.qformer_config.vocab_size
         images["qformer_attention_mask"] = torch.ones_like(images["qformer_input_ids"])
     token = image_token(model.config)
-    counts = feature_counts(model, images) if token is not None else [0] * IMAGES
+    counts = count_features(model, images) if token is not None else [0] * IMAGES
     length = _BEFORE + _AFTER + max(count - row for row, count in enumerate(counts))
     ids, mask, is_image = (torch.zeros(IMAGES, length, dtype=torch.long) for _ in range(3))
     for row, count in enumerate(counts):
@@ -294,8 +299,9 @@ def feature_counts(model: Any, images: dict[str, torch.Tensor]) -> list[int]:
         h for h in (getattr(model, "model", None), model) if h is not None
     ]  # the outer one may only pass them on
     methods = ("get_image_features", "get_video_features")
-    read: Any = next(getattr(h, m) for m in methods for h in holders if hasattr(h, m))
-    names = inspect.signature(read).parameters
+    holder, method = next((h, m) for m in methods for h in holders if hasattr(h, m))
+    read: Any = getattr(holder, method)
+    names = inspect.signature(getattr(type(holder), method)).parameters  # on the object a patch may stand
     with torch.no_grad():
         out = read(**{n: v for n, v in images.items() if n in names}, return_dict=True)
     features = getattr(out, "pooler_output", None)

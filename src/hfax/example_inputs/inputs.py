@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hfax.example_inputs.fields import LENGTH, make_field, text_mask, token_ids
-from hfax.example_inputs.images import image_token, prompts_with_images
+from hfax.example_inputs.images import CountFeatures, feature_counts, image_token, prompts_with_images
 
 GENERATING = ("causal-lm", "image-text-to-text", "seq2seq-lm", "speech-seq2seq")
 """Mappings whose classes write text."""
@@ -49,15 +49,15 @@ class CaseInputs:
     mask: torch.Tensor | None
 
 
-def make_inputs(model: Any, mapping: str) -> CaseInputs:
-    """Inputs for a model of a mapping.
+def make_inputs(model: Any, mapping: str, count_features: CountFeatures = feature_counts) -> CaseInputs:
+    """Inputs for a model of a mapping; `count_features` as `prompts_with_images` takes it.
 
     Raises:
         NotImplementedError: no rule fits the model's inputs.
     """
     names = inspect.signature(model.forward).parameters
     if mapping in ("image-text-to-text", "base") and "pixel_values" in names and _writes_beside_images(model, mapping):
-        return _with_images(model)
+        return _with_images(model, count_features)
     if mapping in GENERATING and not model.config.is_encoder_decoder and model.main_input_name == "input_ids":
         return _decoder(model, set(names))
     wanted = _wanted(model, mapping, names)
@@ -108,8 +108,8 @@ def _wanted(model: Any, mapping: str, names: Any) -> set[str]:
     return wanted or {"input_ids"}
 
 
-def _with_images(model: Any) -> CaseInputs:
-    forward = prompts_with_images(model, token_ids(model))
+def _with_images(model: Any, count_features: CountFeatures) -> CaseInputs:
+    forward = prompts_with_images(model, token_ids(model), count_features)
     return CaseInputs(forward=forward, generate=dict(forward), mask=forward["attention_mask"].bool())
 
 

@@ -29,7 +29,7 @@ def _traced_roles(skeleton: Skeleton) -> dict[str, Role]:
     module = skeleton.module
     traced, params = without_weights(skeleton)
     try:
-        arrays, rest = example_inputs(module)
+        arrays, rest = example_inputs(traced, params)
 
         def forward(params: dict[str, Any], arrays: dict[str, Any]) -> list[jax.Array]:
             out = traced.apply(params, (), {**arrays, **rest})
