@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from hfax import AutoModelForTPU
 from hfax.errors import (
+    BackendNotAvailableError,
     CheckpointCorruptError,
     CheckpointNotFoundError,
     HfaxError,
@@ -346,3 +347,11 @@ def test_ctrl_c_in_generation_ends_it_and_leaves_the_cache_usable(folder: Path, 
     again = _INTERRUPTED.partition("while True")[0]
     done = subprocess.run([sys.executable, "-c", again, str(folder)], env=environment, capture_output=True, text=True)
     assert done.stdout == "ready\n", done.stderr
+
+
+def test_backends_that_are_not_here(folder: Path) -> None:
+    with pytest.raises(BackendNotAvailableError, match=r"pip install 'hfax\[torch_xla\]'"):
+        AutoModelForTPU.from_pretrained(folder, backend="torch_xla")
+    with pytest.raises(InvalidInputError, match="There is no backend 'cuda'"):
+        AutoModelForTPU.from_pretrained(folder, backend="cuda")
+    assert AutoModelForTPU.from_pretrained(folder, backend="auto").backend == "jax"

@@ -10,6 +10,7 @@ import transformers
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import hfax
 from hfax import AutoModelForTPU
 from hfax.errors import InvalidInputError
 from hfax.kernels.target import compiling_for
@@ -215,3 +216,14 @@ def test_apply_under_jit_with_sharded_inputs():
     sharding = jax.sharding.NamedSharding(model.mesh, P("data"))
     logits = jax.jit(lambda p, i: model.apply(p, input_ids=i).logits)(model.params, jax.device_put(ids, sharding))
     np.testing.assert_allclose(logits, AutoModelForTPU.from_config(LLAMA)(input_ids=ids).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["Qwen2VL", "Llava", "SmolVLM"])
+def test_vision_parts_are_split(name):
+    """Their plans, where they ship one, are of the text alone; the trace needs positions and numbers of features."""
+    config = hfax.shrink_config(getattr(transformers, f"{name}Config")())
+    config.architectures = [f"{name}ForConditionalGeneration"]
+    model = AutoModelForTPU.from_config(config, parallelism={"tensor": 2, "data": 4})
+    split = [n for n, plan in model.sharding_plan().weights.items() if any(plan.spec)]
+    vision = [n for n in split if "vis" in n and n.endswith(("fc1.weight", "fc2.weight"))]
+    assert len(vision) >= 2
