@@ -136,6 +136,7 @@ def test_the_end_of_a_text(llama: tuple) -> None:
         {"min_new_tokens": 8, "eos_token_id": [2, 33]},
         {"forced_eos_token_id": 2},
         {"sequence_bias": [[[20], 4.0], [[30, 31], 3.0]]},
+        {"exponential_decay_length_penalty": (3, 1.7)},
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -147,7 +148,16 @@ def test_processors(llama: tuple, options: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"top_k": 5}, {"top_p": 0.7, "top_k": 0}, {"top_k": 20, "top_p": 0.8, "temperature": 1.5}]
+    "options",
+    [
+        {},
+        {"top_k": 5},
+        {"top_p": 0.7, "top_k": 0},
+        {"top_k": 20, "top_p": 0.8, "temperature": 1.5},
+        {"typical_p": 0.7},
+        {"eta_cutoff": 0.02},
+        {"min_p": 0.1},
+    ],
 )
 def test_the_distribution_of_draws(llama: tuple, options: dict) -> None:
     model, reference, _ = llama
@@ -271,8 +281,8 @@ def test_what_this_backend_lacks_names_the_other(llama: tuple) -> None:
     with pytest.raises(InvalidInputError, match="needs 2 devices; there are 1"):
         AutoModelForTPU.from_pretrained(folder, backend="torch_xla", parallelism={"tensor": 2})
     ids = prompts()["input_ids"][1:]
-    with pytest.raises(UnsupportedOptionError, match="does not have typical_p"):
-        model.generate(ids, do_sample=True, typical_p=0.5, max_new_tokens=3)
+    with pytest.raises(UnsupportedOptionError, match="penalty_alpha"):
+        model.generate(ids, penalty_alpha=0.5, top_k=4, max_new_tokens=3)
     with pytest.raises(UnsupportedOptionError, match="does not guess"):
         model.generate(ids, prompt_lookup_num_tokens=3, max_new_tokens=3)
     with pytest.raises(InvalidInputError, match="vocabulary"):

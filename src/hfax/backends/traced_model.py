@@ -8,7 +8,6 @@ of programs, devices or sampling.
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,10 +16,10 @@ import jax.numpy as jnp
 import torch
 from jax.core import Tracer
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 
 from hfax.backends import geometry
 from hfax.backends import torchax as tracing
+from hfax.backends.encoders import EncoderOutputs, run_encoder
 from hfax.backends.pytrees import register_output_class
 from hfax.backends.structure import Leaf, Node, Static, flatten, is_array, unflatten
 from hfax.backends.traits import APPENDS_MASK, WRITES_OTHERWISE, read_traits
@@ -162,7 +161,7 @@ class TracedModel:
             )
             arguments, encoded = tracing.wrap(inputs), {}
             if traits.is_encoder_decoder:
-                outputs, arguments = _run_encoder(module, arguments)
+                outputs, arguments = run_encoder(module, arguments)
                 encoded = {f"encoder.{n}": tracing.unwrap(t) for n, t in outputs.items() if isinstance(t, torch.Tensor)}
                 arguments["encoder_outputs"] = outputs
             out = module(
@@ -259,7 +258,7 @@ class TracedModel:
                 encoded = {
                     n.removeprefix("encoder."): tracing.wrap(a) for n, a in cache.items() if n.startswith("encoder.")
                 }
-                arguments["encoder_outputs"] = _EncoderOutputs(encoded)
+                arguments["encoder_outputs"] = EncoderOutputs(encoded)
             with decoder_padding(None if traits.is_encoder_decoder else tracing.wrap(attention_mask)):
                 out = module(**arguments)
             logits = tracing.unwrap(out.logits)[:, -new:].astype(jnp.float32)
@@ -394,35 +393,6 @@ def _head_dim(config: Any) -> int | None:
 def text_positions(mask: jax.Array) -> jax.Array:
     """Positions among the tokens that `mask`, [batch, length], marks with 1; 0 before the first."""
     return jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
-
-
-class _EncoderOutputs(BaseModelOutputWithPooling, BaseModelOutput):
-    """An encoder's result with whatever tensors it had, under their names; what it had not is None.
-
-    Of both classes, since models ask for one or the other and else take the result apart by its order.
-    """
-
-    def __init__(self, tensors: Mapping[str, Any]) -> None:
-        super().__init__(last_hidden_state=tensors["last_hidden_state"])
-        for name, tensor in tensors.items():
-            object.__setattr__(self, name, tensor)
-            OrderedDict.__setitem__(self, name, tensor)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return None
-
-
-def _run_encoder(module: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The encoder's result, and the inputs left for the decoder; as transformers' own generate does it."""
-    encoder = module.get_encoder()
-    names = inspect.signature(encoder.forward).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in names.values())
-    own = {n: v for n, v in inputs.items() if not n.startswith("decoder_") and (n in names or takes_all)}
-    outputs = encoder(**own, return_dict=True)
-    left = {n: v for n, v in inputs.items() if n.startswith("decoder_") or n == "attention_mask"}
-    return outputs, left
 
 
 def _cache_arrays(cache: Any, out: Any) -> Arrays:

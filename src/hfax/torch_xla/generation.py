@@ -7,17 +7,15 @@ beforehand. So the first step's program is every step's, and another prompt of t
 from __future__ import annotations
 
 import contextlib
-import inspect
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 
+from hfax.backends.encoders import EncoderOutputs, run_encoder
 from hfax.backends.traits import WRITES_OTHERWISE, ModelTraits
 from hfax.errors import UnsupportedModelError
 from hfax.kv_cache.cache import cache_arrays, make_cache
@@ -116,7 +114,7 @@ class Loop:
         with self._patched():
             encoded: dict[str, Any] = {}
             if seq2seq:
-                outputs, arguments = _run_encoder(self.module, arguments)
+                outputs, arguments = run_encoder(self.module, arguments)
                 encoded = {f"encoder.{n}": t for n, t in outputs.items() if isinstance(t, torch.Tensor)}
                 arguments["encoder_outputs"] = outputs
             cache = self._cache(prompt_length=ids.shape[1])
@@ -309,27 +307,3 @@ def run(loop: Loop, *, streamer: Streamer | None, stop_check: StopCheck | None) 
         logits=record("logits"),
         log_probs=None if log_probs is None else np.where(past_end, 0.0, log_probs.T),
     )
-
-
-class EncoderOutputs(BaseModelOutputWithPooling, BaseModelOutput):
-    """An encoder's result with whatever tensors it had, under their names; what it had not is None."""
-
-    def __init__(self, tensors: Mapping[str, Any]) -> None:
-        super().__init__(last_hidden_state=tensors["last_hidden_state"])
-        for name, tensor in tensors.items():
-            object.__setattr__(self, name, tensor)
-            OrderedDict.__setitem__(self, name, tensor)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return None
-
-
-def _run_encoder(module: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    encoder = module.get_encoder()
-    names = inspect.signature(encoder.forward).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in names.values())
-    own = {n: v for n, v in inputs.items() if not n.startswith("decoder_") and (n in names or takes_all)}
-    outputs = encoder(**own, return_dict=True)
-    return outputs, {n: v for n, v in inputs.items() if n.startswith("decoder_") or n == "attention_mask"}

@@ -196,6 +196,36 @@ def _epsilon(scores: Any, values: Any, at: Any) -> Any:
     return torch.where(is_rare & (scores < scores.max(dim=-1, keepdim=True).values), _NEVER, scores)
 
 
+def _eta(scores: Any, values: Any, at: Any) -> Any:
+    log_probs, log_epsilon = torch.log_softmax(scores, dim=-1), torch.log(values["eta_cutoff"])
+    cutoff = torch.minimum(log_epsilon, 0.5 * log_epsilon - _entropy(log_probs))
+    return torch.where((log_probs < cutoff) & (scores < scores.max(dim=-1, keepdim=True).values), _NEVER, scores)
+
+
+def _typical(scores: Any, values: Any, at: Any) -> Any:
+    log_probs = torch.log_softmax(scores, dim=-1)
+    distance = torch.abs(-log_probs - _entropy(log_probs))
+    ordered, order = torch.sort(distance, dim=-1)
+    weights = torch.exp(log_probs).gather(1, order)
+    above = weights.cumsum(dim=-1) - weights
+    border = torch.where(above < values["typical_p"], ordered, -1.0).max(dim=-1, keepdim=True).values
+    return torch.where(distance > border, _NEVER, scores)
+
+
+def _entropy(log_probs: Any) -> Any:
+    terms = torch.where(torch.isinf(log_probs), 0.0, torch.exp(log_probs) * log_probs)
+    return -terms.sum(dim=-1, keepdim=True)
+
+
+def _decay(scores: Any, values: Any, at: Any) -> Any:
+    excess = (at["step"] - values["decay_start"]).clamp(min=0)
+    wide = torch.nn.functional.pad(scores, (0, 1))
+    ids = values["decay_eos"].long()[None].expand(scores.shape[0], -1)
+    ends = wide.gather(1, ids)
+    raised = (ends.abs() * torch.expm1(excess * values["decay_log_factor"])).clamp(max=torch.finfo(torch.float32).max)
+    return wide.scatter_add(1, ids, torch.where(torch.isfinite(ends), raised, 0.0))[:, :-1]
+
+
 def _ends_with(at: Any, prefixes: Any) -> Any:
     """Whether a row's text ends with each of `prefixes`, [words, width], -1 on the left of shorter ones: [batch, words]."""
     tokens, width = at["tokens"], prefixes.shape[1]
@@ -215,6 +245,7 @@ PROCESSORS: Mapping[str, Processor] = {
     "forced_bos_token_id": _forced_bos,
     "forced_eos_token_id": _forced_eos,
     "remove_invalid_values": lambda scores, values, at: torch.nan_to_num(scores),
+    "exponential_decay_length_penalty": _decay,
     "suppress_tokens": _suppress,
     "begin_suppress_tokens": _suppress_begin,
     "temperature": lambda scores, values, at: scores / values["temperature"],
@@ -222,7 +253,9 @@ PROCESSORS: Mapping[str, Processor] = {
     "top_k_top_p": _top_k_top_p,
     "top_p": _top_p,
     "min_p": _min_p,
+    "typical_p": _typical,
     "epsilon_cutoff": _epsilon,
+    "eta_cutoff": _eta,
     "renormalize_logits": lambda scores, values, at: torch.log_softmax(scores, dim=-1),
 }
 """In the order of transformers' `_get_logits_processor`."""
