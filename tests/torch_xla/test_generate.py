@@ -14,6 +14,7 @@ import scipy.stats
 import torch
 import transformers
 
+import hfax
 from hfax import AutoModelForTPU
 from hfax.errors import InvalidInputError, UnsupportedModelError, UnsupportedOptionError
 from hfax.torch_xla import runtime
@@ -343,3 +344,23 @@ def test_far_faster_than_transformers_own_generate(tmp_path: Path) -> None:
     assert mine.tolist() == theirs.tolist()
     print(f"own {own_s:.2f} s, transformers' {their_s:.2f} s")
     assert their_s > 5 * own_s
+
+
+def test_patches_of_others(llama: tuple) -> None:
+    """A patch for this backend is in force here, and named."""
+    from hfax.patches.patch import FunctionPatch
+
+    model, _, _ = llama
+    patch = FunctionPatch(
+        name="a-test",
+        why="to see that it runs",
+        target="transformers.models.llama.modeling_llama:apply_rotary_pos_emb",
+        make=lambda original: original,
+        backends=("torch_xla",),
+    )
+    undo = hfax.register_patch(patch)
+    try:
+        model(input_ids=prompts()["input_ids"])
+        assert "a-test" in model.patches_used
+    finally:
+        undo()

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import logging
 import threading
@@ -226,8 +227,10 @@ def _forward_in_force(patch: ForwardPatch, module: torch.nn.Module, used: set[st
             del module.__dict__[patch.method]
 
 
-def _load(backend: str = "jax") -> None:
-    """hfax's own patches for a backend, then those of entry points; once."""
+def _load(backend: str | None = None) -> None:
+    """hfax's own patches for a backend, or for JAX if it is installed, then those of entry points; once."""
+    if backend is None:
+        backend = "jax" if importlib.util.find_spec("jax") else "torch_xla"
     wanted = [family for family in _FAMILIES if backend == "jax" or family not in _OF_JAX]
     with _lock:
         is_first, missing = not _loaded, [family for family in wanted if family not in _loaded]
