@@ -228,6 +228,13 @@ def test_broken_orbax_checkpoint(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, format="orbax")
     shutil.rmtree(tmp_path / "orbax" / "d")
     shutil.rmtree(tmp_path / "orbax" / "ocdbt.process_0")
+    # in a process of its own: orbax leaves reads behind that fail after it has given up
+    code = "import sys, hfax; hfax.AutoModelForTPU.from_pretrained(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "CheckpointCorruptError" in done.stderr
+    assert "could not be read" in done.stderr
+    (tmp_path / "orbax" / "_METADATA").write_text("{")
     with pytest.raises(CheckpointCorruptError, match="could not be read"):
         AutoModelForTPU.from_pretrained(tmp_path)
 
