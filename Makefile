@@ -42,5 +42,5 @@ clean:
 	$(PYTHON) -m venv .venv-torch_xla
 
 .venv-torch_xla/.test: pyproject.toml | .venv-torch_xla/bin/python
-	$(PIP_TORCH_XLA) install -e '.[torch_xla,dev-torch_xla]'
+	$(PIP_TORCH_XLA) install -e '.[torch-xla,dev-torch-xla]'
 	touch $@

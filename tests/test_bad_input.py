@@ -350,7 +350,7 @@ def test_ctrl_c_in_generation_ends_it_and_leaves_the_cache_usable(folder: Path, 
 
 
 def test_backends_that_are_not_here(folder: Path) -> None:
-    with pytest.raises(BackendNotAvailableError, match=r"pip install 'hfax\[torch_xla\]'"):
+    with pytest.raises(BackendNotAvailableError, match=r"pip install 'hfax\[torch-xla\]'"):
         AutoModelForTPU.from_pretrained(folder, backend="torch_xla")
     with pytest.raises(InvalidInputError, match="There is no backend 'cuda'"):
         AutoModelForTPU.from_pretrained(folder, backend="cuda")

@@ -128,7 +128,7 @@ def choose_backend(name: str) -> Backend:
         raise BackendNotAvailableError(
             "No backend works here.",
             " ".join(problems),
-            "Install one of the extras: pip install 'hfax[tpu]', 'hfax[cuda]', 'hfax[cpu]' or 'hfax[torch_xla]'.",
+            "Install one of the extras: pip install 'hfax[tpu]', 'hfax[cuda]', 'hfax[cpu]' or 'hfax[torch-xla]'.",
         )
     backend = _find(name)
     if (problem := backend.problem()) is not None:
@@ -156,7 +156,7 @@ def _find(name: str) -> Backend:
             raise BackendNotAvailableError(
                 f"The backend {name} could not be imported.",
                 str(error),
-                f"Install what it needs: pip install 'hfax[{'cpu' if name == 'jax' else name}]'.",
+                f"Install what it needs: pip install 'hfax[{'cpu' if name == 'jax' else name.replace('_', '-')}]'.",
             ) from error
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT):
         if entry.name == name:

@@ -35,7 +35,7 @@ def require() -> Any:
             raise BackendNotAvailableError(
                 "The torch_xla backend is not installed.",
                 str(error),
-                "Install it: pip install 'hfax[torch_xla]'; or use backend=\"jax\".",
+                "Install it: pip install 'hfax[torch-xla]'; or use backend=\"jax\".",
             ) from error
         own = importlib.metadata.version("torch_xla")
         wanted = TORCH_OF.get(".".join(own.split(".")[:2]), own)
