@@ -168,6 +168,22 @@ class BaseModel:
         """The value of all processes that share the model."""
         return value
 
+    def _by_name(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> dict[str, Any]:
+        """Forward's arguments by name.
+
+        Raises:
+            InvalidInputError: one was given twice, or there are too many.
+        """
+        names = list(inspect.signature(self._skeleton.module.forward).parameters)
+        twice = sorted(set(names[: len(args)]) & set(inputs))
+        if twice or len(args) > len(names):
+            raise InvalidInputError(
+                f"{len(args)} inputs were given by position; given by name as well: {', '.join(twice) or 'none'}.",
+                f"Each input has one place, and the model takes {len(names)}.",
+                f"Pass inputs by name: {', '.join(names)}.",
+            )
+        return {**dict(zip(names, args, strict=False)), **inputs}
+
     def _speculation(self, config: GenerationConfig, prompts: requests.Prompts, assistant_model: Any) -> Any:
         """How tokens are guessed; None: they are not."""
         return None

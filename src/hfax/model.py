@@ -169,15 +169,7 @@ class JaxModel(BaseModel):
             InvalidInputError: ids outside of the vocabulary; images that do not fit the prompt's places for them.
             OutOfMemoryError: the program does not fit the device.
         """
-        names = list(inspect.signature(self._skeleton.module.forward).parameters)
-        twice = sorted(set(names[: len(args)]) & set(inputs))
-        if twice or len(args) > len(names):
-            raise InvalidInputError(
-                f"{len(args)} inputs were given by position; given by name as well: {', '.join(twice) or 'none'}.",
-                f"Each input has one place, and the model takes {len(names)}.",
-                f"Pass inputs by name: {', '.join(names)}.",
-            )
-        inputs = {**dict(zip(names, args, strict=False)), **inputs}
+        inputs = self._by_name(args, inputs)
         to_torch = has_torch(inputs)
         inputs = {name: self._as_input(name, value) for name, value in inputs.items()}
         arrays, structure = flatten(self._traced.prepare(inputs), is_array)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -96,15 +95,7 @@ class TorchXlaModel(BaseModel):
         Raises:
             InvalidInputError: ids outside of the vocabulary.
         """
-        names = list(inspect.signature(self.module.forward).parameters)
-        twice = sorted(set(names[: len(args)]) & set(inputs))
-        if twice or len(args) > len(names):
-            raise InvalidInputError(
-                f"{len(args)} inputs were given by position; given by name as well: {', '.join(twice) or 'none'}.",
-                f"Each input has one place, and the model takes {len(names)}.",
-                f"Pass inputs by name: {', '.join(names)}.",
-            )
-        inputs = {**dict(zip(names, args, strict=False)), **inputs}
+        inputs = self._by_name(args, inputs)
         arrays, _ = flatten(inputs)
         stays = any(isinstance(a, torch.Tensor) and a.device.type == "xla" for a in arrays)
         if not stays:
