@@ -291,6 +291,10 @@ def test_what_this_backend_lacks_names_the_other(llama: tuple) -> None:
     xlnet = transformers.XLNetConfig(vocab_size=64, d_model=32, n_layer=1, n_head=2, d_inner=32)
     with pytest.raises(UnsupportedModelError):
         AutoModelForTPU.from_config(xlnet, backend="torch_xla").generate([[3, 4]], max_new_tokens=2)
+    git = AutoModelForTPU.from_config(hfax.shrink_config(transformers.GitConfig()), backend="torch_xla")
+    size = git.config.vision_config.image_size
+    with pytest.raises(UnsupportedModelError, match="does not take pixel_values"):
+        git.generate(ids % 50, pixel_values=torch.zeros(1, 3, size, size), max_new_tokens=2)
     # and the next call works
     assert model.generate(ids, max_new_tokens=2, do_sample=False).shape == (1, 11)
 

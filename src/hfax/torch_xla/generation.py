@@ -71,6 +71,13 @@ class Loop:
                 WRITES_OTHERWISE.get(kind or "", "It keeps no cache that this backend can use."),
                 'Use backend="jax", or call the model itself.',
             )
+        further = set(prompts.static) | set(prompts.inputs) - {"input_ids", "attention_mask", "position_ids"}
+        if further and not traits.is_encoder_decoder:
+            raise UnsupportedModelError(
+                f"generate() of the backend torch_xla does not take {', '.join(sorted(further))}.",
+                "Beside a decoder's text it reads nothing that a step would have to read again.",
+                'Use backend="jax".',
+            )
         self.module, self.traits, self.prompts, self.options = module, traits, prompts, options
         self.static, self.device, self.used = dict(static), device, used
         self.place = place
