@@ -65,6 +65,16 @@ def choose(way: str) -> None:
 
 
 @contextlib.contextmanager
+def plainly() -> Iterator[None]:
+    """Within the block the target is not known, so that everything is plain JAX."""
+    token = _target.set(None)
+    try:
+        yield
+    finally:
+        _target.reset(token)
+
+
+@contextlib.contextmanager
 def compiling_for(
     device: jax.Device | str,
     *,

@@ -101,3 +101,59 @@ def cache_write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Arra
     shape = jax.ShapeDtypeStruct(buffer.shape, buffer.dtype)
     call = jax.ffi.ffi_call("hfax_cache_write", shape, input_output_aliases={0: 0})
     return call(buffer, new, start.astype(jnp.int32).reshape(1))
+
+
+def pages_write(
+    pages: jax.Array, new: jax.Array, starts: jax.Array, lengths: jax.Array, tables: jax.Array
+) -> jax.Array:
+    """`pages`, [pages, kv_heads, page_size, width], with `new`, [kv_heads, tokens, width], in the pages' own memory; see
+    `hfax.kernels.pool.Rows` for the rest."""
+    shape = jax.ShapeDtypeStruct(pages.shape, pages.dtype)
+    call = jax.ffi.ffi_call("hfax_pages_write", shape, input_output_aliases={0: 0})
+    return call(pages, new, starts, lengths, tables)
+
+
+def pages_attention(
+    query: jax.Array,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    starts: jax.Array,
+    lengths: jax.Array,
+    tables: jax.Array,
+    *,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """Attention of a step's tokens to the pages of their own sequences; see `hfax.kernels.pool`.
+
+    Args:
+        query: [heads, tokens, head_dim] float32 or bfloat16; the pages have the same dtype.
+        key_pages: [pages, kv_heads, page_size, head_dim], of at most 64 tokens.
+        value_pages: [pages, kv_heads, page_size, value_dim].
+        starts: see `Rows`.
+        lengths: likewise.
+        tables: likewise.
+        scale: multiplies the scores.
+        softcap: bounds them.
+        window: how many tokens each sees; None: all.
+        sinks: [heads], see `hfax.kernels.attention`.
+
+    Returns:
+        [tokens, heads, value_dim]; 0 for padding.
+    """
+    shape = jax.ShapeDtypeStruct((query.shape[1], query.shape[0], value_pages.shape[3]), query.dtype)
+    extra = jnp.zeros((0,), jnp.float32) if sinks is None else sinks.astype(jnp.float32)
+    return jax.ffi.ffi_call("hfax_pages_attention", shape)(
+        query,
+        key_pages,
+        value_pages,
+        starts,
+        lengths,
+        tables,
+        extra,
+        scale=np.float32(scale),
+        softcap=np.float32(softcap or 0.0),
+        window=np.int64(window or 0),
+    )

@@ -469,6 +469,89 @@ ffi::Error check_activations(const ffi::AnyBuffer& x) {
   return ffi::Error::InvalidArgument("hfax: activations must be float32 or bfloat16");
 }
 
+#if defined(__AVX512BF16__)
+// Several rows of bfloat16: the lanes of a vector are 16 rows of x, so that nothing is added across lanes, and a row's sums are added
+// in the same order however many rows there are.
+constexpr int64_t kLaneRows = 16, kLanesFrom = 2;
+
+// Pairs of columns of x, 16 rows beside each other: [vectors][K / 2][16] words; rows that are not there are 0.
+inline std::vector<uint32_t> pairs_of_rows(const Bf16* x, int64_t rows, int64_t width) {
+  const int64_t vectors = (rows + kLaneRows - 1) / kLaneRows, pairs = width / 2;
+  std::vector<uint32_t> packed(vectors * pairs * kLaneRows + kLaneRows);
+  uint32_t* to = packed.data();
+  for (int64_t row = 0; row < rows; ++row) {
+    uint32_t* lane = to + row / kLaneRows * pairs * kLaneRows + row % kLaneRows;
+    const char* from = reinterpret_cast<const char*>(x + row * width);
+    for (int64_t k = 0; k < pairs; ++k) std::memcpy(lane + k * kLaneRows, from + 4 * k, 4);
+  }
+  return packed;
+}
+
+constexpr int64_t kTile = 48;  // rows of the weight whose results are put together before they are written
+
+// V vectors of rows with R rows of the weight, into a tile of results by rows of x.
+template <int V, int R>
+void lanes(const uint32_t* x, const Bf16* weight, int64_t width, float* tile) {
+  const int64_t pairs = width / 2;
+  Floats sums[V][R] = {};
+  const auto step = [&](int64_t k) __attribute__((always_inline)) {
+    __m512bh xs[V];
+    for (int v = 0; v < V; ++v) xs[v] = (__m512bh)_mm512_loadu_si512(x + (v * pairs + k) * kLaneRows);
+    for (int r = 0; r < R; ++r) {
+      int32_t pair;
+      std::memcpy(&pair, weight + r * width + 2 * k, 4);
+      const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+      for (int v = 0; v < V; ++v) sums[v][r] = _mm512_dpbf16_ps(sums[v][r], xs[v], both);
+    }
+  };
+  int64_t k = 0;
+  for (; k + 16 <= pairs; k += 16) {
+    for (int r = 0; r < R; ++r) __builtin_prefetch(weight + (R + r) * width + 2 * k, 0, 2);  // the same columns of the rows to come
+    for (int i = 0; i < 16; ++i) step(k + i);
+  }
+  for (; k < pairs; ++k) step(k);
+  for (int v = 0; v < V; ++v)
+    for (int r = 0; r < R; ++r)
+      for (int64_t i = 0; i < kLaneRows; ++i) tile[(v * kLaneRows + i) * kTile + r] = sums[v][r][i];
+}
+
+template <int V, typename Out>
+void lanes_of(const uint32_t* x, int64_t num_rows, const Bf16* weight, int64_t width, int64_t begin, int64_t end, Out* out, int64_t num_columns) {
+  constexpr int R = V <= 2 ? 12 : V == 3 ? 8 : 6;
+  float tile[V * kLaneRows * kTile];
+  for (int64_t first = begin; first < end; first += kTile) {
+    const int64_t count = std::min(end - first, kTile);
+    int64_t n = 0;
+    for (; n + R <= count; n += R) lanes<V, R>(x, weight + (first + n) * width, width, tile + n);
+    for (; n + 4 <= count; n += 4) lanes<V, 4>(x, weight + (first + n) * width, width, tile + n);
+    for (; n < count; ++n) lanes<V, 1>(x, weight + (first + n) * width, width, tile + n);
+    for (int64_t row = 0; row < std::min(num_rows, V * kLaneRows); ++row)
+      for (int64_t i = 0; i < count; ++i) store(tile[row * kTile + i], out + row * num_columns + first + i);
+  }
+}
+
+template <typename Out>
+void multiply_lanes(ffi::ThreadPool& pool, const Bf16* x, const Bf16* weight, int64_t num_rows, int64_t width, Out* out, int64_t num_columns) {
+  const std::vector<uint32_t> packed = pairs_of_rows(x, num_rows, width);
+  const int64_t vectors = (num_rows + kLaneRows - 1) / kLaneRows;
+  const int64_t per_chunk = std::max<int64_t>(kTile, kChunkBytes / std::max<int64_t>(2 * width, 1) / kTile * kTile), chunks = (num_columns + per_chunk - 1) / per_chunk;
+  parallel(pool, chunks, [&](int64_t chunk) {
+    const int64_t begin = chunk * per_chunk, end = std::min(num_columns, begin + per_chunk);
+    for (int64_t v = 0; v < vectors; v += 4) {
+      const uint32_t* rows = packed.data() + v * (width / 2) * kLaneRows;
+      const int64_t left = num_rows - v * kLaneRows;
+      Out* to = out + v * kLaneRows * num_columns;
+      switch (std::min<int64_t>(vectors - v, 4)) {
+        case 1: lanes_of<1>(rows, left, weight, width, begin, end, to, num_columns); break;
+        case 2: lanes_of<2>(rows, left, weight, width, begin, end, to, num_columns); break;
+        case 3: lanes_of<3>(rows, left, weight, width, begin, end, to, num_columns); break;
+        default: lanes_of<4>(rows, left, weight, width, begin, end, to, num_columns);
+      }
+    }
+  });
+}
+#endif
+
 // x [M, K], weight [N, K] of float32 or bfloat16 -> [M, N].
 ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> out) {
   if (auto error = check_activations(x); error.failure()) return error;
@@ -478,8 +561,17 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
   if (weight.element_type() != ffi::BF16) return ffi::Error::InvalidArgument("hfax: the weight must be float32 or bfloat16");
   const Bf16* w = reinterpret_cast<const Bf16*>(weight.untyped_data());
 #if defined(__AVX512BF16__)
-  if (x.element_type() == ffi::BF16)
-    return multiply_by(pool, Weight<Bf16Pairs>{{w, width}, nullptr, 0}, reinterpret_cast<const Bf16*>(x.untyped_data()), out);
+  if (x.element_type() == ffi::BF16) {
+    const Bf16* rows = reinterpret_cast<const Bf16*>(x.untyped_data());
+    const int64_t num_rows = out->dimensions()[0], num_columns = out->dimensions()[1];
+    if (num_rows < kLanesFrom || width % 2) return multiply_by(pool, Weight<Bf16Pairs>{{w, width}, nullptr, 0}, rows, out);
+    if (out->element_type() == ffi::BF16) {
+      multiply_lanes(pool, rows, w, num_rows, width, reinterpret_cast<Bf16*>(out->untyped_data()), num_columns);
+    } else {
+      multiply_lanes(pool, rows, w, num_rows, width, reinterpret_cast<float*>(out->untyped_data()), num_columns);
+    }
+    return ffi::Error::Success();
+  }
 #endif
   return multiply_by(pool, Weight<Floating<Bf16>>{{w, width}, nullptr, 0}, Activations(x).data(), out);
 }
@@ -808,11 +900,51 @@ void add_all_values(const W* weights, const T* values, int64_t count, int64_t va
   add([](auto... all) { add_values<1>(all...); }, 1);
 }
 
-// One head of keys and values, for `count` queries of `dim` numbers each that share it. `seen` [count] points at each query's row of
-// the mask over `capacity` keys. Blocks of keys that no query sees are not read.
-template <typename Q, typename T>
-void attend(const Q* query, float scale, int64_t count, int64_t dim, const T* keys, const T* values, int64_t value_dim, int64_t capacity,
-            const std::vector<const bool*>& seen, const float* sinks, float softcap, float* out) {
+// Keys and values that stand one after the other, with a mask: `seen` [count] points at each query's row of it.
+template <typename T>
+struct Masked {
+  const T *all_keys, *all_values;
+  int64_t dim, value_dim, capacity;
+  const std::vector<const bool*>& seen;
+
+  int64_t first() const { return 0; }
+  int64_t last() const { return (capacity + kKeyBlock - 1) / kKeyBlock; }
+  int64_t size(int64_t block) const { return std::min(capacity - block * kKeyBlock, kKeyBlock); }
+  const T* keys(int64_t block) const { return all_keys + block * kKeyBlock * dim; }
+  const T* values(int64_t block) const { return all_values + block * kKeyBlock * value_dim; }
+  bool is_seen(int64_t query, int64_t block, int64_t key) const { return seen[query][block * kKeyBlock + key]; }
+  bool any(int64_t block) const {
+    const int64_t count = seen.size();
+    for (int64_t c = 0; c < count; ++c)
+      if ((c == 0 || seen[c] != seen[c - 1]) && std::memchr(seen[c] + block * kKeyBlock, 1, size(block))) return true;
+    return false;
+  }
+};
+
+// Keys and values of one sequence in pages, of which `table` names the places. Query c sees the keys from `from[c]` to `to[c]`.
+template <typename T>
+struct InPages {
+  const T *all_keys, *all_values;
+  int64_t key_stride, value_stride, page_size;  // numbers from one page to the next
+  const int32_t* table;
+  const std::vector<int64_t>&from, &to;
+  int64_t lowest, highest;
+
+  int64_t first() const { return lowest / page_size; }
+  int64_t last() const { return highest / page_size + 1; }
+  int64_t size(int64_t block) const { return std::min(highest + 1 - block * page_size, page_size); }
+  const T* keys(int64_t block) const { return all_keys + table[block] * key_stride; }
+  const T* values(int64_t block) const { return all_values + table[block] * value_stride; }
+  bool is_seen(int64_t query, int64_t block, int64_t key) const {
+    const int64_t position = block * page_size + key;
+    return from[query] <= position && position <= to[query];
+  }
+  bool any(int64_t) const { return true; }
+};
+
+// One head of keys and values, for `count` queries of `dim` numbers each that share it. Blocks of keys that no query sees are not read.
+template <typename Q, typename T, typename Blocks>
+void attend(const Q* query, float scale, int64_t count, int64_t dim, const Blocks& blocks, int64_t value_dim, const float* sinks, float softcap, float* out) {
   constexpr float kNothing = -std::numeric_limits<float>::infinity();
   std::vector<float> top(count), weight(count), scores(count * kKeyBlock);
   std::vector<Bf16> shares(count * kKeyBlock);  // the scores' exponentials, rounded
@@ -822,17 +954,17 @@ void attend(const Q* query, float scale, int64_t count, int64_t dim, const T* ke
     weight[c] = sinks ? 1.0f : 0.0f;
   }
   const bool is_even = dim % (sizeof(Q) == 2 ? 32 : kLanes) == 0;
-  for (int64_t begin = 0; begin < capacity; begin += kKeyBlock) {
-    const int64_t end = std::min(capacity, begin + kKeyBlock), keys_here = end - begin;
-    bool any = false;
-    for (int64_t c = 0; c < count && !any; ++c) any = (c == 0 || seen[c] != seen[c - 1]) && std::memchr(seen[c] + begin, 1, keys_here);
-    if (!any) continue;
-    const T* from = values + begin * value_dim;
+  const int64_t last = blocks.last();
+  for (int64_t block = blocks.first(); block < last; ++block) {
+    if (!blocks.any(block)) continue;
+    const int64_t keys_here = blocks.size(block), padded = (keys_here + kLanes - 1) / kLanes * kLanes;
+    const T *keys = blocks.keys(block), *from = blocks.values(block);
     const Ahead of_values{reinterpret_cast<const char*>(from), static_cast<int64_t>(value_dim * sizeof(T))};
-    const Ahead next_keys{reinterpret_cast<const char*>(keys + end * dim), static_cast<int64_t>(dim * sizeof(T))};
+    Ahead next_keys;
+    if (block + 1 < last) next_keys = {reinterpret_cast<const char*>(blocks.keys(block + 1)), static_cast<int64_t>(dim * sizeof(T))};
     for (int64_t k = 0; k < keys_here;) {
       const int64_t together = is_even && k + 4 <= keys_here ? 4 : 1;
-      const T* key = keys + (begin + k) * dim;
+      const T* key = keys + k * dim;
       for (int64_t i = k; i < k + together; ++i) of_values.fetch(i);
       if (together == 4) {
         scores_of<4>(query, count, dim, key, scores.data() + k);
@@ -853,17 +985,17 @@ void attend(const Q* query, float scale, int64_t count, int64_t dim, const T* ke
       for (int64_t k = 0; k < keys_here; ++k) {
         of_query[k] *= scale;
         if (softcap > 0) of_query[k] = softcap * std::tanh(of_query[k] / softcap);
-        of_query[k] = seen[c][begin + k] ? of_query[k] : kNothing;
+        of_query[k] = blocks.is_seen(c, block, k) ? of_query[k] : kNothing;
         highest = std::max(highest, of_query[k]);
       }
       if (highest == kNothing) {
-        std::fill(of_query, of_query + kKeyBlock, 0.0f);
+        std::fill(of_query, of_query + padded, 0.0f);
         continue;
       }
-      std::fill(of_query + keys_here, of_query + kKeyBlock, kNothing);
+      std::fill(of_query + keys_here, of_query + padded, kNothing);
       const float shrink = top[c] == kNothing ? 0.0f : std::exp(top[c] - highest);
       Floats sums = {};
-      for (int64_t k = 0; k < kKeyBlock; k += kLanes) {
+      for (int64_t k = 0; k < padded; k += kLanes) {
         const Floats share = exponential(load(of_query + k) - highest);
         std::memcpy(of_query + k, &share, sizeof(share));
         sums += share;
@@ -912,8 +1044,8 @@ void attend_all(ffi::ThreadPool& pool, const ffi::AnyBuffer& query, const ffi::A
       if (sinks.element_count()) extra[c] = sinks.typed_data()[head];
     }
     const auto run = [&](const auto* queries_here) {
-      attend(queries_here, scale, count, dim, all_keys + index * capacity * dim, all_values + index * capacity * value_dim, value_dim,
-             capacity, seen, sinks.element_count() ? extra.data() : nullptr, softcap, result.data());
+      const Masked<T> blocks{all_keys + index * capacity * dim, all_values + index * capacity * value_dim, dim, value_dim, capacity, seen};
+      attend<std::decay_t<decltype(*queries_here)>, T>(queries_here, scale, count, dim, blocks, value_dim, sinks.element_count() ? extra.data() : nullptr, softcap, result.data());
     };
 #if defined(__AVX512BF16__)
     run(from);
@@ -946,6 +1078,118 @@ ffi::Error decode_attention(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::Any
   return ffi::Error::Success();
 }
 
+// ------------------------------------------------------------------------------------------------------------------ pages
+
+// The tokens of a step, sequence after sequence: those of sequence s are rows `starts[s]` to `starts[s + 1]`, the last of its
+// `lengths[s]` tokens so far, and its pages are named by row s of `tables`. Rows after the last sequence are padding.
+struct Ragged {
+  const int32_t *starts, *lengths, *tables;
+  int64_t sequences, width;
+
+  int64_t position(int64_t sequence, int64_t row) const { return lengths[sequence] - starts[sequence + 1] + row; }
+};
+
+constexpr int64_t kRowBlock = 16;
+
+template <typename T>
+void attend_pages(ffi::ThreadPool& pool, const ffi::AnyBuffer& query, const ffi::AnyBuffer& key, const ffi::AnyBuffer& value, const Ragged& rows,
+                  const ffi::Buffer<ffi::F32>& sinks, float scale, float softcap, int64_t window, T* out) {
+  const auto q = query.dimensions(), k = key.dimensions(), v = value.dimensions();
+  const int64_t heads = q[0], all_rows = q[1], dim = q[2], kv_heads = k[1], page_size = k[2], value_dim = v[3], group = heads / kv_heads;
+  struct Piece {
+    int64_t sequence, begin, end;
+  };
+  std::vector<Piece> pieces;
+  for (int64_t s = 0; s < rows.sequences; ++s)
+    for (int64_t begin = rows.starts[s]; begin < rows.starts[s + 1]; begin += kRowBlock)
+      pieces.push_back({s, begin, std::min<int64_t>(begin + kRowBlock, rows.starts[s + 1])});
+  const int64_t used = pieces.empty() ? 0 : pieces.back().end;
+  std::memset(static_cast<void*>(out + used * heads * value_dim), 0, (all_rows - used) * heads * value_dim * sizeof(T));
+  const T* all_queries = reinterpret_cast<const T*>(query.untyped_data());
+  parallel(pool, pieces.size() * kv_heads, [&](int64_t index) {
+    const Piece piece = pieces[index / kv_heads];
+    const int64_t kv_head = index % kv_heads, rows_here = piece.end - piece.begin, count = group * rows_here;
+    std::vector<float> result(count * value_dim), extra(count);
+    std::vector<int64_t> from(count), to(count);
+    std::vector<T> queries(count * dim);
+    for (int64_t c = 0; c < count; ++c) {
+      const int64_t head = kv_head * group + c / rows_here, row = piece.begin + c % rows_here;
+      to[c] = rows.position(piece.sequence, row);
+      from[c] = window > 0 ? std::max<int64_t>(0, to[c] - window + 1) : 0;
+      if (sinks.element_count()) extra[c] = sinks.typed_data()[head];
+      std::memcpy(static_cast<void*>(queries.data() + c * dim), all_queries + (head * all_rows + row) * dim, dim * sizeof(T));
+    }
+    const InPages<T> blocks{reinterpret_cast<const T*>(key.untyped_data()) + kv_head * page_size * dim,
+                            reinterpret_cast<const T*>(value.untyped_data()) + kv_head * page_size * value_dim,
+                            kv_heads * page_size * dim,
+                            kv_heads * page_size * value_dim,
+                            page_size,
+                            rows.tables + piece.sequence * rows.width,
+                            from,
+                            to,
+                            from[0],
+                            to[rows_here - 1]};
+    const float* of_sinks = sinks.element_count() ? extra.data() : nullptr;
+#if defined(__AVX512BF16__)
+    attend<T, T>(queries.data(), scale, count, dim, blocks, value_dim, of_sinks, softcap, result.data());
+#else
+    std::vector<float> floats(count * dim);
+    for (int64_t i = 0; i < count * dim; ++i) floats[i] = to_float(queries[i]);
+    attend<float, T>(floats.data(), scale, count, dim, blocks, value_dim, of_sinks, softcap, result.data());
+#endif
+    for (int64_t c = 0; c < count; ++c) {  // the result is [rows, heads, value_dim]
+      const int64_t head = kv_head * group + c / rows_here, row = piece.begin + c % rows_here;
+      T* at = out + (row * heads + head) * value_dim;
+      for (int64_t d = 0; d < value_dim; ++d) store(result[c * value_dim + d], at + d);
+    }
+  });
+}
+
+Ragged ragged(const ffi::Buffer<ffi::S32>& starts, const ffi::Buffer<ffi::S32>& lengths, const ffi::Buffer<ffi::S32>& tables) {
+  const auto shape = tables.dimensions();
+  return {starts.typed_data(), lengths.typed_data(), tables.typed_data(), shape[0], shape[1]};
+}
+
+// query [H, T, D], key [P, KV, S, D], value [P, KV, S, E], starts [N + 1], lengths [N], tables [N, pages], sinks [H] or [0] -> [T, H, E].
+ffi::Error pages_attention(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value, ffi::Buffer<ffi::S32> starts,
+                           ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::F32> sinks, ffi::Result<ffi::AnyBuffer> out,
+                           float scale, float softcap, int64_t window) {
+  const auto type = query.element_type();
+  if (key.element_type() != type || value.element_type() != type || out->element_type() != type || key.dimensions()[2] > kKeyBlock)
+    return ffi::Error::InvalidArgument("hfax: queries, pages and the result must have one dtype, and pages no more than 64 tokens");
+  const Ragged rows = ragged(starts, lengths, tables);
+  if (type == ffi::BF16) {
+    attend_pages(pool, query, key, value, rows, sinks, scale, softcap, window, reinterpret_cast<Bf16*>(out->untyped_data()));
+  } else if (type == ffi::F32) {
+    attend_pages(pool, query, key, value, rows, sinks, scale, softcap, window, reinterpret_cast<float*>(out->untyped_data()));
+  } else {
+    return ffi::Error::InvalidArgument("hfax: attention takes float32 or bfloat16");
+  }
+  return ffi::Error::Success();
+}
+
+// pages [P, KV, S, D] with fresh [KV, T, D] written where the rows' tokens stand; in place, where XLA gives the pages' own memory for
+// the result.
+ffi::Error pages_write(ffi::AnyBuffer pages, ffi::AnyBuffer fresh, ffi::Buffer<ffi::S32> starts, ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::S32> tables,
+                       ffi::Result<ffi::AnyBuffer> out) {
+  const auto shape = pages.dimensions();
+  const int64_t heads = shape[1], page_size = shape[2], all_rows = fresh.dimensions()[1];
+  if (pages.element_count() == 0 || fresh.element_count() == 0) return ffi::Error::Success();
+  const int64_t width = pages.size_bytes() / pages.element_count() * shape[3];
+  const Ragged rows = ragged(starts, lengths, tables);
+  char* to = static_cast<char*>(out->untyped_data());
+  const char* from = static_cast<const char*>(fresh.untyped_data());
+  if (to != pages.untyped_data()) std::memcpy(to, pages.untyped_data(), pages.size_bytes());
+  for (int64_t s = 0; s < rows.sequences; ++s) {
+    for (int64_t row = rows.starts[s]; row < rows.starts[s + 1]; ++row) {
+      const int64_t position = rows.position(s, row), page = rows.tables[s * rows.width + position / page_size];
+      for (int64_t h = 0; h < heads; ++h)
+        std::memcpy(to + ((page * heads + h) * page_size + position % page_size) * width, from + (h * all_rows + row) * width, width);
+    }
+  }
+  return ffi::Error::Success();
+}
+
 // ------------------------------------------------------------------------------------------------------------------ cache
 
 // buffer [..., C, D] with new [..., n, D] written at `start` on the axis before the last; in place, where XLA gives the buffer's own
@@ -969,6 +1213,30 @@ ffi::Error cache_write(ffi::AnyBuffer buffer, ffi::AnyBuffer fresh, ffi::Buffer<
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     hfax_cache_write, cache_write,
     ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::S32>>().Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_pages_write, pages_write,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_pages_attention, pages_attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("scale")
+                                  .Attr<float>("softcap")
+                                  .Attr<int64_t>("window"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     hfax_linear, linear,

@@ -34,6 +34,8 @@ _TARGETS = (
     "hfax_linear_experts_int4",
     "hfax_decode_attention",
     "hfax_cache_write",
+    "hfax_pages_attention",
+    "hfax_pages_write",
 )
 _FLAGS = (
     "-std=c++17",

@@ -21,6 +21,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import PartitionSpec as P
 
 from hfax.kernels.paged import JointPages, SeparatePages
+from hfax.kernels.pool import Rows
 from hfax.mesh import HEAD_AXES, TENSOR, batch_axes
 
 _LANES = 128
@@ -116,31 +117,65 @@ def ragged_attention(
         [batch, 1, heads, head_dim].
     """
 
-    def local(query: jax.Array, pages: jax.Array, page_table: jax.Array, lengths: jax.Array) -> jax.Array:
-        batch = query.shape[0]
-        rows = (
-            query[:, :, 0],
-            pages,
-            lengths,
-            page_table,
-            jnp.arange(batch + 1, dtype=jnp.int32),
-            jnp.array([batch], jnp.int32),
-        )
+    batch = query.shape[0]
+    table, lengths = pages.table()
+    starts, count = jnp.arange(batch + 1, dtype=jnp.int32), jnp.array([batch], jnp.int32)
+    # pages of all sequences stand in one list, as those of a pool
+    out = ragged_pool_attention(
+        query.transpose(2, 1, 0, 3),
+        pages.pages.reshape(-1, *pages.pages.shape[2:]),
+        Rows(starts=starts, lengths=lengths, tables=table, count=count),
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        mesh=mesh,
+        is_reference=is_reference,
+    )
+    return out.swapaxes(0, 1)
+
+
+def ragged_pool_attention(
+    query: jax.Array,
+    pages: jax.Array,
+    rows: Rows,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    mesh: jax.sharding.Mesh | None = None,
+    is_reference: bool = False,
+) -> jax.Array:
+    """Attention of a step's tokens, of several sequences, to the pages of their own.
+
+    Args:
+        query: [1, heads, tokens, head_dim].
+        pages: [pages, page_size, 2 * kv_heads, head_dim], of a `JointPool`.
+        rows: whose each token is.
+        scale: multiplies the scores.
+        window: as of `splash_attention`.
+        softcap: likewise.
+        mesh: likewise.
+        is_reference: as of `ragged_attention`.
+
+    Returns:
+        [1, tokens, heads, head_dim].
+    """
+
+    def local(query: jax.Array, pages: jax.Array, rows: Rows) -> jax.Array:
+        flat = (query[0].swapaxes(0, 1), pages, rows.lengths, rows.tables, rows.starts, rows.count)
         options = {"sm_scale": scale, "sliding_window": window, "soft_cap": softcap}
         if is_reference:
-            return ref_ragged_paged_attention(*rows, **options)[:, None]
+            return ref_ragged_paged_attention(*flat, **options)[None]
         # sizes are given, since the kernel would ask the default device for them, which need not be the one compiled for
         sizes = {
-            "num_kv_pages_per_block": min(_PAGES_AT_ONCE, page_table.shape[1]),
-            "num_queries_per_block": min(32, batch),
+            "num_kv_pages_per_block": min(_PAGES_AT_ONCE, rows.tables.shape[1]),
+            "num_queries_per_block": min(32, query.shape[2]),
         }
-        return ragged_paged_attention(*rows, **options, **sizes, vmem_limit_bytes=_VMEM_BYTES)[:, None]
+        return ragged_paged_attention(*flat, **options, **sizes, vmem_limit_bytes=_VMEM_BYTES)[None]
 
-    # pages of all sequences stand in one list, so batches are not split here
-    kv = P(None, None, TENSOR, None)
-    specs = (P(None, HEAD_AXES, None, None), kv, P(None, None), P(None))
-    flat = pages.pages.reshape(-1, *pages.pages.shape[2:])
-    return _on_devices(local, mesh, specs, P(None, None, HEAD_AXES, None))(query, flat, *pages.table())
+    whole = Rows(starts=P(None), lengths=P(None), tables=P(None, None), count=P(None))  # pyright: ignore[reportArgumentType]
+    specs = (P(None, HEAD_AXES, None, None), P(None, None, TENSOR, None), whole)
+    return _on_devices(local, mesh, specs, P(None, None, HEAD_AXES, None))(query, pages, rows)
 
 
 def paged_attention(

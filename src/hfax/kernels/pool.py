@@ -1,0 +1,282 @@
+"""A pool of pages of keys and values that many sequences share, for continuous batching.
+
+A step's tokens stand one after the other, sequence by sequence: [1, heads, tokens, head_dim]. `Rows` says whose each is and where
+the pages of each sequence are. Two formats:
+
+- `SplitPool`, everywhere: keys and values apart, [pages, kv_heads, page_size, head_dim]. On CPU a C++ kernel writes and reads it;
+  elsewhere a scatter, and a loop over pages that ends with the longest sequence.
+- `JointPool`, on TPU for heads 128 wide: [pages, page_size, 2 * kv_heads, head_dim], keys and values of all heads in turns, as the
+  ragged paged attention kernel that ships with JAX reads it.
+
+Page 0 belongs to nobody: what stands for padding is written there. Which page belongs to whom is decided in `hfax.engine`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from hfax.kernels import target
+from hfax.kernels.cpu import calls, library
+from hfax.mesh import TENSOR, size_of
+
+_MASKED = -1e30
+_JOINT_WIDTH = 128
+_KERNEL_PAGE = 64
+"""The C++ kernel takes pages of up to so many tokens."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Whose tokens a step has. Sequences have one row or more, in the order of the sequences; rows after the last are padding.
+
+    Args:
+        starts: [sequences + 1] int32, the first row of each sequence; for unused ones, and at the end, the number of rows in use.
+        lengths: [sequences] int32, tokens of each, the step's included; 0 for unused ones.
+        tables: [sequences, pages] int32, the page of each `page_size` tokens.
+        count: [1] int32, sequences in use.
+    """
+
+    starts: jax.Array
+    lengths: jax.Array
+    tables: jax.Array
+    count: jax.Array
+
+    def sequences(self, num_rows: int) -> jax.Array:
+        """[num_rows] int32: the sequence of each row; of padding the last."""
+        found = jnp.searchsorted(self.starts, jnp.arange(num_rows, dtype=jnp.int32), side="right") - 1
+        return jnp.clip(found, 0, self.lengths.shape[0] - 1).astype(jnp.int32)
+
+    def positions(self, num_rows: int) -> jax.Array:
+        """[num_rows] int32: where each row's token stands in its sequence; of padding below 0."""
+        of = self.sequences(num_rows)
+        index = jnp.arange(num_rows, dtype=jnp.int32)
+        return jnp.where(index < self.starts[-1], self.lengths[of] - self.starts[of + 1] + index, -1)
+
+
+@dataclasses.dataclass(kw_only=True)
+class SplitPool:
+    """One layer's pages in one step.
+
+    Args:
+        key_pages: [pages, kv_heads, page_size, head_dim].
+        value_pages: [pages, kv_heads, page_size, value_dim].
+        rows: of the step.
+        is_read: whether attention read it; a model that computes attention by itself does not.
+    """
+
+    key_pages: jax.Array
+    value_pages: jax.Array
+    rows: Rows
+    is_read: bool = False
+
+    def with_rows(self, key: jax.Array, value: jax.Array) -> SplitPool:
+        """With the step's keys and values, [1, kv_heads, tokens, head_dim]; in place if the pages are donated."""
+        written = [_written(p, new[0], self.rows) for p, new in ((self.key_pages, key), (self.value_pages, value))]
+        return SplitPool(key_pages=written[0], value_pages=written[1], rows=self.rows)
+
+    def attend(
+        self,
+        query: jax.Array,
+        *,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
+        sinks: jax.Array | None,
+    ) -> jax.Array:
+        """See `attend`."""
+        options = {"scale": scale, "softcap": softcap, "window": window, "sinks": sinks}
+        if _has_kernel(self.key_pages) and query.dtype == self.key_pages.dtype:
+            target.choose("attention: C++ kernel, reads live pages of the pool")
+            rows = self.rows
+            out = calls.pages_attention(
+                query[0], self.key_pages, self.value_pages, rows.starts, rows.lengths, rows.tables, **options
+            )
+            return out[None]
+        target.choose("attention: live pages of the pool, gathered one after the other")
+        return _attend_by_pages(query[0], self.key_pages, self.value_pages, self.rows, **options)[None]
+
+
+@dataclasses.dataclass(kw_only=True)
+class JointPool:
+    """One layer's pages in one step, as TPU's kernel reads them.
+
+    Args:
+        pages: [pages, page_size, 2 * kv_heads, head_dim].
+        rows: of the step.
+        is_read: as of `SplitPool`.
+    """
+
+    pages: jax.Array
+    rows: Rows
+    is_read: bool = False
+
+    def with_rows(self, key: jax.Array, value: jax.Array) -> JointPool:
+        """As of `SplitPool`."""
+        _, heads, count, width = key.shape
+        both = jnp.stack([key[0].swapaxes(0, 1), value[0].swapaxes(0, 1)], axis=2).reshape(count, 2 * heads, width)
+        page, offset = _places(self.rows, count, self.pages.shape[1])
+        return JointPool(pages=self.pages.at[page, offset].set(both.astype(self.pages.dtype)), rows=self.rows)
+
+    def attend(
+        self,
+        query: jax.Array,
+        *,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
+        sinks: jax.Array | None,
+    ) -> jax.Array:
+        """See `attend`."""
+        if sinks is None and target.is_for("tpu"):
+            from hfax.kernels.tpu import attention as kernels  # Pallas for TPU takes a second to import
+
+            target.choose("attention: ragged paged kernel (Pallas), pool of pages")
+            return kernels.ragged_pool_attention(
+                query, self.pages, self.rows, scale=scale, softcap=softcap, window=window, mesh=target.mesh()
+            )
+        keys, values = self.pages[:, :, 0::2].swapaxes(1, 2), self.pages[:, :, 1::2].swapaxes(1, 2)
+        options = {"scale": scale, "softcap": softcap, "window": window, "sinks": sinks}
+        return _attend_by_pages(query[0], keys, values, self.rows, **options)[None]
+
+
+Pool = SplitPool | JointPool
+
+
+def pool_shapes(
+    num_pages: int, page_size: int, key: tuple[int, ...], value: tuple[int, ...], *, is_for_tpu: bool
+) -> dict[str, tuple[int, ...]]:
+    """The arrays of one layer's pool by name, from the shapes of its keys and values, [batch, kv_heads, length, width]."""
+    if is_for_tpu and key == value and key[3] == _JOINT_WIDTH:
+        return {"pages": (num_pages, page_size, 2 * key[1], key[3])}
+    return {
+        "key_pages": (num_pages, key[1], page_size, key[3]),
+        "value_pages": (num_pages, value[1], page_size, value[3]),
+    }
+
+
+def pool_spec(mesh: jax.sharding.Mesh, name: str, shape: tuple[int, ...]) -> P:
+    """How an array of a pool is split over a mesh: by heads, if they divide."""
+    axis = 2 if name.endswith(".pages") or name == "pages" else 1
+    parts: list[str | None] = [None] * len(shape)
+    if shape[axis] % size_of(mesh, TENSOR) == 0:
+        parts[axis] = TENSOR
+    return P(*parts)
+
+
+def pool_of(arrays: Mapping[str, jax.Array], rows: Rows) -> Pool:
+    """The inverse of `arrays_of`."""
+    if "pages" in arrays:
+        return JointPool(pages=arrays["pages"], rows=rows)
+    return SplitPool(key_pages=arrays["key_pages"], value_pages=arrays["value_pages"], rows=rows)
+
+
+def arrays_of(pool: Pool) -> dict[str, jax.Array]:
+    """What is kept of a pool between steps, by name."""
+    if isinstance(pool, JointPool):
+        return {"pages": pool.pages}
+    return {"key_pages": pool.key_pages, "value_pages": pool.value_pages}
+
+
+def attend(
+    query: jax.Array,
+    pool: Pool,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """Attention of each token to the tokens of its own sequence up to itself.
+
+    Args:
+        query: [1, heads, tokens, head_dim].
+        pool: of the layer, with the step's keys and values in it.
+        scale: multiplies the scores.
+        softcap: see `hfax.kernels.attention`.
+        window: how many tokens each sees, itself included; None: all.
+        sinks: [heads], see there.
+
+    Returns:
+        [1, tokens, heads, value_dim] in the query's dtype; padding's rows mean nothing.
+    """
+    pool.is_read = True
+    return pool.attend(query, scale=scale, softcap=softcap, window=window, sinks=sinks)
+
+
+def _has_kernel(pages: jax.Array) -> bool:
+    fits = pages.dtype in (jnp.bfloat16, jnp.float32) and pages.shape[2] <= _KERNEL_PAGE
+    return fits and library.may_be_called()
+
+
+def _places(rows: Rows, count: int, page_size: int) -> tuple[jax.Array, jax.Array]:
+    """The page, and the slot in it, of each of the step's tokens: [count] int32 each; page 0 for padding."""
+    positions = rows.positions(count)
+    index = jnp.clip(positions // page_size, 0, rows.tables.shape[1] - 1)
+    page = jnp.where(positions < 0, 0, rows.tables[rows.sequences(count), index])
+    return page, jnp.maximum(positions, 0) % page_size
+
+
+def _written(pages: jax.Array, new: jax.Array, rows: Rows) -> jax.Array:
+    """`pages` with `new`, [kv_heads, tokens, width]."""
+    new = new.astype(pages.dtype)
+    if _has_kernel(pages):
+        return calls.pages_write(pages, new, rows.starts, rows.lengths, rows.tables)
+    page, offset = _places(rows, new.shape[1], pages.shape[2])
+    written = pages.at[page, :, offset].set(new.swapaxes(0, 1))
+    if (mesh := target.mesh()) is None:
+        return written
+    return jax.lax.with_sharding_constraint(written, NamedSharding(mesh, pool_spec(mesh, "key_pages", written.shape)))
+
+
+def _attend_by_pages(
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    rows: Rows,
+    *,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """[heads, tokens, head_dim] to [tokens, heads, value_dim]: running sums over pages, as far as some token sees any."""
+    heads, count, width = query.shape
+    _, kv_heads, page_size, value_width = values.shape
+    groups = heads // kv_heads
+    grouped = query.reshape(kv_heads, groups, count, width)
+    positions, tables = rows.positions(count), rows.tables[rows.sequences(count)]
+    first = jnp.zeros_like(positions) if window is None else jnp.maximum(positions - window + 1, 0)
+    top = jnp.full((kv_heads, groups, count, 1), _MASKED, jnp.float32)
+    weight = jnp.zeros_like(top)
+    if sinks is not None:
+        top = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(kv_heads, groups, 1, 1), top.shape)
+        weight = weight + 1.0
+    total = jnp.zeros((kv_heads, groups, count, value_width), jnp.float32)
+
+    def visit(index: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        total, weight, top = state
+        page = jax.lax.dynamic_index_in_dim(tables, index, axis=1, keepdims=False)
+        key, value = keys[page], values[page]  # [tokens, kv_heads, page_size, width]
+        scores = jnp.einsum("kgtd,tksd->kgts", grouped, key, preferred_element_type=jnp.float32) * scale
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
+        column = index * page_size + jnp.arange(page_size)
+        seen = (column >= first[:, None]) & (column <= positions[:, None])
+        scores = jnp.where(seen, scores, _MASKED)
+        highest = jnp.maximum(top, scores.max(axis=-1, keepdims=True))
+        shrink = jnp.exp(top - highest)
+        share = jnp.where(seen, jnp.exp(scores - highest), 0.0)
+        more = jnp.einsum("kgts,tksd->kgtd", share.astype(value.dtype), value, preferred_element_type=jnp.float32)
+        return total * shrink + more, weight * shrink + share.sum(axis=-1, keepdims=True), highest
+
+    begin = jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, first).min() // page_size
+    state = jax.lax.fori_loop(begin, positions.max() // page_size + 1, visit, (total, weight, top))
+    out = state[0] / jnp.where(state[1] == 0, 1.0, state[1])
+    return out.astype(query.dtype).reshape(heads, count, value_width).swapaxes(0, 1)
