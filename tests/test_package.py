@@ -33,6 +33,7 @@ ORDER = [
     {"backend", "model"},
     {"jax_backend", "torch_xla"},
     {"auto"},
+    {"engine"},
     {"topology"},
     {"exporting"},
     {"planning"},
@@ -40,6 +41,7 @@ ORDER = [
     {"bench"},
     {"matrix"},
     {"doctor"},
+    {"server"},
     {"cli", "__main__"},
 ]
 """The way of the data: a module imports from its own row and from those above it."""
@@ -114,9 +116,12 @@ def test_public_surface() -> None:
         "CheckpointAccessError",
         "CheckpointCorruptError",
         "CheckpointNotFoundError",
+        "Engine",
+        "EngineConfig",
         "HfaxError",
         "InvalidInputError",
         "OutOfMemoryError",
+        "SamplingParams",
         "UnsupportedModelError",
         "UnsupportedOptionError",
         "__version__",

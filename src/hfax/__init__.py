@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from hfax.auto import AutoModelForTPU
     from hfax.backends.pytrees import register_pytrees
     from hfax.doctor import inspect
+    from hfax.engine.engine import Engine, EngineConfig
+    from hfax.engine.sampling_params import SamplingParams
     from hfax.errors import (
         BackendNotAvailableError,
         CheckpointAccessError,
@@ -40,9 +42,12 @@ _HOMES = {
     "CheckpointAccessError": "hfax.errors",
     "CheckpointCorruptError": "hfax.errors",
     "CheckpointNotFoundError": "hfax.errors",
+    "Engine": "hfax.engine.engine",
+    "EngineConfig": "hfax.engine.engine",
     "HfaxError": "hfax.errors",
     "InvalidInputError": "hfax.errors",
     "OutOfMemoryError": "hfax.errors",
+    "SamplingParams": "hfax.engine.sampling_params",
     "UnsupportedModelError": "hfax.errors",
     "UnsupportedOptionError": "hfax.errors",
     "export": "hfax.exporting.bundle",
@@ -60,9 +65,12 @@ __all__ = [
     "CheckpointAccessError",
     "CheckpointCorruptError",
     "CheckpointNotFoundError",
+    "Engine",
+    "EngineConfig",
     "HfaxError",
     "InvalidInputError",
     "OutOfMemoryError",
+    "SamplingParams",
     "UnsupportedModelError",
     "UnsupportedOptionError",
     "__version__",

@@ -108,6 +108,16 @@ class BaseModel:
         """The model itself: it is always in evaluation mode."""
         return self
 
+    @property
+    def module(self) -> torch.nn.Module:
+        """transformers' module, without weights: its structure and code."""
+        return self._skeleton.module
+
+    @property
+    def vocabulary_size(self) -> int | None:
+        """Rows of the embedding table; None where there is no one table."""
+        return self._vocab_size()
+
     def can_generate(self) -> bool:
         """Whether `generate` works on this class."""
         return bool(self._skeleton.module.can_generate())
@@ -192,12 +202,30 @@ class BaseModel:
         """What guesses them, if a model does."""
         return None
 
-    def _example_prompt(self, rows: int, length: int) -> np.ndarray:
+    def read_prompt(self, prompt: Any, inputs: Mapping[str, Any], buckets: Buckets) -> requests.Prompts:
+        """A prompt as programs take it.
+
+        Args:
+            prompt: [1, length] token ids; of encoder-decoders, what the encoder reads.
+            inputs: the model's further inputs, by name.
+            buckets: how its length is rounded up.
+
+        Raises:
+            InvalidInputError: ids outside of the vocabulary, inputs that do not fit each other.
+        """
+        arrays = {name: self._host_array(name, value) for name, value in inputs.items()}
+        arrays = registry.prepare_inputs(self._skeleton.module, arrays, self.patches, self.backend)
+        config, _ = requests.resolve_generation_config(self.generation_config, None, {})
+        return self._prompts(prompt, arrays, config, buckets)
+
+    def example_prompt(self, rows: int, length: int) -> np.ndarray:
         """Ids that are no padding."""
         return np.full((rows, length), int(self.generation_config.pad_token_id == 0), np.int32)
 
-    def _prompts(self, prompt: Any, arrays: dict[str, np.ndarray], config: GenerationConfig) -> requests.Prompts:
-        traits = self._traits
+    def _prompts(
+        self, prompt: Any, arrays: dict[str, np.ndarray], config: GenerationConfig, buckets: Buckets | None = None
+    ) -> requests.Prompts:
+        traits, buckets = self._traits, buckets or self._buckets
         if traits.is_encoder_decoder:
             main = traits.main_input
             encoder = {**arrays, **({main: self._host_array(main, prompt)} if prompt is not None else {})}
@@ -216,7 +244,7 @@ class BaseModel:
                 main_input=main,
                 vocab_size=self._vocab_size(),
                 pad_token_id=config.pad_token_id,
-                buckets=self._buckets,
+                buckets=buckets,
             )
         if prompt is None:
             if config.bos_token_id is None:
@@ -233,7 +261,7 @@ class BaseModel:
             pad_token_id=config.pad_token_id,
             eos_token_ids=as_ids_tuple(config.eos_token_id),
             context=self._context(),
-            buckets=self._buckets,
+            buckets=buckets,
             is_exact=traits.counts_padding,
             extras=arrays,
         )

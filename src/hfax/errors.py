@@ -56,5 +56,13 @@ class OutOfMemoryError(HfaxError):
     """The weights, the cache or a program do not fit the device's memory."""
 
 
+class EngineBusyError(HfaxError):
+    """As many requests wait as may."""
+
+
+class EngineDeadError(HfaxError):
+    """The engine was closed, or its loop failed."""
+
+
 class BackendNotAvailableError(HfaxError):
     """The backend's packages are missing, of the wrong version, or its device does not come up."""

@@ -33,6 +33,7 @@ from hfax.programs import generation_request as requests
 from hfax.programs.buckets import Buckets, Size
 from hfax.programs.checks import raise_failed
 from hfax.programs.generate import Loop, Streamer, open_loop, run_generation
+from hfax.programs.model_parts import ModelParts
 from hfax.programs.own_generate import has_own_generate, run_own_generate
 from hfax.programs.program_cache import ProgramCache
 from hfax.programs.results import as_torch_tree, give
@@ -134,6 +135,18 @@ class JaxModel(BaseModel):
         if self.mesh is None:
             return str(self.jax_device)
         return ", ".join(f"{name} {size}" for name, size in self.mesh.shape.items() if size > 1)
+
+    @property
+    def parts(self) -> ModelParts:
+        """What programs of the model are made from; for whoever makes more of them."""
+        return ModelParts(
+            traced=self._traced,
+            programs=self._programs,
+            layout=self._layout,
+            weights=self._arrays(),
+            vocab_size=self._num_logits(),
+            context=self._context(),
+        )
 
     def apply(self, params: Mapping[str, jax.Array], *args: Any, **inputs: Any) -> Any:
         """The forward pass as a pure function, for `jax.jit`, `jax.grad`, `jax.vmap` and `jax.checkpoint`.
@@ -361,7 +374,7 @@ class JaxModel(BaseModel):
 
         def run(batch_size: int, prompt_length: int) -> Size:
             given = {**options, "max_new_tokens": max_new_tokens}
-            prompt = self._example_prompt(batch_size, prompt_length)
+            prompt = self.example_prompt(batch_size, prompt_length)
             request, _ = self._request(prompt, None, given, 0, None, assistant)
             loop, inputs = self._open(request)
             state = loop.start(inputs)
@@ -454,7 +467,7 @@ class JaxModel(BaseModel):
 
     def sampling_values(self, prompt_length: int, **options: Any) -> dict[str, Any]:
         """The arrays that programs of `generate` take for these options, by name; see `make_sampling_spec`."""
-        request, _ = self._request(self._example_prompt(1, prompt_length), None, dict(options), 0, None, None)
+        request, _ = self._request(self.example_prompt(1, prompt_length), None, dict(options), 0, None, None)
         _, values = make_sampling_spec(
             request.options.config,
             vocab_size=self._num_logits(),

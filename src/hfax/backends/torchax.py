@@ -25,6 +25,7 @@ from hfax.backends.geometry import HostArray
 from hfax.errors import UnsupportedModelError
 from hfax.kernels import attention as attention_math
 from hfax.kernels import paged, target
+from hfax.kernels import pool as pools
 from hfax.kernels.cache_write import cache_write
 from hfax.modelling_line import line_of_error
 from hfax.patches import masks, registry
@@ -343,6 +344,53 @@ class JaxCacheOps:
         return {name: wrap(array) for name, array in paged.arrays_of(written).items()}, keys, values
 
 
+class JaxPoolOps:
+    """`hfax.kv_cache.pooled.PoolOps` on the tensors of a trace.
+
+    Args:
+        rows: whose the step's tokens are.
+    """
+
+    def __init__(self, rows: pools.Rows) -> None:
+        self._rows = rows
+
+    def write_rows(self, arrays: dict[str, Any], key: Any, value: Any) -> tuple[dict[str, Any], Any]:
+        """See `PoolOps.write_rows`."""
+        before = pools.pool_of({n: unwrap(a) for n, a in arrays.items()}, self._rows)
+        written = before.with_rows(unwrap(key), unwrap(value))
+        carrier = wrap(unwrap(key))
+        carrier.pool = written
+        return {name: wrap(array) for name, array in pools.arrays_of(written).items()}, carrier
+
+    def is_read(self, key: Any) -> bool:
+        """See `PoolOps.is_read`."""
+        return key.pool.is_read
+
+
+def _attend_pool(
+    pool: pools.Pool, query: Any, mask: Any, *, scale: float, softcap: float | None, sinks: Any, bias: Any
+) -> tuple[Any, None]:
+    """Attention over a pool, which knows causal masks and windows alone."""
+    window = None
+    if mask is not None:
+        if not hasattr(mask, "causal") or mask.causal[1] is not None:
+            raise _not_pooled("a mask of its own")
+        window = mask.causal[0]
+    if bias is not None:
+        raise _not_pooled("a bias on positions")
+
+    def compute(query: jax.Array, sinks: Any) -> jax.Array:
+        return pools.attend(query, pool, scale=scale, softcap=softcap, window=window, sinks=sinks)
+
+    return call_jax(compute, query, sinks), None
+
+
+def _not_pooled(what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"Attention has {what}.", "Pages are read with causal masks and windows.", "Each sequence gets its own cache."
+    )
+
+
 def _attention_forward(
     module: torch.nn.Module,
     query: Any,
@@ -373,6 +421,11 @@ def _attention_forward(
     if hasattr(attention_mask, "causal"):
         window, is_real = attention_mask.causal
         causal_mask = attention_math.Causal(window=window, is_real=unwrap(is_real))
+    if (pool := getattr(key, "pool", None)) is not None:
+        if not causal or indices is not None:
+            raise _not_pooled("no causal order")
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return _attend_pool(pool, query, attention_mask, scale=scale, softcap=softcap, sinks=s_aux, bias=position_bias)
     pages = getattr(key, "pages", None)
     num_queries, num_keys = query.shape[2], key.shape[2]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

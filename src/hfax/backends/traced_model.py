@@ -25,7 +25,9 @@ from hfax.backends.structure import Leaf, Node, Static, flatten, is_array, unfla
 from hfax.backends.traits import APPENDS_MASK, WRITES_OTHERWISE, read_traits
 from hfax.errors import UnsupportedModelError
 from hfax.kernels import paged, target
+from hfax.kernels.pool import Rows
 from hfax.kv_cache.cache import cache_arrays, make_cache
+from hfax.kv_cache.pooled import make_pooled_cache, pooled_arrays
 from hfax.load.skeleton import Skeleton
 from hfax.patches import registry
 from hfax.patches.masks import decoder_padding
@@ -270,6 +272,75 @@ class TracedModel:
         arrays |= {_ON_MODULES + name: array for name, array in kept.items()}
         return logits, constrain_cache(arrays)
 
+    def run_rows(
+        self,
+        params: Mapping[str, jax.Array],
+        pools: Arrays,
+        tokens: jax.Array,
+        rows: Rows,
+        wanted: jax.Array,
+    ) -> tuple[jax.Array, Arrays]:
+        """One step of continuous batching: tokens of several sequences, parts of prompts among them, in one row.
+
+        Args:
+            params: the weights.
+            pools: each layer's pages, as `pool_shapes` of this model names them.
+            tokens: [tokens] int32.
+            rows: whose they are.
+            wanted: [n] int32, the tokens after which logits are wanted.
+
+        Returns:
+            Logits [n, vocab] float32, and the pools.
+
+        Raises:
+            UnsupportedModelError: the model's state or attention does not fit pages.
+        """
+        traits, count = self.traits, tokens.shape[0]
+        self.require_pages()
+
+        def call(module: torch.nn.Module) -> tuple[jax.Array, Arrays]:
+            config: Any = module.config
+            cache = make_pooled_cache(config, tracing.JaxPoolOps(rows), 2 * count + 2, tracing.wrap(pools))
+            inputs = {
+                "input_ids": tokens[None],
+                "position_ids": jnp.maximum(rows.positions(count), 0)[None],
+            }
+            keep = {"logits_to_keep": tracing.wrap(wanted)} if traits.takes_logits_to_keep else {}
+            out = module(**tracing.wrap(inputs), **self._cache_arguments(cache), **keep)
+            logits = tracing.unwrap(out.logits)[0]
+            if not keep:
+                logits = logits[wanted]
+            return logits.astype(jnp.float32), {n: tracing.unwrap(a) for n, a in pooled_arrays(cache).items()}
+
+        return tracing.call_module(
+            self.module, self._all(params), call, used=self.patches_used, constants=self._constants
+        )
+
+    def require_pages(self) -> None:
+        """Of `run_rows`: what a trace does not show by itself.
+
+        Raises:
+            UnsupportedModelError: see there.
+        """
+        traits, config = self.traits, self.module.config
+        names = {type(self.module).__name__, config.model_type}
+        scaling = {str((p or {}).get("rope_type")) for p in _rope_parameters(config)}
+        reasons = {
+            "it is an encoder-decoder": traits.is_encoder_decoder,
+            "it keeps a state": traits.has_recurrent_layers or traits.cache_argument != "past_key_values",
+            "it keeps no cache": not traits.has_usable_cache,
+            "it counts positions by itself": not traits.takes_position_ids or traits.counts_padding,
+            "it reads more than tokens": bool(set(traits.repeated_inputs) & {"cross_attention_mask"}),
+            "it does not write token after token": bool(names & set(WRITES_OTHERWISE)),
+            "its rotary embedding depends on the longest text in the batch": bool(scaling & {"dynamic", "longrope"}),
+        }
+        if reason := next((reason for reason, is_so in reasons.items() if is_so), None):
+            raise UnsupportedModelError(
+                f"{type(self.module).__name__} does not run over pages: {reason}.",
+                "In a step the tokens of several sequences stand in one row.",
+                "Each sequence gets a cache of its own.",
+            )
+
     def _whole_text(
         self,
         params: Mapping[str, jax.Array],
@@ -388,6 +459,12 @@ def _head_dim(config: Any) -> int | None:
         return getattr(text, "head_dim", None) or (text.hidden_size // heads if isinstance(heads, int) else None)
     except RuntimeError:  # transformers' error for what differs from layer to layer
         return None
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any] | None]:
+    """The rotary embedding's parameters, of each kind of layer where they differ."""
+    found = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return list(found.values()) if found and all(isinstance(v, dict) for v in found.values()) else [found]
 
 
 def text_positions(mask: jax.Array) -> jax.Array:

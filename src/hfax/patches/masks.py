@@ -145,7 +145,10 @@ def additive_mask(dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
     if mask is None:
         return None
     lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=mask.device)
-    return torch.where(mask, torch.zeros_like(lowest), lowest)
+    added: Any = torch.where(mask, torch.zeros_like(lowest), lowest)
+    if hasattr(mask, "causal"):  # what it says, as long as nobody adds anything else
+        added.causal = mask.causal
+    return added
 
 
 def _make(original: Callable[..., Any]) -> Callable[..., Any]:

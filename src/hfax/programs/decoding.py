@@ -69,23 +69,14 @@ def start(
         The state, and under "checks" the conditions that the host must check before it goes on.
     """
     checks: dict[str, jax.Array] = {}
-    logits, cache = model.prefill(params, inputs, static, spec.capacity, checks, keeps_windows=not spec.rolls_back)
+    logits, state = read_prompts(
+        model, params, inputs, static, spec.capacity, checks, keeps_windows=not spec.rolls_back
+    )
     seq2seq = model.traits.is_encoder_decoder
     prompt = inputs["decoder_input_ids" if seq2seq else "input_ids"].astype(jnp.int32)
     prompt_mask = jnp.ones_like(prompt) if seq2seq else inputs["attention_mask"].astype(jnp.int32)
-    absent = prompt_mask[:, :0] if seq2seq else prompt_mask  # an encoder without a mask gets none in decoding, too
-    mask = inputs["attention_mask"].astype(jnp.int32) if "attention_mask" in inputs else absent
-    if not seq2seq:
-        mask = jnp.pad(mask, ((0, 0), (0, spec.capacity - mask.shape[1])), constant_values=1)
     batch, length = prompt.shape
-    state: State = {
-        "tokens": jnp.pad(prompt, ((0, 0), (0, spec.capacity - length))),
-        "positions": _next_positions(inputs, prompt_mask),
-        "finished": request["unused"],
-        "mask": mask,
-        "cache": cache,
-    }
-    state["repeated"] = {n: inputs[n][:, -1] for n in model.traits.repeated_inputs if n in inputs}
+    state |= {"tokens": jnp.pad(prompt, ((0, 0), (0, spec.capacity - length))), "finished": request["unused"]}
     if (repeats := spec.num_return_sequences) > 1:
         repeat = lambda a: jnp.repeat(a, repeats, axis=0)  # noqa: E731
         state, logits, prompt, prompt_mask = jax.tree.map(repeat, (state, logits, prompt, prompt_mask))
@@ -96,6 +87,34 @@ def start(
         shape = (spec.max_steps, batch * repeats, *(() if name == "log_probs" else (logits.shape[-1],)))
         state[name] = jnp.zeros(shape, jnp.float32)
     return draw(spec, state, logits, request) | {"checks": checks}
+
+
+def read_prompts(
+    model: TracedModel,
+    params: Mapping[str, jax.Array],
+    inputs: Mapping[str, jax.Array],
+    static: Mapping[str, Any],
+    capacity: int,
+    checks: dict[str, jax.Array],
+    *,
+    keeps_windows: bool = True,
+) -> tuple[jax.Array, State]:
+    """Run the prompts; what `next_logits` goes on from.
+
+    Returns:
+        Logits of the last position, [batch, vocab] float32, and `cache`, `positions`, `mask` and `repeated` of a state.
+    """
+    logits, cache = model.prefill(params, inputs, static, capacity, checks, keeps_windows=keeps_windows)
+    seq2seq = model.traits.is_encoder_decoder
+    prompt = inputs["decoder_input_ids" if seq2seq else "input_ids"].astype(jnp.int32)
+    prompt_mask = jnp.ones_like(prompt) if seq2seq else inputs["attention_mask"].astype(jnp.int32)
+    absent = prompt_mask[:, :0] if seq2seq else prompt_mask  # an encoder without a mask gets none in decoding, too
+    mask = inputs["attention_mask"].astype(jnp.int32) if "attention_mask" in inputs else absent
+    if not seq2seq:
+        mask = jnp.pad(mask, ((0, 0), (0, capacity - mask.shape[1])), constant_values=1)
+    state: State = {"positions": _next_positions(inputs, prompt_mask), "mask": mask, "cache": cache}
+    state["repeated"] = {n: inputs[n][:, -1] for n in model.traits.repeated_inputs if n in inputs}
+    return logits, state
 
 
 def _next_positions(inputs: Mapping[str, jax.Array], prompt_mask: jax.Array) -> jax.Array:

@@ -163,6 +163,13 @@ def keep_top_k(scores: jax.Array, at: DecodeStep) -> jax.Array:
     return _at_least(scores, _top_k_border(_candidates(scores, at), at))
 
 
+def keep_highest(scores: jax.Array, at: DecodeStep) -> jax.Array:
+    """As `keep_top_k`, for any number: the border is found by bisection."""
+    keys = ~_ordered_keys(scores)
+    border = _smallest_border(keys, jnp.ones_like(scores), at.values["top_k"].astype(jnp.float32))
+    return jnp.where(keys <= border, scores, _NEVER)
+
+
 def keep_top_k_top_p(scores: jax.Array, at: DecodeStep) -> jax.Array:
     """Keep the `top_k` highest scores, and of those the fewest that have at least `top_p` of their probability.
 

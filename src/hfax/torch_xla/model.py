@@ -54,7 +54,6 @@ class TorchXlaModel(BaseModel):
             folder=folder,
             task=task,
         )
-        self.module = skeleton.module
         self.xla_device = device
         self._spread = spread
 

@@ -1,0 +1,397 @@
+"""The loop: schedule a step, start it, read the tokens of the one before, draw the new ones.
+
+The device is never left waiting for the host: a step's forward pass is started before the tokens of the step before are read, since
+those are on the device where it needs them. Tokens drawn for a sequence that turns out to have ended are dropped. A step that fails
+takes its own sequences with it and no others. One thread runs the loop; the others talk to it by `add`, `abort` and callbacks.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from hfax.engine.detokenizer import Detokenizer
+from hfax.engine.grammar import Matcher
+from hfax.engine.runner import Drawn, Logits, Runner, TokenDrawer
+from hfax.engine.sampler import MAX_HELD_BACK, Draw
+from hfax.engine.sampling_params import SamplingParams
+from hfax.engine.scheduler import Part, Scheduler
+from hfax.engine.sequence import FinishReason, Sequence, TokenLogprob
+from hfax.errors import HfaxError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Update:
+    """What a step did for a sequence.
+
+    Args:
+        sequence: whose.
+        tokens: new token ids.
+        text: new text; "" without a tokenizer.
+        logprobs: of the new tokens, if they were asked for.
+        stop: the stop string or stop token that ended the text, if one did.
+        error: why it failed, if it did.
+    """
+
+    sequence: Sequence
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    stop: str | int | None = None
+    error: Exception | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the sequence has ended."""
+        return self.sequence.is_finished
+
+
+Listener = Callable[[Update], None]
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _Entry:
+    """A sequence, and what the loop needs to know of its text."""
+
+    sequence: Sequence
+    listener: Listener
+    detokenizer: Detokenizer | None
+    matcher: Matcher | None
+    counts_of: tuple[int | None, int] | None = None
+    """The slot whose counts are this sequence's, and how often it had lost its slot by then."""
+
+
+class EngineCore:
+    """Runs sequences until it is closed.
+
+    Args:
+        scheduler: decides what a step computes.
+        runner: computes it.
+        drawer: draws tokens.
+        vocab_size: of the logits.
+        on_step: called after each step with its seconds and the tokens that it computed.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        drawer: TokenDrawer,
+        *,
+        vocab_size: int,
+        on_step: Callable[[float, int], None] | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self._runner, self._drawer = runner, drawer
+        self._vocab_size = vocab_size
+        self._on_step = on_step
+        self._entries: dict[Sequence, _Entry] = {}
+        self._new: collections.deque[_Entry] = collections.deque()
+        self._aborted: collections.deque[Sequence] = collections.deque()
+        self._wake = threading.Condition()
+        self._is_closing = False
+        self._in_flight: list[Drawn] = []
+        self.busy_since: float | None = None
+        """`time.monotonic()` when the step that runs began; None while there is nothing to do."""
+        self.slowest_step_s = 0.0
+        """Of the steps so far, programs' making left out."""
+        self.failure: BaseException | None = None
+        """What ended the loop, if anything but `close` did."""
+        self._thread = threading.Thread(target=self._run, name="hfax-engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the loop runs."""
+        return self._thread.is_alive()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that wait or run."""
+        return len(self._entries) + len(self._new)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that do not run yet."""
+        return len(self.scheduler.waiting) + len(self._new)
+
+    def add(
+        self, sequence: Sequence, listener: Listener, *, detokenizer: Detokenizer | None, matcher: Matcher | None
+    ) -> None:
+        """Run a sequence; `listener` gets its updates, in the loop's thread."""
+        entry = _Entry(sequence=sequence, listener=listener, detokenizer=detokenizer, matcher=matcher)
+        with self._wake:
+            self._new.append(entry)
+            self._wake.notify()
+
+    def abort(self, sequence: Sequence) -> None:
+        """End a sequence soon; its listener hears of it once more."""
+        with self._wake:
+            self._aborted.append(sequence)
+            self._wake.notify()
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """End the loop; what still runs is aborted."""
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            while self._wait():
+                self._take_new()
+                self._step()
+        except BaseException as error:
+            logger.exception("the engine's loop ended")
+            self.failure = error
+        finally:
+            self.busy_since = None
+            self._take_new()
+            reason = FinishReason.ERROR if self.failure is not None else FinishReason.ABORT
+            for sequence in list(self._entries):
+                self._end(sequence, reason, error=self.failure)
+
+    def _wait(self) -> bool:
+        """Until there is work; False when it is over."""
+        with self._wake:
+            while not (self._is_closing or self._new or self._aborted or self.scheduler.has_work or self._in_flight):
+                self.busy_since = None
+                self._wake.wait()
+            if self.busy_since is None:
+                self.busy_since = time.monotonic()
+            return not self._is_closing
+
+    def _take_new(self) -> None:
+        while self._new:
+            entry = self._new.popleft()
+            self._entries[entry.sequence] = entry
+            self.scheduler.add(entry.sequence)
+        while self._aborted:
+            sequence = self._aborted.popleft()
+            if sequence in self._entries:
+                self._end(sequence, FinishReason.ABORT)
+
+    def _step(self) -> None:
+        start = self.busy_since = time.monotonic()
+        parts = self.scheduler.schedule()
+        logits: list[Logits] = []
+        try:
+            if parts:
+                self._load_counts(parts)
+                logits = self._runner.forward(parts, self._drawer.newest)
+        except Exception as error:
+            self._fail(parts, error)
+            parts = []
+        in_flight, self._in_flight = self._in_flight, []
+        for drawn in in_flight:
+            try:
+                self._read(drawn)
+            except Exception as error:
+                owners = [owner[0] for owner in drawn.owners if owner is not None]
+                self._fail([*owners, *parts], error)
+                logits, parts = [], []
+        for group in logits:
+            try:
+                self._draw(group)
+            except Exception as error:
+                self._fail(parts, error)
+                break
+        self._finish_unread(parts)
+        if parts or in_flight:
+            seconds = time.monotonic() - start
+            self.slowest_step_s = max(self.slowest_step_s, seconds)
+            if self._on_step is not None:
+                self._on_step(seconds, sum(part.count for part in parts))
+        if not parts and not in_flight:
+            time.sleep(0.001)  # sequences wait for what is not there yet
+
+    def _load_counts(self, parts: list[Part]) -> None:
+        for part in parts:
+            entry = self._entries[part.sequence]
+            here = part.sequence.slot, part.sequence.num_preemptions
+            if part.draws and entry.counts_of != here and part.sequence.params.counts_tokens:
+                self._drawer.remember(part.sequence)
+                entry.counts_of = here
+
+    def _draw(self, group: Logits) -> None:
+        """Start drawing from the logits of a step."""
+        if group.failure is not None:
+            self._fail([owner[0] for owner in group.owners if owner is not None], group.failure, is_lost=False)
+            return
+        draws: list[Draw] = []
+        owners: list[tuple[Part, int] | None] = []
+        for owner in group.owners:
+            draw = None if owner is None else self._draw_of(*owner)
+            owners.append(owner if draw is not None else None)
+            draws.append(draw or _NOBODY)
+        if any(owner is not None for owner in owners):
+            self._in_flight.append(self._drawer.draw(group, draws, tuple(owners)))
+
+    def _draw_of(self, part: Part, index: int) -> Draw | None:
+        """What to draw after token `index` of a part; None if nobody waits for it any more."""
+        sequence = part.sequence
+        if sequence.is_finished or sequence.slot is None:
+            return None
+        is_target = _is_target(part, index)
+        if not is_target and not (part.draws and index == part.start + part.count - 1):
+            return None
+        params = sequence.params
+        step = len(sequence.output)
+        entry = self._entries[sequence]
+        held_back = tuple(sequence.stop_ids)[:MAX_HELD_BACK] if step < params.min_tokens else ()
+        mask = None
+        if entry.matcher is not None and not is_target:
+            try:
+                mask = entry.matcher.mask(self._vocab_size)
+            except HfaxError as error:
+                self._end(sequence, FinishReason.ERROR, error=error)
+                return None
+        return Draw(
+            params=params,
+            seed=sequence.seed,
+            stream=sequence.index,
+            step=step,
+            slot=sequence.slot,
+            held_back=held_back,
+            mask=mask,
+            target=sequence.prompt[index + 1] if is_target else None,
+        )
+
+    def _read(self, drawn: Drawn) -> None:
+        """Wait for drawn tokens, and tell those who wait for them."""
+        arrays = {name: np.asarray(array) for name, array in drawn.arrays.items()}
+        updates: dict[Sequence, Update] = {}
+        for row, owner in enumerate(drawn.owners):
+            if owner is None:
+                continue
+            part, index = owner
+            sequence = part.sequence
+            if _is_target(part, index):
+                if len(sequence.prompt_logprobs) == index:
+                    wanted = sequence.params.prompt_logprobs or 0
+                    sequence.prompt_logprobs.append(_logprob(arrays, row, sequence.prompt[index + 1], wanted))
+                continue
+            sequence.num_pending -= 1
+            if not sequence.is_finished:
+                token = int(arrays["token"][row])
+                wanted = sequence.params.logprobs
+                logprobs = () if wanted is None else (_logprob(arrays, row, token, wanted),)
+                updates[sequence] = self._accept(sequence, token, logprobs)
+        for update in updates.values():
+            self._tell(update)
+
+    def _accept(self, sequence: Sequence, token: int, logprobs: tuple[TokenLogprob, ...]) -> Update:
+        """A sequence has a token more."""
+        entry = self._entries[sequence]
+        sequence.output.append(token)
+        stop: str | int | None = None
+        reason: FinishReason | None = None
+        error: Exception | None = None
+        if token in sequence.stop_ids and len(sequence.output) > sequence.params.min_tokens:
+            reason, stop = FinishReason.STOP, token
+        if entry.matcher is not None and reason is None:
+            try:
+                entry.matcher.accept(token)
+                if entry.matcher.is_stopped:
+                    reason = FinishReason.STOP
+            except HfaxError as failure:
+                reason, error = FinishReason.ERROR, failure
+        if reason is None and len(sequence.output) >= sequence.max_tokens:
+            reason = FinishReason.LENGTH
+        text = ""
+        if (detokenizer := entry.detokenizer) is not None:
+            is_end = stop is not None
+            found = detokenizer.add(token, is_text=not is_end or sequence.params.include_stop_str_in_output)
+            if (found is not None and len(sequence.output) > sequence.params.min_tokens) or (
+                reason is not None and (found := detokenizer.finish()) is not None
+            ):
+                reason, stop = FinishReason.STOP, found
+            text = detokenizer.take(is_finished=reason is not None)
+        if reason is not None:
+            self.scheduler.finish(sequence, reason)
+        return Update(sequence=sequence, tokens=(token,), text=text, logprobs=logprobs, stop=stop, error=error)
+
+    def _finish_unread(self, parts: list[Part]) -> None:
+        """Sequences that want nothing but their prompt's log-probabilities, once those are there."""
+        for part in parts:
+            sequence = part.sequence
+            if sequence.max_tokens or sequence.is_finished or sequence.num_computed < len(sequence.prompt):
+                continue
+            while self._in_flight:
+                self._read(self._in_flight.pop(0))
+            self._end(sequence, FinishReason.LENGTH)
+
+    def _fail(self, parts: list[Part], error: Exception, *, is_lost: bool = True) -> None:
+        """Sequences failed in a step. Where its arrays may be lost with it, the others are computed again."""
+        logger.error("a step failed: %s", error, exc_info=not isinstance(error, HfaxError))
+        for part in parts:
+            part.sequence.num_pending = 0
+            if not part.sequence.is_finished:
+                self._end(part.sequence, FinishReason.ERROR, error=error)
+        if not is_lost:
+            return
+        self._in_flight = []
+        for sequence in self._entries:
+            sequence.num_pending = 0
+        self.scheduler.restart(self.scheduler.running)
+        for entry in self._entries.values():
+            entry.counts_of = None
+        if self.scheduler.pages is not None:
+            self.scheduler.pages.forget()
+        self._runner.reset()
+        self._drawer.reset()
+
+    def _end(self, sequence: Sequence, reason: FinishReason, *, error: BaseException | None = None) -> None:
+        entry = self._entries.get(sequence)
+        if entry is None:
+            return
+        text = ""
+        if entry.detokenizer is not None:
+            text = entry.detokenizer.take(is_finished=True)
+        self.scheduler.finish(sequence, reason)
+        shown = error if isinstance(error, Exception) or error is None else RuntimeError(str(error))
+        self._tell(Update(sequence=sequence, text=text, error=shown), entry)
+
+    def _tell(self, update: Update, entry: _Entry | None = None) -> None:
+        """A listener that fails harms nobody else."""
+        entry = entry or self._entries.get(update.sequence)
+        if entry is None:
+            return
+        if update.is_last:
+            self._entries.pop(update.sequence, None)
+        try:
+            entry.listener(update)
+        except Exception:
+            logger.exception("a listener failed")
+
+
+def _is_target(part: Part, index: int) -> bool:
+    """Whether the logits after token `index` say how likely the prompt's next token was, and no more."""
+    return part.scores and index + 1 < len(part.sequence.prompt)
+
+
+def _logprob(arrays: dict[str, np.ndarray], row: int, token: int, wanted: int) -> TokenLogprob:
+    ids, values = arrays["top_ids"][row][:wanted], arrays["top_logprobs"][row][:wanted]
+    return TokenLogprob(
+        token_id=token,
+        logprob=float(arrays["logprob"][row]),
+        rank=int(arrays["rank"][row]),
+        top=tuple(zip(ids.tolist(), values.tolist(), strict=True)),
+    )
+
+
+_NOBODY = Draw(params=SamplingParams(temperature=0.0), seed=0, stream=0, step=0, slot=np.iinfo(np.int32).max)
+"""Stands for a row of nobody; its slot is none, so that nothing is remembered."""

@@ -1,0 +1,183 @@
+"""Texts that must fit a JSON schema, an expression or a grammar: which tokens may come next, by llguidance.
+
+Grammars are bounded in size, depth and effort, and the compiled ones are kept in a cache of fixed size. Neither jax nor torch is
+imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+from hfax.engine.sampling_params import Grammar
+from hfax.errors import InvalidInputError, UnsupportedOptionError
+
+COMPACT: Any = {"whitespace_flexible": False}
+"""JSON without a choice of white space, in which weak models lose themselves; llguidance's "x-guidance"."""
+_MAX_CHARACTERS = 100_000
+_MAX_DEPTH = 100
+_MAX_CACHED = 64
+_LEXER_FUEL = 1_000_000
+"""llguidance's own measure of effort; an expression that needs more is refused."""
+
+
+class Matcher:
+    """Where one text stands in its grammar.
+
+    Args:
+        matcher: llguidance's.
+    """
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def copy(self) -> Matcher:
+        """Another text at the same place."""
+        return Matcher(self._matcher.deep_copy())
+
+    def mask(self, vocab_size: int) -> np.ndarray:
+        """[ceil(vocab / 32)] int32, a bit for each token that may come next.
+
+        Raises:
+            InvalidInputError: the grammar has become too complex to follow.
+        """
+        from llguidance.numpy import fill_next_token_bitmask
+
+        mask = np.zeros((1, -(-vocab_size // 32)), np.int32)
+        fill_next_token_bitmask(self._matcher, mask)
+        self._raise_error()
+        return mask[0]
+
+    def accept(self, token: int) -> None:
+        """The text goes on with a token.
+
+        Raises:
+            InvalidInputError: it does not fit, or the grammar has become too complex to follow.
+        """
+        if not self._matcher.is_stopped():
+            self._matcher.consume_token(token)
+        self._raise_error()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether nothing but the end can follow."""
+        return self._matcher.is_stopped()
+
+    def _raise_error(self) -> None:
+        if self._matcher.is_error():
+            raise _refused(self._matcher.get_error())
+
+
+class GrammarCompiler:
+    """Makes matchers for a tokenizer.
+
+    Args:
+        tokenizer: transformers', of the fast kind.
+        vocab_size: of the logits.
+        eos_token_ids: tokens that end a text.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos = list(eos_token_ids)
+        self._lock = threading.Lock()
+        self._made: OrderedDict[Grammar, Matcher] = OrderedDict()
+        self._ll_tokenizer: Any = None
+
+    def compile(self, grammar: Grammar) -> Matcher:
+        """A matcher at the beginning.
+
+        Raises:
+            InvalidInputError: the grammar is malformed, too large or too complex.
+            UnsupportedOptionError: llguidance is not installed, or the tokenizer is not of the fast kind.
+        """
+        with self._lock:
+            if (found := self._made.get(grammar)) is not None:
+                self._made.move_to_end(grammar)
+                return found.copy()
+        made = self._make(grammar)
+        with self._lock:
+            self._made[grammar] = made
+            while len(self._made) > _MAX_CACHED:
+                self._made.popitem(last=False)
+        return made.copy()
+
+    def _make(self, grammar: Grammar) -> Matcher:
+        try:
+            from llguidance import LLMatcher, LLParserLimits
+        except ImportError as error:
+            raise UnsupportedOptionError(
+                "A grammar was given, and llguidance is not installed.", str(error), "pip install 'hfax[serve]'"
+            ) from error
+        _check_size(grammar)
+        text = "{}" if grammar.kind == "json_object" else grammar.text
+        try:
+            if grammar.kind in ("json_schema", "json_object"):
+                if grammar.kind == "json_object":
+                    text = '{"type": "object"}'
+                made = LLMatcher.grammar_from_json_schema(text, overrides=COMPACT)
+            elif grammar.kind == "regex":
+                made = LLMatcher.grammar_from_regex(text)
+            elif grammar.kind == "lark":
+                made = LLMatcher.grammar_from_lark(text)
+            else:
+                raise _refused(f"there is no kind of grammar {grammar.kind!r}")
+            limits = LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, step_lexer_fuel=_LEXER_FUEL)
+            matcher = LLMatcher(self._tokens(), made, log_level=0, limits=limits)
+        except ValueError as error:
+            raise _refused(str(error)) from error
+        if matcher.is_error():
+            raise _refused(matcher.get_error())
+        return Matcher(matcher)
+
+    def _tokens(self) -> Any:
+        with self._lock:
+            if self._ll_tokenizer is None:
+                from llguidance.hf import from_tokenizer
+
+                try:
+                    size = max(self._vocab_size, len(self._tokenizer))
+                    self._ll_tokenizer = from_tokenizer(self._tokenizer, n_vocab=size, eos_token=self._eos or None)
+                except (ValueError, TypeError) as error:
+                    raise UnsupportedOptionError(
+                        "The model's tokenizer does not work with grammars.", str(error), "Leave the grammar out."
+                    ) from error
+            return self._ll_tokenizer
+
+
+def _check_size(grammar: Grammar) -> None:
+    if len(grammar.text) > _MAX_CHARACTERS:
+        raise _refused(f"it has {len(grammar.text)} characters; {_MAX_CHARACTERS} are read")
+    if grammar.kind == "json_schema":
+        try:
+            schema = json.loads(grammar.text)
+        except (ValueError, RecursionError) as error:
+            raise _refused(f"it is not JSON that can be read ({type(error).__name__})") from error
+        if _depth(schema) > _MAX_DEPTH:
+            raise _refused(f"it is nested deeper than {_MAX_DEPTH}")
+
+
+def _depth(value: Any) -> int:
+    """Without recursion, since depth is what is in doubt."""
+    deepest, todo = 0, [(value, 1)]
+    while todo:
+        item, depth = todo.pop()
+        deepest = max(deepest, depth)
+        if depth > _MAX_DEPTH:
+            break
+        children = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+        todo += [(child, depth + 1) for child in children if isinstance(child, (dict, list))]
+    return deepest
+
+
+def _refused(why: str) -> InvalidInputError:
+    return InvalidInputError(
+        "The grammar cannot be used.",
+        why.strip().splitlines()[0] if why.strip() else "no reason given",
+        "Change it, or make it simpler.",
+    )

@@ -1,0 +1,232 @@
+"""Steps over a pool of pages: the tokens of all sequences in one row, parts of prompts beside single tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, Sharding
+
+from hfax.engine.runner import Logits
+from hfax.engine.scheduler import Limits, Part
+from hfax.errors import HfaxError, OutOfMemoryError, UnsupportedModelError
+from hfax.kernels.pool import Rows, pool_shapes, pool_spec
+from hfax.load.placement import free_bytes
+from hfax.programs.model_parts import ModelParts
+from hfax.programs.program_cache import Program
+
+_SHARE_OF_HOST = 0.3
+"""Of the free memory of a machine whose CPUs compute."""
+_SHARE_OF_DEVICE = 0.85
+_PAGE_SIZES = {"tpu": 128}
+_PAGE_SIZE = 32
+_FEWEST_ROWS = 4
+
+
+def page_size_on(platform: str) -> int:
+    """Tokens of a page."""
+    return _PAGE_SIZES.get(platform, _PAGE_SIZE)
+
+
+def row_buckets(limits: Limits) -> list[int]:
+    """Numbers of tokens that steps are compiled for: few, each four times the one before, and the two limits themselves.
+
+    None is 1: on CPU a single row of bfloat16 is summed in another order than several are, and a text should not depend on whether
+    it is written alone.
+    """
+    sizes, size = {limits.max_num_seqs, limits.max_num_batched_tokens}, _FEWEST_ROWS
+    while size < limits.max_num_batched_tokens:
+        sizes.add(size)
+        size *= 4
+    return sorted(max(s, _FEWEST_ROWS) for s in sizes)
+
+
+class PagedRunner:
+    """Runs steps over a pool of pages.
+
+    Args:
+        parts: of the model.
+        limits: of a step.
+        page_size: tokens of a page; None: what fits the platform.
+        num_pages: of the pool; None: as many as all sequences can need, or as the memory holds.
+
+    Raises:
+        UnsupportedModelError: the model does not run over pages.
+        OutOfMemoryError: not even one sequence of `limits.max_model_len` tokens fits.
+    """
+
+    def __init__(
+        self, parts: ModelParts, limits: Limits, *, page_size: int | None = None, num_pages: int | None = None
+    ) -> None:
+        self._parts = parts
+        self._limits = limits
+        self.page_size = page_size or page_size_on(parts.layout.device.platform)
+        self._max_pages = -(-limits.max_model_len // self.page_size)
+        self._shapes = self._layer_shapes()
+        self.num_pages = self._choose_num_pages(num_pages)
+        self._require_pages()
+        self._pools = self._make_pools()
+        self._made: dict[int, Program] = {}
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one page, in all layers, on all devices."""
+        pools = self._pool_arrays(1)
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in pools.values())
+
+    def _layer_shapes(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], Any]]:
+        """For each layer the shapes of its keys and values, and their dtype."""
+        ids = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+        inputs = {"input_ids": ids, "attention_mask": ids}
+        traced = self._parts.traced
+        traced.require_pages()
+        _, cache = jax.eval_shape(
+            lambda params, inputs: traced.prefill(params, inputs, {}, 16, keeps_windows=False),
+            dict(self._parts.weights),
+            inputs,
+        )
+        found = {}
+        for name, keys in cache.items():
+            layer, _, kind = name.rpartition(".")
+            if kind == "keys":
+                found[layer] = keys.shape, cache[f"{layer}.values"].shape, keys.dtype
+        return found
+
+    def _pool_arrays(self, num_pages: int) -> dict[str, tuple[tuple[int, ...], Any]]:
+        is_for_tpu = self._parts.layout.device.platform == "tpu"
+        return {
+            f"{layer}.{name}": (shape, dtype)
+            for layer, (key, value, dtype) in self._shapes.items()
+            for name, shape in pool_shapes(num_pages, self.page_size, key, value, is_for_tpu=is_for_tpu).items()
+        }
+
+    def _choose_num_pages(self, wanted: int | None) -> int:
+        """The one of nobody included."""
+        most = self._limits.max_num_seqs * self._max_pages
+        if wanted is not None:
+            return wanted + 1
+        device, layout = self._parts.layout.device, self._parts.layout
+        free = free_bytes(device)
+        if free is None:
+            return most + 1
+        share = _SHARE_OF_HOST if device.platform == "cpu" else _SHARE_OF_DEVICE
+        devices = 1 if device.platform == "cpu" else len(layout.devices)
+        fitting = int(free * share) * devices // self.page_bytes
+        if fitting < self._max_pages:
+            raise OutOfMemoryError(
+                f"A text of {self._limits.max_model_len} tokens needs {self._max_pages * self.page_bytes / 1e9:.2f} GB of cache; "
+                f"there is room for {fitting * self.page_bytes / 1e9:.2f} GB.",
+                "Keys and values of every token are kept.",
+                "Pass a smaller max_model_len, or a smaller dtype for the model.",
+            )
+        return min(most, fitting) + 1
+
+    def _make_pools(self) -> dict[str, jax.Array]:
+        layout, arrays = self._parts.layout, self._pool_arrays(self.num_pages)
+
+        def place(name: str, shape: tuple[int, ...]) -> Sharding:
+            if layout.mesh is None:
+                return layout.replicated
+            return NamedSharding(layout.mesh, pool_spec(layout.mesh, name, shape))
+
+        def make() -> dict[str, jax.Array]:
+            return {name: jnp.zeros(shape, dtype) for name, (shape, dtype) in arrays.items()}
+
+        return jax.jit(make, out_shardings={name: place(name, shape) for name, (shape, _) in arrays.items()})()
+
+    def reset(self) -> None:
+        """See `Runner`."""
+        self._pools = self._make_pools()
+
+    def _num_logits(self, num_rows: int) -> int:
+        return min(num_rows, self._limits.max_num_seqs)
+
+    def forward(self, parts: list[Part], newest: jax.Array) -> list[Logits]:
+        """See `Runner`."""
+        total = sum(part.count for part in parts)
+        num_rows = next(size for size in row_buckets(self._limits) if size >= total)
+        step, owners = self._rows_of(parts, num_rows)
+        return [Logits(array=self._run(num_rows, step, newest), owners=tuple(owners))]
+
+    def _rows_of(self, parts: list[Part], num_rows: int) -> tuple[dict[str, Any], list[tuple[Part, int] | None]]:
+        """The arrays of a step, and what its rows of logits are of."""
+        num_sequences = self._num_logits(num_rows)
+        used = sum(part.count for part in parts)
+        tokens = np.zeros(num_rows, np.int32)
+        slots = np.full(num_rows, self._limits.max_num_seqs, np.int32)
+        starts = np.full(num_sequences + 1, used, np.int32)
+        lengths = np.zeros(num_sequences, np.int32)
+        tables = np.zeros((num_sequences, self._max_pages), np.int32)
+        wanted = np.zeros(num_sequences, np.int32)
+        owners: list[tuple[Part, int] | None] = []
+        row = 0
+        for index, part in enumerate(parts):
+            sequence, end = part.sequence, part.start + part.count
+            known = sequence.tokens(part.start, end)
+            tokens[row : row + len(known)] = known
+            if len(known) < part.count:  # its newest token is on the device alone
+                assert sequence.slot is not None
+                slots[row + part.count - 1] = sequence.slot
+            starts[index], lengths[index] = row, end
+            tables[index, : len(sequence.pages)] = sequence.pages
+            if part.scores:
+                rows = range(part.count)
+            else:
+                rows = range(part.count - 1, part.count) if part.draws else range(0)
+            for offset in rows:
+                wanted[len(owners)] = row + offset
+                owners.append((part, part.start + offset))
+            row += part.count
+        rows_of = Rows(starts=starts, lengths=lengths, tables=tables, count=np.array([len(parts)], np.int32))  # pyright: ignore[reportArgumentType]
+        return {"tokens": tokens, "slots": slots, "rows": rows_of, "wanted": wanted}, owners
+
+    def _run(self, num_rows: int, step: dict[str, Any], newest: jax.Array) -> jax.Array:
+        args = (dict(self._parts.weights), self._pools, self._parts.layout.put(step), newest)
+        traced = self._parts.traced
+
+        def run(params: Any, pools: Any, step: Any, newest: jax.Array) -> Any:
+            is_on_device = step["slots"] < newest.shape[0]
+            tokens = jnp.where(is_on_device, newest[jnp.minimum(step["slots"], newest.shape[0] - 1)], step["tokens"])
+            return traced.run_rows(params, pools, tokens, step["rows"], step["wanted"]), None
+
+        if num_rows not in self._made:
+            key = ("engine", self.page_size)
+            self._made[num_rows] = self._parts.programs.get(f"step[{num_rows}]", key, run, args, donate=(1,))
+        logits, self._pools = self._made[num_rows].run(*args)
+        return logits
+
+    def warm_up(self, newest: jax.Array) -> list[jax.Array]:
+        """Make every program and run it once.
+
+        Returns:
+            Logits, once for each number of rows that they can have.
+        """
+        found: dict[int, jax.Array] = {}
+        for num_rows in row_buckets(self._limits):
+            step, _ = self._rows_of([], num_rows)
+            logits = self._run(num_rows, step, newest)
+            found[logits.shape[0]] = logits
+        return list(found.values())
+
+    def _require_pages(self) -> None:
+        """Trace a step without computing anything, since only a trace shows whether attention reads the pages."""
+        step, _ = self._rows_of([], 8)
+        pools = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in self._pool_arrays(2).items()}
+        traced = self._parts.traced
+
+        def run(params: Any, pools: Any, step: Any) -> Any:
+            return traced.run_rows(params, pools, step["tokens"], step["rows"], step["wanted"])
+
+        try:
+            jax.eval_shape(run, dict(self._parts.weights), pools, step)
+        except HfaxError:
+            raise
+        except Exception as error:  # modelling code that expects the keys of one sequence fails in its own ways
+            raise UnsupportedModelError(
+                f"Its modelling code does not run over pages ({type(error).__name__}: {str(error).partition(chr(10))[0]}).",
+                "In a step the tokens of several sequences stand in one row.",
+                "Each sequence gets a cache of its own.",
+            ) from error

@@ -1,0 +1,147 @@
+"""What both kinds of runner share: the newest token of each slot on the device, and the programs that draw.
+
+A runner turns the scheduler's parts into logits (`forward`), and those into tokens (`draw`), which stay on the device until
+somebody reads them. There are two kinds: `PagedRunner`, whose sequences share a pool of pages, and `SlotRunner`, for models whose
+state does not fit pages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from hfax.engine.sampler import KINDS, Draw, draw_tokens, init_counts, kind_of, load_counts, make_rows
+from hfax.engine.scheduler import Limits, Part
+from hfax.engine.sequence import Sequence
+from hfax.programs.model_parts import ModelParts
+from hfax.programs.program_cache import Program
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Logits:
+    """Logits of a step on the device, and what its rows are of.
+
+    Args:
+        array: [rows, vocab] float32.
+        owners: for each of the first rows, the part, and which of its tokens' successor the row is of; None for a row of nobody.
+        failure: why there are none for these parts.
+    """
+
+    array: jax.Array
+    owners: tuple[tuple[Part, int] | None, ...]
+    failure: Exception | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """Tokens that were drawn, on the device.
+
+    Args:
+        arrays: of `draw_tokens`.
+        owners: of the first rows.
+    """
+
+    arrays: dict[str, jax.Array]
+    owners: tuple[tuple[Part, int] | None, ...]
+
+
+class Runner(Protocol):
+    """Runs steps on the device."""
+
+    def forward(self, parts: list[Part], newest: jax.Array) -> list[Logits]:
+        """Start a step; gives its logits without waiting for them.
+
+        Args:
+            parts: of the step.
+            newest: [slots] int32, the newest token of each slot.
+        """
+        ...
+
+    def reset(self) -> None:
+        """Make the cache anew, after a step failed in the middle."""
+        ...
+
+    def warm_up(self, newest: jax.Array) -> list[jax.Array]:
+        """Make every program of `forward` and run it once; logits, once for each number of rows that they can have."""
+        ...
+
+
+class TokenDrawer:
+    """Draws tokens for slots.
+
+    Args:
+        parts: of the model.
+        limits: of a step.
+    """
+
+    def __init__(self, parts: ModelParts, limits: Limits) -> None:
+        self._parts = parts
+        self._slots = limits.max_num_seqs
+        self._max_tokens = limits.max_model_len
+        self._counts: dict[str, jax.Array] | None = None
+        self._made: dict[tuple[int, str], Program] = {}
+        self.newest: jax.Array = parts.layout.put(np.zeros(self._slots, np.int32))
+
+    def draw(self, logits: Logits, draws: list[Draw], owners: tuple[tuple[Part, int] | None, ...]) -> Drawn:
+        """Draw for the first rows of `logits`, one each."""
+        kind = kind_of(draws)
+        vocab = self._parts.vocab_size
+        rows = make_rows(draws, logits.array.shape[0], kind, vocab_size=vocab, num_slots=self._slots)
+        return Drawn(arrays=self._run(kind, logits.array, rows), owners=owners)
+
+    def _run(self, kind: str, logits: jax.Array, rows: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        counts = self._require_counts() if kind == "general" else None
+        args = (logits, self._parts.layout.put(rows), self.newest, counts)
+        key = logits.shape[0], kind
+        if key not in self._made:
+            self._made[key] = self._parts.programs.get(
+                f"draw[{logits.shape[0]}] {kind}",
+                ("engine", kind),
+                lambda logits, rows, newest, counts: (draw_tokens(kind, logits, rows, newest, counts), None),
+                args,
+                donate=(3,) if kind == "general" else (),
+            )
+        out, self.newest, counts = self._made[key].run(*args)
+        if kind == "general":
+            self._counts = counts
+        return out
+
+    def remember(self, sequence: Sequence) -> None:
+        """Set what penalties remember of a sequence's slot to its tokens."""
+        assert sequence.slot is not None
+        tokens = np.full(self._max_tokens + 1, self._parts.vocab_size, np.int32)
+        known = sequence.tokens(0, sequence.num_known)[: len(tokens)]
+        tokens[: len(known)] = known
+        is_written = np.arange(len(tokens)) >= len(sequence.prompt)
+        self._load(sequence.slot, tokens, is_written)
+
+    def _load(self, slot: int, tokens: np.ndarray, is_written: np.ndarray) -> None:
+        put = self._parts.layout.put
+        args = (self._require_counts(), put(np.int32(slot)), put(tokens), put(is_written))
+        program = self._parts.programs.get(
+            "load counts", ("engine",), lambda *args: (load_counts(*args), None), args, donate=(0,)
+        )
+        self._counts = program.run(*args)
+
+    def _require_counts(self) -> dict[str, jax.Array]:
+        if self._counts is None:
+            self._counts = self._parts.layout.put(init_counts(self._slots, self._parts.vocab_size))
+        assert self._counts is not None
+        return self._counts
+
+    def reset(self) -> None:
+        """Forget the counts, whose arrays may be lost."""
+        self._counts = None
+        self.newest = self._parts.layout.put(np.zeros(self._slots, np.int32))
+
+    def warm_up(self, logits: jax.Array) -> None:
+        """Make every program for so many rows of logits, and run it once."""
+        num_rows = logits.shape[0]
+        for kind in KINDS:
+            rows = make_rows([], num_rows, kind, vocab_size=self._parts.vocab_size, num_slots=self._slots)
+            self._run(kind, logits, rows)
+        length = self._max_tokens + 1
+        self._load(0, np.full(length, self._parts.vocab_size, np.int32), np.zeros(length, np.bool_))

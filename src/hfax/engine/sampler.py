@@ -1,0 +1,252 @@
+"""Drawing the next token of many sequences at once, each with options of its own.
+
+Turns logits and arrays of options, a row a sequence, into tokens; in three programs, so that what no row asks for costs nothing:
+"greedy" takes the highest logit; "narrowed" draws with temperature among few candidates; "general" does everything: penalties,
+biases, masks of a grammar, any top-k, and log-probabilities. A row gets the same token from each that can serve it. The
+processors are those of `generate`. This module knows nothing of sequences and schedules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hfax.engine.sampling_params import MAX_BIASES, MAX_LOGPROBS, MAX_SUPPRESSED, SamplingParams
+from hfax.programs import logits_processors as processors
+from hfax.programs.sampling import first_maximum, invert, uniform_numbers
+from hfax.programs.sampling_config import SamplingSpec
+
+KINDS = ("greedy", "narrowed", "general")
+NUM_CANDIDATES = 64
+"""The largest `top_k` of the program "narrowed"."""
+_NUM_TOP = 32
+"""Likeliest tokens that are looked for; `lax.top_k` of a number that is then sliced is slow on CPU."""
+MAX_HELD_BACK = 32
+"""Tokens that may not be drawn before `min_tokens`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Draw:
+    """One row of a draw.
+
+    Args:
+        params: of the sequence.
+        seed: of its random numbers.
+        stream: its index in the request.
+        step: tokens it has drawn before.
+        slot: of the sequence; where its newest token is kept on the device.
+        held_back: tokens that may not be drawn yet.
+        mask: [ceil(vocab / 32)] int32 of a grammar, a bit for each token that may stand here; None: all may.
+        target: instead of drawing, say how likely this token is.
+    """
+
+    params: SamplingParams
+    seed: int
+    stream: int
+    step: int
+    slot: int
+    held_back: tuple[int, ...] = ()
+    mask: np.ndarray | None = None
+    target: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """The simplest program that serves it."""
+        params = self.params
+        wants_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+        if params.needs_edits or wants_logprobs or self.held_back or self.target is not None:
+            return "general"
+        if params.is_greedy:
+            return "greedy"
+        is_narrow = 0 < params.top_k <= NUM_CANDIDATES or (params.top_k == 0 and params.top_p == 1)
+        return "narrowed" if is_narrow else "general"
+
+
+def kind_of(draws: list[Draw]) -> str:
+    """The simplest program that serves all rows."""
+    return max((draw.kind for draw in draws), key=KINDS.index, default="greedy")
+
+
+def make_rows(draws: list[Draw], num_rows: int, kind: str, *, vocab_size: int, num_slots: int) -> dict[str, np.ndarray]:
+    """The arrays that `draw_tokens` takes for these rows; those after them draw for no slot."""
+    count = len(draws)
+    rows: dict[str, np.ndarray] = {"slot": np.full(num_rows, num_slots, np.int32)}
+    rows["slot"][:count] = [num_slots if d.target is not None else d.slot for d in draws]
+    if kind == "greedy":
+        return rows
+    numbers: dict[str, tuple[Any, Any, Any]] = {
+        "temperature": (np.float32, 1.0, lambda d: d.params.temperature or 1.0),
+        "is_greedy": (np.bool_, True, lambda d: d.params.is_greedy),
+        "top_k": (np.int32, vocab_size, lambda d: min(d.params.top_k or vocab_size, vocab_size)),
+        "top_p": (np.float32, 1.0, lambda d: d.params.top_p),
+        "min_p": (np.float32, 0.0, lambda d: d.params.min_p),
+        "seed": (np.uint32, 0, lambda d: d.seed & 0xFFFFFFFF),
+        "stream": (np.int32, 0, lambda d: d.stream),
+        "step": (np.int32, 0, lambda d: d.step),
+    }
+    if kind == "general":
+        numbers |= {
+            "repetition_penalty": (np.float32, 1.0, lambda d: d.params.repetition_penalty),
+            "presence_penalty": (np.float32, 0.0, lambda d: d.params.presence_penalty),
+            "frequency_penalty": (np.float32, 0.0, lambda d: d.params.frequency_penalty),
+            "counts": (np.bool_, False, lambda d: d.params.counts_tokens and d.target is None),
+            "target": (np.int32, -1, lambda d: -1 if d.target is None else d.target),
+        }
+        rows |= _biases(draws, num_rows, vocab_size) | _masks(draws, num_rows, vocab_size)
+    for name, (dtype, neutral, value) in numbers.items():
+        rows[name] = np.full(num_rows, neutral, dtype)
+        rows[name][:count] = [value(d) for d in draws]
+    return rows
+
+
+def _biases(draws: list[Draw], num_rows: int, vocab_size: int) -> dict[str, np.ndarray]:
+    ids = np.full((num_rows, MAX_BIASES + MAX_SUPPRESSED + MAX_HELD_BACK), vocab_size, np.int32)
+    biases = np.zeros(ids.shape, np.float32)
+    for row, draw in enumerate(draws):
+        banned = (*draw.params.suppress_tokens, *draw.held_back)
+        given = [*draw.params.logit_bias.items(), *((token, -np.inf) for token in banned)]
+        for column, (token, bias) in enumerate(given):
+            ids[row, column], biases[row, column] = token, bias
+    return {"bias_ids": ids, "biases": biases}
+
+
+def _masks(draws: list[Draw], num_rows: int, vocab_size: int) -> dict[str, np.ndarray]:
+    masks = np.full((num_rows, -(-vocab_size // 32)), -1, np.int32)
+    for row, draw in enumerate(draws):
+        if draw.mask is not None:
+            masks[row] = draw.mask
+    return {"mask": masks}
+
+
+def init_counts(num_slots: int, vocab_size: int) -> dict[str, np.ndarray]:
+    """What penalties remember of each slot: how often a token was written, and whether it stands in prompt or text."""
+    return {
+        "written": np.zeros((num_slots, vocab_size), np.int32),
+        "seen": np.zeros((num_slots, vocab_size), np.bool_),
+    }
+
+
+def load_counts(
+    counts: dict[str, jax.Array], slot: jax.Array, tokens: jax.Array, is_written: jax.Array
+) -> dict[str, jax.Array]:
+    """The counts with one slot set anew.
+
+    Args:
+        counts: of `init_counts`.
+        slot: scalar int32.
+        tokens: [n] int32, prompt and text; the vocabulary's size for what is neither.
+        is_written: [n] bool, of the text.
+    """
+    vocab = counts["seen"].shape[1]
+    written = jnp.zeros(vocab, jnp.int32).at[tokens].add(is_written.astype(jnp.int32), mode="drop")
+    seen = jnp.zeros(vocab, jnp.bool_).at[tokens].set(True, mode="drop")
+    return {"written": counts["written"].at[slot].set(written), "seen": counts["seen"].at[slot].set(seen)}
+
+
+def draw_tokens(
+    kind: str,
+    logits: jax.Array,
+    rows: dict[str, jax.Array],
+    newest: jax.Array,
+    counts: dict[str, jax.Array] | None,
+) -> tuple[dict[str, jax.Array], jax.Array, dict[str, jax.Array] | None]:
+    """Draw a token for every row.
+
+    Args:
+        kind: of the program.
+        logits: [rows, vocab] float32.
+        rows: of `make_rows`.
+        newest: [slots] int32, the newest token of each slot.
+        counts: of the slots, for "general".
+
+    Returns:
+        `token` [rows] int32, and for "general" `logprob` and `rank` of it (or of the row's target), `top_ids` and `top_logprobs`
+        [rows, 32]; `newest` and `counts` with the drawn tokens.
+    """
+    slots = newest.shape[0]
+    scores = logits
+    if kind == "general":
+        assert counts is not None
+        scores = _edited(logits, rows, counts)
+    token = first_maximum(scores)
+    if kind != "greedy":
+        narrowed = _narrowed(scores, rows, kind)
+        uniform = uniform_numbers(rows["seed"], rows["stream"], rows["step"])
+        token = jnp.where(rows["is_greedy"], token, invert(narrowed, uniform))
+    out = {"token": token}
+    if kind == "general":
+        assert counts is not None
+        is_scored = rows["target"] >= 0
+        named = jnp.where(is_scored, rows["target"], token)
+        out |= _log_probabilities(logits, named)
+        at = jnp.where(rows["counts"], rows["slot"], slots)
+        counts = {
+            "written": counts["written"].at[at, token].add(1, mode="drop"),
+            "seen": counts["seen"].at[at, token].set(True, mode="drop"),
+        }
+    return out, newest.at[rows["slot"]].set(token, mode="drop"), counts
+
+
+def _at(rows: dict[str, jax.Array], values: dict[str, jax.Array], state: dict[str, jax.Array]) -> Any:
+    """Where decoding stands, for the processors: their values are columns, a number a row."""
+    spec = SamplingSpec(do_sample=True, active=(), num_candidates=NUM_CANDIDATES, no_repeat_ngram_size=0)
+    none = jnp.zeros((0,), jnp.int32)
+    return processors.DecodeStep(
+        spec=spec,
+        values={name: value[:, None] for name, value in values.items()},
+        state=state,
+        tokens=none,
+        step=none,
+        end=none,
+        lengths=none,
+    )
+
+
+def _edited(logits: jax.Array, rows: dict[str, jax.Array], counts: dict[str, jax.Array]) -> jax.Array:
+    """Logits with penalties, biases and masks."""
+    vocab = logits.shape[1]
+    slot = jnp.minimum(rows["slot"], counts["seen"].shape[0] - 1)
+    state = {"seen": counts["seen"][slot] & rows["counts"][:, None], "counts": counts["written"][slot]}
+    values = {n: rows[n] for n in ("repetition_penalty", "presence_penalty", "frequency_penalty")}
+    at = _at(rows, values, state)
+    scores = processors.penalize_generated(processors.penalize_repetition(logits, at), at)
+    index = jnp.arange(logits.shape[0])[:, None]
+    scores = scores.at[index, rows["bias_ids"]].add(rows["biases"], mode="drop")
+    bits = (rows["mask"][:, :, None] >> jnp.arange(32)) & 1
+    allowed = bits.reshape(bits.shape[0], -1)[:, :vocab] != 0
+    return jnp.where(allowed, scores, -jnp.inf)
+
+
+def _narrowed(scores: jax.Array, rows: dict[str, jax.Array], kind: str) -> jax.Array:
+    """Scores with temperature, and minus infinity where a row's top-k, top-p or min-p leave a token out."""
+    at = _at(rows, {"temperature": rows["temperature"], "top_k": rows["top_k"], "top_p": rows["top_p"]}, {})
+    scores = processors.divide_by_temperature(scores, at)
+    whole = scores
+    if kind == "narrowed":
+        has_top_k = (rows["top_k"] < scores.shape[1])[:, None]
+        narrowed = processors.keep_top_k_top_p(scores, at)
+        scores = jnp.where(has_top_k, narrowed, scores)
+    else:
+        scores = processors.keep_highest(scores, at)
+        scores = jnp.where((rows["top_p"] < 1)[:, None], processors.keep_top_p(scores, at), scores)
+    border = whole.max(axis=-1, keepdims=True) + jnp.log(rows["min_p"])[:, None]
+    return jnp.where(whole < border, -jnp.inf, scores)
+
+
+def _log_probabilities(logits: jax.Array, named: jax.Array) -> dict[str, jax.Array]:
+    log_probs = jax.nn.log_softmax(logits, axis=-1)
+    of_named = jnp.take_along_axis(log_probs, named[:, None], axis=1)
+    top, ids = jax.lax.top_k(log_probs, min(_NUM_TOP, logits.shape[1]))
+    return {
+        "logprob": of_named[:, 0],
+        "rank": 1 + jnp.sum(log_probs > of_named, axis=-1, dtype=jnp.int32),
+        "top_ids": ids.astype(jnp.int32),
+        "top_logprobs": top,
+    }
+
+
+assert _NUM_TOP >= MAX_LOGPROBS

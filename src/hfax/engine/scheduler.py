@@ -1,0 +1,231 @@
+"""What the next step computes: which sequences run, and how many tokens of each.
+
+Sequences that write get one token; the rest of the step's tokens go to prompts, of which a part may be taken. Where pages run out,
+the sequence that came last, of the least priority, loses its own and is computed again later. Neither jax nor torch is imported
+here, and nothing is known of devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from hfax.engine.pages import PageAllocator
+from hfax.engine.sequence import FinishReason, Sequence
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """A sequence's share of a step.
+
+    Args:
+        sequence: whose.
+        start: the first token to compute.
+        count: of tokens.
+        draws: a token is drawn after the last of them.
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    draws: bool
+
+    @property
+    def scores(self) -> bool:
+        """Whether the log-probabilities of these tokens' successors in the prompt are wanted."""
+        return self.sequence.params.prompt_logprobs is not None and self.start < len(self.sequence.prompt) - 1
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits that it needs."""
+        return self.count if self.scores else int(self.draws)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a step, and the cache, can hold.
+
+    Args:
+        max_num_seqs: sequences at once.
+        max_num_batched_tokens: tokens of a step.
+        max_model_len: tokens of a sequence.
+        max_waiting: sequences that wait to run; None: any number.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_waiting: int | None = None
+
+
+class Scheduler:
+    """Waiting and running sequences.
+
+    Args:
+        limits: of a step.
+        pages: of the cache; None: each sequence has room of its own in a slot, and its prompt is computed in one step.
+    """
+
+    def __init__(self, limits: Limits, pages: PageAllocator | None) -> None:
+        self.limits = limits
+        self.pages = pages
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._slots = list(range(limits.max_num_seqs - 1, -1, -1))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything is to be computed."""
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        """A new sequence, that waits."""
+        self.waiting.append(sequence)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Take a sequence out; its pages and its slot are free for the next step."""
+        if sequence.is_finished:
+            return
+        sequence.finish_reason = reason
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        if sequence in self.running:
+            self.running.remove(sequence)
+        self._release(sequence)
+
+    def schedule(self) -> list[Part]:
+        """The next step; empty if there is nothing to do."""
+        parts: list[Part] = []
+        budget = self.limits.max_num_batched_tokens
+        logits = self.limits.max_num_seqs
+        self.running.sort(key=lambda s: (s.is_in_prompt, s.order))
+        for sequence in list(self.running):
+            if sequence.slot is None or budget <= 0:
+                continue  # lost its pages to one before it
+            part = self._part(sequence, budget, logits)
+            if part is None or not self._make_room(sequence, part.start + part.count, parts):
+                continue
+            parts.append(part)
+            budget -= part.count
+            logits -= part.num_logits
+        parts = [p for p in parts if p.sequence.slot is not None]
+        budget = self.limits.max_num_batched_tokens - sum(p.count for p in parts)
+        logits = self.limits.max_num_seqs - sum(p.num_logits for p in parts)
+        self._admit(parts, budget, logits)
+        for part in parts:
+            part.sequence.num_computed += part.count
+            part.sequence.num_pending += part.draws
+            self._remember(part.sequence)
+        return parts
+
+    def _admit(self, parts: list[Part], budget: int, logits: int) -> None:
+        """Start waiting sequences while there is room."""
+        self.waiting.sort(key=lambda s: s.order)
+        for sequence in list(self.waiting):
+            if budget <= 0 or logits <= 0 or not self._slots:
+                return
+            if sequence.num_pending:
+                continue  # its newest token is not known yet
+            self._find_prefix(sequence)
+            part = self._part(sequence, budget, logits)
+            if part is None:
+                self._release(sequence)
+                return
+            if self.pages is not None:
+                # the whole of what it has, so that it does not start only to lose its pages
+                needed = self._pages_for(sequence.num_tokens) - len(sequence.pages)
+                if needed > self.pages.num_free or not self._take(sequence, part.start + part.count):
+                    self._release(sequence)
+                    return
+            self.waiting.remove(sequence)
+            self.running.append(sequence)
+            sequence.slot = self._slots.pop()
+            parts.append(part)
+            budget -= part.count
+            logits -= part.num_logits
+
+    def _part(self, sequence: Sequence, budget: int, logits: int) -> Part | None:
+        missing = sequence.num_tokens - sequence.num_computed
+        num_drawn = len(sequence.output) + sequence.num_pending
+        if missing <= 0 or (num_drawn >= sequence.max_tokens and sequence.max_tokens):
+            return None
+        if self.pages is None:  # a prompt is computed whole, whatever the budget
+            return Part(sequence=sequence, start=sequence.num_computed, count=missing, draws=True)
+        is_drawing = sequence.max_tokens > 0
+        count = min(missing, budget)
+        part = Part(sequence=sequence, start=sequence.num_computed, count=count, draws=is_drawing and count == missing)
+        if part.num_logits > logits:
+            if logits <= 0 or not part.scores:
+                return None
+            part = dataclasses.replace(part, count=logits, draws=is_drawing and logits == missing)
+        return part
+
+    def _make_room(self, sequence: Sequence, length: int, parts: list[Part]) -> bool:
+        """Take pages for `length` tokens, from others if need be; False if the sequence had to give up its own."""
+        while not self._take(sequence, length):
+            others = [s for s in self.running if s.slot is not None]
+            last = max(others, key=lambda s: s.order)
+            self._preempt(last)
+            parts[:] = [p for p in parts if p.sequence is not last]
+            if last is sequence:
+                return False
+        return True
+
+    def _take(self, sequence: Sequence, length: int) -> bool:
+        if self.pages is None:
+            return True
+        missing = self._pages_for(length) - len(sequence.pages)
+        if missing <= 0:
+            return True
+        found = self.pages.allocate(missing)
+        if found is None:
+            return False
+        sequence.pages += found
+        return True
+
+    def _pages_for(self, length: int) -> int:
+        assert self.pages is not None
+        return -(-length // self.pages.page_size)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.append(sequence)
+
+    def restart(self, sequences: Iterable[Sequence]) -> None:
+        """Compute running sequences again from their tokens, after the cache was lost."""
+        for sequence in list(sequences):
+            self._preempt(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        if self.pages is not None and sequence.pages:
+            self.pages.free(sequence.pages)
+        sequence.pages = []
+        sequence.page_hashes = []
+        sequence.num_computed = 0
+        if sequence.slot is not None:
+            self._slots.append(sequence.slot)
+            sequence.slot = None
+
+    def _find_prefix(self, sequence: Sequence) -> None:
+        if self.pages is None or sequence.params.prompt_logprobs is not None:
+            return
+        places, hashes = self.pages.find(sequence.tokens(0, sequence.num_known), sequence.salt)
+        sequence.pages, sequence.page_hashes = places, hashes
+        sequence.num_computed = len(places) * self.pages.page_size
+        if not sequence.num_preemptions:
+            sequence.num_cached = sequence.num_computed
+
+    def _remember(self, sequence: Sequence) -> None:
+        """Let others find the pages that this step fills."""
+        if self.pages is None:
+            return
+        size = self.pages.page_size
+        full = min(sequence.num_computed, sequence.num_known) // size
+        for index in range(len(sequence.page_hashes), full):
+            before = sequence.page_hashes[-1] if sequence.page_hashes else None
+            tokens = sequence.tokens(index * size, (index + 1) * size)
+            sequence.page_hashes.append(self.pages.remember(sequence.pages[index], tokens, before, sequence.salt))

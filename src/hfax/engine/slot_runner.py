@@ -1,0 +1,182 @@
+"""Steps of models whose state does not fit pages: every sequence has a slot with a state of its own.
+
+State-space and linear-attention models, encoder-decoders, models that read images, and any other that `generate` can run: a
+prompt is read whole, as `generate` reads it alone, and its state is put into the slot; a step runs the decoding step of one
+sequence over all slots at once (`jax.vmap`), so nothing is known of what the state is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hfax.base_model import BaseModel
+from hfax.engine.runner import Logits
+from hfax.engine.scheduler import Limits, Part
+from hfax.errors import InvalidInputError
+from hfax.kernels import target
+from hfax.programs.buckets import Buckets, prompt_bucket
+from hfax.programs.checks import raise_failed
+from hfax.programs.decoding import read_prompts
+from hfax.programs.generation_request import Prompts
+from hfax.programs.model_parts import ModelParts
+
+_SMALLEST = 16
+
+
+class SlotRunner:
+    """Runs steps over slots.
+
+    Args:
+        model: reads prompts.
+        parts: of the model.
+        limits: of a step.
+    """
+
+    def __init__(self, model: BaseModel, parts: ModelParts, limits: Limits) -> None:
+        self._model = model
+        self._parts = parts
+        self._limits = limits
+        self._is_encoder_decoder = parts.traced.traits.is_encoder_decoder
+        self._buckets = Buckets(made=tuple((1, n, self._capacity) for n in self._prompt_lengths()))
+        self._states: dict[str, Any] | None = None
+        self._made: dict[Any, Any] = {}
+
+    @property
+    def _capacity(self) -> int:
+        """Of a slot's cache: a prompt is padded to at most twice its length."""
+        longest = self._limits.max_model_len
+        return longest if self._is_encoder_decoder else longest + longest // 2 + 1
+
+    def _prompt_lengths(self) -> list[int]:
+        """That prompts are padded to."""
+        longest = self._limits.max_model_len
+        if self._is_encoder_decoder:  # the keys of the encoder's output are of one length in all slots
+            return [longest]
+        sizes, size = [], _SMALLEST
+        while size < longest:
+            sizes.append(size)
+            size *= 2
+        return [*sizes, longest]
+
+    def forward(self, parts: list[Part], newest: jax.Array) -> list[Logits]:
+        """See `Runner`: sequences that write first, then each prompt."""
+        found: list[Logits] = []
+        writing = [part for part in parts if part.start]
+        if writing:
+            owners: list[tuple[Part, int] | None] = [None] * self._limits.max_num_seqs
+            for part in writing:
+                assert part.sequence.slot is not None
+                owners[part.sequence.slot] = part, part.start
+            found.append(Logits(array=self._decode(newest), owners=tuple(owners)))
+        for part in parts:
+            if part.start:
+                continue
+            sequence = part.sequence
+            assert sequence.slot is not None
+            ids = np.asarray([sequence.prompt], np.int32)
+            try:
+                prompts = self._model.read_prompt(ids, sequence.inputs, self._buckets)
+                logits = self._read_prompt(prompts, sequence.slot)
+            except InvalidInputError as error:
+                found.append(Logits(array=newest, owners=((part, -1),), failure=error))
+                continue
+            found.append(Logits(array=logits, owners=((part, part.start + part.count - 1),)))
+        return found
+
+    def _read_prompt(self, prompts: Prompts, slot: int) -> jax.Array:
+        """Logits after a prompt, [1, vocab]; its state is in the slot."""
+        put = self._parts.layout.put
+        inputs, static = put(prompts.inputs), prompts.static
+        if self._states is None:
+            self._states = self._make_states(inputs, static)
+        args = (dict(self._parts.weights), inputs, put(np.int32(slot)), self._states)
+
+        def run(params: Any, inputs: Any, slot: jax.Array, states: Any) -> Any:
+            logits, state, checks = self._begin(params, inputs, static)
+
+            def insert(old: jax.Array, new: jax.Array) -> jax.Array:
+                return jax.lax.dynamic_update_index_in_dim(old, new.astype(old.dtype), slot, axis=0)
+
+            return (logits, jax.tree.map(insert, states, state), checks), None
+
+        shapes = tuple((name, array.shape) for name, array in sorted(inputs.items()))
+        key = repr((shapes, static))
+        if key not in self._made:
+            name = f"read[{prompts.padded_shape[1]}]"
+            self._made[key] = self._parts.programs.get(
+                name, ("engine slots", self._capacity, static), run, args, donate=(3,)
+            )
+        logits, self._states, checks = self._made[key].run(*args)
+        raise_failed(checks)
+        return logits
+
+    def _begin(self, params: Any, inputs: Any, static: Any) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+        checks: dict[str, jax.Array] = {}
+        logits, state = read_prompts(self._parts.traced, params, inputs, static, self._capacity, checks)
+        main = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+        return logits, state | {"length": jnp.int32(main.shape[1])}, checks
+
+    def _make_states(self, inputs: Any, static: Any) -> Any:
+        """Empty slots; nobody reads one before a prompt was put there."""
+        _, state, _ = jax.eval_shape(
+            lambda params, inputs: self._begin(params, inputs, static), dict(self._parts.weights), inputs
+        )
+        slots = self._limits.max_num_seqs
+
+        def make() -> Any:
+            return jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), state)
+
+        return jax.jit(make, out_shardings=self._parts.layout.replicated)()
+
+    def _decode(self, newest: jax.Array) -> jax.Array:
+        """Logits after the newest token of every slot, [slots, vocab]."""
+        traced, capacity = self._parts.traced, self._capacity
+
+        def one(params: Any, state: Any, token: jax.Array) -> Any:
+            logits, cache = traced.decode_step(
+                params,
+                state["cache"],
+                token[None, None],
+                length=state["length"],
+                positions=state["positions"],
+                attention_mask=state["mask"],
+                capacity=capacity,
+                static={},
+                repeated=state["repeated"],
+            )
+            more = {"cache": cache, "length": state["length"] + 1, "positions": state["positions"] + 1}
+            return logits[0, -1], state | more
+
+        def run(params: Any, states: Any, newest: jax.Array) -> Any:
+            with target.plainly():  # kernels cannot be batched by vmap
+                return jax.vmap(one, in_axes=(None, 0, 0))(params, states, newest), None
+
+        args = (dict(self._parts.weights), self._states, newest)
+        if "decode" not in self._made:
+            name = f"slots[{self._limits.max_num_seqs}]"
+            self._made["decode"] = self._parts.programs.get(name, ("engine slots", capacity), run, args, donate=(1,))
+        logits, self._states = self._made["decode"].run(*args)
+        return logits
+
+    def reset(self) -> None:
+        """See `Runner`."""
+        self._states = None
+
+    def warm_up(self, newest: jax.Array) -> list[jax.Array]:
+        """Make every program and run it once; see `PagedRunner.warm_up`. Images have programs of their own."""
+        logits = []
+        ids = self._model.example_prompt(1, 1)
+        for length in self._prompt_lengths():
+            if self._parts.traced.traits.counts_padding:
+                break  # a program for every length
+            prompts = self._model.read_prompt(
+                np.repeat(ids, min(length, prompt_bucket(length)), axis=1), {}, self._buckets
+            )
+            logits = [self._read_prompt(prompts, 0)]
+        if self._states is not None:
+            logits.append(self._decode(newest))
+        return logits

@@ -1,0 +1,65 @@
+"""The engine's step, compiled by the real TPU compiler for chips that are not there."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transformers
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from hfax.backend import resolve_dtype
+from hfax.backends.abstract import without_weights
+from hfax.jax_backend import make_skeleton
+from hfax.kernels import pool, target
+from hfax.mesh import make_mesh
+from hfax.topology import plan_over, topology_devices
+
+CONFIG = transformers.LlamaConfig(
+    architectures=["LlamaForCausalLM"],
+    vocab_size=1024,
+    hidden_size=512,
+    intermediate_size=1024,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=128,
+    dtype="bfloat16",
+    tie_word_embeddings=False,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
+@pytest.mark.parametrize("num_rows", [16, 128])
+def test_a_step_reads_the_pool_by_the_ragged_kernel_and_copies_none_of_it(topology, num_rows):
+    devices = topology_devices(topology)
+    skeleton = make_skeleton(CONFIG, None, resolve_dtype("auto", CONFIG, None), None, None)
+    plan = plan_over(skeleton, make_mesh({"tensor": len(devices)}, CONFIG, devices))
+    model, weights = without_weights(skeleton)
+
+    def there(shape, dtype, spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(plan.mesh, spec))
+
+    params = {name: there(w.shape, w.dtype, plan.weights[name].spec) for name, w in weights.items()}
+    shapes = pool.pool_shapes(256, 128, (1, 4, 8, 128), (1, 4, 8, 128), is_for_tpu=True)
+    pools = {
+        f"layers.{layer}.{name}": there(shape, jnp.bfloat16, pool.pool_spec(plan.mesh, name, shape))
+        for layer in range(2)
+        for name, shape in shapes.items()
+    }
+    counts = {"starts": (17,), "lengths": (16,), "tables": (16, 16), "count": (1,)}
+    rows = pool.Rows(**{name: there(shape, jnp.int32, P()) for name, shape in counts.items()})
+    tokens, wanted = there((num_rows,), jnp.int32, P()), there((16,), jnp.int32, P())
+    with target.compiling_for("tpu", mesh=plan.mesh) as where:
+        lowered = jax.jit(model.run_rows, donate_argnums=1).lower(params, pools, tokens, rows, wanted)
+    compiled = lowered.compile()
+    text = compiled.as_text()
+    assert any("ragged paged kernel (Pallas), pool" in way for way in where.chosen)
+    assert text.count('custom_call_target="tpu_custom_call"') >= 2
+    pool_bytes = sum(np.prod(p.shape) * 2 for p in pools.values()) // len(devices)
+    stats = compiled.memory_analysis()
+    assert stats.alias_size_in_bytes >= pool_bytes
+    assert stats.temp_size_in_bytes < pool_bytes / 4
