@@ -7,12 +7,12 @@ EIGHT_DEVICES := --xla_force_host_platform_device_count=8 --xla_backend_optimiza
 PIP := .venv/bin/python -m pip --disable-pip-version-check -q
 PIP_TORCH_XLA := .venv-torch_xla/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: run test lint clean
+.PHONY: run test lint clean chromium
 
 run: .venv/.run
 	JAX_PLATFORMS=cpu .venv/bin/hfax generate demo "Return a new list" --seed 1 --max-new-tokens 60
 
-test: .venv/.test .venv-torch_xla/.test
+test: .venv/.test .venv-torch_xla/.test | chromium
 	JAX_PLATFORMS=cpu .venv/bin/python -m pytest
 	JAX_PLATFORMS=cpu XLA_FLAGS='$(EIGHT_DEVICES)' .venv/bin/python -m pytest tests/sharding
 	for file in tests/torch_xla/test_*.py; do .venv-torch_xla/bin/python -m pytest $$file || exit 1; done
@@ -21,6 +21,10 @@ lint: .venv/.test
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/pyright --pythonpath .venv/bin/python src
+
+# The chat page is tested in a browser without a window.
+chromium:
+	command -v chromium || command -v google-chrome || { apt-get update -qq && apt-get install -y -qq chromium; }
 
 clean:
 	rm -rf .venv .venv-torch_xla

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from hfax.errors import UnsupportedOptionError
+from hfax.bench.drawing import pyplot
 
 
 def tables(report: dict[str, Any]) -> list[Table]:
@@ -88,15 +88,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     Raises:
         UnsupportedOptionError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise UnsupportedOptionError(
-            "The plot needs matplotlib.", str(error), "pip install 'hfax[bench]', or leave --plot out."
-        ) from error
+    plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for name, entry in report["subjects"].items():
         cases = [c for c in entry["cases"].values() if c["kind"] == "decode" and c.get("seconds") and not c["guesses"]]

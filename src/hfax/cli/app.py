@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from hfax.cli import bench_serve
 from hfax.cli.bench import bench
 from hfax.cli.chat import chat
 from hfax.cli.classify import classify
@@ -23,12 +24,14 @@ from hfax.cli.generate import generate
 from hfax.cli.launch import launch
 from hfax.cli.matrix import matrix
 from hfax.cli.plan import plan
+from hfax.cli.serve import serve
 from hfax.errors import HfaxError
 
 _EXAMPLES = """[bold]Examples[/bold]
 
   hfax generate demo "Return a new"
   hfax chat Qwen/Qwen3-0.6B
+  hfax serve Qwen/Qwen3-0.6B --port 8000
   hfax classify demo "What a lovely day" --labels POSITIVE,NEGATIVE
   hfax doctor Qwen/Qwen3-0.6B
   hfax plan Qwen/Qwen3-0.6B --machines v5e:2x4
@@ -68,8 +71,10 @@ def _top(
         typer.echo(context.get_help())
 
 
-for _verb in (generate, chat, classify, doctor, plan, export, bench, matrix, env):
+for _verb in (generate, chat, serve, classify, doctor, plan, export, bench, matrix, env):
     app.command(epilog=sys.modules[_verb.__module__].EXAMPLES)(_verb)
+_BENCH_SERVE = "bench serve"
+app.command(name=_BENCH_SERVE, epilog=bench_serve.EXAMPLES)(bench_serve.bench_serve)
 # what follows the program is the program's
 app.command(
     epilog=sys.modules[launch.__module__].EXAMPLES,
@@ -86,8 +91,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code. An unexpected exception passes through, with its traceback.
     """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if " ".join(given[:2]) == _BENCH_SERVE:  # a verb of two words; a model named serve is ./serve
+        given[:2] = [_BENCH_SERVE]
     try:
-        app(args=None if arguments is None else list(arguments), prog_name="hfax")
+        app(args=given, prog_name="hfax")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except HfaxError as error:

@@ -1,0 +1,185 @@
+"""Continuous batching against one request after another, and against transformers' own: `python benchmarks/serving.py`.
+
+All in one run, in turns, on a model's shape with random weights; then what a shared beginning of prompts saves. Results go to
+benchmarks/results/serving.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+SHAPES = {
+    "qwen3-0.6b": {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 40960,
+    },
+    "small": {
+        "vocab_size": 1000,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 4096,
+    },
+}
+
+
+def draw_requests(count: int, vocab: int) -> tuple[list[list[int]], list[int]]:
+    """Prompts of 16 to 512 tokens and how many tokens to write after each, 16 to 128; the same in every run."""
+    numbers = np.random.default_rng(0)
+    prompts = [numbers.integers(100, vocab, n).tolist() for n in numbers.integers(16, 513, count)]
+    return prompts, [int(n) for n in numbers.integers(16, 129, count)]
+
+
+def by_engine(engine: Any, prompts: list[list[int]], counts: list[int]) -> float:
+    """Seconds for all requests at once."""
+    engine.pages.forget()  # what the turn before computed is not reused
+    from hfax import SamplingParams
+
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in counts]
+    started = time.perf_counter()
+    outputs = engine.generate(prompts, params)
+    seconds = time.perf_counter() - started
+    assert [len(o.outputs[0].token_ids) for o in outputs] == counts
+    return seconds
+
+
+def one_by_one(model: Any, prompts: list[list[int]], counts: list[int]) -> float:
+    """Seconds for the same through hfax's own generate, one after another."""
+    started = time.perf_counter()
+    for prompt, count in zip(prompts, counts, strict=True):
+        model.generate(np.asarray([prompt], np.int32), max_new_tokens=count, do_sample=False, eos_token_id=None)
+    return time.perf_counter() - started
+
+
+def by_transformers(shape: str, count: int) -> float:
+    """Seconds for the same through transformers' continuous batching, in a process of its own: torch must not know torchax."""
+    command = [sys.executable, __file__, "--shape", shape, "--requests", str(count), "--only-transformers"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return float(done.stdout.split()[-1])
+
+
+def run_transformers(config: Any, prompts: list[list[int]], counts: list[int], page_size: int, pages: int) -> float:
+    """The seconds of `by_transformers`."""
+    torch.manual_seed(0)
+    reference = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16, attn_implementation="sdpa"
+    ).eval()
+    from transformers import ContinuousBatchingConfig
+
+    options = transformers.GenerationConfig(
+        do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(counts)
+    )
+    batching = ContinuousBatchingConfig(
+        page_size=page_size, num_blocks=pages, max_batch_tokens=512, use_cuda_graph=False
+    )
+    manager = reference.init_continuous_batching(generation_config=options, continuous_batching_config=batching)
+    manager.start()
+    started = time.perf_counter()
+    try:
+        for prompt, count in zip(prompts, counts, strict=True):
+            manager.add_request(prompt, max_new_tokens=count)
+        done = 0
+        while done < len(prompts):
+            result = manager.get_result(timeout=600)
+            if result is None:
+                raise RuntimeError("transformers' continuous batching gave nothing")
+            done += result.is_finished()
+        return time.perf_counter() - started
+    finally:
+        manager.stop(block=True)
+
+
+def prefix_seconds(engine: Any, vocab: int) -> dict[str, float]:
+    """Time to the first token of 16 requests that share 1,024 tokens, one after another."""
+    from hfax import SamplingParams
+
+    numbers = np.random.default_rng(1)
+    shared = numbers.integers(100, vocab, 1024).tolist()
+    firsts = []
+    for _ in range(16):
+        prompt = shared + numbers.integers(100, vocab, 16).tolist()
+        started = time.perf_counter()
+        for delta in engine.stream(prompt, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)):
+            if delta.token_ids:
+                firsts.append(time.perf_counter() - started)
+                break
+    later = statistics.median(firsts[1:])
+    return {"first_s": firsts[0], "later_median_s": later, "later_max_s": max(firsts[1:]), "share": later / firsts[0]}
+
+
+def main() -> None:
+    """Run, print and keep."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--without-transformers", action="store_true")
+    parser.add_argument("--only-transformers", action="store_true", help="What the run starts itself.")
+    arguments = parser.parse_args()
+    shape = SHAPES[arguments.shape]
+    config = transformers.Qwen3Config(**shape, dtype="bfloat16")
+    if arguments.only_transformers:
+        print(run_transformers(config, *draw_requests(arguments.requests, shape["vocab_size"]), 32, 1024))
+        return
+    from hfax import AutoModelForTPU, Engine, EngineConfig
+
+    model = AutoModelForTPU.from_config(config, dtype="bfloat16")
+    prompts, counts = draw_requests(arguments.requests, shape["vocab_size"])
+    print(f"{len(prompts)} requests, {sum(map(len, prompts))} prompt tokens, {sum(counts)} to write", flush=True)
+    engine = Engine(model, config=EngineConfig(max_num_seqs=32, max_num_batched_tokens=512, max_model_len=2048))
+    engine.warm_up()
+    one_by_one(model, prompts, [1] * len(prompts))  # every prompt's program is made before it is timed
+    one_by_one(model, prompts, counts)
+    seconds: dict[str, list[float]] = {"engine": [], "one by one": [], "transformers": []}
+    for turn in range(arguments.rounds):
+        seconds["engine"].append(by_engine(engine, prompts, counts))
+        seconds["one by one"].append(one_by_one(model, prompts, counts))
+        if not arguments.without_transformers and turn == 0:  # it takes minutes
+            seconds["transformers"].append(by_transformers(arguments.shape, arguments.requests))
+        print({name: [round(s, 2) for s in found] for name, found in seconds.items()}, flush=True)
+    own = statistics.median(seconds["engine"])
+    report = {
+        "shape": arguments.shape,
+        "cores": os.cpu_count(),
+        "requests": len(prompts),
+        "prompt_tokens": sum(map(len, prompts)),
+        "output_tokens": sum(counts),
+        "seconds": seconds,
+        "output_tokens_per_second": sum(counts) / own,
+        "times_one_by_one": statistics.median(seconds["one by one"]) / own,
+        "times_transformers": statistics.median(seconds["transformers"]) / own if seconds["transformers"] else None,
+        "prefix": prefix_seconds(engine, shape["vocab_size"]),
+    }
+    print(json.dumps(report, indent=2))
+    engine.close()
+    path = Path(__file__).parent / "results" / "serving.json"
+    if arguments.shape != "small":
+        path.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

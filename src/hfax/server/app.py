@@ -1,0 +1,323 @@
+"""The server's routes."""
+
+from __future__ import annotations
+
+import base64
+import importlib.resources
+from typing import Any
+
+import numpy as np
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse
+from starlette.exceptions import HTTPException
+
+from hfax import __version__
+from hfax.server.chat import grammar_of
+from hfax.server.failures import ApiError, as_api_error
+from hfax.server.guard import Guard
+from hfax.server.images import load_image
+from hfax.server.protocol import (
+    MAX_TEXTS,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
+from hfax.server.responses import ChatWriter, CompletionWriter, EventStream, Left, new_id, until_left
+from hfax.server.served import Answer, Served
+
+_ERROR = {
+    "description": "An error",
+    "content": {"application/json": {"schema": {"type": "object", "required": ["error"]}}},
+}
+_ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 401, 403, 404, 408, 413, 429, 500, 503), _ERROR)
+_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/json": {"schema": {}}, "text/event-stream": {"schema": {"type": "string"}}}}
+}
+
+
+def make_app(served: Served) -> Guard:
+    """The server, as an ASGI application."""
+    app = FastAPI(title="hfax", version=__version__, docs_url=None, redoc_url=None, responses=_ERRORS)
+    app.state.served = served
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        return _json_error(_validation_error(error))
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> JSONResponse:
+        return _json_error(ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {})))
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> JSONResponse:
+        return _json_error(as_api_error(error))
+
+    @app.exception_handler(ApiError)
+    async def failed(request: Request, error: ApiError) -> JSONResponse:
+        return _json_error(error)
+
+    _add_texts(app, served)
+    _add_tokens(app, served)
+    _add_state(app, served)
+    paths = {getattr(route, "path", "") for route in app.routes}
+
+    def count(method: str, path: str, status: int) -> None:
+        known = path if path in paths else "other"
+        served.metrics.answered(method if method in ("GET", "POST") else "other", known, status)
+
+    guard = Guard(app, served.settings, count)
+    guard.routes = app.routes  # type: ignore[attr-defined]
+    return guard
+
+
+def _add_texts(app: FastAPI, served: Served) -> None:
+    @app.post("/v1/completions", responses=_STREAM)
+    async def completions(body: CompletionRequest, request: Request) -> Any:
+        """Texts after prompts."""
+        loaded, name = _begin(served, request, body.model, body.user), new_id("cmpl")
+        engine = served.require_engine()
+        prompts = _prompts(body.prompt)
+        if len(prompts) * (body.n or 1) > MAX_TEXTS:
+            raise ApiError(
+                400, f"{len(prompts)} prompts with n={body.n or 1} are more than {MAX_TEXTS} texts.", param="n"
+            )
+        if body.echo and body.stream and body.logprobs is not None:
+            raise ApiError(400, "echo with logprobs cannot be streamed.", param="stream")
+        grammar = None if body.response_format is None else grammar_of(body.response_format)
+        await served.compile_grammar(grammar)
+        encoded = await served.in_thread(lambda: [engine.encode(p) for p in prompts], what="Tokenizing")
+        params = served.sampling_params(
+            body,
+            max_tokens=body.max_tokens,
+            logprobs=body.logprobs,
+            prompt_logprobs=(body.logprobs or 0)
+            if body.echo and (body.logprobs is not None or body.max_tokens == 0)
+            else None,
+            grammar=grammar,
+        )
+        request.state.request_id = name
+        answer = Answer(served, list(encoded), params, request_id=name, priority=body.priority, salt=request.state.key)
+        writer = CompletionWriter(body, answer, name, lambda token: loaded.tokenizer.decode([token]), prompts)
+        return await _respond(request, writer, bool(body.stream), answer)
+
+    @app.post("/v1/chat/completions", responses=_STREAM)
+    async def chat(body: ChatRequest, request: Request) -> Any:
+        """The next message of a conversation."""
+        loaded, name = _begin(served, request, body.model, body.user), new_id("chatcmpl")
+        served.require_engine()
+        template = loaded.template
+
+        def fetch(url: str) -> Any:
+            return load_image(url, served.settings.image_hosts)
+
+        prompt = await served.in_thread(template.render, body, fetch, what="The chat template")
+        grammar = template.grammar(body)
+        await served.compile_grammar(grammar)
+        most = body.max_completion_tokens or body.max_tokens or loaded.max_new_tokens
+        if body.max_completion_tokens is None and body.max_tokens is None and most is not None:
+            most = min(most, max(served.require_engine().limits.max_model_len - len(prompt.token_ids), 1))
+        more: dict[str, Any] = {}
+        if template.keeps_special_tokens and body.tools:
+            more["skip_special_tokens"] = False
+        params = served.sampling_params(
+            body,
+            max_tokens=most,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            grammar=grammar,
+            **more,
+        )
+        request.state.request_id = name
+        answer = Answer(
+            served,
+            [prompt.token_ids],
+            params,
+            request_id=name,
+            priority=body.priority,
+            salt=request.state.key,
+            inputs=prompt.inputs,
+        )
+        writer = ChatWriter(
+            body, answer, name, lambda token: loaded.tokenizer.decode([token]), lambda: template.parser(body, prompt)
+        )
+        return await _respond(request, writer, bool(body.stream), answer)
+
+    @app.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
+        """Vectors of texts."""
+        loaded = _begin(served, request, body.model, body.user)
+        if loaded.embedder is None:
+            raise ApiError(400, "The model writes text and makes no embeddings.", param="model")
+        embedder = loaded.embedder
+        texts = _prompts(body.input)
+
+        def ids_of(text: str | list[int]) -> list[int]:
+            ids = list(loaded.tokenizer(text)["input_ids"]) if isinstance(text, str) else text
+            if not ids:
+                raise ApiError(400, "An input is empty.", param="input")
+            return ids
+
+        ids = await served.in_thread(lambda: [ids_of(t) for t in texts], what="Tokenizing")
+        vectors = await _in_background(embedder.embed, ids)
+        data = [
+            {"object": "embedding", "index": i, "embedding": _vector(v, body.encoding_format)}
+            for i, v in enumerate(vectors)
+        ]
+        count = sum(len(i) for i in ids)
+        return {
+            "object": "list",
+            "model": body.model,
+            "data": data,
+            "usage": {"prompt_tokens": count, "total_tokens": count},
+        }
+
+
+def _add_tokens(app: FastAPI, served: Served) -> None:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+        """Token ids of a text, or of a conversation."""
+        loaded = _begin(served, request, body.model, None)
+        if body.messages is not None:
+
+            def fetch(url: str) -> Any:
+                return load_image(url, served.settings.image_hosts)
+
+            prompt = await served.in_thread(
+                loaded.template.render_messages, body.messages, fetch, what="The chat template"
+            )
+            ids = prompt.token_ids
+        else:
+
+            def encode() -> list[int]:
+                return list(loaded.tokenizer(body.prompt, add_special_tokens=body.add_special_tokens)["input_ids"])
+
+            ids = await served.in_thread(encode, what="Tokenizing")
+        longest = loaded.engine.limits.max_model_len if loaded.engine is not None else None
+        return {"tokens": ids, "count": len(ids), "max_model_len": longest}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
+        """The text of token ids."""
+        loaded = _begin(served, request, body.model, None)
+        size = len(loaded.tokenizer)
+        if bad := [token for token in body.tokens if token >= size]:
+            raise ApiError(400, f"Token id {bad[0]} is outside of the vocabulary of {size}.", param="tokens")
+        return {"prompt": await served.in_thread(lambda: loaded.tokenizer.decode(body.tokens), what="Detokenizing")}
+
+
+def _add_state(app: FastAPI, served: Served) -> None:
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        """Whether the server works: 503 while it loads, and when the engine hangs or is dead."""
+        return JSONResponse({"status": served.state}, status_code=200 if served.state in ("ready", "stopping") else 503)
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        """Whether the server takes requests."""
+        return JSONResponse({"status": served.state}, status_code=200 if served.state == "ready" else 503)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The model, once it is ready."""
+        return {"object": "list", "data": [_model(served, name) for name in served.settings.served_model_names]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """The model by name."""
+        served.require_name(name)
+        return _model(served, name)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """For Prometheus."""
+        return Response(served.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """Of hfax."""
+        return {"version": __version__}
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> HTMLResponse:
+        text = importlib.resources.files("hfax.server").joinpath("page.html").read_text()
+        return HTMLResponse(
+            text,
+            headers={
+                "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+                "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+            },
+        )
+
+
+def _begin(served: Served, request: Request, model: str | None, user: str | None) -> Any:
+    """The model, if it is ready and asked for by its name."""
+    loaded = served.loaded
+    served.require_name(model)
+    if user is not None:
+        request.state.user = user[:128]
+    return loaded
+
+
+async def _respond(request: Request, writer: Any, is_stream: bool, answer: Answer) -> Any:
+    if is_stream:
+        return EventStream(writer.events())
+    try:
+        return JSONResponse(await until_left(request.receive, writer.whole()))
+    except Left:
+        return Response(status_code=499)
+    except ApiError:
+        raise
+    except Exception as error:
+        raise as_api_error(error) from error
+    finally:
+        answer.close()
+
+
+async def _in_background(function: Any, *args: Any) -> Any:
+    from starlette.concurrency import run_in_threadpool
+
+    return await run_in_threadpool(function, *args)
+
+
+def _prompts(given: Any) -> list[Any]:
+    """Texts, or lists of ids, of a field that may be one of them."""
+    if isinstance(given, str):
+        return [given]
+    return [given] if given and isinstance(given[0], int) else list(given)
+
+
+def _vector(vector: np.ndarray, encoding: str | None) -> Any:
+    if encoding == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return vector.astype(float).tolist()
+
+
+def _model(served: Served, name: str) -> dict[str, Any]:
+    loaded = served.loaded
+    longest = (
+        loaded.engine.limits.max_model_len
+        if loaded.engine is not None
+        else loaded.embedder and loaded.embedder.max_tokens
+    )
+    return {
+        "id": name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "hfax",
+        "root": served.settings.model,
+        "max_model_len": longest,
+    }
+
+
+def _json_error(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body, status_code=error.status, headers=error.headers)
+
+
+def _validation_error(error: RequestValidationError) -> ApiError:
+    """The first thing that is wrong; what was sent is not sent back."""
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"] if part != "body"]
+    name = ".".join(part for part in place if part.isidentifier() or part.isdigit()) or None
+    return ApiError(400, f"{name or 'The body'}: {first['msg']}", param=name)

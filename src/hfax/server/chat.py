@@ -1,0 +1,219 @@
+"""Messages to a prompt, by the model's own chat template, and what else a conversation asks for: images, calls, grammars.
+
+Templates come with the model, never with a request, and run in transformers' sandbox; the values that a request may give them are
+short. Whoever calls `render` does so in a thread and does not wait for ever.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jinja2
+
+from hfax.engine.grammar import COMPACT
+from hfax.engine.sampling_params import Grammar
+from hfax.server.failures import ApiError
+from hfax.server.output_parser import OutputParser, ToolFormat, has_reasoning, tool_format_of
+from hfax.server.protocol import ChatRequest, Message, NamedTool, ResponseFormat
+
+_OWN_NAMES = {
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "bos_token",
+    "eos_token",
+}
+"""What a template gets from the server itself."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatPrompt:
+    """A conversation as the engine reads it.
+
+    Args:
+        token_ids: of the prompt.
+        inputs: further inputs of the model, of images.
+        ends_in_reasoning: the text to come begins inside of <think>.
+    """
+
+    token_ids: list[int]
+    inputs: dict[str, Any]
+    ends_in_reasoning: bool
+
+
+class ChatTemplate:
+    """A model's way to write conversations.
+
+    Args:
+        tokenizer: transformers'.
+        processor: for models that read images; None for others.
+        template: to use instead of the tokenizer's own.
+    """
+
+    def __init__(self, tokenizer: Any, processor: Any = None, template: str | None = None) -> None:
+        self._tokenizer, self._processor = tokenizer, processor
+        own = template or getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None)
+        self._given = template
+        self.text: str | None = own if isinstance(own, str) else (own or {}).get("default") if own else None
+        self.tools: ToolFormat | None = tool_format_of(self.text)
+        self.has_reasoning = has_reasoning(self.text)
+
+    def render(self, request: ChatRequest, load_image: Callable[[str], Any]) -> ChatPrompt:
+        """The prompt of a request.
+
+        Raises:
+            ApiError: the model has no template, or the template refuses the conversation.
+        """
+        tools = None
+        if request.tools and request.tool_choice != "none":
+            if self.tools is None:
+                raise ApiError(400, "The model's chat template knows no tools.", param="tools")
+            tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
+        extra = dict(request.chat_template_kwargs or {})
+        for name in extra:
+            if name in _OWN_NAMES or name not in (self.text or ""):
+                raise ApiError(
+                    400, f"The model's chat template has no option {name[:64]!r}.", param="chat_template_kwargs"
+                )
+        return self.render_messages(request.messages, load_image, tools=tools, **extra)
+
+    def render_messages(
+        self, messages: list[Message], load_image: Callable[[str], Any], *, tools: Any = None, **extra: Any
+    ) -> ChatPrompt:
+        """As `render`, of messages alone."""
+        if self.text is None:
+            raise ApiError(
+                400, "The model has no chat template. Ask /v1/completions, or start the server with --chat-template."
+            )
+        images: list[Any] = []
+        plain = [self._message(message, images, load_image) for message in messages]
+        if images and self._processor is None:
+            raise ApiError(400, "The model reads no images.", param="messages")
+        options: dict[str, Any] = {"add_generation_prompt": True, "tools": tools, **extra}
+        if self._given is not None:
+            options["chat_template"] = self._given
+        writer = self._processor if images else self._tokenizer
+        try:
+            text = writer.apply_chat_template(plain, tokenize=False, **options)
+            if images:
+                encoded = dict(self._processor(text=[text], images=images, add_special_tokens=False))
+                encoded.pop("attention_mask", None)
+                ids = [int(i) for i in encoded.pop("input_ids")[0]]
+            else:
+                ids, encoded = list(self._tokenizer(text, add_special_tokens=False)["input_ids"]), {}
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            KeyError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
+            shown = str(error) if isinstance(error, jinja2.TemplateError) else type(error).__name__
+            raise ApiError(
+                400, f"The model's chat template refused the conversation: {shown[:300]}", param="messages"
+            ) from error
+        return ChatPrompt(token_ids=ids, inputs=encoded, ends_in_reasoning=text.rstrip().endswith("<think>"))
+
+    def _message(self, message: Message, images: list[Any], load_image: Callable[[str], Any]) -> dict[str, Any]:
+        """A message as templates expect it."""
+        plain: dict[str, Any] = {"role": message.role}
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(message, name)) is not None:
+                plain[name] = value
+        if message.tool_calls:
+            plain["tool_calls"] = [
+                {
+                    "type": "function",
+                    "id": call.id,
+                    "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+                }
+                for call in message.tool_calls
+            ]
+        if message.content is None or isinstance(message.content, str):
+            return plain | {"content": message.content or ""}
+        parts = []
+        for part in message.content:
+            if part.image_url is not None:
+                images.append(load_image(part.image_url.url))
+                parts.append({"type": "image"})
+            else:
+                parts.append({"type": "text", "text": part.text})
+        if all(part["type"] == "text" for part in parts):
+            return plain | {"content": "".join(part["text"] for part in parts)}
+        return plain | {"content": parts}
+
+    def parser(self, request: ChatRequest, prompt: ChatPrompt) -> OutputParser:
+        """What takes the text of an answer apart."""
+        tools = self.tools if request.tools and request.tool_choice != "none" else None
+        return OutputParser(
+            tools,
+            splits_reasoning=self.has_reasoning,
+            starts_in_reasoning=self.has_reasoning and prompt.ends_in_reasoning,
+        )
+
+    def grammar(self, request: ChatRequest) -> Grammar | None:
+        """What the answer must be."""
+        if request.response_format is not None:
+            return grammar_of(request.response_format)
+        if not request.tools or request.tool_choice in (None, "auto", "none"):
+            return None
+        assert self.tools is not None
+        wanted = [tool.function for tool in request.tools]
+        if isinstance(request.tool_choice, NamedTool):
+            wanted = [f for f in wanted if f.name == request.tool_choice.function.name]
+        calls = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": f.name}, self.tools.arguments: f.parameters or {"type": "object"}},
+                "required": ["name", self.tools.arguments],
+                "additionalProperties": False,
+            }
+            for f in wanted
+        ]
+        schema: dict[str, Any] = {"anyOf": calls} if len(calls) > 1 else calls[0]
+        if self.tools.is_list:
+            schema = {"type": "array", "items": schema, "minItems": 1}
+        schema["x-guidance"] = COMPACT
+        begin, end = self._mark(self.tools.begin), self._mark(self.tools.end)
+        space = r' "\n" ' if self.tools.end is not None else " "
+        return Grammar(kind="lark", text=f"start: {begin}{space}call{space}{end}\ncall: %json {json.dumps(schema)}\n")
+
+    def _mark(self, mark: str | None) -> str:
+        """A mark in a grammar: as a token, if it is a special one, else as text."""
+        if mark is None:
+            return ""
+        return mark if self._is_special(mark) else json.dumps(mark)
+
+    def _is_special(self, mark: str) -> bool:
+        return mark in (getattr(self._tokenizer, "all_special_tokens", None) or ())
+
+    @property
+    def keeps_special_tokens(self) -> bool:
+        """Whether the marks around calls are tokens that are usually left out of a text."""
+        return self.tools is not None and self._is_special(self.tools.begin)
+
+
+def grammar_of(wanted: ResponseFormat) -> Grammar | None:
+    """What a text of that format must be."""
+    if wanted.type == "json_object":
+        return Grammar(kind="json_object", text="")
+    if wanted.type == "regex":
+        return Grammar(kind="regex", text=wanted.regex or "")
+    if wanted.type == "json_schema":
+        assert wanted.json_schema is not None
+        return Grammar(kind="json_schema", text=json.dumps(wanted.json_schema.schema_ or {}))
+    return None
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, "arguments of a tool call are no JSON.", param="messages") from error

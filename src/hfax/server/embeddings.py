@@ -1,0 +1,103 @@
+"""Texts to vectors, by models that read and do not write.
+
+Pools the last layer as the checkpoint says (sentence-transformers' 1_Pooling/config.json), else by the mean over tokens, and
+scales the vectors to length 1.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hfax.errors import InvalidInputError
+from hfax.programs.buckets import prompt_bucket
+
+_BATCH = 32
+_KINDS = {"pooling_mode_cls_token": "first", "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last"}
+
+
+class Embedder:
+    """Makes vectors.
+
+    Args:
+        model: of `AutoModelForTPU`, loaded for "feature-extraction".
+        tokenizer: transformers'.
+        folder: of the checkpoint.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, folder: Path | None) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self._pooling = _read_pooling(folder)
+        self._lock = threading.Lock()
+        self.max_tokens: int | None = model.config.get_text_config().to_dict().get("max_position_embeddings")
+        reserved = getattr(model.config, "model_type", "") in ("roberta", "xlm-roberta", "camembert", "mpnet")
+        if self.max_tokens is not None and reserved:
+            self.max_tokens -= 2  # their positions begin behind the padding's
+
+    def embed(self, texts: list[list[int]]) -> np.ndarray:
+        """[texts, width] float32.
+
+        Args:
+            texts: token ids.
+
+        Raises:
+            InvalidInputError: a text has too many tokens, or ids outside of the vocabulary.
+        """
+        for ids in texts:
+            if self.max_tokens is not None and len(ids) > self.max_tokens:
+                raise InvalidInputError(
+                    f"A text has {len(ids)} tokens; the model reads {self.max_tokens}.",
+                    "It has no more positions.",
+                    "Shorten it.",
+                )
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+        found: dict[int, np.ndarray] = {}
+        for start in range(0, len(order), _BATCH):
+            rows = order[start : start + _BATCH]
+            with self._lock:
+                found |= dict(zip(rows, self._embed_batch([texts[i] for i in rows]), strict=True))
+        return np.stack([found[i] for i in range(len(texts))])
+
+    def warm_up(self) -> None:
+        """Make the program of one short text."""
+        self.embed([[self._pad_id() + 1]])
+
+    def _embed_batch(self, texts: list[list[int]]) -> np.ndarray:
+        longest = prompt_bucket(max(len(ids) for ids in texts), self.max_tokens)
+        rows = 1 if len(texts) == 1 else _BATCH
+        ids = np.full((rows, longest), self._pad_id(), np.int32)
+        mask = np.zeros((rows, longest), np.int32)
+        mask[len(texts) :, 0] = 1
+        for row, text in enumerate(texts):
+            ids[row, : len(text)], mask[row, : len(text)] = text, 1
+        hidden = np.asarray(self._model(input_ids=ids, attention_mask=mask).last_hidden_state, np.float32)
+        vectors = self._pool(hidden, mask)[: len(texts)]
+        return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+
+    def _pool(self, hidden: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        if self._pooling == "first":
+            return hidden[:, 0]
+        if self._pooling == "last":
+            return hidden[np.arange(len(hidden)), mask.sum(axis=1) - 1]
+        return (hidden * mask[..., None]).sum(axis=1) / mask.sum(axis=1, keepdims=True)
+
+    def _pad_id(self) -> int:
+        return self._model.config.pad_token_id or 0
+
+
+def _read_pooling(folder: Path | None) -> str:
+    file = None if folder is None else folder / "1_Pooling" / "config.json"
+    if file is None or not file.is_file():
+        return "mean"
+    found = [kind for key, kind in _KINDS.items() if json.loads(file.read_text()).get(key)]
+    if len(found) != 1:
+        raise InvalidInputError(
+            f"{file} asks for a pooling that the server does not do.",
+            "It does the first, mean or last token's.",
+            "Use a model with one of these.",
+        )
+    return found[0]

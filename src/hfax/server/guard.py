@@ -1,0 +1,251 @@
+"""Who may ask, and how much: the outermost layer of the server.
+
+Checks the Host, the Origin, the key and the body of every request before a route sees it, so that no route can forget to. Answers
+that nobody made become JSON errors here, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import pydantic_core
+
+from hfax.server.failures import ApiError, as_api_error
+from hfax.server.settings import Settings
+
+logger = logging.getLogger(__name__)
+access = logging.getLogger("hfax.access")
+
+OPEN_PATHS = ("/health",)
+"""Routes that need no key."""
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_MAX_DEPTH_ERROR = "The body is not JSON that can be read."
+
+Scope = dict[str, Any]
+
+
+class Guard:
+    """An ASGI application around another.
+
+    Args:
+        app: the other.
+        settings: of the server.
+        on_request: told of each request when it was answered: method, path and status.
+    """
+
+    def __init__(self, app: Any, settings: Settings, on_request: Callable[[str, str, int], None]) -> None:
+        self._app, self._settings, self._on_request = app, settings, on_request
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
+        self._is_loopback = settings.host in _LOOPBACK
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        """See ASGI."""
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            return None  # there are no web sockets; closing is all that is due
+        started, status, has_started = time.perf_counter(), 500, False
+
+        async def watched(message: Any) -> None:
+            nonlocal status, has_started
+            if message["type"] == "http.response.start":
+                status, has_started = message["status"], True
+                message = {**message, "headers": [*message.get("headers", []), *_SAFETY]}
+            await send(message)
+
+        try:
+            headers = _headers(scope)
+            self._check_host(headers)
+            scope.setdefault("state", {})["key"] = self._check_key(scope["path"], headers)
+            receive = await self._buffered(scope, headers, receive)
+            await self._app(scope, receive, watched)
+        except _Disconnected:
+            status = 499
+        except Exception as error:
+            failure = as_api_error(error)
+            if failure.status >= 500:
+                logger.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
+            if not has_started:
+                await _answer(failure, watched)
+        finally:
+            self._on_request(scope["method"], scope["path"], status)
+            self._log(scope, status, time.perf_counter() - started)
+        return None
+
+    def _check_host(self, headers: dict[str, str]) -> None:
+        """On loopback a browser may be led here by another site's page, under a name of that site's (DNS rebinding)."""
+        settings = self._settings
+        origin = headers.get("origin")
+        if origin is not None and not self._is_own_origin(origin, headers.get("host", "")):
+            raise ApiError(
+                403, "Pages of other sites may not ask. Start the server with --allowed-origin.", code="origin_refused"
+            )
+        if not self._is_loopback or "*" in settings.allowed_hosts:
+            return
+        name = _host_name(headers.get("host", ""))
+        if name not in (*_LOOPBACK, *settings.allowed_hosts):
+            raise ApiError(
+                403,
+                "The server does not know itself under this Host. Start it with --allowed-host.",
+                code="host_refused",
+            )
+
+    def _is_own_origin(self, origin: str, host: str) -> bool:
+        allowed = self._settings.allowed_origins
+        if "*" in allowed or origin in allowed:
+            return True
+        try:
+            found = urlsplit(origin).netloc
+        except ValueError:
+            return False
+        return bool(found) and found.lower() == host.lower()
+
+    def _check_key(self, path: str, headers: dict[str, str]) -> str:
+        """A name for the key that was brought; "" if there are none.
+
+        Raises:
+            ApiError: 401.
+        """
+        if not self._digests or path in OPEN_PATHS:
+            return ""
+        digest = hashlib.sha256(_brought(headers.get("authorization", "")).encode("utf-8", "surrogateescape")).digest()
+        # all of them, in constant time
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        if not any(matches):
+            raise ApiError(
+                401,
+                "The API key is missing or wrong. Send it as Authorization: Bearer KEY.",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": 'Basic realm="hfax", charset="UTF-8"'},
+            )
+        return digest.hex()[:16]
+
+    async def _buffered(self, scope: Scope, headers: dict[str, str], receive: Any) -> Any:
+        """The body, read at once, within its size and its time; the rest of `receive` afterwards."""
+        if scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            return receive
+        most = self._settings.max_body_bytes
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > most:
+            raise _too_large(most)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._settings.body_timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _Disconnected
+                    body += message.get("body", b"")
+                    if len(body) > most:
+                        raise _too_large(most)
+                    if not message.get("more_body"):
+                        break
+        except TimeoutError:
+            raise ApiError(408, "The body did not come in time.", code="body_timeout") from None
+        _check_json(bytes(body), headers)
+        return _replayed(bytes(body), receive)
+
+    def _log(self, scope: Scope, status: int, seconds: float) -> None:
+        if not access.isEnabledFor(logging.INFO):
+            return
+        client = (scope.get("client") or ("-",))[0]
+        extra = {k: v for k, v in scope.get("state", {}).items() if k in ("request_id", "user") and v}
+        if self._settings.json_logs:
+            line = {
+                "time": time.time(),
+                "client": client,
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status,
+            }
+            access.info("%s", json.dumps({**line, "seconds": round(seconds, 4), **extra}))
+        else:
+            rest = "".join(f" {name}={json.dumps(value)}" for name, value in extra.items())
+            access.info('%s "%s %s" %s %.3fs%s', client, scope["method"], scope["path"], status, seconds, rest)
+
+
+class _Disconnected(Exception):
+    """The client left before its request was there."""
+
+
+_SAFETY = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    """By name, the first of each; a request with two Hosts or two keys is refused."""
+    found: dict[str, str] = {}
+    for raw_name, raw_value in scope["headers"]:
+        name, value = raw_name.decode("latin-1").lower(), raw_value.decode("latin-1")
+        if name in ("host", "authorization", "content-length", "origin") and found.get(name, value) != value:
+            raise ApiError(400, f"There are two {name} headers.")
+        found.setdefault(name, value)
+    return found
+
+
+def _host_name(host: str) -> str:
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.rpartition(":")[0].lower() if host.rpartition(":")[2].isdecimal() and ":" in host else host.lower()
+
+
+def _brought(authorization: str) -> str:
+    """The key in a header: Bearer KEY, or, as browsers send it, Basic with the key as password."""
+    kind, _, value = authorization.partition(" ")
+    if kind.lower() == "bearer":
+        return value.strip()
+    if kind.lower() == "basic":
+        try:
+            return base64.b64decode(value, validate=True).decode().partition(":")[2]
+        except (binascii.Error, ValueError):
+            return ""
+    return ""
+
+
+def _check_json(body: bytes, headers: dict[str, str]) -> None:
+    """Read once by a parser whose depth is bounded, since the next one's is not."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind not in ("", "application/json") and not kind.endswith("+json"):
+        raise ApiError(400, "The Content-Type must be application/json.")
+    try:
+        found = pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError:
+        raise ApiError(400, _MAX_DEPTH_ERROR, code="invalid_json") from None
+    if not isinstance(found, dict):
+        raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
+
+
+def _replayed(body: bytes, receive: Any) -> Any:
+    sent = False
+
+    async def replay() -> Any:
+        nonlocal sent
+        if sent:
+            return await receive()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(
+        413, f"The body has more than {most} bytes.", code="body_too_large", headers={"Connection": "close"}
+    )
+
+
+async def _answer(failure: ApiError, send: Any) -> None:
+    body = json.dumps(failure.body).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(name.lower().encode(), value.encode()) for name, value in failure.headers.items()]
+    await send({"type": "http.response.start", "status": failure.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

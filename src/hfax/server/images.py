@@ -1,0 +1,135 @@
+"""Images of requests: from data: URLs, or from hosts that the server was told to trust.
+
+A URL is taken apart once, and what is fetched is what was checked: the name must be allowed, every address of it public, and the
+connection goes to that address; redirects are refused. Sizes are bounded before and while decoding.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import ipaddress
+import socket
+import warnings
+from typing import Any
+from urllib.parse import urlsplit
+
+from hfax.server.failures import ApiError
+
+_MAX_BYTES = 16 << 20
+_MAX_PIXELS = 32 << 20
+_TIMEOUT_S = 10.0
+_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
+
+
+def load_image(url: str, allowed_hosts: tuple[str, ...]) -> Any:
+    """A PIL image, RGB.
+
+    Args:
+        url: data:image/…;base64,… or https://… of an allowed host.
+        allowed_hosts: names.
+
+    Raises:
+        ApiError: 400, saying what is wrong with it.
+    """
+    data = _from_data(url) if url.startswith("data:") else _from_host(url, allowed_hosts)
+    return _decode(data)
+
+
+def _refused(why: str) -> ApiError:
+    return ApiError(400, f"The image was refused: {why}", param="messages")
+
+
+def _from_data(url: str) -> bytes:
+    head, comma, body = url.partition(",")
+    kind, _, encoding = head.removeprefix("data:").partition(";")
+    if not comma or kind not in _TYPES or encoding != "base64":
+        raise _refused(f"a data: URL is data:TYPE;base64,… with a TYPE of {', '.join(_TYPES)}.")
+    if len(body) > _MAX_BYTES * 4 // 3 + 4:
+        raise _refused(f"it has more than {_MAX_BYTES >> 20} MB.")
+    try:
+        return base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise _refused("it is not base64.") from error
+
+
+def check_url(url: str, allowed_hosts: tuple[str, ...]) -> tuple[str, str, int, str]:
+    """The host, its address, the port and the rest of a URL that may be fetched.
+
+    Raises:
+        ApiError: it may not.
+    """
+    if any(c in url for c in "\\@ \t\r\n") or not url.isprintable():
+        raise _refused("its URL has characters that none needs.")
+    try:
+        parts = urlsplit(url)
+        port = parts.port or 443
+    except ValueError as error:
+        raise _refused("its URL is malformed.") from error
+    host = parts.hostname or ""
+    if parts.scheme != "https" or host not in allowed_hosts:
+        raise _refused(
+            "send it as a data: URL; this server fetches images from nowhere else, or from the hosts it was told."
+        )
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    except OSError as error:
+        raise _refused("its host is not known.") from error
+    addresses = sorted(str(address) for address in found)
+    if not addresses or any(not _is_public(address) for address in addresses):
+        raise _refused("its host is not on the public internet.")
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    return host, addresses[0], port, path
+
+
+def _is_public(address: str) -> bool:
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    mapped = getattr(ip, "ipv4_mapped", None)
+    return ip.is_global and not ip.is_multicast and (mapped is None or mapped.is_global)
+
+
+def _from_host(url: str, allowed_hosts: tuple[str, ...]) -> bytes:
+    import http.client
+    import ssl
+
+    host, address, port, path = check_url(url, allowed_hosts)
+    context = ssl.create_default_context()
+    try:
+        raw = socket.create_connection((address, port), timeout=_TIMEOUT_S)
+        connection = http.client.HTTPSConnection(host, port, timeout=_TIMEOUT_S, context=context)
+        connection.sock = context.wrap_socket(raw, server_hostname=host)
+        connection.request("GET", path, headers={"Accept": ", ".join(_TYPES)})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise _refused(f"its host answered {answer.status}; redirects are not followed.")
+        data = answer.read(_MAX_BYTES + 1)
+        connection.close()
+    except (OSError, http.client.HTTPException) as error:
+        raise _refused("its host did not send it.") from error
+    if len(data) > _MAX_BYTES:
+        raise _refused(f"it has more than {_MAX_BYTES >> 20} MB.")
+    return data
+
+
+def _decode(data: bytes) -> Any:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP", "GIF"))
+            if image.width * image.height > _MAX_PIXELS:
+                raise _refused(f"it has more than {_MAX_PIXELS >> 20} million pixels.")
+            if min(image.size) < 2:
+                raise _refused(f"it is {image.width} x {image.height} pixels, too few to see anything.")
+            return image.convert("RGB")
+    except (
+        UnidentifiedImageError,
+        OSError,
+        ValueError,
+        SyntaxError,
+        Image.DecompressionBombError,
+        Image.DecompressionBombWarning,
+    ) as error:
+        raise _refused("it is no PNG, JPEG, WebP or GIF that can be read.") from error

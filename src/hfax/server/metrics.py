@@ -1,0 +1,135 @@
+"""What a server counts, under vLLM's names where they mean the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import jax
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+
+if TYPE_CHECKING:
+    from hfax.engine.engine import Engine
+
+_SECONDS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_compilations = [0]
+
+
+def _count_compilations() -> None:
+    def hear(event: str, duration_secs: float, **_: str | int) -> None:
+        _compilations[0] += event == _COMPILED
+
+    jax.monitoring.register_event_duration_secs_listener(hear)
+
+
+_count_compilations()
+
+
+class Metrics:
+    """The counters of one server.
+
+    Args:
+        prefix: before each name: "hfax:", or "vllm:" for dashboards that know those.
+        model_name: label of all.
+    """
+
+    def __init__(self, prefix: str, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._prefix, self._label = prefix, model_name
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", _SECONDS
+        )
+        self.inter_token_latency = self._histogram(
+            "inter_token_latency_seconds", "Between two tokens of a text.", _SECONDS
+        )
+        self.e2e_latency = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", _SECONDS)
+        self.prompt_size = self._histogram("request_prompt_tokens", "Tokens of prompts.", _TOKENS)
+        self.text_size = self._histogram("request_generation_tokens", "Tokens of texts.", _TOKENS)
+        self.iteration_tokens = self._histogram("iteration_tokens_total", "Tokens that a step computed.", _TOKENS)
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that were computed or found.")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens that were written.")
+        self._success = Counter(
+            f"{prefix}request_success", "Texts that ended.", ["model_name", "finished_reason"], registry=self.registry
+        )
+        self._http = Counter(
+            "http_requests", "Requests that were answered.", ["method", "path", "status"], registry=self.registry
+        )
+        self.registry.register(_Collected(prefix, model_name, {"xla_compilations": lambda: _compilations[0]}))
+
+    def finished(self, reason: str) -> None:
+        """A text ended."""
+        self._success.labels(self._label, reason).inc()
+
+    def answered(self, method: str, path: str, status: int) -> None:
+        """A request was answered."""
+        self._http.labels(method, path, str(status)).inc()
+
+    def follow(self, engine: Engine) -> None:
+        """Show an engine's state."""
+        core, pages = engine.core, engine.pages
+        gauges: dict[str, tuple[str, Callable[[], float]]] = {
+            "num_requests_running": ("Texts that are being written.", lambda: len(core.scheduler.running)),
+            "num_requests_waiting": ("Texts that wait.", lambda: core.num_waiting),
+        }
+        if pages is not None:
+            gauges["kv_cache_usage_perc"] = (
+                "Share of the cache's pages that are held.",
+                lambda: pages.num_held / pages.num_pages,
+            )
+        for name, (what, read) in gauges.items():
+            Gauge(f"{self._prefix}{name}", what, ["model_name"], registry=self.registry).labels(
+                self._label
+            ).set_function(read)
+        counters: dict[str, Callable[[], float]] = {"num_preemptions": lambda: core.scheduler.num_preemptions}
+        if pages is not None:
+            counters["prefix_cache_queries"] = lambda: pages.counts.queries
+            counters["prefix_cache_hits"] = lambda: pages.counts.hits
+        self.registry.register(_Collected(self._prefix, self._label, counters))
+
+    def text(self) -> bytes:
+        """In Prometheus' format."""
+        return generate_latest(self.registry)
+
+    def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
+        found = Histogram(f"{self._prefix}{name}", what, ["model_name"], buckets=buckets, registry=self.registry)
+        return found.labels(self._label)
+
+    def _counter(self, name: str, what: str) -> Counter:
+        return Counter(f"{self._prefix}{name}", what, ["model_name"], registry=self.registry).labels(self._label)
+
+
+class _Collected:
+    """Counters that somebody else counts."""
+
+    def __init__(self, prefix: str, label: str, counters: dict[str, Callable[[], float]]) -> None:
+        self._prefix, self._label, self._counters = prefix, label, counters
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """See prometheus_client."""
+        for name, read in self._counters.items():
+            family = CounterMetricFamily(f"{self._prefix}{name}", name.replace("_", " "), labels=["model_name"])
+            family.add_metric([self._label], read())
+            yield family

@@ -1,0 +1,290 @@
+"""What may be asked: the bodies of requests, field by field.
+
+A field that is taken is honoured; one that is not known, or whose value asks for something that the server does not do, is an
+error. Fields of OpenAI's API that mean nothing here are taken with the one value that asks for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
+
+from hfax.engine.sampling_params import MAX_BIASES, MAX_LOGPROBS, MAX_STOPS
+
+MAX_TEXTS = 64
+"""Texts of one request: prompts times `n`."""
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Seed = Annotated[StrictInt, Field(ge=0, lt=1 << 63)]
+
+
+class Strict(BaseModel):
+    """Knows its fields and no others."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    """What a stream has beside text."""
+
+    include_usage: StrictBool = False
+
+
+class Sampling(Strict):
+    """How tokens are drawn; None is the model's own default."""
+
+    model: StrictStr
+    n: Annotated[StrictInt, Field(ge=1, le=MAX_TEXTS)] | None = None
+    temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[StrictInt, Field(ge=-1, le=1 << 24)] | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[Number, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None = (
+        None
+    )
+    seed: Seed | None = None
+    stop: (
+        Annotated[StrictStr, Field(min_length=1)]
+        | Annotated[list[Annotated[StrictStr, Field(min_length=1)]], Field(max_length=MAX_STOPS)]
+        | None
+    ) = None
+    stop_token_ids: (
+        Annotated[list[Annotated[StrictInt, Field(ge=0, lt=1 << 31)]], Field(max_length=MAX_STOPS)] | None
+    ) = None
+    min_tokens: Annotated[StrictInt, Field(ge=0, lt=1 << 31)] | None = None
+    ignore_eos: StrictBool = False
+    include_stop_str_in_output: StrictBool = False
+    skip_special_tokens: StrictBool = True
+    priority: Annotated[StrictInt, Field(ge=-(1 << 31), lt=1 << 31)] = 0
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    user: StrictStr | None = None
+    """Named in the access log."""
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> Sampling:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is for streams: set stream to true")
+        return self
+
+
+class JsonSchema(Strict):
+    """A named schema."""
+
+    name: StrictStr
+    description: StrictStr | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: StrictBool | None = None
+
+
+class ResponseFormat(Strict):
+    """What the text must be."""
+
+    type: Literal["text", "json_object", "json_schema", "regex"]
+    json_schema: JsonSchema | None = None
+    regex: StrictStr | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponseFormat:
+        if (self.json_schema is not None) != (self.type == "json_schema") or (self.regex is not None) != (
+            self.type == "regex"
+        ):
+            raise ValueError("json_schema belongs to the type json_schema, and regex to regex")
+        return self
+
+
+class CompletionRequest(Sampling):
+    """Of /v1/completions."""
+
+    prompt: (
+        StrictStr
+        | Annotated[list[StrictInt], Field(min_length=1)]
+        | Annotated[list[StrictStr], Field(min_length=1, max_length=MAX_TEXTS)]
+        | Annotated[list[Annotated[list[StrictInt], Field(min_length=1)]], Field(min_length=1, max_length=MAX_TEXTS)]
+    )
+    max_tokens: Annotated[StrictInt, Field(ge=0, lt=1 << 31)] | None = 16
+    logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: StrictBool | None = None
+    suffix: None = None
+    best_of: Annotated[StrictInt, Field(ge=1, le=MAX_TEXTS)] | None = None
+    response_format: ResponseFormat | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ValueError("best_of other than n is not supported")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens of 0 asks for nothing without echo")
+        if self.max_tokens == 0 and self.stream:
+            raise ValueError("max_tokens of 0 leaves nothing to stream")
+        return self
+
+
+class ImageUrl(Strict):
+    """Where an image is: a data: URL, or one of an allowed host."""
+
+    url: StrictStr
+    detail: Literal["auto"] | None = None
+
+
+class ContentPart(Strict):
+    """A part of a message."""
+
+    type: Literal["text", "image_url"]
+    text: StrictStr | None = None
+    image_url: ImageUrl | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ContentPart:
+        if (self.type == "text") != (self.text is not None) or (self.type == "image_url") != (
+            self.image_url is not None
+        ):
+            raise ValueError("a part of type text has text, one of type image_url has image_url")
+        return self
+
+
+class FunctionCall(Strict):
+    """A function's name and its arguments, as JSON."""
+
+    name: StrictStr
+    arguments: StrictStr
+
+
+class ToolCall(Strict):
+    """A call that the model made."""
+
+    id: StrictStr
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Strict):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: StrictStr | Annotated[list[ContentPart], Field(min_length=1, max_length=256)] | None = None
+    name: StrictStr | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_call_id: StrictStr | None = None
+    reasoning_content: StrictStr | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("a message has content, unless it is the assistant's with tool_calls")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are the assistant's")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("tool_call_id belongs to the role tool")
+        return self
+
+
+class FunctionDefinition(Strict):
+    """A function that the model may call."""
+
+    name: Annotated[StrictStr, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: StrictStr | None = None
+    parameters: dict[str, Any] | None = None
+    strict: StrictBool | None = None
+
+
+class Tool(Strict):
+    """A tool; functions are all there is."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(Strict):
+    """A function by name."""
+
+    name: StrictStr
+
+
+class NamedTool(Strict):
+    """A tool by name."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatRequest(Sampling):
+    """Of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=2048)]
+    max_tokens: Annotated[StrictInt, Field(ge=1, lt=1 << 31)] | None = None
+    max_completion_tokens: Annotated[StrictInt, Field(ge=1, lt=1 << 31)] | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    chat_template_kwargs: (
+        Annotated[
+            dict[str, StrictBool | StrictInt | Annotated[StrictStr, Field(max_length=256)] | None], Field(max_length=16)
+        ]
+        | None
+    ) = None
+    add_generation_prompt: Literal[True] = True
+    store: Literal[False] | None = None
+    metadata: None = None
+    modalities: list[Literal["text"]] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        both = self.max_tokens, self.max_completion_tokens
+        if None not in both and both[0] != both[1]:
+            raise ValueError("max_tokens and max_completion_tokens differ; max_completion_tokens alone is enough")
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise ValueError("tool_choice needs tools")
+        if isinstance(self.tool_choice, NamedTool):
+            names = [tool.function.name for tool in self.tools or []]
+            if self.tool_choice.function.name not in names:
+                raise ValueError("tool_choice names a function that is not among tools")
+        if self.tools and self.response_format is not None and self.response_format.type != "text":
+            raise ValueError("response_format and tools do not go together")
+        return self
+
+
+class EmbeddingRequest(Strict):
+    """Of /v1/embeddings."""
+
+    model: StrictStr
+    input: (
+        StrictStr
+        | Annotated[list[StrictInt], Field(min_length=1)]
+        | Annotated[list[StrictStr], Field(min_length=1, max_length=2048)]
+        | Annotated[list[Annotated[list[StrictInt], Field(min_length=1)]], Field(min_length=1, max_length=2048)]
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: None = None
+    user: StrictStr | None = None
+
+
+class TokenizeRequest(Strict):
+    """Of /tokenize: a text, or messages."""
+
+    model: StrictStr | None = None
+    prompt: StrictStr | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=2048)] | None = None
+    add_special_tokens: StrictBool = True
+
+    @model_validator(mode="after")
+    def _check(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    """Of /detokenize."""
+
+    model: StrictStr | None = None
+    tokens: Annotated[list[Annotated[StrictInt, Field(ge=0, lt=1 << 31)]], Field(max_length=1 << 20)]

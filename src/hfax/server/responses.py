@@ -1,0 +1,324 @@
+"""Answers as OpenAI's API has them: whole, or as a stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from starlette.responses import Response
+
+from hfax.engine.outputs import Delta
+from hfax.engine.sequence import TokenLogprob
+from hfax.server.failures import as_api_error
+from hfax.server.output_parser import OutputParser, Piece
+from hfax.server.protocol import ChatRequest, CompletionRequest
+from hfax.server.served import Answer
+
+Json = dict[str, Any]
+
+
+class EventStream(Response):
+    """A response of server-sent events, which ends its generator as soon as the client leaves.
+
+    Args:
+        events: each a JSON object, or None for a comment that keeps the connection alive.
+    """
+
+    def __init__(self, events: AsyncIterator[Json | None]) -> None:
+        super().__init__(media_type="text/event-stream")
+        self._events = events
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """See ASGI."""
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        with contextlib.suppress(Left):
+            await until_left(receive, self._write(send))
+
+    async def _write(self, send: Any) -> None:
+        async def say(text: str, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
+
+        async with contextlib.aclosing(self._events) as events:  # pyright: ignore[reportArgumentType]
+            try:
+                async for event in events:
+                    await say(": keep-alive\n\n" if event is None else f"data: {json.dumps(event)}\n\n")
+            except Exception as error:
+                await say(f"data: {json.dumps(as_api_error(error).body)}\n\n")
+        await say("data: [DONE]\n\n", more=False)
+
+
+class Left(Exception):
+    """The client left."""
+
+
+async def until_left(receive: Any, work: Any) -> Any:
+    """What `work` gives; if the client leaves first, it is cancelled.
+
+    Raises:
+        Left: the client left.
+    """
+
+    async def leave() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(leave())]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0] in done:
+            return tasks[0].result()
+        raise Left
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def new_id(kind: str) -> str:
+    """A name for an answer that no other has."""
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+def _usage_event(head: Json, answer: Answer) -> Json:
+    return {**head, "choices": [], "usage": answer.usage}
+
+
+# ------------------------------------------------------------------------------------------------------------- completions
+
+
+class CompletionWriter:
+    """Writes an answer of /v1/completions.
+
+    Args:
+        body: the request.
+        answer: its texts.
+        request_id: of the answer.
+        decode: one token to text.
+        given: the prompts as they were given, texts or token ids.
+    """
+
+    def __init__(
+        self,
+        body: CompletionRequest,
+        answer: Answer,
+        request_id: str,
+        decode: Callable[[int], str],
+        given: list[str | list[int]],
+    ) -> None:
+        self._body, self._answer, self._decode, self._given = body, answer, decode, given
+        self._head = {"id": request_id, "object": "text_completion", "created": int(time.time()), "model": body.model}
+        self._n = body.n or 1
+
+    async def whole(self) -> Json:
+        """The answer, when it is written."""
+        async for _ in self._answer.deltas():
+            pass
+        choices = []
+        for index, request in enumerate(self._answer.requests):
+            for output in request.output.outputs:
+                text, logprobs = output.text, output.logprobs
+                prefix = self._prompt_text(index) if self._body.echo else ""
+                found = None
+                if self._body.logprobs is not None:
+                    prompt = request.output.prompt_token_ids if self._body.echo else ()
+                    found = self._logprobs(prompt, request.output.prompt_logprobs or [], logprobs or [])
+                choices.append(
+                    {
+                        "index": index * self._n + output.index,
+                        "text": prefix + text,
+                        "logprobs": found,
+                        "finish_reason": output.finish_reason,
+                        "stop_reason": output.stop_reason,
+                    }
+                )
+        return {**self._head, "choices": choices, "usage": self._answer.usage}
+
+    async def events(self) -> AsyncIterator[Json | None]:
+        """The answer as it comes."""
+        echoed: set[int] = set()
+        offsets: dict[int, int] = {}
+        async for found in self._answer.deltas():
+            if found is None:
+                yield None
+                continue
+            place, delta = found
+            prefix = ""
+            if self._body.echo and place not in echoed:
+                echoed.add(place)
+                prefix = self._prompt_text(place // self._n)
+            logprobs = None
+            if self._body.logprobs is not None and delta.logprobs:
+                logprobs = self._logprobs((), [], list(delta.logprobs), offsets.get(place, 0))
+                offsets[place] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
+            if not (prefix or delta.text or delta.finish_reason or logprobs):
+                continue
+            choice = {
+                "index": place,
+                "text": prefix + delta.text,
+                "logprobs": logprobs,
+                "finish_reason": None if delta.finish_reason is None else delta.finish_reason.value,
+                "stop_reason": delta.stop_reason,
+            }
+            yield {**self._head, "choices": [choice], **_null_usage(self._body)}
+        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+            yield _usage_event(self._head, self._answer)
+
+    def _prompt_text(self, index: int) -> str:
+        given = self._given[index]
+        return given if isinstance(given, str) else self._answer.decode(given)
+
+    def _logprobs(
+        self, prompt: tuple[int, ...], of_prompt: list[TokenLogprob], of_text: list[TokenLogprob], offset: int = 0
+    ) -> Json:
+        tokens: list[str] = []
+        values: list[float | None] = []
+        tops: list[Json | None] = []
+        entries: list[TokenLogprob | None] = [None, *of_prompt] if prompt else []
+        entries += of_text
+        for place, entry in enumerate(entries):
+            tokens.append(self._decode(prompt[place] if entry is None else entry.token_id))
+            values.append(None if entry is None else entry.logprob)
+            top = None
+            if entry is not None:
+                top = {self._decode(token): value for token, value in reversed(entry.top)}
+                top.setdefault(tokens[-1], entry.logprob)
+            tops.append(top)
+        places = []
+        for token in tokens:
+            places.append(offset)
+            offset += len(token)
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": places}
+
+
+def _null_usage(body: Any) -> Json:
+    """With include_usage every chunk but the last has a usage that is null."""
+    return {"usage": None} if body.stream_options is not None and body.stream_options.include_usage else {}
+
+
+# -------------------------------------------------------------------------------------------------------------------- chat
+
+
+class ChatWriter:
+    """Writes an answer of /v1/chat/completions.
+
+    Args:
+        body: the request.
+        answer: its texts.
+        request_id: of the answer.
+        decode: one token to text.
+        make_parser: of a text's output.
+    """
+
+    def __init__(
+        self,
+        body: ChatRequest,
+        answer: Answer,
+        request_id: str,
+        decode: Callable[[int], str],
+        make_parser: Callable[[], OutputParser],
+    ) -> None:
+        self._body, self._answer, self._decode, self._make_parser = body, answer, decode, make_parser
+        self._head = {"id": request_id, "created": int(time.time()), "model": body.model}
+
+    async def whole(self) -> Json:
+        """The answer, when it is written."""
+        async for _ in self._answer.deltas():
+            pass
+        choices = []
+        for output in self._answer.requests[0].output.outputs:
+            parser = self._make_parser()
+            pieces = parser.feed(output.text, is_last=True)
+            message = _message(pieces)
+            reason = "tool_calls" if parser.num_calls and output.finish_reason == "stop" else output.finish_reason
+            logprobs = None
+            if self._body.logprobs:
+                logprobs = {"content": self._logprobs(output.logprobs or []), "refusal": None}
+            choices.append(
+                {
+                    "index": output.index,
+                    "message": message,
+                    "logprobs": logprobs,
+                    "finish_reason": reason,
+                    "stop_reason": output.stop_reason,
+                }
+            )
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._answer.usage}
+
+    async def events(self) -> AsyncIterator[Json | None]:
+        """The answer as it comes: the role, deltas, and the reason why it ended."""
+        parsers = [self._make_parser() for _ in range(self._body.n or 1)]
+        waiting: list[list[Json]] = [[] for _ in parsers]
+        for index in range(len(parsers)):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+        async for found in self._answer.deltas():
+            if found is None:
+                yield None
+                continue
+            index, delta = found
+            if self._body.logprobs:
+                waiting[index] += self._logprobs(list(delta.logprobs))
+            is_last = delta.finish_reason is not None
+            first = parsers[index].num_calls
+            for piece in parsers[index].feed(delta.text, is_last=is_last):
+                logprobs = None
+                if waiting[index]:
+                    logprobs = {"content": waiting[index], "refusal": None}
+                    waiting[index] = []
+                yield self._chunk(index, _delta(piece, first), logprobs=logprobs)
+                first += piece.kind == "call"
+            if is_last:
+                yield self._last_chunk(index, delta, parsers[index], waiting[index])
+        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+            yield _usage_event({**self._head, "object": "chat.completion.chunk"}, self._answer)
+
+    def _last_chunk(self, index: int, delta: Delta, parser: OutputParser, logprobs: list[Json]) -> Json:
+        assert delta.finish_reason is not None
+        reason = delta.finish_reason.value
+        if parser.num_calls and reason == "stop":
+            reason = "tool_calls"
+        left = {"content": logprobs, "refusal": None} if logprobs else None
+        return self._chunk(index, {}, reason, left, stop_reason=delta.stop_reason)
+
+    def _chunk(
+        self, index: int, delta: Json, reason: str | None = None, logprobs: Json | None = None, **more: Any
+    ) -> Json:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason, **more}
+        return {**self._head, "object": "chat.completion.chunk", "choices": [choice], **_null_usage(self._body)}
+
+    def _logprobs(self, found: list[TokenLogprob]) -> list[Json]:
+        def entry(token: int, value: float) -> Json:
+            text = self._decode(token)
+            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+        return [
+            {**entry(one.token_id, one.logprob), "top_logprobs": [entry(token, value) for token, value in one.top]}
+            for one in found
+        ]
+
+
+def _call(piece: Piece) -> Json:
+    return {"id": new_id("call"), "type": "function", "function": {"name": piece.name, "arguments": piece.arguments}}
+
+
+def _delta(piece: Piece, index: int) -> Json:
+    if piece.kind == "call":
+        return {"tool_calls": [{"index": index, **_call(piece)}]}
+    return {"reasoning_content" if piece.kind == "reasoning" else "content": piece.text}
+
+
+def _message(pieces: list[Piece]) -> Json:
+    """A message of pieces."""
+    texts = {kind: "".join(p.text for p in pieces if p.kind == kind) for kind in ("content", "reasoning")}
+    calls = [_call(piece) for piece in pieces if piece.kind == "call"]
+    message: Json = {"role": "assistant", "content": texts["content"] or (None if calls else "")}
+    if texts["reasoning"]:
+        message["reasoning_content"] = texts["reasoning"]
+    if calls:
+        message["tool_calls"] = calls
+    return message

@@ -1,0 +1,115 @@
+"""A server from its start to its end: loading, listening, signals, and the exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from socket import socket as Socket
+
+import uvicorn
+
+from hfax.server.app import make_app
+from hfax.server.served import Loaded, Served
+from hfax.server.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+_WATCH_S = 0.2
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, that leaves signals to us (it would raise them again at the end), and says when the port is open."""
+
+    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_listening = on_listening
+
+    async def startup(self, sockets: list[Socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        self._on_listening()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Nothing."""
+        yield
+
+
+def run_server(
+    settings: Settings,
+    load: Callable[[Callable[[float, int], None]], Loaded],
+    on_listening: Callable[[str], None],
+) -> BaseException | None:
+    """Serve until told to stop.
+
+    Args:
+        settings: of the server.
+        load: makes the model.
+        on_listening: told the address once the port is open.
+
+    Returns:
+        Why it ended, if not because it was told to.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    return asyncio.run(_serve(settings, load, on_listening))
+
+
+async def _serve(
+    settings: Settings, load: Callable[[Callable[[float, int], None]], Loaded], on_listening: Callable[[str], None]
+) -> BaseException | None:
+    served = Served(settings, load)
+    config = uvicorn.Config(
+        make_app(served),
+        host=settings.host,
+        port=settings.port,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        ws="none",
+        h11_max_incomplete_event_size=64 << 10,
+        timeout_keep_alive=15,
+        timeout_graceful_shutdown=int(settings.drain_timeout_s),
+    )
+    socket = config.bind_socket()
+    address = socket.getsockname()
+    host = f"[{address[0]}]" if ":" in address[0] else address[0]
+    server = _Server(config, lambda: on_listening(f"http://{host}:{address[1]}"))
+
+    def stop() -> None:
+        if served.state == "stopping":
+            server.force_exit = True
+        logger.info("stopping: running requests have %.0f s", settings.drain_timeout_s)
+        served.stop()
+        server.should_exit = True
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with contextlib.suppress(NotImplementedError):
+            loop.add_signal_handler(number, stop)
+    served.start()
+    watcher = asyncio.create_task(_watch(served, server))
+    try:
+        await server.serve(sockets=[socket])
+    finally:
+        watcher.cancel()
+        failure = served.failure
+        if served.state == "dead" and failure is None:
+            failure = RuntimeError("the engine died")
+        served.close()
+    return failure
+
+
+async def _watch(served: Served, server: uvicorn.Server) -> None:
+    """End the server when the model cannot be loaded, or its engine dies."""
+    while True:
+        await asyncio.sleep(_WATCH_S)
+        if served.state in ("failed", "dead"):
+            await asyncio.sleep(_WATCH_S)  # those who wait are told first
+            server.should_exit = True
+            return

@@ -1,0 +1,339 @@
+"""The model that a server serves: loaded in the background, and its health.
+
+Knows the model's tokenizer, template, engine and defaults; routes ask it and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from hfax.engine.engine import Engine, Prompt, Request
+from hfax.engine.outputs import Delta
+from hfax.engine.sampling_params import MAX_SUPPRESSED, Grammar, SamplingParams
+from hfax.server.chat import ChatTemplate
+from hfax.server.embeddings import Embedder
+from hfax.server.failures import ApiError
+from hfax.server.metrics import Metrics
+from hfax.server.protocol import Sampling
+from hfax.server.settings import Settings
+from hfax.server.tracing import Tracing
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Options of a generation config that are defaults of requests."""
+_PATIENCE = 3
+"""A step hangs when it takes so many times longer than any before it, and longer than the settings say."""
+_THREADS = 4
+"""For templates, tokenizers and grammars, so that none of them holds up the server."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A model that is ready.
+
+    Args:
+        tokenizer: transformers'.
+        template: for conversations.
+        engine: for models that write; None for others.
+        embedder: for encoders; None for others.
+        defaults: of requests, by name, from the model's generation config.
+        max_new_tokens: likewise, if it sets a number.
+    """
+
+    tokenizer: Any
+    template: ChatTemplate
+    engine: Engine | None
+    embedder: Embedder | None
+    defaults: dict[str, Any]
+    max_new_tokens: int | None
+
+
+class Served:
+    """A model on its way from "loading" to "ready", and from there to "stopping"; or "failed".
+
+    Args:
+        settings: of the server.
+        load: makes the model; runs in a thread of its own. Gets a function that the engine calls after each step.
+    """
+
+    def __init__(self, settings: Settings, load: Callable[[Callable[[float, int], None]], Loaded]) -> None:
+        self.settings = settings
+        self.created = int(time.time())
+        self.metrics = Metrics(settings.metrics_prefix, settings.served_model_names[0])
+        self.tracing = Tracing(settings.otlp_endpoint)
+        self.failure: BaseException | None = None
+        self._load = load
+        self._loaded: Loaded | None = None
+        self._is_stopping = False
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hfax-server")
+
+    def start(self) -> None:
+        """Begin to load."""
+        threading.Thread(target=self._run_load, name="hfax-load", daemon=True).start()
+
+    def _run_load(self) -> None:
+        try:
+            loaded = self._load(lambda seconds, tokens: self.metrics.iteration_tokens.observe(tokens))
+            if loaded.engine is not None:
+                self.metrics.follow(loaded.engine)
+            self._loaded = loaded
+            logger.info("ready: %s", ", ".join(self.settings.served_model_names))
+        except BaseException as error:
+            self.failure = error
+            logger.debug("loading failed", exc_info=True)
+
+    @property
+    def state(self) -> str:
+        """ "loading", "ready", "stopping", "hung", "dead" or "failed"."""
+        if self.failure is not None:
+            return "failed"
+        if self._loaded is None:
+            return "loading"
+        engine = self._loaded.engine
+        if engine is not None:
+            if engine.core.failure is not None:
+                return "dead"
+            since = engine.core.busy_since
+            # on a slow machine a step may take long without hanging
+            patience = max(self.settings.step_timeout_s, _PATIENCE * engine.core.slowest_step_s)
+            if since is not None and time.monotonic() - since > patience:
+                return "hung"
+        return "stopping" if self._is_stopping else "ready"
+
+    def stop(self) -> None:
+        """Take no more requests."""
+        self._is_stopping = True
+
+    def close(self) -> None:
+        """End the engine."""
+        if self._loaded is not None and self._loaded.engine is not None:
+            self._loaded.engine.close(timeout_s=5)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.tracing.close()
+
+    @property
+    def loaded(self) -> Loaded:
+        """The model.
+
+        Raises:
+            ApiError: 503, it is not ready.
+        """
+        state = self.state
+        if state == "hung":
+            raise ApiError(503, "The engine hangs.", code="engine_hung")
+        if self._loaded is None or state != "ready":
+            raise ApiError(503, f"The model is {state}.", code=f"model_{state}", headers={"Retry-After": "5"})
+        return self._loaded
+
+    def require_name(self, name: str | None) -> None:
+        """Raise `ApiError` (404) if it is not the model's; a request can load nothing."""
+        if name is not None and name not in self.settings.served_model_names:
+            raise ApiError(
+                404,
+                f"The model {name[:200]!r} does not exist. There is {self.settings.served_model_names[0]!r}.",
+                param="model",
+                code="model_not_found",
+            )
+
+    def require_engine(self) -> Engine:
+        """The engine.
+
+        Raises:
+            ApiError: the model does not write.
+        """
+        engine = self.loaded.engine
+        if engine is None:
+            raise ApiError(400, "The model does not write text; ask /v1/embeddings.", param="model")
+        return engine
+
+    async def in_thread(self, function: Callable[..., Result], *args: Any, what: str) -> Result:
+        """Run something that may take long outside of the loop, and wait no longer than the settings say.
+
+        Raises:
+            ApiError: 400, it took too long.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            return await asyncio.wait_for(
+                loop.run_in_executor(self._threads, function, *args), self.settings.template_timeout_s
+            )
+        except TimeoutError:
+            raise ApiError(400, f"{what} took longer than {self.settings.template_timeout_s:g} s.") from None
+
+    def sampling_params(self, body: Sampling, **more: Any) -> SamplingParams:
+        """A request's options, over the model's defaults."""
+        given = {
+            name: getattr(body, name)
+            for name in (*_DEFAULTS, "presence_penalty", "frequency_penalty", "min_tokens", "seed", "n")
+        }
+        if given["top_k"] == -1:
+            given["top_k"] = 0
+        options = self.loaded.defaults | {name: value for name, value in given.items() if value is not None}
+        if options.get("seed") is not None:
+            options["seed"] &= 0xFFFFFFFF
+        stop = body.stop or ()
+        try:
+            bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
+        except ValueError:
+            raise ApiError(400, "logit_bias names tokens by their ids.", param="logit_bias") from None
+        return SamplingParams(
+            **{"temperature": 1.0, **options},
+            logit_bias=bias,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            ignore_eos=body.ignore_eos,
+            include_stop_str_in_output=body.include_stop_str_in_output,
+            **{"skip_special_tokens": body.skip_special_tokens, **more},
+        )
+
+    async def compile_grammar(self, grammar: Grammar | None) -> None:
+        """Find out whether a grammar can be used, outside of the loop; the engine finds it ready."""
+        if grammar is None:
+            return
+        engine = self.require_engine()
+        assert engine.grammars is not None
+        await self.in_thread(engine.grammars.compile, grammar, what="The grammar")
+
+
+class Answer:
+    """The texts of one HTTP request: several prompts, each with several texts.
+
+    Args:
+        served: the model.
+        prompts: of the request.
+        params: for all of them.
+        options: of `Engine.submit`.
+    """
+
+    def __init__(self, served: Served, prompts: list[Prompt], params: SamplingParams, **options: Any) -> None:
+        self._served = served
+        self._params = params
+        self.requests: list[Request] = []
+        self.decode: Callable[[list[int]], str] = served.loaded.tokenizer.decode
+        self._deltas: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
+        self._started = time.perf_counter()
+        self._span = served.tracing.start("llm_request", params, options.get("request_id", ""))
+        engine = served.require_engine()
+        loop = asyncio.get_running_loop()
+        try:
+            for index, prompt in enumerate(prompts):
+
+                def hear(delta: Delta, index: int = index) -> None:
+                    loop.call_soon_threadsafe(self._deltas.put_nowait, (index, delta))
+
+                self.requests.append(engine.submit(prompt, params, hear, **options))
+        except BaseException as error:
+            self.close()
+            self._span.fail(error)
+            raise
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(len(r.output.prompt_token_ids) for r in self.requests)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Of all texts, so far."""
+        return sum(len(o.token_ids) for r in self.requests for o in r.output.outputs)
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """As OpenAI counts."""
+        prompt, text = self.num_prompt_tokens, self.num_completion_tokens
+        cached = sum(r.output.num_cached_tokens for r in self.requests)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": text,
+            "total_tokens": prompt + text,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    async def deltas(self) -> AsyncIterator[tuple[int, Delta] | None]:
+        """What comes, with the index of its text among all; None where nothing came for a while.
+
+        Raises:
+            Exception: what a text failed with.
+        """
+        metrics, keep_alive = self._served.metrics, self._served.settings.keep_alive_s
+        left = len(self.requests) * self._params.n
+        newest: dict[int, float] = {}
+        try:
+            while left:
+                try:
+                    index, delta = await asyncio.wait_for(self._deltas.get(), keep_alive)
+                except TimeoutError:
+                    yield None
+                    continue
+                now, place = time.perf_counter(), index * self._params.n + delta.index
+                if delta.token_ids:
+                    if place in newest:
+                        metrics.inter_token_latency.observe(now - newest[place])
+                    else:
+                        metrics.time_to_first_token.observe(now - self._started)
+                        self._span.event("first_token")
+                    newest[place] = now
+                if delta.finish_reason is not None:
+                    left -= 1
+                    self._count(self.requests[index], delta, now)
+                    if (error := self.requests[index].error) is not None:
+                        raise error
+                yield place, delta
+            self._span.finish(self.num_prompt_tokens, self.num_completion_tokens)
+        except Exception as error:
+            self._span.fail(error)
+            raise
+        finally:
+            self.close()
+
+    def _count(self, request: Request, delta: Delta, now: float) -> None:
+        metrics = self._served.metrics
+        assert delta.finish_reason is not None
+        metrics.finished(delta.finish_reason.value)
+        metrics.e2e_latency.observe(now - self._started)
+        size = len(request.output.outputs[delta.index].token_ids)
+        metrics.text_size.observe(size)
+        metrics.generation_tokens.inc(size)
+        if delta.index == 0:
+            metrics.prompt_size.observe(len(request.output.prompt_token_ids))
+            metrics.prompt_tokens.inc(len(request.output.prompt_token_ids))
+
+    def close(self) -> None:
+        """End what still runs."""
+        for request in self.requests:
+            request.abort()
+
+
+def read_defaults(generation_config: Any) -> tuple[dict[str, Any], int | None]:
+    """The defaults of requests that a generation config sets, and its most new tokens."""
+    found: dict[str, Any] = {}
+    for name in _DEFAULTS:
+        if (value := getattr(generation_config, name, None)) is not None:
+            found[name] = value
+    if not generation_config.do_sample and "temperature" not in found:
+        found.pop("top_k", None)
+    if suppressed := tuple(generation_config.suppress_tokens or ())[:MAX_SUPPRESSED]:
+        found["suppress_tokens"] = suppressed
+    for name, value in found.items():
+        logger.info("default of requests, from generation_config.json: %s = %s", name, value)
+    for name in (
+        "no_repeat_ngram_size",
+        "bad_words_ids",
+        "forced_eos_token_id",
+        "begin_suppress_tokens",
+        "sequence_bias",
+        "typical_p",
+    ):
+        value = getattr(generation_config, name, None)
+        if value not in (None, 0, [], 1.0):
+            logger.warning("generation_config.json asks for %s, which the server does not do", name)
+    return found, generation_config.max_new_tokens

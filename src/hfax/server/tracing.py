@@ -1,0 +1,81 @@
+"""Traces by OpenTelemetry, where an address for them was given; else nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hfax.errors import UnsupportedOptionError
+
+
+class Tracing:
+    """Where spans go.
+
+    Args:
+        endpoint: of an OTLP collector over HTTP, "http://host:4318/v1/traces"; None: nowhere.
+
+    Raises:
+        UnsupportedOptionError: OpenTelemetry is not installed.
+    """
+
+    def __init__(self, endpoint: str | None) -> None:
+        self._tracer: Any = None
+        self._provider: Any = None
+        if endpoint is None:
+            return
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ImportError as error:
+            raise UnsupportedOptionError(
+                "Traces were asked for, and OpenTelemetry is not installed.", str(error), "pip install 'hfax[otel]'"
+            ) from error
+        self._provider = TracerProvider(resource=Resource.create({"service.name": "hfax"}))
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        self._tracer = self._provider.get_tracer("hfax")
+
+    def start(self, name: str, params: Any, request_id: str) -> Span:
+        """A span of one request."""
+        if self._tracer is None:
+            return Span(None)
+        span = self._tracer.start_span(name)
+        span.set_attribute("gen_ai.request.id", request_id)
+        span.set_attribute("gen_ai.request.temperature", params.temperature)
+        span.set_attribute("gen_ai.request.top_p", params.top_p)
+        span.set_attribute("gen_ai.request.n", params.n)
+        return Span(span)
+
+    def close(self) -> None:
+        """Send what is left."""
+        if self._provider is not None:
+            self._provider.shutdown()
+
+
+class Span:
+    """One request's span, or nothing.
+
+    Args:
+        span: OpenTelemetry's.
+    """
+
+    def __init__(self, span: Any) -> None:
+        self._span = span
+
+    def event(self, name: str) -> None:
+        """Something happened."""
+        if self._span is not None:
+            self._span.add_event(name)
+
+    def finish(self, num_prompt_tokens: int, num_completion_tokens: int) -> None:
+        """It is answered."""
+        if self._span is not None:
+            self._span.set_attribute("gen_ai.usage.prompt_tokens", num_prompt_tokens)
+            self._span.set_attribute("gen_ai.usage.completion_tokens", num_completion_tokens)
+            self._span.end()
+
+    def fail(self, error: BaseException) -> None:
+        """It failed."""
+        if self._span is not None:
+            self._span.set_attribute("error.type", type(error).__name__)
+            self._span.end()

@@ -1,0 +1,399 @@
+"""`hfax serve` as a process: its options, its end, its chat page."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import transformers
+
+import hfax
+
+SOURCE = Path(hfax.__file__).parents[1]
+
+
+@contextlib.contextmanager
+def started(
+    *arguments: str, flags: tuple[str, ...] = (), waits: bool = True, **variables: str
+) -> Iterator[tuple[subprocess.Popen, httpx.Client, list[str]]]:
+    """A server of its own, ready, with its lines on stderr."""
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "JAX_PLATFORMS": "cpu", **variables}
+    command = [sys.executable, *flags, "-m", "hfax", "serve", *arguments]
+    if "--port" not in arguments and "HFAX_PORT" not in variables:
+        command += ["--port", "0"]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    lines: list[str] = []
+    reader = threading.Thread(target=lambda: lines.extend(iter(process.stderr.readline, "")), daemon=True)
+    reader.start()
+    try:
+        deadline = time.monotonic() + 240
+        while not any("Listening on" in line for line in lines):
+            assert process.poll() is None, "".join(lines)
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        address = next(line.split()[2].rstrip(",") for line in lines if "Listening on" in line)
+        with httpx.Client(base_url=address, timeout=60) as client:
+            while waits and client.get("/health").status_code != 200:
+                assert process.poll() is None, "".join(lines)
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            yield process, client, lines
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(20)
+        reader.join(20)
+        process.stderr.close()
+
+
+def test_sigterm_under_load_completes_streams_and_exits_0():
+    with started("demo", "--max-model-len", "512", "--json-logs") as (process, client, lines):
+        texts: list[list[str]] = []
+
+        def ask() -> None:
+            body = {
+                "model": "demo",
+                "prompt": "Return a new",
+                "max_tokens": 300,
+                "ignore_eos": True,
+                "stream": True,
+                "user": "me",
+            }
+            with client.stream("POST", "/v1/completions", json=body) as answer:
+                texts.append([line for line in answer.iter_lines() if line.startswith("data: ")])
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        while b'num_requests_running{model_name="demo"} 4.0' not in client.get("/metrics").content:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{client.base_url}/health", timeout=2)
+        for thread in threads:
+            thread.join()
+        assert process.wait(30) == 0
+    assert len(texts) == 4
+    for data in texts:
+        assert data[-1] == "data: [DONE]"
+        assert json.loads(data[-2][6:])["choices"][0]["finish_reason"] == "length"
+    logged = [json.loads(line) for line in lines if line.startswith("{")]
+    assert [(one["path"], one["status"], one["user"]) for one in logged if one["path"] == "/v1/completions"] == [
+        ("/v1/completions", 200, "me")
+    ] * 4
+
+
+def test_the_command_line_wins_over_variables_and_those_over_the_file(tmp_path):
+    file = tmp_path / "server.yaml"
+    file.write_text("max-model-len: 64\nserved_model_name: [from-file]\nmax_num_seqs: 2\n")
+    variables = {"HFAX_MAX_MODEL_LEN": "96", "HFAX_SERVED_MODEL_NAME": "from-variable", "HFAX_API_KEY": "secret"}
+    with started("demo", "--config", str(file), "--served-model-name", "from-line", **variables) as (_, client, _lines):
+        assert client.get("/v1/models").status_code == 401
+        found = client.get("/v1/models", headers={"Authorization": "Bearer secret"}).json()["data"]
+    assert [(model["id"], model["max_model_len"]) for model in found] == [("from-line", 96)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no/such/folder"], "no/such/folder"),
+        (["demo", "--max-model-len", "100000"], "context"),
+        (["demo", "--api-key", ""], "empty"),
+        (["demo", "--config", "nothing.yaml"], "nothing.yaml"),
+        (["demo", "--metrics-prefix", "other"], "hfax or vllm"),
+        (["demo", "--chat-template", "nothing.jinja"], "cannot be read"),
+    ],
+)  # fmt: skip
+def test_wrong_options_end_with_one_message(arguments, message):
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "hfax", "serve", *arguments, "--port", "0"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode in (1, 2)
+    assert message in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+def test_a_taken_port_is_an_error():
+    with started("demo", waits=False) as (_, client, _lines):
+        environment = {**os.environ, "PYTHONPATH": str(SOURCE), "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "-m", "hfax", "serve", "demo", "--port", str(client.base_url.port)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1
+    assert "another --port" in " ".join(done.stderr.split())
+
+
+def test_an_engine_that_dies_ends_the_process_with_an_error(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import threading\n"
+        "def break_it():\n"
+        "    import hfax.engine.scheduler as s\n"
+        "    def fails(self): raise RuntimeError('injected')\n"
+        "    s.Scheduler.schedule = fails\n"
+        "import os\n"
+        "if os.environ.get('BREAK'):\n"
+        "    threading.Timer(0, break_it).start()\n"
+    )
+    variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{SOURCE}", "BREAK": "1"}
+    with started("demo", "--max-model-len", "128", **variables) as (process, client, lines):
+        answer = client.post("/v1/completions", json={"model": "demo", "prompt": "a"})
+        assert answer.status_code in (500, 503)
+        assert process.wait(20) == 1
+    assert "The server failed" in "".join(lines)
+
+
+def test_it_serves_alike_without_assertions():
+    with started("demo", "--max-model-len", "128", flags=("-O",)) as (_, client, _lines):
+        assert client.post("/v1/completions", json={"model": "demo", "prompt": "a", "max_tokens": 3}).status_code == 200
+        rest = (
+            '"prompt": [[]]', '"prompt": null', '"prompt": -1', '"prompt": [-1]', '"prompt": ["a", 1]',
+            '"prompt": "a", "n": 1000000',
+            '"prompt": "a", "temperature": NaN', '"prompt": "a", "temperature": "hot"', '"prompt": "a", "max_tokens": -1',
+            '"prompt": "a", "logprobs": 99', '"prompt": "a", "made_up": 1', '"prompt": "a", "logit_bias": {"x": 1}',
+            '"prompt": "a", "response_format": {"type": "regex", "regex": "("}', '"prompt": "\\ud800"',
+        )  # fmt: skip
+        bodies = [f'{{"model": "demo", {one}}}'.encode() for one in rest]
+        for body in (*bodies, b"[]", b"null", b"", b"\xff", b'{"a":' * 5000):
+            answer = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+            assert answer.status_code == 400
+            assert "error" in answer.json()
+
+
+def test_an_encoder_is_served_as_embeddings(tmp_path):
+    import numpy as np
+    import torch
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(SOURCE / "hfax" / "demo")
+    config = transformers.BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    reference = transformers.BertModel(config).eval()
+    reference.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    texts = ["Return a new list", "Raise an error if the name is not a class", "a"]
+    with started(str(tmp_path), "--served-model-name", "bert") as (_, client, _lines):
+        answer = client.post("/v1/embeddings", json={"model": "bert", "input": texts}).json()
+        base64 = client.post(
+            "/v1/embeddings", json={"model": "bert", "input": texts[0], "encoding_format": "base64"}
+        ).json()
+        assert client.post("/v1/completions", json={"model": "bert", "prompt": "a"}).status_code == 400
+        assert client.post("/v1/embeddings", json={"model": "bert", "input": ["a " * 300]}).status_code == 400
+        assert client.post("/v1/embeddings", json={"model": "bert", "input": "a", "dimensions": 3}).status_code == 400
+    for index, text in enumerate(texts):
+        with torch.no_grad():
+            hidden = reference(torch.tensor([tokenizer(text)["input_ids"]])).last_hidden_state[0].mean(0).numpy()
+        np.testing.assert_allclose(answer["data"][index]["embedding"], hidden / np.linalg.norm(hidden), atol=1e-5)
+    import base64 as codec
+
+    decoded = np.frombuffer(codec.b64decode(base64["data"][0]["embedding"]), "<f4")
+    np.testing.assert_allclose(decoded, answer["data"][0]["embedding"], atol=1e-6)
+
+
+_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"
+    "{% if c.type == 'image' %}<image>{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_reads_images_is_asked_with_one(tmp_path):
+    import base64
+    import io
+
+    import numpy as np
+    from PIL import Image
+
+    from hfax.matrix.case import draw_weights
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(SOURCE / "hfax" / "demo")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    text = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    ends = {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": 56,
+    }
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**text, **heads, **ends).to_dict(),
+        vision_config=transformers.CLIPVisionConfig(**vision, patch_size=14).to_dict(),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        image_seq_length=16,
+    )
+    plain = transformers.LlavaForConditionalGeneration(config).eval()
+    draw_weights(plain)
+    plain.save_pretrained(tmp_path)
+    processor = transformers.LlavaProcessor(
+        image_processor=transformers.CLIPImageProcessorPil(
+            size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56}
+        ),
+        tokenizer=tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        chat_template=_TEMPLATE,
+        image_token="<image>",
+        num_additional_image_tokens=1,
+    )
+    processor.save_pretrained(tmp_path)
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (56, 112, 3), dtype=np.uint8))
+    buffer = io.BytesIO()
+    picture.save(buffer, format="PNG")
+    inputs = processor(text=["user: <image>what?"], images=[picture], return_tensors="pt", add_special_tokens=False)
+    written = plain.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what?"}]
+    with started(str(tmp_path), "--served-model-name", "llava", "--max-num-seqs", "4") as (_, client, _lines):
+        body = {"model": "llava", "temperature": 0, "max_tokens": 8}
+        answer = client.post(
+            "/v1/chat/completions", json={**body, "messages": [{"role": "user", "content": content}]}
+        ).json()
+        assert (
+            client.post(
+                "/v1/chat/completions", json={**body, "messages": [{"role": "user", "content": "what?"}]}
+            ).status_code
+            == 200
+        )
+    assert answer["choices"][0]["message"]["content"] == tokenizer.decode(written, skip_special_tokens=True)
+    assert answer["usage"]["prompt_tokens"] == inputs["input_ids"].shape[1]
+
+
+def test_checkpoints_that_carry_code_run_none_of_it(tmp_path):
+    """auto_map in several places, and weights that only a pickle holds."""
+    canary = tmp_path / "canary"
+    folder = tmp_path / "model"
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+        )
+    )
+    model.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(SOURCE / "hfax" / "demo").save_pretrained(folder)
+    (folder / "evil.py").write_text(f"open({str(canary)!r}, 'w').write('ran')\nclass Evil: pass\n")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**tokenizer, "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}})
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "hfax", "serve", str(folder), "--port", "0"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1
+    assert "trust" in done.stderr
+    assert not canary.exists()
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    """A browser without a window; Debian's chromium, driven by playwright."""
+    import shutil
+
+    from playwright.sync_api import sync_playwright
+
+    path = shutil.which("chromium") or shutil.which("google-chrome")
+    assert path is not None, "the chat page is tested in Chromium: apt-get install chromium"
+    quiet = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=path, args=[*quiet, "--disable-component-update", "--disable-sync"]
+        )
+        yield browser
+        browser.close()
+
+
+def until(page, condition: str) -> None:
+    """Wait for an expression to be true; the page's own policy forbids playwright's way to do so."""
+    deadline = time.monotonic() + 60
+    while not page.evaluate(condition):
+        assert time.monotonic() < deadline, condition
+        time.sleep(0.05)
+
+
+def test_the_chat_page_writes_stops_and_loads_nothing_from_elsewhere(chromium):
+    with started("demo", "--max-model-len", "512") as (_, client, _lines):
+        page = chromium.new_page()
+        asked, problems = [], []
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto(str(client.base_url))
+        until(page, "document.getElementById('model').textContent === 'demo'")
+        page.click("#toggle")
+        page.fill("#temperature", "0")
+        page.fill("#max_completion_tokens", "12")
+        page.fill("#input", "What does list.append do?")
+        page.press("#input", "Enter")
+        until(
+            page,
+            "/tokens\\/s/.test(document.querySelector('.note').textContent) && !document.getElementById('send').hidden",
+        )
+        body = {
+            "model": "demo",
+            "messages": [{"role": "user", "content": "What does list.append do?"}],
+            "temperature": 0,
+            "max_tokens": 12,
+        }
+        expected = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+        assert page.text_content(".assistant") == expected
+        page.fill("#max_completion_tokens", "450")
+        page.fill("#temperature", "1.9")
+        page.fill("#input", "again")
+        page.click("#send")
+        until(page, "document.querySelectorAll('.assistant')[1]?.textContent.length > 10")
+        page.click("#stop")
+        page.wait_for_selector("#send:not([hidden])")
+        deadline = time.monotonic() + 2
+        while b'num_requests_running{model_name="demo"} 0.0' not in client.get("/metrics").content:
+            assert time.monotonic() < deadline
+        page.click("#clear")
+        assert page.text_content("#messages") == ""
+        assert problems == []
+        assert all(url.startswith(str(client.base_url)) for url in asked)
+        page.close()
+
+
+def test_the_chat_page_behind_a_key(chromium):
+    with started("demo", "--max-model-len", "128", HFAX_API_KEY="secret") as (_, client, _lines):
+        context = chromium.new_context(http_credentials={"username": "", "password": "secret"})
+        page = context.new_page()
+        page.goto(str(client.base_url))
+        until(page, "document.getElementById('model').textContent === 'demo'")
+        context.close()
+
+
+def test_random_requests_from_its_own_description_give_no_server_error(tmp_path):
+    """schemathesis: every route of /openapi.json."""
+    with started("demo", "--max-model-len", "128") as (_, client, _lines):
+        url = str(client.base_url).rstrip("/")
+        command = [
+            sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--checks", "not_a_server_error",
+            "--max-examples", "25",
+            "--phases", "examples,fuzzing", "--generation-deterministic", "--no-color", "--request-timeout", "30",
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+        assert client.get("/health").status_code == 200
