@@ -20,6 +20,7 @@ from transformers import GenerationConfig
 
 from hfax.backends.structure import flatten, has_torch, is_array, unflatten
 from hfax.backends.traced_model import TracedModel
+from hfax.backends.training import Training
 from hfax.base_model import BaseModel, Request, as_ids_tuple
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.kernels.quantized import QuantizedArray
@@ -27,6 +28,9 @@ from hfax.launch.driven import drive
 from hfax.launch.together import agree
 from hfax.load.host_arrays import to_numpy
 from hfax.load.skeleton import Skeleton
+from hfax.lora.adapters import Adapters
+from hfax.lora.methods import AdapterMethods
+from hfax.parallelism.choose import choose_layout
 from hfax.patches import registry
 from hfax.programs import batches
 from hfax.programs import generation_request as requests
@@ -51,7 +55,7 @@ _MAX_NGRAM = 3
 """Tokens at the text's end that prompt lookup looks for, at most, where the call names no number."""
 
 
-class JaxModel(BaseModel):
+class JaxModel(AdapterMethods, BaseModel):
     """A transformers model whose weights are `jax.Array`s and whose calls are compiled by XLA.
 
     Made by `AutoModelForTPU`. Calling it runs one forward pass, `generate` writes tokens, `apply` is the pure function.
@@ -86,6 +90,7 @@ class JaxModel(BaseModel):
         self._layout = layout
         self._tied = dict(tied)
         self._traced = TracedModel(skeleton, tied, self.buffers)
+        self.adapters = Adapters(skeleton.module, layout, self._tied)
         super().__init__(
             skeleton,
             self._traced.traits,
@@ -148,12 +153,22 @@ class JaxModel(BaseModel):
             context=self._context(),
         )
 
-    def apply(self, params: Mapping[str, jax.Array], *args: Any, **inputs: Any) -> Any:
+    def apply(
+        self,
+        params: Mapping[str, jax.Array],
+        *args: Any,
+        dropout_rng: jax.Array | None = None,
+        remat: bool = False,
+        **inputs: Any,
+    ) -> Any:
         """The forward pass as a pure function, for `jax.jit`, `jax.grad`, `jax.vmap` and `jax.checkpoint`.
 
         Args:
             params: weights by name, as `self.params`.
             *args: what the transformers class takes, by position.
+            dropout_rng: a PRNG key; with it the model is in train mode, and its dropout draws from the key. The same key drops the
+                same.
+            remat: gradients keep of each layer its input alone, and compute the layer again.
             **inputs: the same by name; arrays (jax, numpy) are traced, all else is static.
 
         Returns:
@@ -164,7 +179,8 @@ class JaxModel(BaseModel):
             >>> loss = lambda params: model.apply(params, input_ids=ids, labels=ids).loss  # doctest: +SKIP
             >>> gradients = jax.jit(jax.grad(loss))(model.params)  # doctest: +SKIP
         """
-        return self._traced.apply(params, args, inputs)
+        training = Training(key=dropout_rng, remat=remat, lora_dropout=self.adapters.dropout)
+        return self._traced.apply(params, args, inputs, training)
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """One compiled forward pass.
@@ -184,8 +200,7 @@ class JaxModel(BaseModel):
         """
         inputs = self._by_name(args, inputs)
         to_torch = has_torch(inputs)
-        inputs = {name: self._as_input(name, value) for name, value in inputs.items()}
-        arrays, structure = flatten(self._traced.prepare(inputs), is_array)
+        arrays, structure = flatten(self.prepare_inputs(inputs), is_array)
         arrays = self._layout.put_rows(arrays)
 
         def forward(params: dict[str, jax.Array], arrays: list[jax.Array]) -> tuple[list[jax.Array], Any]:
@@ -461,6 +476,34 @@ class JaxModel(BaseModel):
         found = batches.map_rows(dataset, run, batch_size=batch_size, output=where, total=total, progress=progress)
         return list(found)
 
+    def prepare_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """A call's inputs as programs take them: checked, arrays narrow and on the host, and what their values decide beside them.
+
+        Args:
+            inputs: by name; `jax.ShapeDtypeStruct`s stay what they are.
+
+        Raises:
+            InvalidInputError: ids outside of the vocabulary, rows of several lengths.
+        """
+        read = lambda name, value: value if _is_described(value) else self._as_input(name, value)  # noqa: E731
+        return self._traced.prepare({name: read(name, value) for name, value in inputs.items()})
+
+    def move_to(self, mesh: Any) -> None:
+        """Spread the weights over other devices.
+
+        Args:
+            mesh: sizes by axis, or a `jax.sharding.Mesh`, as `from_pretrained(parallelism=…)` takes them.
+
+        Raises:
+            InvalidInputError: see `from_pretrained`; or an adapter is merged.
+        """
+        self._layout = choose_layout(self._skeleton, mesh, self.quantization, self._layout.device)  # pyright: ignore[reportArgumentType]
+        self.params = {n: jax.device_put(a, self._layout.weight(n)) for n, a in self.params.items()}
+        self.buffers = {n: jax.device_put(b, self._layout.replicated) for n, b in self.buffers.items()}
+        self._traced.use_buffers(self.buffers)
+        self.adapters.move_to(self._layout)
+        self._programs = ProgramCache(self._traced.key, self._layout)
+
     def _arrays(self) -> dict[str, jax.Array]:
         """What programs get beside their inputs: JAX cannot keep a program on disk that closes over arrays."""
         return {**self.buffers, **self.params}
@@ -506,6 +549,10 @@ class JaxModel(BaseModel):
         from hfax.load.save_pretrained import save_model
 
         save_model(Path(folder), self._skeleton, self.params, self.generation_config, format, max_shard_size)
+
+
+def _is_described(value: Any) -> bool:
+    return isinstance(value, jax.ShapeDtypeStruct)
 
 
 def _until(tokens: list[int], ends: tuple[int, ...]) -> list[int]:

@@ -21,7 +21,9 @@ import torch
 from transformers import masking_utils, modeling_utils
 from transformers.integrations import moe
 
+from hfax.backends.adapters import adapted, split_adapters
 from hfax.backends.geometry import HostArray
+from hfax.backends.training import Training, in_train_mode, rematerialised
 from hfax.errors import UnsupportedModelError
 from hfax.kernels import attention as attention_math
 from hfax.kernels import paged, target
@@ -118,7 +120,7 @@ def call_module(
     weights: Mapping[str, jax.Array],
     call: Callable[[torch.nn.Module], Any],
     *,
-    key: jax.Array | None = None,
+    training: Training | None = None,
     used: set[str] | None = None,
     kept: dict[str, jax.Array] | None = None,
     checks: dict[str, jax.Array] | None = None,
@@ -128,9 +130,9 @@ def call_module(
 
     Args:
         module: a skeleton's module; used by one trace at a time.
-        weights: every parameter and buffer by name, tied aliases included.
+        weights: every parameter and buffer by name, tied aliases included; arrays of low-rank adapters beside them.
         call: gets the module; builds its arguments with `wrap` and reads its results with `unwrap`.
-        key: a PRNG key for random operations such as dropout; a fixed one if None.
+        training: how the pass is differentiated; None: it is not.
         used: gets the names of the patches that ran.
         kept: arrays that the modules hold as attributes beside their weights ("layers.0.rnn.state"), which some keep between calls;
             in place, what `call` leaves there. None: nothing is held before, and what is left is dropped.
@@ -143,15 +145,20 @@ def call_module(
     environment = _environment()
     with _locks_lock:
         lock = _module_locks.setdefault(id(module), threading.RLock())
-    tensors = {name: environment.wrap(array) for name, array in weights.items()}
+    own, adapters = split_adapters(weights)
+    tensors = {name: environment.wrap(array) for name, array in own.items()}
     tensors |= {name: environment.constant(tensor.clone) for name, tensor in (constants or {}).items()}
+    training = training or Training()
     with (
         lock,
-        environment.override_property(prng=jax.random.key(0) if key is None else key),
+        environment.override_property(prng=jax.random.key(0) if training.key is None else training.key),
         registry.patched(module) as patches_used,
         torch.no_grad(),
         torch.nn.utils.stateless._reparametrize_module(module, tensors, tie_weights=False),
         _kept_on_modules(module, kept if kept is not None else {}),
+        in_train_mode(module) if training.key is not None else contextlib.nullcontext(),
+        adapted(module, adapters, environment, training.lora_dropout),
+        rematerialised(module, environment) if training.remat else contextlib.nullcontext(),
         _named_scopes(module),
         _entered(environment),
         warnings.catch_warnings(),

@@ -22,6 +22,7 @@ from hfax.backends import torchax as tracing
 from hfax.backends.encoders import EncoderOutputs, run_encoder
 from hfax.backends.pytrees import register_output_class
 from hfax.backends.structure import Leaf, Node, Static, flatten, is_array, unflatten
+from hfax.backends.training import Training
 from hfax.backends.traits import APPENDS_MASK, WRITES_OTHERWISE, read_traits
 from hfax.errors import UnsupportedModelError
 from hfax.kernels import paged, target
@@ -59,6 +60,10 @@ class TracedModel:
         self._constants = {n: b for n, b in skeleton.buffers.items() if not b.ndim and not b.is_floating_point()}
         """Whole numbers: sizes that modelling code keeps as buffers."""
 
+    def use_buffers(self, buffers: Mapping[str, jax.Array]) -> None:
+        """Take these, which lie on other devices, instead of those given before."""
+        self._buffers = dict(buffers)
+
     def prepare(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The inputs of a call with geometry as `HostArray`s, with the positions that it decides, and after input patches."""
         prepared = dict(inputs)
@@ -69,12 +74,22 @@ class TracedModel:
             prepared["position_ids"] = found
         return prepared
 
-    def apply(self, params: Mapping[str, jax.Array], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def apply(
+        self,
+        params: Mapping[str, jax.Array],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        training: Training | None = None,
+    ) -> Any:
         """One forward call; results with `jax.Array`s in the place of tensors, their classes registered as pytrees."""
-        return self.apply_checked(params, args, kwargs)[0]
+        return self.apply_checked(params, args, kwargs, training)[0]
 
     def apply_checked(
-        self, params: Mapping[str, jax.Array], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        params: Mapping[str, jax.Array],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        training: Training | None = None,
     ) -> tuple[Any, dict[str, jax.Array]]:
         """`apply`, and what the modelling code checks of values: what each condition says, to a scalar bool."""
         arrays, structure = flatten((args, self.prepare(kwargs)), is_array)
@@ -87,7 +102,13 @@ class TracedModel:
 
         checks: dict[str, jax.Array] = {}
         outputs, out_structure = tracing.call_module(
-            self.module, self._all(params), call, used=self.patches_used, checks=checks, constants=self._constants
+            self.module,
+            self._all(params),
+            call,
+            training=training,
+            used=self.patches_used,
+            checks=checks,
+            constants=self._constants,
         )
         _register(out_structure)
         return unflatten(out_structure, outputs), checks

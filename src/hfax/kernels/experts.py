@@ -101,7 +101,7 @@ def _on_one_device(
 
 
 def _is_for_tpu(x: jax.Array, weight: jax.Array) -> bool:
-    if not target.is_for("tpu"):
+    if not target.is_for("tpu") or target.is_differentiated():
         return False
     from hfax.kernels.tpu import experts as kernels
 

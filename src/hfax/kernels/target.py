@@ -24,12 +24,14 @@ class Target:
         platform: "cpu", "gpu" or "tpu".
         mesh: the devices, with the axes of `hfax.mesh`; None: one device.
         pages: caches are kept in pages, as TPU's kernel reads them.
+        is_differentiated: gradients are taken through the program, so kernels without one are left out.
         chosen: gets a line for each way of computing that was chosen; shown by `hfax doctor`.
     """
 
     platform: str
     mesh: jax.sharding.Mesh | None = None
     pages: bool = False
+    is_differentiated: bool = False
     chosen: set[str] = dataclasses.field(default_factory=set, compare=False)
 
 
@@ -44,6 +46,11 @@ def current() -> Target | None:
 def is_for(platform: str) -> bool:
     """Whether the trace that goes on is for a program on that platform."""
     return (target := _target.get()) is not None and target.platform == platform
+
+
+def is_differentiated() -> bool:
+    """Whether gradients are taken through the program that the trace is for, as far as that is known."""
+    return (target := _target.get()) is not None and target.is_differentiated
 
 
 def mesh() -> jax.sharding.Mesh | None:
@@ -80,6 +87,7 @@ def compiling_for(
     *,
     mesh: jax.sharding.Mesh | None = None,
     pages: bool | None = None,
+    is_differentiated: bool = False,
     chosen: set[str] | None = None,
 ) -> Iterator[Target]:
     """Traces within the block are for programs that run on `device`, or on a platform of that name.
@@ -88,6 +96,7 @@ def compiling_for(
         device: where.
         mesh: see `Target`.
         pages: see `Target`; None: on TPU.
+        is_differentiated: see `Target`.
         chosen: see `Target`.
     """
     platform = device if isinstance(device, str) else device.platform
@@ -96,6 +105,7 @@ def compiling_for(
         platform=platform,
         mesh=mesh,
         pages=platform == "tpu" if pages is None else pages,
+        is_differentiated=is_differentiated,
         chosen=set() if chosen is None else chosen,
     )
     token = _target.set(target)

@@ -27,6 +27,12 @@ def collecting_checks(found: dict[str, Any]) -> Iterator[None]:
         _local.checks = before
 
 
+def merge_checks(found: dict[str, Any]) -> None:
+    """Add what was collected apart, within a part of the trace that has to return all that it computes."""
+    if (checks := getattr(_local, "checks", None)) is not None:
+        checks |= found
+
+
 def note_check(condition: Any, what: str | None = None) -> None:
     """Remember a condition on traced values that must hold when the program runs.
 

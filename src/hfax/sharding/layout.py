@@ -82,13 +82,14 @@ class Layout:
 
     def put(self, tree: Any) -> Any:
         """Arrays of the host, whole on every device."""
-        return jax.tree.map(lambda array: self._put(array, self.replicated), tree)
+        return jax.tree.map(lambda array: self.place(array, self.replicated), tree)
 
     def put_rows(self, tree: Any) -> Any:
         """Arrays of the host whose first axis goes over rows of a batch."""
-        return jax.tree.map(lambda array: self._put(array, self.rows(array.shape[0] if array.ndim else 0)), tree)
+        return jax.tree.map(lambda array: self.place(array, self.rows(array.shape[0] if array.ndim else 0)), tree)
 
-    def _put(self, array: Any, where: Sharding) -> Any:
+    def place(self, array: Any, where: Sharding) -> Any:
+        """An array of the host, split so."""
         return describe(array, where) if self.is_described else _put(array, where)
 
     @property

@@ -72,7 +72,7 @@ def problem() -> str | None:
 
 def may_be_called() -> bool:
     """Whether the trace that goes on is for a program that may call the kernels."""
-    return target.is_for("cpu") and target.mesh() is None and problem() is None
+    return target.is_for("cpu") and target.mesh() is None and not target.is_differentiated() and problem() is None
 
 
 @functools.cache

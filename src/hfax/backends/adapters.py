@@ -1,0 +1,117 @@
+"""Low-rank adapters beside a module's own weights, in a trace.
+
+Takes the adapters' arrays out of a model's weights, where they stand under the names that peft gives them ("….q_proj.lora_A.weight"),
+and has the layers that they belong to add what they compute. Hu et al., 2021 (https://arxiv.org/abs/2106.09685); with a magnitude,
+DoRA, Liu et al., 2024 (https://arxiv.org/abs/2402.09353). It does not know where adapters come from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from hfax.backends.environment import as_array
+
+LORA_A, LORA_B, SCALING, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_scaling", "lora_magnitude_vector.weight"
+EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
+PARTS = (LORA_A, LORA_B, SCALING, MAGNITUDE, EMBEDDING_A, EMBEDDING_B)
+"""Names of an adapter's arrays behind the name of the layer that they belong to."""
+
+
+def split_adapters(weights: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The weights without adapters, and each layer's adapter by the layer's name and the array's."""
+    own: dict[str, Any] = {}
+    adapters: dict[str, dict[str, Any]] = {}
+    for name, array in weights.items():
+        part = next((p for p in PARTS if name.endswith(f".{p}")), None) if "lora_" in name else None
+        if part is None:
+            own[name] = array
+        else:
+            adapters.setdefault(name.removesuffix(f".{part}"), {})[part] = array
+    return own, adapters
+
+
+@contextlib.contextmanager
+def adapted(
+    module: torch.nn.Module, adapters: Mapping[str, Mapping[str, jax.Array]], environment: Any, dropout: float
+) -> Iterator[None]:
+    """For the block, layers add what their adapters compute.
+
+    Args:
+        module: the model.
+        adapters: by the name of the layer: `lora_A` [rank, in], `lora_B` [out, rank], a scaling without axes, and of DoRA a magnitude
+            [out]; of embeddings `lora_embedding_A` [rank, rows] and `lora_embedding_B` [width, rank].
+        environment: of the trace.
+        dropout: of the adapters' inputs, in train mode.
+    """
+    layers = [(module.get_submodule(path), arrays) for path, arrays in adapters.items()]
+    before = [layer.__dict__.get("forward") for layer, _ in layers]
+    try:
+        for layer, arrays in layers:
+            make = _embedding if isinstance(layer, torch.nn.Embedding) else _linear
+            layer.__dict__["forward"] = make(layer, layer.forward, arrays, environment, dropout)
+        yield
+    finally:
+        for (layer, _), forward in zip(layers, before, strict=True):
+            if forward is None:
+                layer.__dict__.pop("forward", None)
+            else:
+                layer.__dict__["forward"] = forward
+
+
+def _linear(
+    layer: torch.nn.Module,
+    forward: Callable[..., Any],
+    arrays: Mapping[str, jax.Array],
+    environment: Any,
+    dropout: float,
+) -> Callable[..., Any]:
+    a, b, scaling = (environment.wrap(arrays[part]) for part in (LORA_A, LORA_B, SCALING))
+    magnitude = environment.wrap(arrays[MAGNITUDE]) if MAGNITUDE in arrays else None
+
+    def run(x: Any, *args: Any, **kwargs: Any) -> Any:
+        result = forward(x, *args, **kwargs)
+        drops = layer.training and dropout > 0
+        given = torch.nn.functional.dropout(x.to(a.dtype), dropout) if drops else x.to(a.dtype)
+        low = torch.nn.functional.linear(torch.nn.functional.linear(given, a), b)
+        if magnitude is None:
+            return (result + low * scaling).to(result.dtype)
+        weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
+        norm = environment.wrap(column_norms(as_array(weight), as_array(a), as_array(b), as_array(scaling)))
+        scale = magnitude / norm
+        if drops:  # the whole layer reads what dropout left
+            base = torch.nn.functional.linear(given, weight.to(given.dtype))
+        else:
+            base = result if layer.bias is None else result - layer.bias
+        return (result + (scale - 1) * base + scale * low * scaling).to(result.dtype)
+
+    return run
+
+
+def column_norms(weight: jax.Array, a: jax.Array, b: jax.Array, scaling: jax.Array) -> jax.Array:
+    """Of each row of `weight + scaling · b @ a`, [out, in]: [out] float32, through which no gradient flows, as DoRA has it."""
+    merged = weight.astype(jnp.float32) + scaling * (b.astype(jnp.float32) @ a.astype(jnp.float32))
+    return jax.lax.stop_gradient(jnp.linalg.norm(merged, axis=1))
+
+
+def _embedding(
+    layer: torch.nn.Module,
+    forward: Callable[..., Any],
+    arrays: Mapping[str, jax.Array],
+    environment: Any,
+    dropout: float,
+) -> Callable[..., Any]:
+    a, b, scaling = (environment.wrap(arrays[part]) for part in (EMBEDDING_A, EMBEDDING_B, SCALING))
+
+    def run(ids: Any) -> Any:
+        result = forward(ids)
+        low = torch.nn.functional.embedding(ids, a.t()) @ b.t()
+        return (result + low * scaling).to(result.dtype)
+
+    return run

@@ -1,0 +1,390 @@
+"""The adapters of one model: which there are, which one is in force, and what of the model's own weights they stand for.
+
+An adapter in force is arrays among the model's weights (see `hfax.backends.adapters`), so programs take it as an argument: another
+adapter of the same layers needs no other program. To that end all adapters are padded with zeros to the largest rank of each layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from hfax.backends.adapters import (
+    EMBEDDING_A,
+    EMBEDDING_B,
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
+    SCALING,
+    column_norms,
+    split_adapters,
+)
+from hfax.errors import InvalidInputError, UnsupportedOptionError
+from hfax.kernels.quantized import QuantizedArray
+from hfax.load.host_arrays import to_numpy
+from hfax.lora.config import LoraConfig
+from hfax.lora.files import read_adapter, write_adapter
+from hfax.sharding.layout import Layout, to_host
+
+Params = dict[str, jax.Array]
+_RANK_AXIS = {LORA_A: 0, LORA_B: 1, EMBEDDING_A: 0, EMBEDDING_B: 1}
+
+
+class Adapters:
+    """See the module.
+
+    Args:
+        module: the model, without weights.
+        layout: where its weights are.
+        tied: alias to name of weights that share an array.
+    """
+
+    def __init__(self, module: torch.nn.Module, layout: Layout, tied: Mapping[str, str]) -> None:
+        self._module = module
+        self._layout = layout
+        self._tied = tied
+        self.configs: dict[str, LoraConfig] = {}
+        self._arrays: dict[str, Params] = {}
+        """Of each adapter, unpadded: low-rank arrays and whole weights of `modules_to_save`."""
+        self.active: str | None = None
+        self._replaced: Params = {}
+        """The model's own weights that the active adapter's or the merged one's stand for."""
+        self.merged: str | None = None
+
+    @property
+    def dropout(self) -> float:
+        """Of the active adapter's inputs, in training."""
+        return 0.0 if self.active is None else self.configs[self.active].lora_dropout
+
+    def draw(self, name: str, config: LoraConfig, params: Params, seed: int) -> None:
+        """Add an adapter that changes nothing yet, drawn as peft draws it: `lora_A` uniform, `lora_B` zero.
+
+        Raises:
+            InvalidInputError: the name is taken, or the config names no layers.
+        """
+        self._check_new(name)
+        parts = dict(self._module.named_modules())
+        arrays: Params = {}
+        for path, key in _keyed(config.targets(self._module), seed):
+            rank, layer = config.rank(path), parts[path]
+            out, into = _widths(layer)
+            low = _dtype_of(params[self._own_name(f"{path}.weight")])
+            if isinstance(layer, torch.nn.Embedding):
+                arrays[f"{path}.{EMBEDDING_A}"] = self._put(np.zeros((rank, out), np.float32), low)
+                arrays[f"{path}.{EMBEDDING_B}"] = self._put(jax.random.normal(key, (into, rank), jnp.float32), low)
+            else:
+                bound = 1 / math.sqrt(into)
+                drawn = jax.random.uniform(key, (rank, into), jnp.float32, -bound, bound)
+                arrays[f"{path}.{LORA_A}"] = self._put(drawn, low)
+                arrays[f"{path}.{LORA_B}"] = self._put(np.zeros((out, rank), np.float32), low)
+                if config.use_dora:
+                    norms = self._norms(path, params, arrays, 0.0)
+                    arrays[f"{path}.{MAGNITUDE}"] = self._put(norms, low)
+        for weight in self._saved_weights(config):
+            arrays[weight] = jnp.copy(params[weight])
+        self.configs[name], self._arrays[name] = config, arrays
+
+    def load(self, name: str, folder: Path, params: Params) -> None:
+        """Add an adapter that peft or hfax saved.
+
+        Raises:
+            InvalidInputError: the name is taken, or the adapter is of another architecture.
+            CheckpointCorruptError: the files cannot be read, or are not all there.
+        """
+        self._check_new(name)
+        config = LoraConfig.read(folder)
+        stored = read_adapter(folder)
+        expected = self._expected_shapes(config)
+        missing, unexpected = sorted(set(expected) - set(stored)), sorted(set(stored) - set(expected))
+        wrong = [n for n in expected if n in stored and tuple(stored[n].shape) != expected[n]]
+        if missing or unexpected:
+            raise InvalidInputError(
+                f"The adapter in {folder} is not one of {type(self._module).__name__}: "
+                f"{len(missing)} of its arrays are missing and {len(unexpected)} are unexpected: {(missing + unexpected)[:3]}.",
+                f"It was made for {config.base_model_name_or_path or 'another model'}.",
+                "Load it beside the model that it was trained with.",
+            )
+        if wrong:
+            found = wrong[0]
+            raise InvalidInputError(
+                f"The adapter in {folder} has {found} of the shape {tuple(stored[found].shape)}; this model wants {expected[found]}.",
+                f"It was made for {config.base_model_name_or_path or 'a model of another size'}.",
+                "Load it beside the model that it was trained with.",
+            )
+        self._arrays[name] = {
+            n: self._put(to_numpy(t), _dtype_of(params[n]) if n in params else _stored_dtype(t))
+            for n, t in stored.items()
+        }
+        self.configs[name] = config
+
+    def save(self, name: str, folder: Path, params: Params, base_name: str) -> None:
+        """Write one so that peft loads it.
+
+        Raises:
+            HfaxError: the folder cannot be written; what was there stays.
+        """
+        self._require(name)
+        self._keep_active(params)
+        config = self.configs[name]
+        given = {"base_model_name_or_path": config.base_model_name_or_path or base_name}
+        given["target_modules"] = config.target_modules or sorted(
+            {path.rpartition(".")[2] for path in config.targets(self._module)}
+        )
+        arrays = {n: to_host(a) for n, a in self._arrays[name].items()}
+        arrays = {n: a.astype(np.float32) if a.dtype == jnp.bfloat16 else a for n, a in arrays.items()}
+        write_adapter(folder, LoraConfig(**{**vars(config), **given}), arrays)
+
+    def activate(self, name: str | None, params: Params) -> Params:
+        """The model's weights with that adapter in force; None: with none.
+
+        Raises:
+            InvalidInputError: there is no such adapter, or one is merged.
+        """
+        if self.merged is not None:
+            raise InvalidInputError(
+                f"The adapter {self.merged!r} is merged into the weights.",
+                "Another one would be added to it.",
+                "Call unmerge_adapter() first.",
+            )
+        if name is not None:
+            self._require(name)
+        base = self.without(params)
+        self.active = name
+        if name is None:
+            self._replaced = {}
+            return base
+        low, whole = self._split(self._arrays[name])
+        self._replaced = {n: base[n] for n in whole}
+        return {**base, **whole, **self._padded(name, low)}
+
+    def without(self, params: Params) -> Params:
+        """The model's own weights; what training made of the active adapter is kept with it."""
+        self._keep_active(params)
+        own, _ = split_adapters(params)
+        return {**own, **self._replaced}
+
+    def merge(self, params: Params) -> Params:
+        """The weights with the active adapter added to them, as peft adds it.
+
+        Raises:
+            InvalidInputError: none is active.
+            UnsupportedOptionError: the weights are integers.
+        """
+        if self.active is None:
+            raise InvalidInputError(
+                "No adapter is active.", "There is nothing to merge.", "Call set_adapter(name) first."
+            )
+        name, scale = self.active, self.configs[self.active].scaling
+        base = self.without(params)
+        low, whole = self._split(self._arrays[name])
+        changed = dict(whole)
+        for path, parts in split_adapters(low)[1].items():
+            weight = self._own_name(f"{path}.weight")
+            if isinstance(base[weight], QuantizedArray):
+                raise UnsupportedOptionError(
+                    f"{weight} is kept as integers.",
+                    "What an adapter adds is lost when it is rounded to them.",
+                    "Merge into the model loaded without quantization.",
+                )
+            layer = self._module.get_submodule(path)
+            changed[weight] = _merged(changed.get(weight, base[weight]), layer, parts, scale(path))
+            changed[weight] = jax.device_put(changed[weight], base[weight].sharding)
+        self._replaced = {n: base[n] for n in changed}
+        self.merged, self.active = name, None
+        return {**base, **changed}
+
+    def unmerge(self, params: Params) -> Params:
+        """The weights as they were before, bit for bit, with the adapter active again.
+
+        Raises:
+            InvalidInputError: none is merged.
+        """
+        if self.merged is None:
+            raise InvalidInputError("No adapter is merged.", "There is nothing to undo.", "Call merge_adapter() first.")
+        name, base = self.merged, {**params, **self._replaced}
+        self.merged, self._replaced = None, {}
+        return self.activate(name, base)
+
+    def move_to(self, layout: Layout) -> None:
+        """Keep the adapters on other devices."""
+        self._layout = layout
+        for arrays in (*self._arrays.values(), self._replaced):
+            for name, array in arrays.items():
+                arrays[name] = jax.device_put(array, layout.weight(name))
+
+    def delete(self, name: str, params: Params) -> Params:
+        """The weights without an adapter, which is forgotten.
+
+        Raises:
+            InvalidInputError: there is none of that name, or it is merged.
+        """
+        self._require(name)
+        params = self.activate(None, params) if self.active == name or self.merged == name else params
+        del self.configs[name], self._arrays[name]
+        return params
+
+    # Arrays
+
+    def _keep_active(self, params: Params) -> None:
+        """Take over what the active adapter has become in the model's weights."""
+        if self.active is None:
+            return
+        for n, array in self._arrays[self.active].items():
+            rank_axis = next((axis for part, axis in _RANK_AXIS.items() if n.endswith(part)), None)
+            now = params[n]
+            if rank_axis is not None and now.shape != array.shape:
+                now = jax.lax.slice_in_dim(now, 0, array.shape[rank_axis], axis=rank_axis)
+            self._arrays[self.active][n] = now
+
+    def _padded(self, name: str, low: Params) -> Params:
+        """With zeros up to the largest ranks of any adapter, on all layers of any, and with each layer's scaling."""
+        ranks: dict[str, int] = {}
+        for other, config in self.configs.items():
+            for path in split_adapters(self._arrays[other])[1]:
+                ranks[path] = max(ranks.get(path, 0), config.rank(path))
+        parts = dict(self._module.named_modules())
+        found: Params = {}
+        layers = split_adapters(low)[1]
+        for path, rank in ranks.items():
+            own = layers.get(path, {})
+            out, into = _widths(parts[path])
+            is_table = isinstance(parts[path], torch.nn.Embedding)
+            shapes = (
+                {EMBEDDING_A: (rank, out), EMBEDDING_B: (into, rank)}
+                if is_table
+                else {LORA_A: (rank, into), LORA_B: (out, rank)}
+            )
+            for part, shape in shapes.items():
+                if part not in own:
+                    found[f"{path}.{part}"] = self._put(np.zeros(shape, np.float32), jnp.float32)
+                elif own[part].shape == shape:
+                    found[f"{path}.{part}"] = own[part]
+                else:
+                    widths = [(0, wanted - given) for wanted, given in zip(shape, own[part].shape, strict=True)]
+                    found[f"{path}.{part}"] = jnp.pad(own[part], widths)
+            if MAGNITUDE in own:
+                found[f"{path}.{MAGNITUDE}"] = own[MAGNITUDE]
+            scaling = self.configs[name].scaling(path) if own else 0.0
+            found[f"{path}.{SCALING}"] = self._put(np.float32(scaling), jnp.float32)
+        return found
+
+    def _split(self, arrays: Params) -> tuple[Params, Params]:
+        whole, layers = split_adapters(arrays)
+        return {f"{path}.{part}": a for path, parts in layers.items() for part, a in parts.items()}, whole
+
+    def _norms(self, path: str, params: Params, arrays: Params, scaling: float) -> jax.Array:
+        layer = self._module.get_submodule(path)
+        weight: Any = params[self._own_name(f"{path}.weight")]
+        weight = weight.dequantize() if isinstance(weight, QuantizedArray) else weight
+        weight = weight.T if isinstance(layer, Conv1D) else weight
+        return column_norms(weight, arrays[f"{path}.{LORA_A}"], arrays[f"{path}.{LORA_B}"], jnp.float32(scaling))
+
+    def _expected_shapes(self, config: LoraConfig) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {}
+        for path in config.targets(self._module):
+            layer, rank = self._module.get_submodule(path), config.rank(path)
+            out, into = _widths(layer)
+            if isinstance(layer, torch.nn.Embedding):
+                shapes |= {f"{path}.{EMBEDDING_A}": (rank, out), f"{path}.{EMBEDDING_B}": (into, rank)}
+            else:
+                shapes |= {f"{path}.{LORA_A}": (rank, into), f"{path}.{LORA_B}": (out, rank)}
+                if config.use_dora:
+                    shapes[f"{path}.{MAGNITUDE}"] = (out,)
+        weights = dict(self._module.named_parameters(remove_duplicate=False))
+        return shapes | {n: tuple(weights[n].shape) for n in self._saved_weights(config)}
+
+    def _saved_weights(self, config: LoraConfig) -> list[str]:
+        """Weights that an adapter holds whole.
+
+        Raises:
+            UnsupportedOptionError: one is tied to another.
+        """
+        names = []
+        for path in config.saved_modules(self._module):
+            own = [n for n, _ in self._module.get_submodule(path).named_parameters(prefix=path)]
+            for name in own:
+                if name in self._tied or name in self._tied.values():
+                    raise UnsupportedOptionError(
+                        f"modules_to_save names {path}, whose {name} is tied to another weight.",
+                        "An adapter would change both.",
+                        "Leave it out, or load a checkpoint whose weights are not tied.",
+                    )
+            names += own
+        return names
+
+    def _own_name(self, name: str) -> str:
+        return self._tied.get(name, name)
+
+    def _put(self, array: Any, dtype: Any) -> jax.Array:
+        if isinstance(array, jax.Array):
+            return jax.device_put(array.astype(dtype), self._layout.replicated)
+        return self._layout.put(np.asarray(array).astype(dtype))
+
+    def _check_new(self, name: str) -> None:
+        if name in self.configs:
+            raise InvalidInputError(
+                f"There is an adapter {name!r} already.",
+                "Each has a name of its own.",
+                "Choose another adapter_name, or delete_adapter() first.",
+            )
+        if not name or "." in name:
+            raise InvalidInputError(
+                f"An adapter cannot be named {name!r}.", "peft's names have no dots.", "Use another adapter_name."
+            )
+
+    def _require(self, name: str) -> None:
+        if name not in self.configs:
+            raise InvalidInputError(
+                f"There is no adapter {name!r}.",
+                f"There are: {', '.join(self.configs) or 'none'}.",
+                "Add it by load_adapter() or add_adapter().",
+            )
+
+
+def _merged(weight: jax.Array, layer: torch.nn.Module, parts: Mapping[str, jax.Array], scaling: float) -> jax.Array:
+    """`weight + scaling · B @ A`, in float32, back in the weight's dtype; of DoRA scaled to its magnitudes."""
+    is_table = isinstance(layer, torch.nn.Embedding)
+    a, b = (parts[n].astype(jnp.float32) for n in ((EMBEDDING_A, EMBEDDING_B) if is_table else (LORA_A, LORA_B)))
+    added = scaling * jnp.matmul(b, a, precision="highest")
+    is_turned = is_table or isinstance(layer, Conv1D)
+    added = added.T if is_turned else added
+    merged = weight.astype(jnp.float32) + added
+    if MAGNITUDE in parts:
+        norms = jnp.linalg.norm(merged, axis=0 if is_turned else 1)
+        scale = parts[MAGNITUDE].astype(jnp.float32) / norms
+        merged = merged * (scale[None, :] if is_turned else scale[:, None])
+    return merged.astype(weight.dtype)
+
+
+def _widths(layer: Any) -> tuple[int, int]:
+    """Outputs and inputs of a layer; rows and width of a table."""
+    if isinstance(layer, torch.nn.Embedding):
+        return layer.num_embeddings, layer.embedding_dim
+    if isinstance(layer, Conv1D):
+        return layer.nf, layer.nx
+    return layer.out_features, layer.in_features
+
+
+def _keyed(paths: list[str], seed: int) -> list[tuple[str, jax.Array]]:
+    return list(zip(paths, jax.random.split(jax.random.key(seed), len(paths)), strict=True))
+
+
+def _dtype_of(weight: Any) -> Any:
+    """In which an adapter beside this weight is kept: of half precision float32, as peft has it."""
+    return (
+        jnp.float32
+        if weight.dtype in (jnp.bfloat16, jnp.float16) or isinstance(weight, QuantizedArray)
+        else weight.dtype
+    )
+
+
+def _stored_dtype(tensor: torch.Tensor) -> Any:
+    return jnp.float32 if tensor.dtype in (torch.bfloat16, torch.float16, torch.float32) else jnp.float64

@@ -1,0 +1,1 @@
+"""Training on optax: a pure step, and a loop around it."""

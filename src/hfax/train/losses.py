@@ -1,0 +1,89 @@
+"""What a step of training makes small: the model's own loss, and preferences. Functions of `apply` and a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from hfax.errors import InvalidInputError
+from hfax.model import JaxModel
+
+Apply = Callable[..., Any]
+Loss = Callable[[Apply, Mapping[str, Any]], Any]
+IGNORED = -100
+"""The label of places that do not count, as torch has it."""
+
+
+def models_own_loss(apply: Apply, batch: Mapping[str, Any]) -> jax.Array:
+    """The loss that the transformers class computes from labels.
+
+    Raises:
+        InvalidInputError: it computes none of this batch.
+    """
+    inputs = {"use_cache": False, **batch} if "input_ids" in batch else dict(batch)
+    loss = getattr(apply(**inputs), "loss", None)
+    if loss is None:
+        raise InvalidInputError(
+            "The model computed no loss.",
+            f"Its inputs were {', '.join(sorted(batch))}.",
+            'Add "labels" to the batches, or pass a loss function of your own.',
+        )
+    return loss
+
+
+def count_of_labels(model: JaxModel) -> Callable[[Mapping[str, Any]], jax.Array]:
+    """Gives how many labels of a batch count: those that the model's own loss is the mean over; 1 for a batch without."""
+    module: Any = model.module
+    is_shifted = getattr(module, "loss_function", None) is ForCausalLMLoss and not model.config.is_encoder_decoder
+
+    def count(batch: Mapping[str, Any]) -> jax.Array:
+        labels = batch.get("labels")
+        if labels is None or not jnp.issubdtype(labels.dtype, jnp.integer) or labels.ndim < 2:
+            return jnp.float32(1 if labels is None else labels.shape[0])
+        counted = labels[..., 1:] if is_shifted else labels
+        return (counted != IGNORED).sum(dtype=jnp.float32)
+
+    return count
+
+
+def sequence_log_probs(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Of each row, the summed log-probability of its labels.
+
+    Args:
+        logits: [batch, length, vocab], of the token after each.
+        labels: [batch, length] token ids, -100 where they do not count.
+
+    Returns:
+        [batch] float32.
+    """
+    logits, labels = logits[:, :-1].astype(jnp.float32), labels[:, 1:]
+    chosen = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+    log_probs = chosen - jax.nn.logsumexp(logits, axis=-1)
+    return jnp.where(labels != IGNORED, log_probs, 0.0).sum(axis=-1)
+
+
+def make_dpo_loss(beta: float = 0.1) -> Loss:
+    """Direct preference optimization: Rafailov et al., 2023, equation 7 (https://arxiv.org/abs/2305.18290).
+
+    Args:
+        beta: how strongly the model is held to the reference.
+
+    Returns:
+        A loss of batches with `chosen_ids`, `rejected_ids` ([batch, length]), `chosen_labels`, `rejected_labels` (likewise, -100 for
+        prompts and padding), and the reference model's `chosen_log_probs` and `rejected_log_probs` ([batch], see
+        `sequence_log_probs`). It adds "accuracy" and "margin", of the rewards.
+    """
+
+    def loss(apply: Apply, batch: Mapping[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        ids = jnp.concatenate([batch["chosen_ids"], batch["rejected_ids"]])
+        labels = jnp.concatenate([batch["chosen_labels"], batch["rejected_labels"]])
+        log_probs = sequence_log_probs(apply(input_ids=ids, use_cache=False).logits, labels)
+        chosen, rejected = jnp.split(log_probs, 2)
+        margin = beta * ((chosen - batch["chosen_log_probs"]) - (rejected - batch["rejected_log_probs"]))
+        return -jax.nn.log_sigmoid(margin).mean(), {"accuracy": (margin > 0).mean(), "margin": margin.mean()}
+
+    return loss
