@@ -30,9 +30,13 @@ if TYPE_CHECKING:
     )
     from hfax.exporting.bundle import export
     from hfax.exporting.stablehlo import export_stablehlo
+    from hfax.lora.config import LoraConfig
     from hfax.patches.registry import register_patch
     from hfax.pipelines import pipeline
     from hfax.shrink import shrink_config
+    from hfax.train.arguments import TrainingArguments
+    from hfax.train.step import make_train_step
+    from hfax.train.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -46,13 +50,17 @@ _HOMES = {
     "EngineConfig": "hfax.engine.engine",
     "HfaxError": "hfax.errors",
     "InvalidInputError": "hfax.errors",
+    "LoraConfig": "hfax.lora.config",
     "OutOfMemoryError": "hfax.errors",
     "SamplingParams": "hfax.engine.sampling_params",
+    "Trainer": "hfax.train.trainer",
+    "TrainingArguments": "hfax.train.arguments",
     "UnsupportedModelError": "hfax.errors",
     "UnsupportedOptionError": "hfax.errors",
     "export": "hfax.exporting.bundle",
     "export_stablehlo": "hfax.exporting.stablehlo",
     "inspect": "hfax.doctor",
+    "make_train_step": "hfax.train.step",
     "pipeline": "hfax.pipelines",
     "register_patch": "hfax.patches.registry",
     "register_pytrees": "hfax.backends.pytrees",
@@ -69,14 +77,18 @@ __all__ = [
     "EngineConfig",
     "HfaxError",
     "InvalidInputError",
+    "LoraConfig",
     "OutOfMemoryError",
     "SamplingParams",
+    "Trainer",
+    "TrainingArguments",
     "UnsupportedModelError",
     "UnsupportedOptionError",
     "__version__",
     "export",
     "export_stablehlo",
     "inspect",
+    "make_train_step",
     "pipeline",
     "register_patch",
     "register_pytrees",

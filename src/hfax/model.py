@@ -142,6 +142,11 @@ class JaxModel(AdapterMethods, BaseModel):
         return ", ".join(f"{name} {size}" for name, size in self.mesh.shape.items() if size > 1)
 
     @property
+    def skeleton(self) -> Skeleton:
+        """The module without weights, with the names and shapes of all that a checkpoint holds."""
+        return self._skeleton
+
+    @property
     def parts(self) -> ModelParts:
         """What programs of the model are made from; for whoever makes more of them."""
         return ModelParts(

@@ -1,8 +1,9 @@
 """Low-rank adapters beside a module's own weights, in a trace.
 
-Takes the adapters' arrays out of a model's weights, where they stand under the names that peft gives them ("….q_proj.lora_A.weight"),
-and has the layers that they belong to add what they compute. Hu et al., 2021 (https://arxiv.org/abs/2106.09685); with a magnitude,
-DoRA, Liu et al., 2024 (https://arxiv.org/abs/2402.09353). It does not know where adapters come from.
+Takes the adapters' arrays out of a model's weights, where they stand under the names that peft gives them
+("….q_proj.lora_A.weight"), and has the layers that they belong to add what they compute. Hu et al., 2021
+(https://arxiv.org/abs/2106.09685); with a magnitude, DoRA, Liu et al., 2024 (https://arxiv.org/abs/2402.09353). It does not know
+where adapters come from.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def adapted(
 
     Args:
         module: the model.
-        adapters: by the name of the layer: `lora_A` [rank, in], `lora_B` [out, rank], a scaling without axes, and of DoRA a magnitude
-            [out]; of embeddings `lora_embedding_A` [rank, rows] and `lora_embedding_B` [width, rank].
+        adapters: by the name of the layer: `lora_A` [rank, in], `lora_B` [out, rank], a scaling without axes, and of DoRA a
+            magnitude [out]; of embeddings `lora_embedding_A` [rank, rows] and `lora_embedding_B` [width, rank].
         environment: of the trace.
         dropout: of the adapters' inputs, in train mode.
     """

@@ -25,6 +25,7 @@ from hfax.cli.launch import launch
 from hfax.cli.matrix import matrix
 from hfax.cli.plan import plan
 from hfax.cli.serve import serve
+from hfax.cli.train import train
 from hfax.errors import HfaxError
 
 _EXAMPLES = """[bold]Examples[/bold]
@@ -32,6 +33,7 @@ _EXAMPLES = """[bold]Examples[/bold]
   hfax generate demo "Return a new"
   hfax chat Qwen/Qwen3-0.6B
   hfax serve Qwen/Qwen3-0.6B --port 8000
+  hfax train sft.yaml
   hfax classify demo "What a lovely day" --labels POSITIVE,NEGATIVE
   hfax doctor Qwen/Qwen3-0.6B
   hfax plan Qwen/Qwen3-0.6B --machines v5e:2x4
@@ -71,7 +73,7 @@ def _top(
         typer.echo(context.get_help())
 
 
-for _verb in (generate, chat, serve, classify, doctor, plan, export, bench, matrix, env):
+for _verb in (generate, chat, serve, train, classify, doctor, plan, export, bench, matrix, env):
     app.command(epilog=sys.modules[_verb.__module__].EXAMPLES)(_verb)
 _BENCH_SERVE = "bench serve"
 app.command(name=_BENCH_SERVE, epilog=bench_serve.EXAMPLES)(bench_serve.bench_serve)

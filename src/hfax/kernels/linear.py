@@ -35,6 +35,10 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
     if weight.ndim == 1:
         return jnp.matmul(x, weight, preferred_element_type=dtype) if bias is None else jnp.matmul(x, weight) + bias
     rows = math.prod(x.shape[:-1])
+    if target.is_differentiated() and dtype in (jnp.bfloat16, jnp.float16):
+        target.choose("linear: XLA's matrix products, float32 accumulation, gradients in the weight's dtype")
+        out = _with_gradients(x.reshape(rows, -1).astype(dtype), weight.astype(dtype)).reshape(*x.shape[:-1], -1)
+        return out if bias is None else out + bias.astype(dtype)
     if has_kernel(rows, x, weight):
         target.choose(f"linear: C++ kernel ({weight.dtype}, up to {_KERNEL_ROWS[str(dtype)][-1]} rows)")
         out_dtype = dtype if bias is None else jnp.dtype(jnp.float32)
@@ -63,6 +67,36 @@ def has_kernel(rows: int, x: jax.Array, weight: jax.Array) -> bool:
     """Whether the program runs on CPU, with kernels, and this product is one that they do faster."""
     fits = x.dtype == weight.dtype and rows in _KERNEL_ROWS.get(str(x.dtype), ())
     return fits and library.may_be_called()
+
+
+@jax.custom_vjp
+def _with_gradients(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`x @ weight.T` of half precision, [rows, in] and [out, in], whose gradients are products of half precision too.
+
+    JAX's own are of float32 cotangents with half-precision weights, which no platform is fast at.
+    """
+    return _product(x, weight, 1, 1)
+
+
+def _forward(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _product(x, weight, 1, 1), (x, weight)
+
+
+def _backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, weight = kept
+    turned = gradient.T
+    if target.is_for("cpu"):  # XLA is three times slower with both operands turned (docs/performance.md)
+        turned = jax.lax.optimization_barrier(turned)
+    return _product(gradient, weight, 1, 0), _product(turned, x, 1, 0)
+
+
+_with_gradients.defvjp(_forward, _backward)
+
+
+def _product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
+    """Summed over one axis of each in float32."""
+    out = jax.lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())), preferred_element_type=jnp.float32)
+    return out.astype(a.dtype)
 
 
 def _vector_times_matrix(x: jax.Array, weight: jax.Array) -> jax.Array:

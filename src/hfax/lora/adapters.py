@@ -115,7 +115,8 @@ class Adapters:
         if wrong:
             found = wrong[0]
             raise InvalidInputError(
-                f"The adapter in {folder} has {found} of the shape {tuple(stored[found].shape)}; this model wants {expected[found]}.",
+                f"The adapter in {folder} has {found} of the shape {tuple(stored[found].shape)}; "
+                f"this model wants {expected[found]}.",
                 f"It was made for {config.base_model_name_or_path or 'a model of another size'}.",
                 "Load it beside the model that it was trained with.",
             )

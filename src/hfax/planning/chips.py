@@ -82,6 +82,25 @@ def chip_of(name: str) -> Chip:
     return CHIPS[kind]
 
 
+_KINDS = {
+    "v5 lite": "v5e",
+    "v5e": "v5e",
+    "v5p": "v5p",
+    "v5": "v5p",
+    "v6": "v6e",
+    "h200": "h200",
+    "h100": "h100",
+    "a100": "a100",
+    "b200": "b200",
+}
+"""What JAX calls a device's kind has one of these in it; the first that fits counts."""
+
+
+def chip_of_kind(device_kind: str) -> Chip | None:
+    """The chip that JAX describes so ("TPU v5 lite", "NVIDIA H200"); None for those that are not in the list."""
+    return next((CHIPS[name] for part, name in _KINDS.items() if part in device_kind.lower()), None)
+
+
 def count_of(name: str) -> int:
     """How many devices "h100:8" names.
 

@@ -20,11 +20,12 @@ from transformers import PretrainedConfig
 
 from hfax.backends.abstract import without_weights
 from hfax.errors import HfaxError, InvalidInputError, UnsupportedOptionError
-from hfax.load.quantize import Quantization, weights_to_quantize
+from hfax.load.quantize import Quantization
 from hfax.load.skeleton import Skeleton
-from hfax.mesh import DATA, EXPERT, HEAD_AXES, TENSOR, attention_heads, fitting_sizes, make_mesh, num_experts, size_of
+from hfax.mesh import DATA, EXPERT, HEAD_AXES, TENSOR, attention_heads, fitting_sizes, make_mesh, size_of
 from hfax.parallelism.choose import plan_over
 from hfax.planning.chips import TPUS, Chip, chip_of, count_of
+from hfax.planning.operations import operations_per_token, used_numbers
 from hfax.sharding.constraints import cache_spec
 from hfax.sharding.plan import ShardingPlan
 
@@ -179,7 +180,7 @@ def _read(name: str, config: PretrainedConfig, quantization: Quantization | None
         skeleton=skeleton,
         quantization=quantization,
         caches=caches,
-        operations_per_token=2 * sum(_used_numbers(skeleton, config).values()),
+        operations_per_token=operations_per_token(skeleton),
         attention_per_token=4.0 * layers * (heads or 0) * width,
     )
 
@@ -306,18 +307,9 @@ def _limits(
     return _Limits(prefill_s=prefill, tokens_per_s=batch / seconds, limited_by=max(terms, key=lambda t: terms[t]))
 
 
-def _used_numbers(skeleton: Skeleton, config: PretrainedConfig) -> dict[str, float]:
-    """Of each matrix that a token is multiplied with, how many numbers; of experts the chosen ones' share."""
-    text: Any = config.get_text_config(decoder=True)
-    experts, chosen = num_experts(config), getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k", None)
-    share = chosen / experts if experts and isinstance(chosen, int) else 1.0
-    used = weights_to_quantize(skeleton.module, skeleton.shapes, skeleton.tied)  # those of linear layers and experts
-    return {name: skeleton.shapes[name].numel() * (share if skeleton.shapes[name].ndim == 3 else 1.0) for name in used}
-
-
 def _read_bytes(model: _Model, plan: ShardingPlan, rows: int) -> float:
     """What a device reads of its weights in a step: all but the embedding table, and of experts those that are chosen."""
-    used = _used_numbers(model.skeleton, model.config)
+    used = used_numbers(model.skeleton)
     total = 0.0
     for name, weight in plan.weights.items():
         size = float(weight.bytes_per_device(plan.mesh))

@@ -73,8 +73,8 @@ def make_dpo_loss(beta: float = 0.1) -> Loss:
         beta: how strongly the model is held to the reference.
 
     Returns:
-        A loss of batches with `chosen_ids`, `rejected_ids` ([batch, length]), `chosen_labels`, `rejected_labels` (likewise, -100 for
-        prompts and padding), and the reference model's `chosen_log_probs` and `rejected_log_probs` ([batch], see
+        A loss of batches with `chosen_ids`, `rejected_ids` ([batch, length]), `chosen_labels`, `rejected_labels` (likewise, -100
+        for prompts and padding), and the reference model's `chosen_log_probs` and `rejected_log_probs` ([batch], see
         `sequence_log_probs`). It adds "accuracy" and "margin", of the rewards.
     """
 

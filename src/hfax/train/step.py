@@ -1,8 +1,8 @@
 """One step of training as a pure, compiled, donated function.
 
-Turns a model and an optax optimizer into `(state, batch) -> (state, metrics)`. What is trained is held in float32 beside the model's
-own weights, which stay what they are; gradients and the optimizer's state lie over the mesh as the weights do. Where batches come
-from, and how often anything is saved, is not known here.
+Turns a model and an optax optimizer into `(state, batch) -> (state, metrics)`. What is trained is held in float32 beside the
+model's own weights, which stay what they are; gradients and the optimizer's state lie over the mesh as the weights do. Where
+batches come from, and how often anything is saved, is not known here.
 """
 
 from __future__ import annotations
@@ -113,9 +113,8 @@ class TrainStep:
             )
 
         weights = {name: self.model.params[name] for name in self.trainable}
-        given = {} if copy else {"donate_argnums": 0}
         with _explaining("the state of training"):
-            return jax.jit(make, out_shardings=shardings, **given)(weights)
+            return jax.jit(make, out_shardings=shardings, donate_argnums=() if copy else (0,))(weights)
 
     def __call__(self, state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
         """Take a step.
@@ -126,8 +125,8 @@ class TrainStep:
                 `gradient_accumulation_steps` rows.
 
         Returns:
-            The new state, and scalars: "loss", "grad_norm" and "is_finite" (where it is False, the weights and the optimizer's state
-            stayed as they were), and what the loss function adds. They are not waited for.
+            The new state, and scalars: "loss", "grad_norm" and "is_finite" (where it is False, the weights and the optimizer's
+            state stayed as they were), and what the loss function adds. They are not waited for.
 
         Raises:
             InvalidInputError: the rows do not divide.
@@ -273,16 +272,18 @@ class TrainStep:
             return tree
         return {n: jax.lax.with_sharding_constraint(a, self._layout.weight(n)) for n, a in tree.items()}
 
-    def _state_shapes(self) -> TrainState:
-        params = {n: jax.ShapeDtypeStruct(self.model.params[n].shape, self._master) for n in self.trainable}
+    def _state_shapes(self) -> Any:
+        params: Any = {n: jax.ShapeDtypeStruct(self.model.params[n].shape, self._master) for n in self.trainable}
         opt_state = jax.eval_shape(self._optimizer.init, params)
         key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-        return TrainState(step=jax.ShapeDtypeStruct((), jnp.int32), params=params, opt_state=opt_state, key=key)
+        step: Any = jax.ShapeDtypeStruct((), jnp.int32)
+        return TrainState(step=step, params=params, opt_state=opt_state, key=key)  # pyright: ignore[reportArgumentType]
 
-    def _state_shardings(self) -> TrainState:
+    def _state_shardings(self) -> Any:
         """Arrays of the optimizer that are shaped as a weight lie as that weight does."""
-        shapes, whole = self._state_shapes(), self._layout.replicated
-        own = {name: self._layout.weight(name) for name in self.trainable}
+        shapes: Any = self._state_shapes()
+        whole: Any = self._layout.replicated
+        own: Any = {name: self._layout.weight(name) for name in self.trainable}
         like = {name: (array.shape, own[name]) for name, array in shapes.params.items()}
 
         def place(array: Any, of: Any) -> Sharding:

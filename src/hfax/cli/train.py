@@ -1,0 +1,47 @@
+"""`hfax train`: supervised fine-tuning from a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hfax.cli import model_options
+from hfax.cli.error_display import make_console, reporting
+from hfax.cli.phase_display import PhaseDisplay
+
+EXAMPLES = """[bold]Examples[/bold]
+
+  hfax train sft.yaml
+  hfax train sft.yaml --resume
+
+[bold]sft.yaml[/bold]
+
+  model: Qwen/Qwen3-0.6B
+  train_data: chats.jsonl        # {"messages": [{"role": "user", "content": "…"}, …]}
+  output_dir: run
+  lora: {r: 16, lora_alpha: 32, target_modules: all-linear}
+  learning_rate: 2e-4
+  max_steps: 500"""
+
+
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The recipe; docs/training.md has its fields.")],
+    resume: Annotated[bool, typer.Option("--resume", help="Go on after the last checkpoint in output_dir.")] = False,
+    json_output: model_options.JsonOption = False,
+    verbose: model_options.VerboseOption = False,
+) -> None:
+    """Fine-tune a model on texts, prompts and completions, or conversations: all weights, or an adapter."""
+    with reporting(verbose):
+        from hfax.train.recipe import read_recipe, run_recipe
+
+        recipe = read_recipe(config)
+        with PhaseDisplay(make_console()).following("training"):
+            _, metrics, folder = run_recipe(recipe, resume=resume)
+        if json_output:
+            typer.echo(json.dumps({**metrics, "saved_to": str(folder)}))
+            return
+        typer.echo(", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+        typer.echo(f"saved to {folder}")

@@ -1,0 +1,24 @@
+"""How many multiplications and additions a token costs, counted from a model's structure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hfax.load.quantize import weights_to_quantize
+from hfax.load.skeleton import Skeleton
+from hfax.mesh import num_experts
+
+
+def used_numbers(skeleton: Skeleton) -> dict[str, float]:
+    """Of each matrix that a token is multiplied with, how many numbers; of experts the chosen ones' share."""
+    config = skeleton.module.config
+    text: Any = config.get_text_config(decoder=True)
+    experts, chosen = num_experts(config), getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k", None)
+    share = chosen / experts if experts and isinstance(chosen, int) else 1.0
+    used = weights_to_quantize(skeleton.module, skeleton.shapes, skeleton.tied)  # those of linear layers and experts
+    return {name: skeleton.shapes[name].numel() * (share if skeleton.shapes[name].ndim == 3 else 1.0) for name in used}
+
+
+def operations_per_token(skeleton: Skeleton) -> float:
+    """Of a forward pass: two for each number that the token is multiplied with; attention is not counted."""
+    return 2 * sum(used_numbers(skeleton).values())

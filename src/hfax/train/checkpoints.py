@@ -1,0 +1,121 @@
+"""Checkpoints of a run, by orbax: written while training goes on, whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from hfax.errors import BackendNotAvailableError, CheckpointCorruptError, HfaxError
+from hfax.train.step import TrainState
+
+_FOLDER = "checkpoints"
+
+
+class Checkpoints:
+    """The checkpoints under a folder.
+
+    Args:
+        output_dir: of the run.
+        limit: how many of the latest are kept; None: all.
+
+    Raises:
+        BackendNotAvailableError: orbax is not installed.
+    """
+
+    def __init__(self, output_dir: Path, limit: int | None) -> None:
+        try:
+            import orbax.checkpoint as ocp
+        except ImportError as error:
+            raise BackendNotAvailableError(
+                "Checkpoints need orbax.", str(error), "Install it: pip install 'hfax[train]'."
+            ) from error
+        self._ocp = ocp
+        self.folder = (output_dir / _FOLDER).absolute()
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=limit,
+            best_fn=None,
+            create=True,
+            enable_async_checkpointing=True,
+            preservation_policy=None,
+        )
+        with _as_hfax_error(self.folder, None):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._manager = ocp.CheckpointManager(self.folder, options=options, item_names=("state", "run"))
+
+    def latest(self) -> int | None:
+        """The step of the last whole one."""
+        return self._manager.latest_step()
+
+    def save(self, state: TrainState, run: dict[str, Any]) -> None:
+        """Begin to write one; training may go on, since what is written was copied from the devices.
+
+        Args:
+            state: of the step that it is called by.
+            run: what else is to be known, as JSON.
+
+        Raises:
+            HfaxError: this one or the one before could not be written; older ones are still there.
+        """
+        ocp, step = self._ocp, int(state.step)
+        if step == self.latest():
+            return
+        args = ocp.args.Composite(state=ocp.args.StandardSave(_as_dict(state)), run=ocp.args.JsonSave(run))
+        with _as_hfax_error(self.folder, self.latest()):
+            self._manager.save(step, args=args)
+
+    def restore(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
+        """One, split over devices as `like` is, and what was saved beside it.
+
+        Raises:
+            CheckpointCorruptError: it is of another run, or damaged.
+        """
+        ocp = self._ocp
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(_as_dict(like)), run=ocp.args.JsonRestore())
+        try:
+            found = self._manager.restore(step, args=args)
+        except Exception as error:  # orbax has no class of its own for this
+            raise CheckpointCorruptError(
+                f"The checkpoint of step {step} in {self.folder} could not be restored.",
+                f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}",
+                "Resume with the model, adapter and optimizer that it was saved with; or start in another output_dir.",
+            ) from error
+        return TrainState(**found["state"]), found["run"]
+
+    def wait(self) -> None:
+        """Until all is written.
+
+        Raises:
+            HfaxError: see `save`.
+        """
+        with _as_hfax_error(self.folder, self.latest()):
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Let go of its threads; for the end, whatever became of the run."""
+        with contextlib.suppress(Exception):
+            self._manager.close()
+
+
+def _as_dict(state: TrainState) -> dict[str, Any]:
+    return {"step": state.step, "params": state.params, "opt_state": state.opt_state, "key": state.key}
+
+
+class _as_hfax_error:
+    def __init__(self, folder: Path, latest: int | None) -> None:
+        self._folder, self._latest = folder, latest
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, (OSError, ValueError, RuntimeError)) and not isinstance(error, jax.errors.JaxRuntimeError):
+            kept = (
+                "There is no earlier one." if self._latest is None else f"That of step {self._latest} is still there."
+            )
+            raise HfaxError(
+                f"The checkpoint could not be written to {self._folder}.",
+                f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}",
+                f"{kept} Make room on the disk, or use another output_dir, and resume.",
+            ) from error

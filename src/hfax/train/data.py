@@ -1,0 +1,247 @@
+"""Rows of a data set into batches of a few shapes, in an order that a number decides. It does not know models."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hfax.errors import InvalidInputError
+from hfax.train.losses import IGNORED
+
+Row = Mapping[str, Any]
+Batch = dict[str, np.ndarray]
+Collator = Callable[[Sequence[Row]], Batch]
+_PADDED_WITH = {"labels": IGNORED, "decoder_input_ids": 0, "attention_mask": 0, "position_ids": 0, "token_type_ids": 0}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PaddingCollator:
+    """Rows of token ids into a batch, padded on the right.
+
+    Args:
+        pad_token_id: where a row has ended. 0 where no mask is read.
+        pad_to_multiple_of: lengths are rounded up to it, so that there are few shapes and few compilations.
+        max_length: longer rows are cut; None: never.
+        is_causal: rows without labels get their ids for labels.
+        columns: what is taken of each row; None: what is known of `input_ids`, `attention_mask`, `labels` and the like, and
+            numbers.
+    """
+
+    pad_token_id: int = 0
+    pad_to_multiple_of: int = 64
+    max_length: int | None = None
+    is_causal: bool = True
+    columns: tuple[str, ...] | None = None
+
+    def __call__(self, rows: Sequence[Row]) -> Batch:
+        """The batch: [rows, length] int32 a column of lists, [rows, …] of numbers and arrays of one shape.
+
+        Raises:
+            InvalidInputError: rows without the columns.
+        """
+        names = [n for n in rows[0] if self._is_wanted(n, rows[0][n])]
+        missing = next((n for row in rows for n in (*names, *(self.columns or ())) if row.get(n) is None), None)
+        if missing is not None or not names:
+            raise InvalidInputError(
+                f"A row has no {missing!r}." if missing else "Rows have no column that a model reads.",
+                f"Its columns are {', '.join(map(str, rows[0]))}.",
+                "Map the data set to rows with input_ids (and labels), or pass a data_collator.",
+            )
+        batch: Batch = {}
+        for name in names:
+            values = [np.asarray(row[name]) for row in rows]
+            if values[0].ndim == 1 and np.issubdtype(values[0].dtype, np.integer):
+                batch[name] = self._padded(name, values)
+            else:
+                batch[name] = _stacked(name, values)
+        ids = batch.get("input_ids")
+        if ids is not None and "attention_mask" not in batch:
+            lengths = np.array([len(row["input_ids"]) for row in rows])[:, None]
+            batch["attention_mask"] = (np.arange(ids.shape[1])[None] < lengths).astype(np.int32)
+        if ids is not None and "labels" not in batch and self.is_causal:
+            batch["labels"] = np.where(batch["attention_mask"] == 1, ids, IGNORED).astype(np.int32)
+        return batch
+
+    def _is_wanted(self, name: str, value: Any) -> bool:
+        if self.columns is not None:
+            return name in self.columns
+        return not isinstance(value, (str, bytes)) and _is_numbers(value)
+
+    def _padded(self, name: str, values: list[np.ndarray]) -> np.ndarray:
+        values = [v[: self.max_length] for v in values]
+        longest = max(len(v) for v in values)
+        length = math.ceil(max(longest, 1) / self.pad_to_multiple_of) * self.pad_to_multiple_of
+        length = length if self.max_length is None else min(length, max(self.max_length, longest))
+        filler = self.pad_token_id if name.endswith("input_ids") else _PADDED_WITH.get(name, 0)
+        out = np.full((len(values), length), filler, np.int32)
+        for row, value in zip(out, values, strict=True):
+            row[: len(value)] = value
+        return out
+
+
+def pack(rows: Iterable[Row], length: int) -> list[dict[str, list[int]]]:
+    """Several texts a row, so that little is padding; the model's positions tell them apart.
+
+    Texts are laid into rows the longest first, each into the fullest row that has room (Ding et al., 2024,
+    https://arxiv.org/abs/2404.10830). Longer ones are cut.
+
+    Args:
+        rows: with `input_ids`, and `labels` (else the ids are the labels).
+        length: of the packed rows.
+
+    Returns:
+        Rows with `input_ids`, `labels` (-100 at each text's first token and at padding) and `position_ids`, which begin anew
+        with each text. They take no attention mask: where positions begin anew, attention does.
+
+    Raises:
+        InvalidInputError: rows without ids.
+    """
+    texts: list[tuple[list[int], list[int]]] = []
+    for row in rows:
+        if "input_ids" not in row:
+            raise InvalidInputError(
+                "A row has no 'input_ids'.",
+                f"Its columns are {', '.join(map(str, row))}.",
+                "Tokenize the data set before it is packed.",
+            )
+        ids = list(row["input_ids"])[:length]
+        labels = list(row.get("labels") or ids)[:length]
+        texts.append((ids, [IGNORED, *labels[1:]]))
+    bins: list[list[tuple[list[int], list[int]]]] = []
+    by_room: dict[int, list[int]] = {}
+    for text in sorted(texts, key=lambda t: len(t[0]), reverse=True):
+        needed = len(text[0])
+        room = next((r for r in range(needed, length + 1) if by_room.get(r)), None)
+        if room is None:
+            bins.append([])
+            index, room = len(bins) - 1, length
+        else:
+            index = by_room[room].pop()
+        bins[index].append(text)
+        by_room.setdefault(room - needed, []).append(index)
+    return [_packed(texts, length) for texts in bins]
+
+
+def _packed(texts: list[tuple[list[int], list[int]]], length: int) -> dict[str, list[int]]:
+    ids = [token for text, _ in texts for token in text]
+    labels = [label for _, own in texts for label in own]
+    positions = [position for text, _ in texts for position in range(len(text))]
+    rest = length - len(ids)
+    # padding is a text of its own
+    return {
+        "input_ids": ids + [0] * rest,
+        "labels": labels + [IGNORED] * rest,
+        "position_ids": positions + list(range(rest)),
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedCollator:
+    """Rows of `pack` into a batch."""
+
+    def __call__(self, rows: Sequence[Row]) -> Batch:
+        """[rows, length] int32 of ids, labels and positions."""
+        return {
+            name: np.array([row[name] for row in rows], np.int32) for name in ("input_ids", "labels", "position_ids")
+        }
+
+
+class BatchOrder:
+    """Which rows a step reads: a pure function of the seed and the step, so that a run can go on where it stopped.
+
+    The last rows of an epoch that do not fill a step are left out: every step has the same shape.
+
+    Args:
+        dataset: with a length and rows by number, or any iterable that can be gone through again.
+        rows_per_step: of each step.
+        seed: of the order.
+        shuffle: an order of its own for each epoch; else as the data are. Iterables are never shuffled.
+
+    Raises:
+        InvalidInputError: fewer rows than a step reads.
+    """
+
+    def __init__(self, dataset: Any, rows_per_step: int, seed: int, shuffle: bool) -> None:
+        self._dataset = dataset
+        self._rows = rows_per_step
+        self._seed, self._shuffle = seed, shuffle
+        self.length = len(dataset) if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") else None
+        self.steps_per_epoch = None if self.length is None else self.length // rows_per_step
+        if self.steps_per_epoch == 0:
+            raise InvalidInputError(
+                f"The data set has {self.length} rows, and a step reads {rows_per_step}.",
+                "train_batch_size times gradient_accumulation_steps rows make a step.",
+                "Use a smaller batch, or more data.",
+            )
+
+    def after(self, steps: int) -> Iterator[tuple[int, list[Row]]]:
+        """The epoch and the rows of each step, those after the first `steps`, without end.
+
+        Raises:
+            InvalidInputError: an iterable that gives nothing, or fewer rows than a step reads.
+        """
+        if self.steps_per_epoch is None:
+            yield from self._of_iterable(steps)
+            return
+        epoch, skip = divmod(steps, self.steps_per_epoch)
+        while True:
+            order = np.arange(self.length or 0)
+            if self._shuffle:
+                order = np.random.default_rng([self._seed, epoch]).permutation(order)
+            for step in range(skip, self.steps_per_epoch):
+                picked = order[step * self._rows : (step + 1) * self._rows]
+                yield epoch, [self._dataset[int(i)] for i in picked]
+            epoch, skip = epoch + 1, 0
+
+    def _of_iterable(self, skip: int) -> Iterator[tuple[int, list[Row]]]:
+        epoch, seen = 0, 0
+        while True:
+            rows: list[Row] = []
+            before = seen
+            for row in self._dataset:
+                rows.append(row)
+                if len(rows) == self._rows:
+                    seen += 1
+                    if seen > skip:
+                        yield epoch, rows
+                    rows = []
+            if seen == before:
+                raise InvalidInputError(
+                    f"The data gave {len(rows)} rows in epoch {epoch}, and a step reads {self._rows}.",
+                    "An iterable is gone through once an epoch; a generator gives its rows only once.",
+                    "Pass a list, a data set, or an iterable that starts again.",
+                )
+            epoch += 1
+
+
+def in_batches(dataset: Any, size: int) -> Iterator[list[Row]]:
+    """All rows, in order, `size` at a time; the last batch may be smaller."""
+    rows: list[Row] = []
+    for row in dataset:
+        rows.append(row)
+        if len(rows) == size:
+            yield rows
+            rows = []
+    if rows:
+        yield rows
+
+
+def _is_numbers(value: Any) -> bool:
+    try:
+        return np.issubdtype(np.asarray(value).dtype, np.number) or np.asarray(value).dtype == bool
+    except (ValueError, TypeError):
+        return False
+
+
+def _stacked(name: str, values: list[np.ndarray]) -> np.ndarray:
+    if len({v.shape for v in values}) > 1:
+        raise InvalidInputError(
+            f"Rows have {name!r} of the shapes {sorted({v.shape for v in values})[:3]}.",
+            "Only lists of token ids are padded.",
+            "Bring them to one shape, or pass a data_collator.",
+        )
+    return np.stack(values)

@@ -1,0 +1,116 @@
+"""A run's metrics: a line of JSON each time, TensorBoard, a bar in a terminal. It does not know what they mean."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from hfax.errors import BackendNotAvailableError
+
+METRICS_NAME = "metrics.jsonl"
+
+
+class MetricsLog:
+    """Where metrics go.
+
+    Args:
+        folder: of the run.
+        report_to: "jsonl", "tensorboard".
+        after: the step that the run goes on after; lines of later ones, which it is going to take again, are dropped.
+        total: steps of the whole run, for the bar.
+        progress: show one, where stderr is a terminal.
+
+    Raises:
+        BackendNotAvailableError: TensorBoard was asked for and is not installed.
+    """
+
+    def __init__(self, folder: Path, report_to: Any, *, after: int, total: int | None, progress: bool) -> None:
+        self._file = self._board = self._bar = None
+        wanted = set(report_to)
+        folder.mkdir(parents=True, exist_ok=True)
+        if "jsonl" in wanted:
+            path = folder / METRICS_NAME
+            _keep_until(path, after)
+            self._file = path.open("a", encoding="utf-8")
+        if "tensorboard" in wanted:
+            try:
+                from torch.utils.tensorboard.writer import SummaryWriter
+            except ImportError as error:
+                raise BackendNotAvailableError(
+                    "report_to names TensorBoard, which is not installed.",
+                    str(error),
+                    "Install it: pip install 'hfax[train]', or leave it out of report_to.",
+                ) from error
+            self._board = SummaryWriter(str(folder / "runs"), purge_step=after + 1)
+        if progress and sys.stderr.isatty():
+            self._bar = _Bar(total, after)
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """Metrics of a step, by name."""
+        if self._file is not None:
+            self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+            self._file.flush()
+        if self._board is not None:
+            for name, value in metrics.items():
+                self._board.add_scalar(name, value, step)
+        if self._bar is not None:
+            self._bar.describe(metrics)
+
+    def advance(self, step: int) -> None:
+        """The bar goes on to a step."""
+        if self._bar is not None:
+            self._bar.advance(step)
+
+    def close(self) -> None:
+        """Close the files and take the bar away."""
+        for part in (self._file, self._board, self._bar):
+            if part is not None:
+                part.close()
+
+
+class _Bar:
+    def __init__(self, total: int | None, done: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            MofNCompleteColumn(),
+            BarColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+            console=Console(stderr=True),
+        )
+        self._task = self._progress.add_task("", total=total, completed=done)
+        self._progress.start()
+
+    def advance(self, step: int) -> None:
+        self._progress.update(self._task, completed=step)
+
+    def describe(self, metrics: dict[str, float]) -> None:
+        shown = {
+            "loss": ("loss", "{:.4f}"),
+            "eval_loss": ("eval loss", "{:.4f}"),
+            "step_s": ("", "{:.2f} s a step"),
+            "tokens_per_s": ("", "{:,.0f} tokens/s"),
+            "peak_share": ("", "{:.0%} of peak"),
+        }
+        parts = [f"{label} {form.format(metrics[n])}".strip() for n, (label, form) in shown.items() if n in metrics]
+        if parts:
+            self._progress.update(self._task, description=", ".join(parts))
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Drop lines of steps after `step`, and a line that was not written to its end."""
+    kept = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            with contextlib.suppress(ValueError, KeyError):
+                if line.endswith("\n") and json.loads(line)["step"] <= step:
+                    kept.append(line)
+        path.write_text("".join(kept), encoding="utf-8")

@@ -1,0 +1,78 @@
+"""How fast a run of training is, and how near to what the devices can do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from hfax.bench.limits import matrix_operations
+from hfax.model import JaxModel
+from hfax.planning.chips import chip_of_kind
+from hfax.planning.operations import operations_per_token, used_numbers
+from hfax.train.losses import IGNORED
+
+
+class Speed:
+    """Counts tokens and time between two readings.
+
+    Args:
+        model: that is trained.
+        trainable: names of the weights that take gradients.
+    """
+
+    def __init__(self, model: JaxModel, trainable: Sequence[str]) -> None:
+        used = used_numbers(model.skeleton)
+        trained = 2 * sum(size for name, size in used.items() if name in set(trainable))
+        forward = operations_per_token(model.skeleton)
+        # the forward pass, the gradient of what goes in, and that of the weights that are trained; recomputing is no progress
+        self._operations = 2 * forward + trained
+        devices = list(model.mesh.devices.flat) if model.mesh is not None else [model.jax_device]
+        self._peak = len(devices) * _peak(devices[0], str(model.dtype).removeprefix("torch."))
+        self._steps = self._tokens = 0
+        self._start: float | None = None
+
+    def note(self, batch: Mapping[str, Any]) -> None:
+        """A step with this batch was begun."""
+        if self._start is None:  # the first step's time is the compiler's
+            self._start = time.perf_counter()
+            return
+        self._steps += 1
+        self._tokens += count_tokens(batch)
+
+    def pause(self) -> None:
+        """Something else took time; count anew."""
+        self._start, self._steps, self._tokens = None, 0, 0
+
+    def read(self) -> dict[str, float]:
+        """Since the last reading: "step_s", "tokens_per_s", and "peak_share" of the devices' matrix operations (products with
+        weights alone are counted, without what is computed twice). Nothing before two steps."""
+        if self._start is None or not self._steps:
+            return {}
+        seconds = time.perf_counter() - self._start
+        found = {"step_s": seconds / self._steps, "tokens_per_s": self._tokens / seconds}
+        if self._peak:
+            found["peak_share"] = self._operations * self._tokens / seconds / self._peak
+        self._start, self._steps, self._tokens = time.perf_counter(), 0, 0
+        return found
+
+
+def count_tokens(batch: Mapping[str, Any]) -> int:
+    """Real tokens of a batch: those of the mask; of packed rows those with labels; else all ids."""
+    if "attention_mask" in batch:
+        return int(np.sum(np.asarray(batch["attention_mask"]) != 0))
+    labels = batch.get("labels")
+    if labels is not None and np.ndim(labels) > 1:
+        return int(np.sum(np.asarray(labels) != IGNORED))
+    return int(np.size(batch.get("input_ids", 0)))
+
+
+def _peak(device: jax.Device, dtype: str) -> float:
+    """Operations a second: as published, on CPU measured; 0 where neither is known."""
+    if device.platform == "cpu":
+        return matrix_operations(device, dtype)
+    chip = chip_of_kind(device.device_kind)
+    return 0.0 if chip is None else chip.operations
