@@ -83,7 +83,8 @@ def _linear(
         low = torch.nn.functional.linear(torch.nn.functional.linear(given, a), b)
         if magnitude is None:
             return (result + low * scaling).to(result.dtype)
-        weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
+        own: Any = layer.weight
+        weight = own.t() if isinstance(layer, Conv1D) else own
         norm = environment.wrap(column_norms(as_array(weight), as_array(a), as_array(b), as_array(scaling)))
         scale = magnitude / norm
         if drops:  # the whole layer reads what dropout left

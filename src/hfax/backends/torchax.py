@@ -434,6 +434,9 @@ def _attention_forward(
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return _attend_pool(pool, query, attention_mask, scale=scale, softcap=softcap, sinks=s_aux, bias=position_bias)
     pages = getattr(key, "pages", None)
+    drops = None
+    if dropout:
+        drops = attention_math.Dropout(rate=dropout, key=_environment().get_and_rotate_prng_key())
     num_queries, num_keys = query.shape[2], key.shape[2]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
 
@@ -447,7 +450,7 @@ def _attention_forward(
                 causal=causal_mask,
             )
         return attention_math.attention(
-            query, key, value, mask, scale=scale, softcap=softcap, position_bias=bias, sinks=sinks, pages=pages
+            query, key, value, mask, scale=scale, softcap=softcap, position_bias=bias, sinks=sinks, pages=pages, dropout=drops
         )
 
     return call_jax(compute, query, key, value, attention_mask, position_bias, s_aux)

@@ -20,6 +20,7 @@ from hfax.backends.structure import flatten, unflatten
 from hfax.errors import UnsupportedModelError, UnsupportedOptionError
 from hfax.patches.control_flow import collecting_checks, merge_checks
 
+_LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 _OF_MASKS = ("causal", "block", "all_real")
 """What masks say of themselves beside their values, see `hfax.patches.masks`."""
 
@@ -44,7 +45,8 @@ def in_train_mode(module: torch.nn.Module) -> Iterator[None]:
     """`module.train()` for the block.
 
     Raises:
-        UnsupportedModelError: the model changes running statistics while it trains, which a pure function cannot.
+        UnsupportedModelError: the model changes running statistics while it trains, which a pure function cannot; or draws random
+            numbers on the host.
     """
     for path, part in module.named_modules():
         if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
@@ -53,6 +55,7 @@ def in_train_mode(module: torch.nn.Module) -> Iterator[None]:
                 "It would change its running statistics, which a pure function has no place for.",
                 "Train without dropout_rng (TrainingArguments(dropout=False)): statistics then stay as they are.",
             )
+    _refuse_randomness_of_the_host(module)
     before = {part: part.training for part in module.modules()}
     module.train()
     try:
@@ -60,6 +63,25 @@ def in_train_mode(module: torch.nn.Module) -> Iterator[None]:
     finally:
         for part, mode in before.items():
             part.training = mode
+
+
+def _refuse_randomness_of_the_host(module: torch.nn.Module) -> None:
+    """Raise for what modelling code draws once, while it is traced, and every step would then share."""
+    config: Any = module.config
+    skipped = next((n for n in _LAYERDROP if isinstance(v := getattr(config, n, 0), float) and v > 0), None)
+    if skipped is not None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} skips whole layers at random ({skipped}={getattr(config, skipped)}).",
+            "A compiled program has the same layers each time.",
+            f"Set {skipped} to 0 in config.json, or train without dropout_rng (TrainingArguments(dropout=False)).",
+        )
+    if getattr(config, "apply_spec_augment", False) and (config.mask_time_prob or config.mask_feature_prob):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} masks parts of the sound at random (apply_spec_augment).",
+            "Its code draws the places in numpy, once for a compiled program.",
+            "Set apply_spec_augment to false in config.json, or train without dropout_rng "
+            "(TrainingArguments(dropout=False)).",
+        )
 
 
 @contextlib.contextmanager
@@ -123,7 +145,7 @@ def _checkpointed(forward: Callable[..., Any], environment: Any) -> Callable[...
         arrays = jax.checkpoint(compute)([t.jax() for t in tensors], key)
         result, records, checks = unflatten(found[-1], [environment.wrap(a) for a in arrays])
         for name, values in records.items():
-            if isinstance(values, list):
+            if recorded is not None and isinstance(values, list):
                 recorded[name].extend(values)
         merge_checks(checks)
         return result

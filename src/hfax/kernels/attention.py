@@ -56,6 +56,19 @@ class Mask:
     causal: Causal | None = None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dropout:
+    """What is left out of probabilities at random.
+
+    Args:
+        rate: which share; the rest is scaled up.
+        key: a PRNG key.
+    """
+
+    rate: float
+    key: jax.Array
+
+
 def attention(
     query: jax.Array,
     key: jax.Array,
@@ -67,6 +80,7 @@ def attention(
     position_bias: jax.Array | None = None,
     sinks: jax.Array | None = None,
     pages: Pages | None = None,
+    dropout: Dropout | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Scaled dot-product attention.
 
@@ -80,6 +94,7 @@ def attention(
         position_bias: added to the scores, shaped as `mask`.
         sinks: [heads], one extra logit a head that takes probability and has no value, as in gpt-oss.
         pages: the cache that `key` and `value` stand for, where it is kept in pages.
+        dropout: of the probabilities, in train mode.
 
     Returns:
         The output, [batch, queries, heads, value_dim], and the probabilities, [batch, heads, queries, keys] (which XLA drops
@@ -88,9 +103,17 @@ def attention(
     given = mask if isinstance(mask, Mask) or mask is None else Mask(array=mask)
     array = None if given is None else given.array
     out, probabilities = _all_at_once(
-        query, key, value, array, scale=scale, softcap=softcap, position_bias=position_bias, sinks=sinks
+        query,
+        key,
+        value,
+        array,
+        scale=scale,
+        softcap=softcap,
+        position_bias=position_bias,
+        sinks=sinks,
+        dropout=dropout,
     )
-    if position_bias is not None or given is None:
+    if position_bias is not None or given is None or dropout is not None:
         return out, probabilities
     if given.causal is not None and sinks is None and target.is_for("tpu"):
         on_tpu = _on_tpu(query, key, value, given.causal, pages, scale=scale, softcap=softcap)
@@ -217,6 +240,8 @@ def _in_blocks(
         total, weight, _ = jax.lax.fori_loop(0, key.shape[2] // step, next_keys, state)
         return (total / jnp.where(weight == 0, 1.0, weight)).astype(query.dtype)
 
+    if target.is_differentiated():  # else each block of keys would be kept for the gradient
+        one = jax.checkpoint(one)
     out = jax.lax.map(one, jnp.arange(num_blocks))  # [blocks, batch, kv_heads, groups, size, width]
     out = out.transpose(1, 0, 4, 2, 3, 5).reshape(batch, num_blocks * size, heads, width)
     return out[:, :num_queries]
@@ -237,6 +262,7 @@ def _all_at_once(
     softcap: float | None,
     position_bias: jax.Array | None,
     sinks: jax.Array | None,
+    dropout: Dropout | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`attention` with the whole matrix of scores."""
     batch, heads, num_queries, _ = query.shape
@@ -259,6 +285,9 @@ def _all_at_once(
     probabilities = _softmax(scores, sinks, kv_heads, groups)
     if seen is not None:
         probabilities = jnp.where(seen, probabilities, 0.0)
+    if dropout is not None:
+        keep = jax.random.bernoulli(dropout.key, 1 - dropout.rate, probabilities.shape)
+        probabilities = jnp.where(keep, probabilities / (1 - dropout.rate), 0.0)
     probabilities = probabilities.astype(value.dtype)
     out = jnp.einsum("bkgqs,bksd->bkgqd", probabilities, value, preferred_element_type=jnp.float32)
     batch = max(batch, key.shape[0])

@@ -135,7 +135,7 @@ class Adapters:
         self._require(name)
         self._keep_active(params)
         config = self.configs[name]
-        given = {"base_model_name_or_path": config.base_model_name_or_path or base_name}
+        given: dict[str, Any] = {"base_model_name_or_path": config.base_model_name_or_path or base_name}
         given["target_modules"] = config.target_modules or sorted(
             {path.rpartition(".")[2] for path in config.targets(self._module)}
         )

@@ -35,6 +35,13 @@ Trainable = Callable[[str], bool] | Iterable[str] | None
 Metrics = dict[str, jax.Array]
 
 
+_CPU_REMAT_OPTIONS: dict[str, str | bool] = {
+    "xla_disable_hlo_passes": "optimization-barrier-expander,cse_barrier_expander"
+}
+"""XLA's CPU compiler otherwise removes the barriers of `jax.checkpoint` early and computes all layers again at once: a third more
+operations, and no less memory (docs/performance.md)."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainState:
@@ -178,7 +185,7 @@ class TrainStep:
         key = jax.random.wrap_key_data(state.key)
         own, following = jax.random.split(key)
         grads, metrics = self._gradients(structure, state.params, frozen, own, arrays)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         is_finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
         updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -307,7 +314,8 @@ class TrainStep:
         with phase("trace", name), compiling_for(device, mesh=mesh, pages=False, is_differentiated=True):
             lowered = function.lower(*args)
         with phase("compile", name), _explaining(f"the program of {name}"):
-            return lowered.compile()
+            is_remat_on_cpu = self._remat and device.platform == "cpu"
+            return lowered.compile(compiler_options=_CPU_REMAT_OPTIONS if is_remat_on_cpu else None)
 
 
 def make_train_step(

@@ -27,6 +27,11 @@ from hfax.mesh import HEAD_AXES, TENSOR, batch_axes
 _LANES = 128
 """Head dimensions and lengths that the kernels take are multiples of it."""
 _BLOCK = 512
+_BLOCKS = (
+    *("block_q", "block_kv", "block_kv_compute"),
+    *("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq", "block_kv_dq"),
+)
+"""Sizes that the splash kernel takes, of the forward pass and of gradients."""
 _VMEM_BYTES = 64 << 20
 _PAGES_AT_ONCE = 8
 
@@ -76,7 +81,7 @@ def splash_attention(
             head_shards=1,
             q_seq_shards=1,
             attn_logits_soft_cap=softcap,
-            block_sizes=splash.BlockSizes(block_q=block, block_kv=block, block_kv_compute=block),
+            block_sizes=splash.BlockSizes(**dict.fromkeys(_BLOCKS, block)),
             interpret=interpret,
         )
         scaled = (query.astype(jnp.float32) * scale).astype(query.dtype)
