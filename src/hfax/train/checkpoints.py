@@ -34,16 +34,11 @@ class Checkpoints:
             ) from error
         self._ocp = ocp
         self.folder = (output_dir / _FOLDER).absolute()
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=limit,
-            best_fn=None,
-            create=True,
-            enable_async_checkpointing=True,
-            preservation_policy=None,
-        )
-        with _as_hfax_error(self.folder, None):
+        options = ocp.CheckpointManagerOptions(max_to_keep=limit, create=True, enable_async_checkpointing=True)
+        handlers = {"state": ocp.StandardCheckpointHandler(), "run": ocp.JsonCheckpointHandler()}
+        with _as_hfax_error(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._manager = ocp.CheckpointManager(self.folder, options=options, item_names=("state", "run"))
+            self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
     def latest(self) -> int | None:
         """The step of the last whole one."""
@@ -63,7 +58,7 @@ class Checkpoints:
         if step == self.latest():
             return
         args = ocp.args.Composite(state=ocp.args.StandardSave(_as_dict(state)), run=ocp.args.JsonSave(run))
-        with _as_hfax_error(self.folder, self.latest()):
+        with _as_hfax_error(self.folder):
             self._manager.save(step, args=args)
 
     def restore(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
@@ -73,8 +68,10 @@ class Checkpoints:
             CheckpointCorruptError: it is of another run, or damaged.
         """
         ocp = self._ocp
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(_as_dict(like)), run=ocp.args.JsonRestore())
+        wanted = _as_dict(like)
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), run=ocp.args.JsonRestore())
         try:
+            _check_shapes(self._manager.item_metadata(step)["state"], wanted)
             found = self._manager.restore(step, args=args)
         except Exception as error:  # orbax has no class of its own for this
             raise CheckpointCorruptError(
@@ -90,7 +87,7 @@ class Checkpoints:
         Raises:
             HfaxError: see `save`.
         """
-        with _as_hfax_error(self.folder, self.latest()):
+        with _as_hfax_error(self.folder):
             self._manager.wait_until_finished()
 
     def close(self) -> None:
@@ -99,13 +96,24 @@ class Checkpoints:
             self._manager.close()
 
 
+def _check_shapes(stored: Any, wanted: dict[str, Any]) -> None:
+    """Raise ValueError for arrays of other names or shapes, before orbax begins to read and leaves its reads behind."""
+    found = {jax.tree_util.keystr(path): tuple(a.shape) for path, a in jax.tree_util.tree_leaves_with_path(dict(stored))}
+    for path, array in jax.tree_util.tree_leaves_with_path(wanted["params"]):
+        name = "['params']" + jax.tree_util.keystr(path)
+        if found.get(name) != array.shape:
+            raise ValueError(f"{name} is {found.get(name, 'missing')} in it, and {array.shape} now")
+    if extra := [n for n in found if n.startswith("['params']") and n[11:-1].strip("'") not in wanted["params"]]:
+        raise ValueError(f"it has {extra[0]} and {len(extra) - 1} others, which are not trained now")
+
+
 def _as_dict(state: TrainState) -> dict[str, Any]:
     return {"step": state.step, "params": state.params, "opt_state": state.opt_state, "key": state.key}
 
 
 class _as_hfax_error:
-    def __init__(self, folder: Path, latest: int | None) -> None:
-        self._folder, self._latest = folder, latest
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
     def __enter__(self) -> None: ...
 
