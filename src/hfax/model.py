@@ -539,7 +539,7 @@ class JaxModel(AdapterMethods, BaseModel):
         )
 
     def save_pretrained(self, folder: str | Path, *, format: str = "safetensors", max_shard_size: str = "50GB") -> None:
-        """Write config, generation config and weights into a folder.
+        """Write config, generation config and weights into a folder; weights as they are without an adapter, unless it is merged.
 
         Args:
             folder: made if it is not there; an interrupted save leaves what was there before.
@@ -553,7 +553,8 @@ class JaxModel(AdapterMethods, BaseModel):
         """
         from hfax.load.save_pretrained import save_model
 
-        save_model(Path(folder), self._skeleton, self.params, self.generation_config, format, max_shard_size)
+        own = self.params if self.adapters.active is None else self.adapters.without(self.params)
+        save_model(Path(folder), self._skeleton, own, self.generation_config, format, max_shard_size)
 
 
 def _is_described(value: Any) -> bool:

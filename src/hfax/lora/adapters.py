@@ -35,6 +35,7 @@ from hfax.lora.files import read_adapter, write_adapter
 from hfax.sharding.layout import Layout, to_host
 
 Params = dict[str, jax.Array]
+_BASE_TABLE = ".base_layer.weight"
 _RANK_AXIS = {LORA_A: 0, LORA_B: 1, EMBEDDING_A: 0, EMBEDDING_B: 1}
 
 
@@ -101,7 +102,7 @@ class Adapters:
         """
         self._check_new(name)
         config = LoraConfig.read(folder)
-        stored = read_adapter(folder)
+        stored = self._without_tables(read_adapter(folder), folder, params)
         expected = self._expected_shapes(config)
         missing, unexpected = sorted(set(expected) - set(stored)), sorted(set(stored) - set(expected))
         wrong = [n for n in expected if n in stored and tuple(stored[n].shape) != expected[n]]
@@ -287,6 +288,25 @@ class Adapters:
         weight = weight.dequantize() if isinstance(weight, QuantizedArray) else weight
         weight = weight.T if isinstance(layer, Conv1D) else weight
         return column_norms(weight, arrays[f"{path}.{LORA_A}"], arrays[f"{path}.{LORA_B}"], jnp.float32(scaling))
+
+    def _without_tables(
+        self, stored: dict[str, torch.Tensor], folder: Path, params: Params
+    ) -> dict[str, torch.Tensor]:
+        """Without the model's own embedding tables, which peft writes beside adapters of them.
+
+        Raises:
+            UnsupportedOptionError: one is not the model's own.
+        """
+        tables = [name for name in stored if name.endswith(_BASE_TABLE)]
+        for name in tables:
+            own = self._own_name(name.replace(_BASE_TABLE, ".weight"))
+            if own not in params or not np.array_equal(to_host(params[own]), to_numpy(stored[name])):
+                raise UnsupportedOptionError(
+                    f"The adapter in {folder} brings an embedding table that is not the model's ({name}).",
+                    "It was made with tokens that the model does not have.",
+                    "Merge it into its base model with peft and save that.",
+                )
+        return {name: tensor for name, tensor in stored.items() if name not in tables}
 
     def _expected_shapes(self, config: LoraConfig) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}

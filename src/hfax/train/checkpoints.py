@@ -119,9 +119,8 @@ class _as_hfax_error:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, (OSError, ValueError, RuntimeError)) and not isinstance(error, jax.errors.JaxRuntimeError):
-            kept = (
-                "There is no earlier one." if self._latest is None else f"That of step {self._latest} is still there."
-            )
+            whole = [int(path.name) for path in self._folder.glob("*") if path.name.isdigit()]  # others are being written
+            kept = f"That of step {max(whole)} is still there." if whole else "There is no earlier one."
             raise HfaxError(
                 f"The checkpoint could not be written to {self._folder}.",
                 f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}",
