@@ -16,6 +16,7 @@ from hfax.cli import bench_serve
 from hfax.cli.bench import bench
 from hfax.cli.chat import chat
 from hfax.cli.classify import classify
+from hfax.cli.convert import convert
 from hfax.cli.doctor import doctor
 from hfax.cli.env import env
 from hfax.cli.error_display import is_debugging, show_error
@@ -73,7 +74,7 @@ def _top(
         typer.echo(context.get_help())
 
 
-for _verb in (generate, chat, serve, train, classify, doctor, plan, export, bench, matrix, env):
+for _verb in (generate, chat, serve, train, classify, doctor, plan, export, convert, bench, matrix, env):
     app.command(epilog=sys.modules[_verb.__module__].EXAMPLES)(_verb)
 _BENCH_SERVE = "bench serve"
 app.command(name=_BENCH_SERVE, epilog=bench_serve.EXAMPLES)(bench_serve.bench_serve)

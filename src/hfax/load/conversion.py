@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -109,16 +109,18 @@ def run_step(
         yield name, tensor[0] if isinstance(tensor, list) else tensor
 
 
-def check_complete(skeleton: Skeleton, loaded: set[str], unexpected: tuple[str, ...], *, strict: bool) -> list[str]:
+def check_complete(
+    skeleton: Skeleton, loaded: set[str], unexpected: tuple[str, ...], *, strict: bool, without: Collection[str] = ()
+) -> list[str]:
     """The weights that the checkpoint does not hold; an error unless `strict` is off, or transformers says that the model makes
-    them itself (sinusoidal tables).
+    them itself (sinusoidal tables), or they are among those that the format goes `without`.
 
     Raises:
         CheckpointCorruptError: weights are missing, or the checkpoint holds tensors that the model has no place for.
     """
     ignore = _pattern(skeleton.module._keys_to_ignore_on_load_missing)
     absent = sorted(name for name in skeleton.shapes if name not in loaded)
-    missing = [name for name in absent if not (ignore and ignore.search(name))]
+    missing = [name for name in absent if not (ignore and ignore.search(name)) and name not in without]
     kind = type(skeleton.module).__name__
     if strict and (missing or unexpected):
         parts = [

@@ -17,6 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from hfax.errors import InvalidInputError
 from hfax.kernels.quantized import QuantizedArray
+from hfax.load.convert import save_flax
 from hfax.load.folder import write_configs
 from hfax.load.orbax_checkpoint import Parts, remove_orbax, save_orbax
 from hfax.load.quantize import SCALE_SUFFIX
@@ -41,7 +42,7 @@ def save_model(
         skeleton: the module that the weights belong to.
         params: weights by name, tied ones once.
         generation_config: written as generation_config.json, if the model can generate.
-        format: "safetensors" or "orbax".
+        format: "safetensors", "flax" or "orbax".
         max_shard_size: of one file of safetensors, bytes or as "5GB".
         parts: see `save_orbax`.
 
@@ -56,11 +57,19 @@ def save_model(
         config.quantization_config = {"quant_method": "hfax", "bits": min(bits)}
     if format == "orbax":
         save_orbax(folder, by_stored_name(params), parts)
+    elif format == "flax":
+        if bits:
+            raise InvalidInputError(
+                "Quantized weights cannot be written as Flax.", "Flax classes know no integers.", "Load them without."
+            )
+        if jax.process_index() == 0:
+            tensors = {name: _as_host_tensor(array) for name, array in params.items()}
+            save_flax(folder, skeleton, revert_weight_conversion(module, tensors))
     elif format != "safetensors":
         raise InvalidInputError(
             f"format={format!r} is not known.",
-            "Weights are written as safetensors, or by orbax.",
-            'Pass format="safetensors" or format="orbax".',
+            "Weights are written as safetensors, as Flax, or by orbax.",
+            'Pass format="safetensors", format="flax" or format="orbax".',
         )
     else:
         tensors = {name: _as_host_tensor(array) for name, array in by_stored_name(params).items()}

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import torch
 
+from hfax.load.flax_msgpack import read_flax_index
+from hfax.load.flax_names import torch_arrays
 from hfax.load.pytorch_bin import read_pytorch_bin
 from hfax.load.safetensors_file import SafetensorsFile, as_torch
 from hfax.load.source import CheckpointSource
@@ -22,6 +25,7 @@ class TensorStore:
         read_slice: gives a part of one, by a slice for each axis, without reading the rest.
         shape: of one.
         float_dtype: of the floating-point tensors, None if there are none.
+        is_flax: it was written by a Flax class, which has no arrays for some weights of the PyTorch class.
     """
 
     names: Iterable[str]
@@ -29,6 +33,7 @@ class TensorStore:
     read_slice: Callable[[str, tuple[slice, ...]], torch.Tensor]
     shape: Callable[[str], tuple[int, ...]]
     float_dtype: torch.dtype | None
+    is_flax: bool = False
 
 
 def open_store(source: CheckpointSource) -> TensorStore:
@@ -47,6 +52,8 @@ def open_store(source: CheckpointSource) -> TensorStore:
             shape=lambda name: tuple(tensors[name].shape),
             float_dtype=next(iter(dtypes), None),
         )
+    if source.format == "flax":
+        return _open_flax(source)
     files = [SafetensorsFile(path) for path in source.weight_files]
     where = {name: file for file in files for name in file.tensors}
     floats = (name for name, file in where.items() if "F" in file.tensors[name].dtype)
@@ -58,6 +65,26 @@ def open_store(source: CheckpointSource) -> TensorStore:
         read_slice=lambda name, index: as_torch(where[name].read_slice(name, index)),
         shape=lambda name: where[name].tensors[name].shape,
         float_dtype=stored,
+    )
+
+
+def _open_flax(source: CheckpointSource) -> TensorStore:
+    arrays = {}
+    for path in source.weight_files:
+        arrays |= {name: rest for name, *rest in torch_arrays(read_flax_index(path))}
+    floats = (dtype for _, dtype, _ in arrays.values() if dtype.kind not in "biu")
+
+    def read_slice(name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        return as_torch(np.array(arrays[name][2]()[index]))
+
+    first = next(floats, None)
+    return TensorStore(
+        names=tuple(arrays),
+        read=lambda name: as_torch(np.array(arrays[name][2](), order="C")),
+        read_slice=read_slice,
+        shape=lambda name: arrays[name][0],
+        float_dtype=None if first is None else getattr(torch, first.name, torch.float32),
+        is_flax=True,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from hfax.errors import CheckpointCorruptError, CheckpointNotFoundError
 
-WeightFormat = Literal["safetensors", "orbax", "pytorch_bin"]
+WeightFormat = Literal["safetensors", "orbax", "pytorch_bin", "flax"]
 ORBAX_FOLDER = "orbax"
 """The folder of weights that hfax saved by orbax; in a list of file names its name stands for it."""
 
@@ -24,9 +24,11 @@ _CANDIDATES: tuple[tuple[str, WeightFormat], ...] = (
     (ORBAX_FOLDER, "orbax"),
     ("pytorch_model.bin", "pytorch_bin"),
     ("pytorch_model.bin.index.json", "pytorch_bin"),
+    ("flax_model.msgpack", "flax"),
+    ("flax_model.msgpack.index.json", "flax"),
 )
 _OTHER_FORMATS = (
-    ("flax_model*.msgpack", "Flax", "Load it in transformers 4 with from_flax=True and call save_pretrained there"),
+    ("flax_model-*-of-*.msgpack", "shards without their index", "Fetch flax_model.msgpack.index.json too"),
     ("tf_model*.h5", "TensorFlow", "Load it in transformers 4 with from_tf=True and call save_pretrained there"),
     ("*.ckpt*", "TensorFlow 1", "Convert it with the model's conversion script in transformers"),
     ("*.gguf", "GGUF", "Use the repository that the GGUF file was made from"),
@@ -61,8 +63,8 @@ def choose_weight_files(names: Collection[str], where: str) -> WeightFiles:
         if found := sorted(name for name in names if fnmatch.fnmatchcase(name.rpartition("/")[2], pattern)):
             raise CheckpointNotFoundError(
                 f"{where} has no weights that hfax reads; it has {found[0]}{' and more' if len(found) > 1 else ''}.",
-                f"Its weights are in another form: {kind}. This version reads model.safetensors and pytorch_model.bin, "
-                "whole or in shards.",
+                f"Its weights are in another form: {kind}. This version reads model.safetensors, pytorch_model.bin and "
+                "flax_model.msgpack, whole or in shards.",
                 f"{fix}.",
             )
     raise CheckpointNotFoundError(

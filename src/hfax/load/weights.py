@@ -19,6 +19,7 @@ import torch
 from hfax.errors import CheckpointCorruptError
 from hfax.kernels.quantized import QuantizedArray
 from hfax.load.conversion import ConversionStep, check_complete, plan_conversion, run_step
+from hfax.load.flax_names import unknown_to_flax
 from hfax.load.orbax_checkpoint import OrbaxStore
 from hfax.load.placement import check_fits, place, place_slices
 from hfax.load.quantize import SCALE_SUFFIX, Quantization, quantize, restore, weights_to_quantize
@@ -125,7 +126,8 @@ def load_weights(
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     tied = _settle_ties(weights, skeleton.tied)
-    missing = check_complete(skeleton, set(weights), plan.unexpected, strict=strict)
+    without = unknown_to_flax(skeleton.module, skeleton.shapes) if store.is_flax else set()
+    missing = check_complete(skeleton, set(weights), plan.unexpected, strict=strict, without=without)
     weights.update(initialise(skeleton, missing, layout))
     return weights, tied
 

@@ -1,0 +1,73 @@
+"""`hfax convert`: a checkpoint's weights in another format."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hfax.cli import model_options
+from hfax.cli.error_display import reporting
+
+EXAMPLES = """[bold]Examples[/bold]
+
+  hfax convert owner/flax-model ./model
+  hfax convert ./model ./for-flax --to flax
+  hfax convert Qwen/Qwen3-0.6B ./parts --to orbax"""
+
+
+class To(StrEnum):
+    """Values of `--to`."""
+
+    SAFETENSORS = "safetensors"
+    FLAX = "flax"
+    ORBAX = "orbax"
+
+
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A Hub id, a folder, or demo.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write; made if it is not there.")],
+    to: Annotated[To, typer.Option(help="Of the weights: as transformers reads them, as Flax did, or orbax's.")] = To.SAFETENSORS,
+    revision: model_options.RevisionOption = None,
+    token: model_options.TokenOption = None,
+    trust_remote_code: model_options.TrustOption = False,
+    local_files_only: model_options.LocalOption = False,
+    verbose: model_options.VerboseOption = False,
+) -> None:
+    """Write a checkpoint in another format, with its config and tokenizer; weights keep their dtypes, bit for bit.
+
+    Reads safetensors, Flax (flax_model.msgpack) and PyTorch's pickles, whole or in shards. One tensor is in memory at a time; for
+    orbax the whole model is.
+    """
+    with reporting(verbose):
+        from hfax.load.source import resolve_checkpoint
+
+        found = resolve_checkpoint(
+            source,
+            revision=revision,
+            token=token,
+            local_files_only=local_files_only,
+            allow_code=trust_remote_code,
+        )
+        if to is To.ORBAX or found.format == "orbax":
+            from hfax.auto import AutoModelForTPU
+            from hfax.load.convert import copy_companions
+
+            model = AutoModelForTPU.from_pretrained(found.folder, trust_remote_code=trust_remote_code)
+            model.save_pretrained(target, format=str(to))
+            copy_companions(found.folder, target)
+        else:
+            import torch
+
+            from hfax.jax_backend import make_skeleton
+            from hfax.load.config import read_config
+            from hfax.load.convert import convert_weights
+            from hfax.load.store import open_store
+
+            config = read_config(found, trust_remote_code=trust_remote_code)
+            code = str(found.folder) if trust_remote_code else None
+            skeleton = make_skeleton(config, None, torch.float32, code, None)
+            convert_weights(found, open_store(found), skeleton, target, str(to))
+        typer.echo(f"{target}: {to}")
