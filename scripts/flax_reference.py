@@ -26,10 +26,31 @@ LLAMA = {**TEXT, "num_key_value_heads": 1, "max_position_embeddings": 32, "tie_w
 BART = {
     **{"vocab_size": 64, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 24},
     **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24},
-    **{"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None},
+    **{
+        "pad_token_id": 1,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 2,
+        "forced_eos_token_id": None,
+    },
 }
-T5 = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
-VISION = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "image_size": 16, "patch_size": 8}
+T5 = {
+    "vocab_size": 64,
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 24,
+    "num_layers": 2,
+    "num_heads": 2,
+    "decoder_start_token_id": 0,
+}
+VISION = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "image_size": 16,
+    "patch_size": 8,
+}
 IDS = np.array([[3, 5, 7, 11, 13, 17, 19, 23], [4, 8, 15, 16, 23, 42, 6, 9]], np.int32)
 TEXTS = {"input_ids": IDS}
 PAIRS = {"input_ids": IDS, "decoder_input_ids": IDS[:, :5]}
@@ -45,32 +66,87 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "bloom": ("BloomForCausalLM", {"vocab_size": 64, "hidden_size": 16, "n_layer": 2, "n_head": 2}, "masked text"),
     "clip": (
         "CLIPModel",
-        {"text_config": {**BERT, "projection_dim": 8}, "vision_config": {**VISION, "projection_dim": 8}, "projection_dim": 8},
+        {
+            "text_config": {**BERT, "projection_dim": 8},
+            "vision_config": {**VISION, "projection_dim": 8},
+            "projection_dim": 8,
+        },
         "image and text",
     ),
     "dinov2": ("Dinov2ForImageClassification", {**VISION, "num_labels": 3}, "image"),
-    "distilbert": ("DistilBertForMaskedLM", {"vocab_size": 64, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24, "max_position_embeddings": 24}, "text"),
+    "distilbert": (
+        "DistilBertForMaskedLM",
+        {"vocab_size": 64, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24, "max_position_embeddings": 24},
+        "text",
+    ),
     # without token types the Flax class takes ones, the PyTorch class zeros
     "electra": ("ElectraForMaskedLM", {**BERT, "embedding_size": 8}, "typed text"),
-    "gemma": ("GemmaForCausalLM", {**TEXT, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 32}, "text"),
+    "gemma": (
+        "GemmaForCausalLM",
+        {**TEXT, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 32},
+        "text",
+    ),
     "gpt2": ("GPT2LMHeadModel", {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 24}, "text"),
     "gpt_neo": (
         "GPTNeoForCausalLM",
-        {"vocab_size": 64, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]], "window_size": 4, "max_position_embeddings": 24},
+        {
+            "vocab_size": 64,
+            "hidden_size": 16,
+            "num_layers": 2,
+            "num_heads": 2,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 4,
+            "max_position_embeddings": 24,
+        },
         "text",
     ),
-    "gptj": ("GPTJForCausalLM", {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 24, "rotary_dim": 4}, "text"),
+    "gptj": (
+        "GPTJForCausalLM",
+        {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 24, "rotary_dim": 4},
+        "text",
+    ),
     "llama": ("LlamaForCausalLM", LLAMA, "text"),
     "longt5": ("LongT5ForConditionalGeneration", {**T5, "local_radius": 3, "encoder_attention_type": "local"}, "pair"),
     "marian": ("MarianMTModel", BART, "pair"),
     "mbart": ("MBartForConditionalGeneration", BART, "pair"),
     # a window lets each token see one more in Flax than in PyTorch
     "mistral": ("MistralForCausalLM", {**LLAMA, "sliding_window": 32}, "text"),
-    "mt5": ("MT5ForConditionalGeneration", {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}, "pair"),
-    "opt": ("OPTForCausalLM", {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 24, "max_position_embeddings": 24, "word_embed_proj_dim": 16}, "text"),
+    "mt5": (
+        "MT5ForConditionalGeneration",
+        {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        "pair",
+    ),
+    "opt": (
+        "OPTForCausalLM",
+        {
+            "vocab_size": 64,
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "ffn_dim": 24,
+            "max_position_embeddings": 24,
+            "word_embed_proj_dim": 16,
+        },
+        "text",
+    ),
     "pegasus": ("PegasusForConditionalGeneration", BART, "pair"),
-    "regnet": ("RegNetForImageClassification", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "groups_width": 4, "layer_type": "y", "num_labels": 3}, "large image"),
-    "resnet": ("ResNetForImageClassification", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "num_labels": 3}, "large image"),
+    "regnet": (
+        "RegNetForImageClassification",
+        {
+            "embedding_size": 8,
+            "hidden_sizes": [8, 16],
+            "depths": [1, 2],
+            "groups_width": 4,
+            "layer_type": "y",
+            "num_labels": 3,
+        },
+        "large image",
+    ),
+    "resnet": (
+        "ResNetForImageClassification",
+        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "num_labels": 3},
+        "large image",
+    ),
     "roberta": ("RobertaForMaskedLM", BERT, "text"),
     "roberta_prelayernorm": ("RobertaPreLayerNormForMaskedLM", BERT, "text"),
     "t5": ("T5ForConditionalGeneration", T5, "pair"),
@@ -78,7 +154,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "wav2vec2": (
         "Wav2Vec2ForCTC",
         {
-            **{"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24},
+            **{
+                "vocab_size": 12,
+                "hidden_size": 16,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "intermediate_size": 24,
+            },
             **{"conv_dim": [8, 8], "conv_kernel": [4, 4], "conv_stride": [2, 2], "num_feat_extract_layers": 2},
             **{"feat_extract_norm": "layer", "do_stable_layer_norm": True, "conv_bias": True},
             **{"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2},
@@ -89,12 +171,28 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         "WhisperForConditionalGeneration",
         {
             **{"vocab_size": 64, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 8},
-            **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24},
+            **{
+                "encoder_attention_heads": 2,
+                "decoder_attention_heads": 2,
+                "encoder_ffn_dim": 24,
+                "decoder_ffn_dim": 24,
+            },
             **{"max_source_positions": 12, "max_target_positions": 24, "pad_token_id": 1, "decoder_start_token_id": 2},
         },
         "spectrogram",
     ),
-    "xglm": ("XGLMForCausalLM", {"vocab_size": 64, "d_model": 16, "num_layers": 2, "attention_heads": 2, "ffn_dim": 24, "max_position_embeddings": 24}, "text"),
+    "xglm": (
+        "XGLMForCausalLM",
+        {
+            "vocab_size": 64,
+            "d_model": 16,
+            "num_layers": 2,
+            "attention_heads": 2,
+            "ffn_dim": 24,
+            "max_position_embeddings": 24,
+        },
+        "text",
+    ),
     "xlm_roberta": ("XLMRobertaForMaskedLM", BERT, "text"),
 }
 
@@ -111,7 +209,10 @@ def inputs_of(kind: str, rng: np.random.Generator) -> dict[str, np.ndarray]:
         "large image": lambda: {"pixel_values": pixels(32)},
         "image and text": lambda: {**TEXTS, "pixel_values": pixels(16)},
         "sound": lambda: {"input_values": rng.normal(size=(2, 200)).astype(np.float32)},
-        "spectrogram": lambda: {"input_features": rng.normal(size=(2, 8, 24)).astype(np.float32), "decoder_input_ids": IDS[:, :5]},
+        "spectrogram": lambda: {
+            "input_features": rng.normal(size=(2, 8, 24)).astype(np.float32),
+            "decoder_input_ids": IDS[:, :5],
+        },
     }[kind]()
 
 
@@ -120,7 +221,7 @@ def drawn(params: Any, rng: np.random.Generator) -> Any:
     found = {}
     for path, array in flatten_dict(params).items():
         values = rng.normal(size=array.shape) * 0.2
-        if path[-1] in ("scale", "weight", "weight_g", "lambda1") and array.ndim < 2 or path[-1] == "weight_g":
+        if (path[-1] in ("scale", "weight", "weight_g", "lambda1") and array.ndim < 2) or path[-1] == "weight_g":
             values = 1 + values
         if path[-1] == "var":
             values = 1 + np.abs(values)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from hfax.exporting.bundle import export
     from hfax.exporting.stablehlo import export_stablehlo
+    from hfax.flax_nnx import to_nnx
     from hfax.lora.config import LoraConfig
     from hfax.patches.registry import register_patch
     from hfax.pipelines import pipeline
@@ -65,6 +66,7 @@ _HOMES = {
     "register_patch": "hfax.patches.registry",
     "register_pytrees": "hfax.backends.pytrees",
     "shrink_config": "hfax.shrink",
+    "to_nnx": "hfax.flax_nnx",
 }
 
 __all__ = [
@@ -93,6 +95,7 @@ __all__ = [
     "register_patch",
     "register_pytrees",
     "shrink_config",
+    "to_nnx",
 ]
 
 

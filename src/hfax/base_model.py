@@ -118,6 +118,11 @@ class BaseModel:
         """Rows of the embedding table; None where there is no one table."""
         return self._vocab_size()
 
+    @property
+    def context_length(self) -> int | None:
+        """The most positions that the text part has; None where they are not bound."""
+        return self._context()
+
     def can_generate(self) -> bool:
         """Whether `generate` works on this class."""
         return bool(self._skeleton.module.can_generate())

@@ -481,6 +481,32 @@ class JaxModel(AdapterMethods, BaseModel):
         found = batches.map_rows(dataset, run, batch_size=batch_size, output=where, total=total, progress=progress)
         return list(found)
 
+    def update(self, weights: Any) -> None:
+        """Take over trained weights.
+
+        Args:
+            weights: by name, as `params`, some or all; or the module of `hfax.to_nnx`, or its state. Arrays are taken, not copied.
+
+        Raises:
+            InvalidInputError: a name that the model does not have, or another shape.
+        """
+        if not isinstance(weights, Mapping) or not all(
+            isinstance(name, str) and name in self.params for name in weights
+        ):
+            from hfax.flax_nnx import weights_of
+
+            weights = weights_of(weights)
+        for name, array in weights.items():
+            if name not in self.params or tuple(array.shape) != tuple(self.params[name].shape):
+                raise InvalidInputError(
+                    f"{name!r}, {tuple(array.shape)}, is no weight of {type(self).__name__}.",
+                    f"It has {tuple(self.params[name].shape)} there."
+                    if name in self.params
+                    else "It has none of that name.",
+                    "Give weights by the names of `model.params`.",
+                )
+        self.params = {**self.params, **{n: a.astype(self.params[n].dtype) for n, a in weights.items()}}
+
     def prepare_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """A call's inputs as programs take them: checked, arrays narrow and on the host, and what their values decide beside them.
 

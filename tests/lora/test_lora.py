@@ -14,7 +14,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from hfax import AutoModelForTPU, InvalidInputError, LoraConfig, UnsupportedOptionError, make_train_step
 
-pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]  # peft's
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]  # peft's
 
 IDS = np.random.default_rng(0).integers(1, 96, (2, 9))
 LLAMA = {

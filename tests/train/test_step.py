@@ -8,9 +8,10 @@ import numpy as np
 import optax
 import pytest
 import torch
-from .small_models import batch, make
 
 from hfax import InvalidInputError, UnsupportedModelError, make_train_step
+
+from .small_models import batch, make
 
 
 def gradients(model, inputs, **options):
@@ -30,7 +31,9 @@ def test_gradients_are_those_of_torch(kind, remat, tmp_path):
         if name not in found:  # an alias of a tied weight
             continue
         scale = float(gradient.abs().max())
-        np.testing.assert_allclose(np.asarray(found[name]), gradient.numpy(), atol=1e-5 * max(scale, 1e-3), err_msg=name)
+        np.testing.assert_allclose(
+            np.asarray(found[name]), gradient.numpy(), atol=1e-5 * max(scale, 1e-3), err_msg=name
+        )
     assert len(set(expected) & set(found)) >= len(expected) - 2
 
 

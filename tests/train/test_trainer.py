@@ -82,9 +82,7 @@ def test_rematerialised_layers_give_the_same_losses(tmp_path):
     for remat in (False, True):
         _, model = make("llama", tmp_path / "model")
         losses.append(
-            own_losses(
-                model, rows("llama", 40), tmp_path / f"{remat}", gradient_checkpointing=remat, max_steps=10
-            )
+            own_losses(model, rows("llama", 40), tmp_path / f"{remat}", gradient_checkpointing=remat, max_steps=10)
         )
     np.testing.assert_allclose(*losses, atol=1e-5)
 
@@ -212,7 +210,9 @@ def test_a_new_run_does_not_mix_with_an_earlier_one_and_resume_checks_the_model(
 def test_rows_without_the_columns_are_named(tmp_path):
     _, model = make("llama", tmp_path / "model")
     arguments = TrainingArguments(output_dir=tmp_path / "run", max_steps=2, train_batch_size=2)
-    with pytest.raises(InvalidInputError, match=r"(?s)no column that a model reads.*its columns are txt|Its columns are txt"):
+    with pytest.raises(
+        InvalidInputError, match=r"(?s)no column that a model reads.*its columns are txt|Its columns are txt"
+    ):
         Trainer(model, arguments, [{"txt": "a"}, {"txt": "b"}]).train()
     with pytest.raises(InvalidInputError, match="no 'labels'"):
         data = [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1, 2]}]
@@ -250,7 +250,9 @@ def test_packed_rows_have_the_losses_of_single_ones(tmp_path):
     texts = [{"input_ids": rng.integers(1, 128, n).tolist()} for n in (5, 9, 30, 14, 3, 22)]
     packed = pack(texts, 32)
     assert len(packed) == 3
-    assert sum(label != -100 for row in packed for label in row["labels"]) == sum(len(t["input_ids"]) - 1 for t in texts)
+    assert sum(label != -100 for row in packed for label in row["labels"]) == sum(
+        len(t["input_ids"]) - 1 for t in texts
+    )
     losses = []
     for name, data, size in (("packed", packed, 3), ("single", texts, 6)):
         arguments = TrainingArguments(output_dir=tmp_path / name, train_batch_size=size)
@@ -287,7 +289,11 @@ def test_metrics_go_to_tensorboard(tmp_path):
 
     _, model = make("llama", tmp_path / "model")
     arguments = TrainingArguments(
-        output_dir=tmp_path / "run", max_steps=3, train_batch_size=2, logging_steps=1, report_to=("jsonl", "tensorboard")
+        output_dir=tmp_path / "run",
+        max_steps=3,
+        train_batch_size=2,
+        logging_steps=1,
+        report_to=("jsonl", "tensorboard"),
     )
     Trainer(model, arguments, rows("llama", 8), optimizer=optax.sgd(0.1)).train()
     events = EventAccumulator(str(tmp_path / "run" / "runs"))

@@ -450,7 +450,16 @@ def _attention_forward(
                 causal=causal_mask,
             )
         return attention_math.attention(
-            query, key, value, mask, scale=scale, softcap=softcap, position_bias=bias, sinks=sinks, pages=pages, dropout=drops
+            query,
+            key,
+            value,
+            mask,
+            scale=scale,
+            softcap=softcap,
+            position_bias=bias,
+            sinks=sinks,
+            pages=pages,
+            dropout=drops,
         )
 
     return call_jax(compute, query, key, value, attention_mask, position_bias, s_aux)

@@ -23,7 +23,9 @@ from hfax.cli.error_display import is_debugging, show_error
 from hfax.cli.export import export
 from hfax.cli.generate import generate
 from hfax.cli.launch import launch
+from hfax.cli.lm_eval import lm_eval
 from hfax.cli.matrix import matrix
+from hfax.cli.perplexity import perplexity
 from hfax.cli.plan import plan
 from hfax.cli.serve import serve
 from hfax.cli.train import train
@@ -74,10 +76,15 @@ def _top(
         typer.echo(context.get_help())
 
 
-for _verb in (generate, chat, serve, train, classify, doctor, plan, export, convert, bench, matrix, env):
+for _verb in (generate, chat, serve, train, perplexity, classify, doctor, plan, export, convert, bench, matrix, env):
     app.command(epilog=sys.modules[_verb.__module__].EXAMPLES)(_verb)
 _BENCH_SERVE = "bench serve"
 app.command(name=_BENCH_SERVE, epilog=bench_serve.EXAMPLES)(bench_serve.bench_serve)
+app.command(
+    name="lm-eval",
+    epilog=sys.modules[lm_eval.__module__].EXAMPLES,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)(lm_eval)
 # what follows the program is the program's
 app.command(
     epilog=sys.modules[launch.__module__].EXAMPLES,

@@ -29,7 +29,9 @@ class To(StrEnum):
 def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A Hub id, a folder, or demo.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write; made if it is not there.")],
-    to: Annotated[To, typer.Option(help="Of the weights: as transformers reads them, as Flax did, or orbax's.")] = To.SAFETENSORS,
+    to: Annotated[
+        To, typer.Option(help="Of the weights: as transformers reads them, as Flax did, or orbax's.")
+    ] = To.SAFETENSORS,
     revision: model_options.RevisionOption = None,
     token: model_options.TokenOption = None,
     trust_remote_code: model_options.TrustOption = False,

@@ -66,7 +66,9 @@ def convert_weights(source: CheckpointSource, store: TensorStore, skeleton: Skel
         HfaxError: the folder cannot be written, or the disk is full.
     """
     if to not in ("safetensors", "flax"):
-        raise InvalidInputError(f"There is no format {to!r}.", "Weights go to one that hfax writes.", f"Use {', '.join(FORMATS)}.")
+        raise InvalidInputError(
+            f"There is no format {to!r}.", "Weights go to one that hfax writes.", f"Use {', '.join(FORMATS)}."
+        )
     if folder.resolve() == source.folder.resolve():
         raise InvalidInputError(
             f"{folder} is the checkpoint's own folder.", "Its files would be mixed.", "Name another folder."

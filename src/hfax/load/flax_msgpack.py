@@ -150,7 +150,9 @@ class _Cursor:
         kind = self._byte()
         if kind < 0x80:
             return kind
-        return self._unpack({0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q", 0xD0: ">b", 0xD1: ">h", 0xD2: ">i", 0xD3: ">q"}[kind])
+        return self._unpack(
+            {0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q", 0xD0: ">b", 0xD1: ">h", 0xD2: ">i", 0xD3: ">q"}[kind]
+        )
 
     def _text(self) -> str:
         size = self._length(self._byte(), 0xA0, 0xC0, {0xD9: ">B", 0xDA: ">H", 0xDB: ">I"})
@@ -178,7 +180,9 @@ class _Cursor:
         return value
 
 
-def write_flax(path: Path, arrays: Iterable[tuple[FlaxPath, tuple[int, ...], np.dtype, Callable[[], np.ndarray]]]) -> None:
+def write_flax(
+    path: Path, arrays: Iterable[tuple[FlaxPath, tuple[int, ...], np.dtype, Callable[[], np.ndarray]]]
+) -> None:
     """Write a file that `flax.serialization` reads, one array in memory at a time.
 
     Args:

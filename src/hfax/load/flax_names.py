@@ -58,7 +58,9 @@ def _to_torch_axes(ndim: int) -> tuple[int, ...]:
     return (3, 2, 0, 1) if ndim == 4 else tuple(reversed(range(ndim)))
 
 
-def flax_paths(module: torch.nn.Module, targets: Mapping[str, str]) -> dict[str, tuple[FlaxPath, tuple[int, ...] | None]]:
+def flax_paths(
+    module: torch.nn.Module, targets: Mapping[str, str]
+) -> dict[str, tuple[FlaxPath, tuple[int, ...] | None]]:
     """The path of each stored weight in a Flax checkpoint, and the order of axes that its array has there; None: as it is.
 
     Args:

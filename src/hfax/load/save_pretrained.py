@@ -63,7 +63,7 @@ def save_model(
                 "Quantized weights cannot be written as Flax.", "Flax classes know no integers.", "Load them without."
             )
         if jax.process_index() == 0:
-            tensors = {name: _as_host_tensor(array) for name, array in params.items()}
+            tensors = {name: _as_host_tensor(array) for name, array in by_stored_name(params).items()}
             save_flax(folder, skeleton, revert_weight_conversion(module, tensors))
     elif format != "safetensors":
         raise InvalidInputError(

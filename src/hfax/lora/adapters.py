@@ -289,9 +289,7 @@ class Adapters:
         weight = weight.T if isinstance(layer, Conv1D) else weight
         return column_norms(weight, arrays[f"{path}.{LORA_A}"], arrays[f"{path}.{LORA_B}"], jnp.float32(scaling))
 
-    def _without_tables(
-        self, stored: dict[str, torch.Tensor], folder: Path, params: Params
-    ) -> dict[str, torch.Tensor]:
+    def _without_tables(self, stored: dict[str, torch.Tensor], folder: Path, params: Params) -> dict[str, torch.Tensor]:
         """Without the model's own embedding tables, which peft writes beside adapters of them.
 
         Raises:

@@ -171,7 +171,9 @@ class LoraConfig:
         """
         found: list[str] = []
         for wanted in self.modules_to_save or ():
-            own = [n for n, _ in module.named_modules() if n.endswith(wanted)]  # so does peft: "norm" is also "…layernorm"
+            own = [
+                n for n, _ in module.named_modules() if n.endswith(wanted)
+            ]  # so does peft: "norm" is also "…layernorm"
             if not own:
                 raise InvalidInputError(
                     f"modules_to_save names {wanted!r}, which {type(module).__name__} does not have.",

@@ -98,7 +98,9 @@ class Checkpoints:
 
 def _check_shapes(stored: Any, wanted: dict[str, Any]) -> None:
     """Raise ValueError for arrays of other names or shapes, before orbax begins to read and leaves its reads behind."""
-    found = {jax.tree_util.keystr(path): tuple(a.shape) for path, a in jax.tree_util.tree_leaves_with_path(dict(stored))}
+    found = {
+        jax.tree_util.keystr(path): tuple(a.shape) for path, a in jax.tree_util.tree_leaves_with_path(dict(stored))
+    }
     for path, array in jax.tree_util.tree_leaves_with_path(wanted["params"]):
         name = "['params']" + jax.tree_util.keystr(path)
         if found.get(name) != array.shape:
@@ -119,7 +121,9 @@ class _as_hfax_error:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, (OSError, ValueError, RuntimeError)) and not isinstance(error, jax.errors.JaxRuntimeError):
-            whole = [int(path.name) for path in self._folder.glob("*") if path.name.isdigit()]  # others are being written
+            whole = [
+                int(path.name) for path in self._folder.glob("*") if path.name.isdigit()
+            ]  # others are being written
             kept = f"That of step {max(whole)} is still there." if whole else "There is no earlier one."
             raise HfaxError(
                 f"The checkpoint could not be written to {self._folder}.",

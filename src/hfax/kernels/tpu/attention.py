@@ -27,11 +27,6 @@ from hfax.mesh import HEAD_AXES, TENSOR, batch_axes
 _LANES = 128
 """Head dimensions and lengths that the kernels take are multiples of it."""
 _BLOCK = 512
-_BLOCKS = (
-    *("block_q", "block_kv", "block_kv_compute"),
-    *("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq", "block_kv_dq"),
-)
-"""Sizes that the splash kernel takes, of the forward pass and of gradients."""
 _VMEM_BYTES = 64 << 20
 _PAGES_AT_ONCE = 8
 
@@ -81,7 +76,7 @@ def splash_attention(
             head_shards=1,
             q_seq_shards=1,
             attn_logits_soft_cap=softcap,
-            block_sizes=splash.BlockSizes(**dict.fromkeys(_BLOCKS, block)),
+            block_sizes=_block_sizes(block),
             interpret=interpret,
         )
         scaled = (query.astype(jnp.float32) * scale).astype(query.dtype)
@@ -210,6 +205,20 @@ def paged_attention(
     specs = (P(None, HEAD_AXES, None, None), kv, kv, P(None, None), P(None))
     flat = [a.reshape(a.shape[0], -1, *a.shape[3:]) for a in (pages.key_pages, pages.value_pages)]
     return _on_devices(local, mesh, specs, P(None, None, HEAD_AXES, None))(query, *flat, *pages.table())
+
+
+def _block_sizes(block: int) -> splash.BlockSizes:
+    """Of the forward pass and of gradients."""
+    return splash.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
 
 
 def _rows(mesh: jax.sharding.Mesh | None, count: int) -> tuple[str, ...] | None:

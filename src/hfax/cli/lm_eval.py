@@ -1,0 +1,34 @@
+"""`hfax lm-eval`: lm-evaluation-harness's own command, with the model "hfax" beside its own.
+
+The harness has no entry point for models of other packages, so its `lm_eval` command cannot know this one.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from hfax.errors import BackendNotAvailableError
+
+EXAMPLES = """[bold]Examples[/bold]
+
+  hfax lm-eval --model hfax --model_args pretrained=Qwen/Qwen3-0.6B --tasks lambada_openai
+  hfax lm-eval --model hfax --model_args pretrained=./model,quantization=int8 --tasks ./my_task.yaml --batch_size 16"""
+
+
+def lm_eval(context: typer.Context) -> None:
+    """Run lm_eval; all its options pass through. `--model hfax` is this package's."""
+    try:
+        from lm_eval.__main__ import cli_evaluate
+
+        import hfax.evaluation.lm_eval_model  # noqa: F401  (registers the model)
+    except ImportError as error:
+        raise BackendNotAvailableError(
+            "lm-eval needs lm-evaluation-harness.", str(error), "Install it: pip install 'hfax[eval]'."
+        ) from error
+    before, sys.argv = sys.argv, ["lm_eval", *context.args]
+    try:
+        cli_evaluate()
+    finally:
+        sys.argv = before

@@ -1,0 +1,75 @@
+"""`hfax perplexity`: how well a model predicts a text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hfax.cli import model_options
+from hfax.cli.error_display import make_console, reporting
+from hfax.cli.phase_display import PhaseDisplay
+from hfax.errors import InvalidInputError
+
+EXAMPLES = """[bold]Examples[/bold]
+
+  hfax perplexity demo README.md
+  hfax perplexity Qwen/Qwen3-0.6B wiki.txt --max-length 2048 --stride 512
+  hfax perplexity Qwen/Qwen3-0.6B wiki.txt --quantization int8 --json"""
+
+
+def perplexity(
+    model: model_options.ModelArgument,
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A text in UTF-8; - for standard input.", allow_dash=True)
+    ],
+    max_length: Annotated[
+        int | None, typer.Option(help="Tokens of a window; the model's context, 1024 at most, if left out.", min=2)
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option(help="Tokens that a window goes on; all of it if left out.", min=1)
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Windows at a time.", min=1)] = 4,
+    dtype: model_options.DtypeOption = model_options.Dtype.AUTO,
+    quantization: model_options.QuantizationOption = None,
+    parallelism: model_options.ParallelismOption = None,
+    revision: model_options.RevisionOption = None,
+    token: model_options.TokenOption = None,
+    trust_remote_code: model_options.TrustOption = False,
+    local_files_only: model_options.LocalOption = False,
+    json_output: model_options.JsonOption = False,
+    verbose: model_options.VerboseOption = False,
+) -> None:
+    """Perplexity of a text, in nats a token and bits a byte."""
+    with reporting(verbose):
+        try:
+            text = typer.get_text_stream("stdin").read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidInputError(f"{file} could not be read.", str(error), "Pass a text file in UTF-8.") from error
+        options = model_options.ModelOptions(
+            name=model,
+            dtype=dtype,
+            revision=revision,
+            token=token,
+            trust_remote_code=trust_remote_code,
+            local_files_only=local_files_only,
+            quantization=quantization,
+            parallelism=parallelism,
+        )
+        with PhaseDisplay(make_console()).following("reading the text"):
+            checkpoint = model_options.open_checkpoint(options)
+            tokenizer = checkpoint.load_tokenizer()
+            loaded = checkpoint.load_model()
+            from hfax.evaluation.perplexity import perplexity as measure
+
+            found = measure(loaded, tokenizer, text, max_length=max_length, stride=stride, batch_size=batch_size)
+        if json_output:
+            typer.echo(json.dumps(dataclasses.asdict(found)))
+            return
+        typer.echo(
+            f"perplexity {found.perplexity:.4f}  ({found.nats_per_token:.4f} nats a token, "
+            f"{found.bits_per_byte:.4f} bits a byte, {found.tokens:,} tokens)"
+        )

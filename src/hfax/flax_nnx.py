@@ -1,0 +1,153 @@
+"""A model as a `flax.nnx.Module`, whose parameters are named and nested as the torch module's.
+
+Turns a model into a tree of modules that hold its arrays, and such a tree, or its state, back into weights by name. The arrays are the
+model's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from hfax.backends.traced_model import TracedModel
+from hfax.backends.training import Training
+from hfax.errors import BackendNotAvailableError, InvalidInputError, UnsupportedOptionError
+from hfax.kernels.quantized import QuantizedArray
+from hfax.model import JaxModel
+
+try:
+    from flax import nnx
+except ImportError as error:
+    raise BackendNotAvailableError("to_nnx needs flax.", str(error), "Install it: pip install 'hfax[flax]'.") from error
+
+
+class Buffer(nnx.Variable):
+    """An array of a module that is no parameter: tables of positions, running statistics."""
+
+
+class Part(nnx.Module):
+    """One torch module's place: its parameters, and its parts by their names; lists of layers are `nnx.List`s."""
+
+
+class TransformersModule(Part):
+    """A model of transformers. Made by `to_nnx`."""
+
+    _forward: Any
+
+    def __call__(self, *args: Any, dropout_rng: jax.Array | None = None, remat: bool = False, **inputs: Any) -> Any:
+        """The forward pass, as `JaxModel.apply` with this module's parameters.
+
+        Args:
+            *args: what the transformers class takes, by position.
+            dropout_rng: with a PRNG key (`rngs.dropout()`) the model is in train mode.
+            remat: gradients compute layers again.
+            **inputs: by name.
+        """
+        state = nnx.state(self, (nnx.Param, Buffer))
+        return self._forward(weights_of(state), args, inputs, Training(key=dropout_rng, remat=remat))
+
+
+class _Forward:
+    """What is static of a model: its code. Two modules of one model compare equal, so that `nnx.jit` traces once."""
+
+    def __init__(self, traced: TracedModel) -> None:
+        self._traced = traced
+
+    def __call__(self, weights: Mapping[str, Any], args: Any, inputs: Any, training: Training) -> Any:
+        return self._traced.apply(weights, args, inputs, training)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Forward) and other._traced is self._traced
+
+    def __hash__(self) -> int:
+        return id(self._traced)
+
+
+def to_nnx(model: JaxModel) -> TransformersModule:
+    """The model as a module of flax.nnx; no array is copied.
+
+    Args:
+        model: its weights are shared with the module as long as neither changes them.
+
+    Returns:
+        A module with an `nnx.Param` for each weight, under the weight's own path ("model.layers.0.self_attn.q_proj.weight" is
+        `module.model.layers[0].self_attn.q_proj.weight`), and a `Buffer` for each array that no checkpoint holds. Over a mesh the
+        parameters carry their split as sharding metadata. Tied weights are one parameter. `model.update(module)` takes trained
+        values back.
+
+    Raises:
+        BackendNotAvailableError: flax is not installed.
+        UnsupportedOptionError: the weights are integers, or an adapter is active.
+
+    Example:
+        >>> module = to_nnx(model)  # doctest: +SKIP
+        >>> optimizer = nnx.Optimizer(module, optax.adamw(1e-4), wrt=nnx.Param)  # doctest: +SKIP
+        >>> gradients = nnx.grad(lambda m: m(input_ids=ids, labels=ids).loss)(module)  # doctest: +SKIP
+        >>> optimizer.update(module, gradients)  # doctest: +SKIP
+        >>> model.update(module)  # doctest: +SKIP
+    """
+    if any(isinstance(array, QuantizedArray) for array in model.params.values()) or model.active_adapters():
+        raise UnsupportedOptionError(
+            f"{type(model).__name__} has quantized weights or an active adapter.",
+            "A module of nnx holds floating-point weights under the torch module's names.",
+            "Load the model without quantization, or merge the adapter first.",
+        )
+    plan = model.sharding_plan()
+    tree: dict[str, Any] = {}
+    for name, array in model.buffers.items():
+        _put(tree, name, Buffer(array))
+    for name, array in model.params.items():
+        split: dict[str, Any] = {} if plan is None or name not in plan.weights else {"out_sharding": tuple(plan.weights[name].spec)}
+        _put(tree, name, nnx.Param(array, eager_sharding=False, **split))
+    module = TransformersModule()
+    _fill(module, tree)
+    module._forward = _Forward(model.parts.traced)
+    return module
+
+
+def weights_of(module_or_state: Any) -> dict[str, jax.Array]:
+    """Weights by name, of a module of `to_nnx`, of its state, or of a dict of them.
+
+    Raises:
+        InvalidInputError: it is none of these.
+    """
+    state = nnx.state(module_or_state, nnx.Param) if isinstance(module_or_state, nnx.Module) else module_or_state
+    if isinstance(state, Mapping) and not isinstance(state, nnx.State) and all(isinstance(n, str) for n in state):
+        return dict(state)
+    if not isinstance(state, nnx.State):
+        raise InvalidInputError(
+            f"A {type(state).__name__} holds no weights.",
+            "They are in a module of to_nnx, in its state, or in a dict by name.",
+            "Pass one of these.",
+        )
+    leaves = nnx.to_flat_state(state)
+    return {".".join(str(part) for part in path): _value(leaf) for path, leaf in leaves}
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _put(tree: dict[str, Any], name: str, variable: Any) -> None:
+    *owners, leaf = name.split(".")
+    node = tree
+    for owner in owners:
+        node = node.setdefault(owner, {})
+    node[leaf] = variable
+
+
+def _fill(part: nnx.Module, tree: Mapping[str, Any]) -> None:
+    for name, value in tree.items():
+        setattr(part, name, _part(value) if isinstance(value, dict) else value)
+
+
+def _part(tree: dict[str, Any]) -> Any:
+    """A part, or a list where all names are numbers without a gap; lists with gaps (layers without weights) stay parts by name."""
+    numbers = sorted(int(n) for n in tree) if all(n.isdigit() for n in tree) else []
+    if numbers and numbers == list(range(len(numbers))) and all(isinstance(v, dict) for v in tree.values()):
+        return nnx.List([_part(tree[str(n)]) for n in numbers])
+    part = Part()
+    _fill(part, tree)
+    return part
