@@ -5,8 +5,8 @@ Runs in an environment of its own, with Python 3.11:
     pip install "transformers==4.49.0" "jax==0.4.38" "jaxlib==0.4.38" "flax==0.10.4" "numpy<2.2" "scipy<1.16"
     python scripts/flax_reference.py tests/load/flax
 
-Each model gets a folder with config.json, flax_model.msgpack (weights drawn from a fixed seed) and reference.npz (inputs under their
-names, and what the Flax class computes of them under "output.…").
+Each model gets a folder with config.json, flax_model.msgpack (weights drawn from a fixed seed) and reference.npz (inputs under
+their names, and what the Flax class computes of them under "output.…").
 """
 
 from __future__ import annotations

@@ -48,7 +48,13 @@ def test_parameters_have_the_torch_modules_names_and_are_the_models_own_arrays(m
     [
         GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=16, architectures=["GPT2LMHeadModel"]),
         T5Config(
-            vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, architectures=["T5ForConditionalGeneration"]
+            vocab_size=64,
+            d_model=32,
+            d_kv=16,
+            d_ff=48,
+            num_layers=2,
+            num_heads=2,
+            architectures=["T5ForConditionalGeneration"],
         ),
     ],
 )

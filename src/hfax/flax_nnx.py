@@ -1,7 +1,7 @@
 """A model as a `flax.nnx.Module`, whose parameters are named and nested as the torch module's.
 
-Turns a model into a tree of modules that hold its arrays, and such a tree, or its state, back into weights by name. The arrays are the
-model's own.
+Turns a model into a tree of modules that hold its arrays, and such a tree, or its state, back into weights by name. The arrays are
+the model's own.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def to_nnx(model: JaxModel) -> TransformersModule:
     for name, array in model.buffers.items():
         _put(tree, name, Buffer(array))
     for name, array in model.params.items():
-        split: dict[str, Any] = {} if plan is None or name not in plan.weights else {"out_sharding": tuple(plan.weights[name].spec)}
+        split: dict[str, Any] = (
+            {} if plan is None or name not in plan.weights else {"out_sharding": tuple(plan.weights[name].spec)}
+        )
         _put(tree, name, nnx.Param(array, eager_sharding=False, **split))
     module = TransformersModule()
     _fill(module, tree)

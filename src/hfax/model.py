@@ -570,8 +570,8 @@ class JaxModel(AdapterMethods, BaseModel):
         Args:
             folder: made if it is not there; an interrupted save leaves what was there before.
             format: "safetensors", which plain transformers loads back bit for bit; or "orbax": each process of the run writes
-                what its own devices hold, and `from_pretrained` reads it onto any mesh, each process what its own devices need; or "flax", which transformers'
-                Flax classes (before version 5) read.
+                what its own devices hold, and `from_pretrained` reads it onto any mesh, each process what its own devices need; or
+                "flax", which transformers' Flax classes (before version 5) read.
             max_shard_size: of one file of safetensors.
 
         Raises:

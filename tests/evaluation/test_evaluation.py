@@ -192,7 +192,16 @@ def test_lm_eval_gives_what_its_own_backend_gives(tasks, monkeypatch):
 
 @pytest.mark.slow
 def test_the_command_line_knows_the_model(tasks):
-    command = [sys.executable, "-m", "hfax", "lm-eval", "--model", "hfax", "--model_args", "pretrained=demo,dtype=float32"]
+    command = [
+        sys.executable,
+        "-m",
+        "hfax",
+        "lm-eval",
+        "--model",
+        "hfax",
+        "--model_args",
+        "pretrained=demo,dtype=float32",
+    ]
     command += ["--tasks", "hfax_choices", "--include_path", str(tasks), "--output_path", str(tasks / "out")]
     environment = {**os.environ, "PYTHONPATH": str(DEMO.parents[1]), "HF_HOME": str(tasks / "home")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)

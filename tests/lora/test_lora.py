@@ -221,7 +221,7 @@ def test_adapters_that_do_not_fit_say_so(tmp_path):
     with pytest.raises(InvalidInputError, match="matches no layer of GPT2LMHeadModel"):
         gpt2.load_adapter(tmp_path / "llama")
     _, wide = base(tmp_path / "wide", LlamaConfig(**{**LLAMA, "hidden_size": 64}))
-    with pytest.raises(InvalidInputError, match="has the shape|of the shape"):
+    with pytest.raises(InvalidInputError, match="of the shape"):
         wide.load_adapter(tmp_path / "llama")
     _, deep = base(tmp_path / "deep", LlamaConfig(**{**LLAMA, "num_hidden_layers": 4}))
     with pytest.raises(InvalidInputError, match="arrays are missing"):

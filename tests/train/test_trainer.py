@@ -119,7 +119,8 @@ def test_a_run_that_was_killed_goes_on_with_the_same_losses(tmp_path):
     metrics = tmp_path / "killed" / "metrics.jsonl"
     deadline = time.time() + 200
     while not (metrics.is_file() and '"step": 12' in metrics.read_text()):
-        assert killed.poll() is None and time.time() < deadline, "it ended before it was killed"
+        assert killed.poll() is None, "it ended before it was killed"
+        assert time.time() < deadline
         time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
     killed.communicate(timeout=30)
@@ -214,8 +215,8 @@ def test_rows_without_the_columns_are_named(tmp_path):
         InvalidInputError, match=r"(?s)no column that a model reads.*its columns are txt|Its columns are txt"
     ):
         Trainer(model, arguments, [{"txt": "a"}, {"txt": "b"}]).train()
+    data = [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1, 2]}]
     with pytest.raises(InvalidInputError, match="no 'labels'"):
-        data = [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1, 2]}]
         Trainer(model, TrainingArguments(output_dir=tmp_path / "b", train_batch_size=2, shuffle=False), data).train()
     with pytest.raises(InvalidInputError, match="has 2 rows, and a step reads 8"):
         Trainer(model, TrainingArguments(output_dir=tmp_path / "c"), rows("llama", 2))

@@ -21,6 +21,7 @@ EXAMPLES = """[bold]Examples[/bold]
   hfax plan meta-llama/Meta-Llama-3-8B --machines v5e:2x4,v6e:2x2 --batch 1,8,64
   hfax plan ./config.json --machines v5p:2x2x2 --context 32768 --quantization int8
   hfax plan Qwen/Qwen3-0.6B --devices cpu:8 --no-compile
+  hfax plan meta-llama/Meta-Llama-3-8B --train full,lora --batch 8 --context 2048
   hfax plan Qwen/Qwen3-30B-A3B --machines v6e:2x4,h100:8 --json-file plan.json --plot plan.png"""
 
 
@@ -46,6 +47,10 @@ def plan(
     mesh: Annotated[
         str | None, typer.Option(help="Sizes by axis, such as data=2,tensor=4; the best if left out.")
     ] = None,
+    train: Annotated[
+        str | None,
+        typer.Option(help="Plan fine-tuning, of --batch rows of --context tokens: full, lora, or full,lora."),
+    ] = None,
     no_compile: Annotated[
         bool, typer.Option("--no-compile", help="Arithmetic alone, without the TPU compiler: seconds, not minutes.")
     ] = False,
@@ -68,6 +73,21 @@ def plan(
         check_name(quantization)
         config = read_any_config(model, trust_remote_code)
         console = Console(stderr=True)
+        if train is not None:
+            _plan_training(
+                console,
+                model,
+                config,
+                machines,
+                train,
+                positive_numbers("--batch", batch),
+                context,
+                mesh_sizes("--mesh", mesh),
+                not no_compile,
+                json_file,
+                json_output,
+            )
+            return
         plans = []
         with console.status("planning"):
             for each in make_plans(
@@ -91,6 +111,67 @@ def plan(
             typer.echo(text)
         else:
             _print(plans, ASSUMPTIONS)
+
+
+def _plan_training(
+    console: Any,
+    model: str,
+    config: Any,
+    machines: str,
+    kinds: str,
+    rows: list[int],
+    length: int,
+    mesh: Any,
+    compiles: bool,
+    json_file: Path | None,
+    json_output: bool,
+) -> None:
+    """Fine-tuning: which machines it fits on."""
+    from hfax.train.plan import ASSUMPTIONS, make_train_plans
+
+    plans = []
+    with console.status("planning"):
+        for count in rows:
+            plans += make_train_plans(
+                model,
+                config,
+                [part.strip() for part in machines.split(",") if part.strip()],
+                kinds=[part.strip() for part in kinds.split(",")],  # pyright: ignore[reportArgumentType]
+                rows=count,
+                length=length,
+                mesh=mesh,
+                compiles=compiles,
+            )
+    text = json.dumps({"plans": [dataclasses.asdict(p) for p in plans], "assumptions": ASSUMPTIONS}, indent=2)
+    if json_file is not None:
+        json_file.write_text(text + "\n")
+    if json_output:
+        typer.echo(text)
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    out = Console() if sys.stdout.isatty() else Console(width=_FILE_WIDTH)
+    table = Table(title=f"{model}: fine-tuning on rows of {length:,} tokens, GB a device", box=box.SIMPLE_HEAD)
+    for column in ("machine", "training", "mesh", "rows", "fits", "state+frozen+temp.", "of", "step s", "compile s"):
+        table.add_column(column, justify="left" if column in ("machine", "training", "mesh", "fits") else "right")
+    for p in plans:
+        table.add_row(
+            p.machine,
+            p.kind,
+            " ".join(f"{name} {size}" for name, size in p.mesh.items()),
+            str(p.rows),
+            "yes" if p.fits else "no",
+            f"{p.state_bytes / 1e9:.2f}+{p.frozen_bytes / 1e9:.2f}+{p.temporary_bytes / 1e9:.2f}",
+            f"{p.memory_bytes / 1e9:.1f}",
+            "?" if p.step_s is None else f"{p.step_s:.2f}",
+            "-" if p.compile_s is None else f"{p.compile_s:.0f}",
+        )
+    out.print(table)
+    for problem in dict.fromkeys(f"{p.machine} {p.kind}: {p.problem}" for p in plans if p.problem):
+        out.print(problem, markup=False)
+    out.print(ASSUMPTIONS, markup=False)
 
 
 def _print(plans: list[Any], assumptions: str) -> None:

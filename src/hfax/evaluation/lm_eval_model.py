@@ -66,7 +66,7 @@ class HfaxLM(TemplateLM):
             raise InvalidInputError(
                 f"model_args has {', '.join(sorted(more))}.",
                 "The model hfax does not know them, so they would not be followed.",
-                "It takes pretrained, revision, dtype, parallelism, quantization, peft, max_length, max_gen_toks and add_bos_token.",
+                "It takes pretrained, revision, dtype, parallelism, quantization, peft, max_length, max_gen_toks, add_bos_token.",
             )
         del device, max_batch_size  # the harness passes them to all models
         from transformers import AutoTokenizer

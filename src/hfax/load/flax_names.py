@@ -1,9 +1,9 @@
 """Flax's names and layouts for the weights of transformers' models, and back.
 
-Turns a path ("encoder", "layer", "0", …, "kernel") and its array into the name and layout that the PyTorch class stored, and a module's
-weights into what its Flax class stored. The rules are those of transformers 4's `modeling_flax_pytorch_utils.py`: kernels of linear
-layers and of convolutions are turned, scales of norms and tables of embeddings are called otherwise, running statistics are a collection
-of their own. Layers that were run by `nn.scan` are stored in one array, with the layers as its first axis.
+Turns a path ("encoder", "layer", "0", …, "kernel") and its array into the name and layout that the PyTorch class stored, and a
+module's weights into what its Flax class stored. The rules are those of transformers 4's `modeling_flax_pytorch_utils.py`: kernels
+of linear layers and of convolutions are turned, scales of norms and tables of embeddings are called otherwise, running statistics
+are a collection of their own. Layers that were run by `nn.scan` are stored in one array, with the layers as its first axis.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def _as_torch(
 
 
 def _to_torch_axes(ndim: int) -> tuple[int, ...]:
-    """Of a kernel: [in, out] to [out, in]; [height, width, in, out] to [out, in, height, width]; likewise with one axis of width."""
+    """Of a kernel: [in, out] to [out, in]; [height, width, in, out] to [out, in, height, width]; likewise with one axis of
+    width."""
     return (3, 2, 0, 1) if ndim == 4 else tuple(reversed(range(ndim)))
 
 

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.sharding import NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
 from transformers.pytorch_utils import Conv1D
 
 from hfax.backends.adapters import (
@@ -23,6 +25,7 @@ from hfax.backends.adapters import (
     LORA_A,
     LORA_B,
     MAGNITUDE,
+    PARTS,
     SCALING,
     column_norms,
     split_adapters,
@@ -79,19 +82,29 @@ class Adapters:
             out, into = _widths(layer)
             low = _dtype_of(params[self._own_name(f"{path}.weight")])
             if isinstance(layer, torch.nn.Embedding):
-                arrays[f"{path}.{EMBEDDING_A}"] = self._put(np.zeros((rank, out), np.float32), low)
-                arrays[f"{path}.{EMBEDDING_B}"] = self._put(jax.random.normal(key, (into, rank), jnp.float32), low)
+                drawn = {EMBEDDING_A: np.zeros((rank, out)), EMBEDDING_B: jax.random.normal(key, (into, rank))}
             else:
                 bound = 1 / math.sqrt(into)
-                drawn = jax.random.uniform(key, (rank, into), jnp.float32, -bound, bound)
-                arrays[f"{path}.{LORA_A}"] = self._put(drawn, low)
-                arrays[f"{path}.{LORA_B}"] = self._put(np.zeros((out, rank), np.float32), low)
-                if config.use_dora:
-                    norms = self._norms(path, params, arrays, 0.0)
-                    arrays[f"{path}.{MAGNITUDE}"] = self._put(norms, low)
+                uniform = jax.random.uniform(key, (rank, into), jnp.float32, -bound, bound)
+                drawn = {LORA_A: uniform, LORA_B: np.zeros((out, rank))}
+            arrays |= {f"{path}.{part}": self._put(f"{path}.{part}", a, low) for part, a in drawn.items()}
+            if config.use_dora and LORA_A in drawn:
+                name_of = f"{path}.{MAGNITUDE}"
+                arrays[name_of] = self._put(name_of, self._norms(path, params, arrays, 0.0), low)
         for weight in self._saved_weights(config):
             arrays[weight] = jnp.copy(params[weight])
         self.configs[name], self._arrays[name] = config, arrays
+
+    def describe(self, name: str, config: LoraConfig, params: Params) -> Params:
+        """The weights with what stands for an adapter, of a model that is only described."""
+        self.configs[name], self.active = config, name
+        shapes = self._expected_shapes(config)
+        paths = dict.fromkeys((f"{layer}.{SCALING}" for layer in config.targets(self._module)), ())
+        low: Any = {
+            n: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self._where(n))
+            for n, shape in {**shapes, **paths}.items()
+        }
+        return {**params, **low}
 
     def load(self, name: str, folder: Path, params: Params) -> None:
         """Add an adapter that peft or hfax saved.
@@ -122,7 +135,7 @@ class Adapters:
                 "Load it beside the model that it was trained with.",
             )
         self._arrays[name] = {
-            n: self._put(to_numpy(t), _dtype_of(params[n]) if n in params else _stored_dtype(t))
+            n: self._put(n, to_numpy(t), _dtype_of(params[n]) if n in params else _stored_dtype(t))
             for n, t in stored.items()
         }
         self.configs[name] = config
@@ -220,7 +233,7 @@ class Adapters:
         self._layout = layout
         for arrays in (*self._arrays.values(), self._replaced):
             for name, array in arrays.items():
-                arrays[name] = jax.device_put(array, layout.weight(name))
+                arrays[name] = jax.device_put(array, self._where(name))
 
     def delete(self, name: str, params: Params) -> Params:
         """The weights without an adapter, which is forgotten.
@@ -266,7 +279,7 @@ class Adapters:
             )
             for part, shape in shapes.items():
                 if part not in own:
-                    found[f"{path}.{part}"] = self._put(np.zeros(shape, np.float32), jnp.float32)
+                    found[f"{path}.{part}"] = self._put(f"{path}.{part}", np.zeros(shape), jnp.float32)
                 elif own[part].shape == shape:
                     found[f"{path}.{part}"] = own[part]
                 else:
@@ -275,7 +288,7 @@ class Adapters:
             if MAGNITUDE in own:
                 found[f"{path}.{MAGNITUDE}"] = own[MAGNITUDE]
             scaling = self.configs[name].scaling(path) if own else 0.0
-            found[f"{path}.{SCALING}"] = self._put(np.float32(scaling), jnp.float32)
+            found[f"{path}.{SCALING}"] = self._put(f"{path}.{SCALING}", np.float32(scaling), jnp.float32)
         return found
 
     def _split(self, arrays: Params) -> tuple[Params, Params]:
@@ -342,10 +355,29 @@ class Adapters:
     def _own_name(self, name: str) -> str:
         return self._tied.get(name, name)
 
-    def _put(self, array: Any, dtype: Any) -> jax.Array:
+    def _put(self, name: str, array: Any, dtype: Any) -> jax.Array:
         if isinstance(array, jax.Array):
-            return jax.device_put(array.astype(dtype), self._layout.replicated)
-        return self._layout.put(np.asarray(array).astype(dtype))
+            return jax.device_put(array.astype(dtype), self._where(name))
+        return self._layout.place(np.asarray(array).astype(dtype), self._where(name))
+
+    def _where(self, name: str) -> Sharding:
+        """Of an adapter's array: along the layer's inputs or outputs as the layer's weight is split there."""
+        path, part = next(((name[: -len(p) - 1], p) for p in PARTS if name.endswith(f".{p}")), (name, None))
+        weight = self._own_name(f"{path}.weight")
+        plan = self._layout.plan
+        if part is None or plan is None or weight not in plan.weights or part == SCALING:
+            return self._layout.weight(name)
+        rows, columns = plan.weights[weight].spec
+        if isinstance(self._module.get_submodule(path), Conv1D):
+            rows, columns = columns, rows
+        spec = {
+            LORA_A: P(None, columns),
+            LORA_B: P(rows, None),
+            MAGNITUDE: P(rows),
+            EMBEDDING_A: P(None, rows),
+            EMBEDDING_B: P(columns, None),
+        }[part]
+        return NamedSharding(plan.mesh, spec)
 
     def _check_new(self, name: str) -> None:
         if name in self.configs:

@@ -35,7 +35,8 @@ ASSUMPTIONS = (
     "every weight that it uses once and the whole cache of every sequence at the context's end; of experts it reads as many as "
     "its tokens choose on average. 6% of a chip's memory is left to the runtime."
 )
-_USABLE = 0.94
+USABLE = 0.94
+"""Of a chip's memory; the rest is left to the runtime."""
 _MESSAGE_S = 1e-6
 _MAX_CONTEXT, _MAX_BATCH = 1 << 24, 1 << 16
 
@@ -144,7 +145,7 @@ def make_plans(
             "There is a sequence at least, and the prompt is shorter than the context.",
             "Change --batch, --context or --prompt.",
         )
-    found = [(machine, chip_of(machine), *_devices(machine)) for machine in machines]
+    found = [(machine, chip_of(machine), *devices_of(machine)) for machine in machines]
     model = _read(name, config, quantization, context)
     for machine, chip, devices, problem in found:
         for batch in batches:
@@ -203,7 +204,7 @@ def _plan(
         for sizes in candidates
     ]
     ranked = [(sizes, plan, _limits(model, chip, plan, batch, context, prompt)) for sizes, plan in plans]
-    room = int(chip.memory_bytes * _USABLE)
+    room = int(chip.memory_bytes * USABLE)
 
     def merit(each: Any) -> tuple[bool, float, float]:
         _, plan, limits = each
@@ -349,7 +350,7 @@ def _largest(fits: Any, most: int) -> int:
     return low
 
 
-def _devices(machine: str) -> tuple[list[Any], str]:
+def devices_of(machine: str) -> tuple[list[Any], str]:
     """The devices of a machine; of those that no compiler describes, stand-ins. And why there is no compiler."""
     if chip_of(machine).name in TPUS:
         from hfax.topology import topology_devices

@@ -94,6 +94,7 @@ class TrainStep:
         self._remat, self._dropout = remat, dropout
         self._master = jnp.dtype(master_dtype)
         self._dtypes = {name: model.params[name].dtype for name in self.trainable}
+        self._split = {name: model.params[name].sharding for name in self.trainable}
         self._programs: dict[str, Any] = {}
         self._layout = model.parts.layout
 
@@ -170,7 +171,8 @@ class TrainStep:
 
     def update_model(self, state: TrainState) -> None:
         """Give the model the state's weights, in the model's own dtypes. They are copies."""
-        cast = jax.jit(lambda params: {n: jnp.copy(a.astype(self._dtypes[n])) for n, a in params.items()})
+        copied = lambda params: {n: jnp.copy(a.astype(self._dtypes[n])) for n, a in params.items()}  # noqa: E731
+        cast = jax.jit(copied, out_shardings=self._split)
         self.model.params = {**self.model.params, **cast(state.params)}
 
     def described_state(self) -> TrainState:
@@ -277,7 +279,7 @@ class TrainStep:
     def _split_as_weights(self, tree: Params) -> Params:
         if self._layout.mesh is None:
             return tree
-        return {n: jax.lax.with_sharding_constraint(a, self._layout.weight(n)) for n, a in tree.items()}
+        return {n: jax.lax.with_sharding_constraint(a, self._split[n]) for n, a in tree.items()}
 
     def _state_shapes(self) -> Any:
         params: Any = {n: jax.ShapeDtypeStruct(self.model.params[n].shape, self._master) for n in self.trainable}
@@ -290,7 +292,7 @@ class TrainStep:
         """Arrays of the optimizer that are shaped as a weight lie as that weight does."""
         shapes: Any = self._state_shapes()
         whole: Any = self._layout.replicated
-        own: Any = {name: self._layout.weight(name) for name in self.trainable}
+        own: Any = self._split
         like = {name: (array.shape, own[name]) for name, array in shapes.params.items()}
 
         def place(array: Any, of: Any) -> Sharding:

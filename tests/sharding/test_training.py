@@ -1,0 +1,141 @@
+"""Training over eight devices gives the losses of one, and each holds its share."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import optax
+import pytest
+import transformers
+
+from hfax import AutoModelForTPU, LoraConfig, Trainer, TrainingArguments, make_train_step
+
+SHAPE = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
+CONFIGS = {
+    "llama": transformers.LlamaConfig(**SHAPE, architectures=["LlamaForCausalLM"]),
+    "mixtral": transformers.MixtralConfig(
+        **SHAPE, num_local_experts=8, output_router_logits=True, architectures=["MixtralForCausalLM"]
+    ),
+    "t5": transformers.T5Config(
+        **{"vocab_size": 128, "d_model": 64, "d_kv": 8, "d_ff": 128, "num_layers": 2, "num_heads": 8},
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        architectures=["T5ForConditionalGeneration"],
+    ),
+}
+MESHES = {"fsdp 8": {"fsdp": 8}, "data 2, tensor 4": {"data": 2, "tensor": 4}}
+IDS = np.random.default_rng(0).integers(1, 128, (5, 16, 12))
+
+
+def run(model, steps=10, **options):
+    """Losses of a few steps."""
+    step = make_train_step(model, optax.adamw(3e-3), **options)
+    state, losses = step.init(), []
+    for number in range(steps):
+        ids = IDS[number % len(IDS)]
+        state, metrics = step(state, {"input_ids": ids, "labels": ids})
+        losses.append(float(metrics["loss"]))
+    return losses, state, step
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_losses_are_those_of_one_device(kind, mesh):
+    alone, _, _ = run(AutoModelForTPU.from_config(CONFIGS[kind]))
+    split, _, _ = run(AutoModelForTPU.from_config(CONFIGS[kind], parallelism=MESHES[mesh]))
+    np.testing.assert_allclose(split, alone, atol=1e-4)
+    assert alone[-1] < alone[0]
+
+
+@pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 2}, {"remat": True}])
+def test_parts_and_rematerialisation_over_a_mesh(options):
+    alone, _, _ = run(AutoModelForTPU.from_config(CONFIGS["llama"]), steps=4)
+    split, _, _ = run(AutoModelForTPU.from_config(CONFIGS["llama"], parallelism={"fsdp": 8}), steps=4, **options)
+    np.testing.assert_allclose(split, alone, atol=1e-4)
+
+
+def test_an_adapter_over_a_mesh(tmp_path):
+    losses = []
+    for parallelism in (None, {"fsdp": 2, "tensor": 4}):
+        model = AutoModelForTPU.from_config(CONFIGS["llama"], parallelism=parallelism)
+        model.add_adapter(LoraConfig(r=4, target_modules="all-linear"), seed=1)
+        found, state, step = run(model, steps=6)
+        losses.append(found)
+        step.update_model(state)
+        model.save_adapter(tmp_path / str(len(losses)))
+    np.testing.assert_allclose(*losses, atol=1e-4)
+    name = "model.layers.0.self_attn.q_proj.lora_B.weight"
+    assert state.params[name].sharding.spec == jax.sharding.PartitionSpec(("tensor", "group"), None)
+    again = AutoModelForTPU.from_config(CONFIGS["llama"])
+    again.load_adapter(tmp_path / "2")
+    expected = np.asarray(model(input_ids=IDS[0]).logits)
+    np.testing.assert_allclose(np.asarray(again(input_ids=IDS[0]).logits), expected, atol=1e-4)
+
+
+def test_each_device_of_fsdp_holds_an_eighth():
+    """Weights of float32 and both moments of Adam: three times four bytes a number; norms and the like are whole."""
+    config = transformers.LlamaConfig(**{**SHAPE, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 512})
+    config.architectures = ["LlamaForCausalLM"]
+    model = AutoModelForTPU.from_config(config, parallelism={"fsdp": 8})
+    step = make_train_step(model, optax.adamw(1e-3))
+    state = step.init()
+    device = jax.devices()[3]
+    held = sum(
+        shard.data.nbytes
+        for array in jax.tree.leaves((state.params, state.opt_state))
+        for shard in array.addressable_shards
+        if shard.device == device
+    )
+    assert held == pytest.approx(12 * model.num_parameters / 8, rel=0.1)
+    ids = np.ones((8, 16), np.int32)
+    compiled = step.compile(state, {"input_ids": ids, "labels": ids})
+    arguments = compiled.memory_analysis().argument_size_in_bytes
+    assert arguments == pytest.approx(12 * model.num_parameters / 8, rel=0.1)
+    text = compiled.as_text()
+    assert "all-gather" in text
+    state, _ = step(state, {"input_ids": ids, "labels": ids})
+    for name, array in state.params.items():
+        assert array.sharding == model.params[name].sharding, name
+
+
+def test_a_run_over_a_mesh_goes_on_over_another(tmp_path):
+    data = [{"input_ids": row.tolist()} for row in IDS.reshape(-1, 12)]
+
+    def trainer(parallelism, steps):
+        model = AutoModelForTPU.from_config(CONFIGS["llama"], parallelism=parallelism)
+        arguments = TrainingArguments(
+            output_dir=tmp_path / "run",
+            max_steps=steps,
+            train_batch_size=8,
+            lr_scheduler_type="constant",
+            logging_steps=1,
+        )
+        return Trainer(model, arguments, data)
+
+    trainer({"fsdp": 8}, 3).train()
+    resumed = trainer({"data": 2, "tensor": 4}, 6).resume()
+    model = AutoModelForTPU.from_config(CONFIGS["llama"])
+    arguments = TrainingArguments(
+        output_dir=tmp_path / "alone", max_steps=6, train_batch_size=8, lr_scheduler_type="constant"
+    )
+    alone = Trainer(model, arguments, data).train()
+    assert resumed["loss"] == pytest.approx(alone["loss"], abs=1e-4)
+
+
+def test_a_model_is_moved_over_a_mesh_by_the_step():
+    model = AutoModelForTPU.from_config(CONFIGS["llama"])
+    before = np.asarray(model(input_ids=IDS[0]).logits)
+    step = make_train_step(model, optax.sgd(0.1), mesh={"fsdp": 4, "tensor": 2})
+    assert len(model.params["model.layers.0.mlp.up_proj.weight"].sharding.device_set) == 8
+    np.testing.assert_allclose(np.asarray(model(input_ids=IDS[0]).logits), before, atol=1e-4)
+    ids = IDS[0]
+    _, metrics = step(step.init(), {"input_ids": ids, "labels": ids})
+    assert np.isfinite(float(metrics["loss"]))
