@@ -119,7 +119,7 @@ Python's own documentation, because that is all it has ever read. Plain transfor
 ## How it was made
 
 `python scripts/train_demo.py --out src/hfax/demo`, in the source repository, does everything from nothing with hfax
-itself: random weights from `AutoModelForTPU.from_config`, `jax.value_and_grad` of `model.apply`, optax,
+itself: random weights from `AutoModelForTPU.from_config`, `hfax.make_train_step`, optax,
 `save_pretrained`.
 
 **Text.** The documentation inside CPython {python}: docstrings of the standard library's modules, classes and

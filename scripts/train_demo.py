@@ -1,4 +1,4 @@
-"""Trains hfax's demo model from nothing, with hfax itself: corpus, tokenizer, `jax.grad` of `model.apply`, optax.
+"""Trains hfax's demo model from nothing, with hfax itself: corpus, tokenizer, `make_train_step`, optax.
 
     python scripts/train_demo.py --out src/hfax/demo
 
@@ -33,7 +33,7 @@ from demo_corpus import Corpus, read_corpus
 from demo_tokenizer import BEGIN, PAD, ROLES, encode, special_token_ids, train_tokenizer
 from transformers import GenerationConfig, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
 
-from hfax import AutoModelForTPU
+from hfax import AutoModelForTPU, make_train_step
 
 Params = dict[str, jax.Array]
 
@@ -78,8 +78,8 @@ def main(arguments: list[str]) -> None:
     preparing_seconds = time.perf_counter() - start
     print(f"{len(corpus.train)} documents, {_num_parameters(model.params):,} parameters, {preparing_seconds:.0f} s")
 
-    params, training = train(model.apply, dict(model.params), corpus, tokenizer, recipe)
-    params = {name: value.astype(jnp.bfloat16) for name, value in params.items()}
+    training = train(model, corpus, tokenizer, recipe)
+    params = {name: value.astype(jnp.bfloat16) for name, value in model.params.items()}
     held_out = held_out_samples(corpus)
     sample = pick_sample(held_out)
     stored = {name: value.astype(jnp.float32) for name, value in params.items()}
@@ -131,33 +131,25 @@ def make_config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaConf
     )
 
 
-def train(
-    apply: Callable[..., Any], params: Params, corpus: Corpus, tokenizer: PreTrainedTokenizerFast, recipe: Recipe
-) -> tuple[Params, dict[str, Any]]:
+def train(model: Any, corpus: Corpus, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> dict[str, Any]:
     """Train for `recipe.steps` steps.
 
     Args:
-        apply: the model's pure function, `apply(params, input_ids=..., use_cache=False).logits`.
-        params: float32; donated, so not usable afterwards.
+        model: float32; its weights become the trained ones.
         corpus: what to learn.
         tokenizer: how to write it.
         recipe: how long, how fast.
 
     Returns:
-        The trained parameters and what is worth recording: steps, tokens, the loss of the last 50 steps, seconds.
+        What is worth recording: steps, tokens, the loss of the last 50 steps, seconds.
     """
-    optimizer = make_optimizer(recipe)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params: Params, state: optax.OptState, window: np.ndarray) -> tuple[Any, optax.OptState, jax.Array]:
-        loss, gradients = jax.value_and_grad(lambda params: token_losses(apply, params, window).mean())(params)
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    state, losses, tokens, start = optimizer.init(params), [], 0, time.perf_counter()
+    step = make_train_step(
+        model, make_optimizer(recipe), lambda apply, batch: token_losses(apply, batch["window"]).mean()
+    )
+    state, losses, tokens, start = step.init(recipe.seed, copy=False), [], 0, time.perf_counter()
     for number, window in enumerate(windows(corpus, tokenizer, recipe), start=1):
-        params, state, loss = step(params, state, window)
-        losses.append(float(loss))
+        state, metrics = step(state, {"window": window})
+        losses.append(float(metrics["loss"]))
         tokens += window.shape[0] * (window.shape[1] - 1)
         if number % 50 == 0 or number == recipe.steps:
             seconds = time.perf_counter() - start
@@ -167,7 +159,8 @@ def train(
                 flush=True,
             )
     seconds = time.perf_counter() - start
-    return params, {
+    step.update_model(state)
+    return {
         "steps": recipe.steps,
         "training_tokens": tokens,
         "training_loss": round(float(np.mean(losses[-50:])), 4),
@@ -204,12 +197,12 @@ def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
     )
 
 
-def token_losses(apply: Callable[..., Any], params: Any, window: Any) -> jax.Array:
+def token_losses(apply: Callable[..., Any], window: Any) -> jax.Array:
     """Cross entropy of each next token, in nats: [batch, length + 1] int32 token ids to [batch, length] float32.
 
     Written with a comparison where one would index: on a CPU the gradient of indexing the logits is a slow scatter.
     """
-    logits = apply(params, input_ids=window[:, :-1], use_cache=False).logits.astype(jnp.float32)
+    logits = apply(input_ids=window[:, :-1], use_cache=False).logits.astype(jnp.float32)
     is_target = jnp.arange(logits.shape[-1]) == window[:, 1:, None]
     return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
 
@@ -240,7 +233,7 @@ def held_out_loss(
         `nats_per_token` over all tokens but the first of each sample, `bits_per_byte` of the text they stand for
         (special tokens are predicted but count no bytes), `tokens` and `samples`.
     """
-    losses = jax.jit(functools.partial(token_losses, apply))
+    losses = jax.jit(lambda params, window: token_losses(functools.partial(apply, params), window))
     nats, tokens, num_bytes, rows = 0.0, 0, 0, 8
     encoded = [encode(tokenizer, sample)[:context] for sample in samples]
     for first in range(0, len(encoded), rows):

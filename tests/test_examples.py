@@ -84,3 +84,30 @@ def test_images() -> None:
     assert ours is not None
     assert theirs is not None
     assert ours.group(1) == theirs.group(1)
+
+
+def test_finetuning() -> None:
+    out = _run("08_finetuning.py")
+    before, after = (float(x) for x in re.findall(r"loss before ([\d.]+), after ([\d.]+)", out)[0])
+    assert after < 0.5 < 2 < before
+    assert "adapter_config.json, adapter_model.safetensors" in out
+    answers = re.findall(r"(?:with the adapter|merged): (.*)", out)
+    assert answers[0] == answers[1]
+    assert answers[0].startswith("blue")
+
+
+def test_preferences() -> None:
+    out = _run("09_preferences.py")
+    found = [tuple(map(float, x)) for x in re.findall(r"loss ([\d.]+)  accuracy ([\d.]+)  margin (-?[\d.]+)", out)]
+    (first, _, margin), (last, accuracy, reached) = found
+    assert first == pytest.approx(0.693, abs=0.002)  # the adapter changes nothing yet: log 2
+    assert margin == pytest.approx(0, abs=0.01)
+    assert last < 0.3
+    assert accuracy == 1
+    assert reached > 1
+
+
+def test_distillation() -> None:
+    out = _run("10_distillation.py")
+    first, last = (float(x) for x in re.findall(r"([\d.]+) nats from the teacher", out))
+    assert last < first / 2

@@ -327,7 +327,8 @@ def causal_mask(num_queries: int, num_keys: int) -> Mask:
     """`causal_positions` with its blocks."""
     after = num_keys - num_queries
     block = lambda rows, columns: (columns[None, :] <= rows[:, None] + after)[None, None]  # noqa: E731
-    return Mask(array=causal_positions(num_queries, num_keys), block=block)
+    causal = Causal(window=None, is_real=None) if num_queries == num_keys else None
+    return Mask(array=causal_positions(num_queries, num_keys), block=block, causal=causal)
 
 
 def key_padding(padding_mask: jax.Array, positions: jax.Array) -> jax.Array:

@@ -35,6 +35,7 @@ from hfax.kernels.quantized import QuantizedArray
 from hfax.load.host_arrays import to_numpy
 from hfax.lora.config import LoraConfig
 from hfax.lora.files import read_adapter, write_adapter
+from hfax.mesh import FSDP
 from hfax.sharding.layout import Layout, to_host
 
 Params = dict[str, jax.Array]
@@ -367,9 +368,15 @@ class Adapters:
         plan = self._layout.plan
         if part is None or plan is None or weight not in plan.weights or part == SCALING:
             return self._layout.weight(name)
+        layer = self._module.get_submodule(path)
         rows, columns = plan.weights[weight].spec
-        if isinstance(self._module.get_submodule(path), Conv1D):
+        if isinstance(layer, Conv1D):
             rows, columns = columns, rows
+        parts = plan.mesh.shape[FSDP]
+        rows, columns = (  # the axis that the layer has no fsdp on is the adapter's other half
+            FSDP if axes is None and parts > 1 and size % parts == 0 else axes
+            for axes, size in zip((rows, columns), _widths(layer), strict=True)
+        )
         spec = {
             LORA_A: P(None, columns),
             LORA_B: P(rows, None),

@@ -1,0 +1,145 @@
+"""Texts and conversations into rows that are learned from."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from hfax import InvalidInputError
+from hfax.demo import demo_folder
+from hfax.train.data import PaddingCollator, in_batches, pack
+from hfax.train.examples import conversation, tokenize_rows
+
+MESSAGES = [
+    {"role": "user", "content": "What is a list?"},
+    {"role": "assistant", "content": "A sequence."},
+    {"role": "user", "content": "And a dict?"},
+    {"role": "assistant", "content": "A mapping."},
+]
+MARKED = (
+    "{% for m in messages %}{{ '<' + m['role'] + '>' }}"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}"
+    "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+)
+FORGETFUL = (
+    "{% for m in messages %}{{ '<' + m['role'] + '>' }}"
+    "{% if loop.last or m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """The demo's, with its chat template."""
+    return AutoTokenizer.from_pretrained(demo_folder())
+
+
+def learned(tokenizer, ids, labels):
+    """The text of the labels that count."""
+    assert all(label in (-100, i) for i, label in zip(ids, labels, strict=True))
+    return tokenizer.decode([label for label in labels if label != -100], skip_special_tokens=False)
+
+
+def test_only_the_assistants_turns_are_learned_each_to_its_end(tokenizer):
+    ids, labels = conversation(MESSAGES, tokenizer)
+    whole = tokenizer.apply_chat_template(MESSAGES, tokenize=True, return_dict=True)["input_ids"]
+    assert ids == list(whole)
+    text = learned(tokenizer, ids, labels)
+    assert "A sequence." in text
+    assert "A mapping." in text
+    assert "What is" not in text
+    assert "And a" not in text
+    # what begins a turn was asked for, and is not learned; what ends it is
+    asked = tokenizer.apply_chat_template(MESSAGES[:1], add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert all(label == -100 for label in labels[: len(asked)])
+    assert labels[len(asked)] != -100
+    through = tokenizer.apply_chat_template(MESSAGES[:2], return_dict=True)["input_ids"]
+    assert labels[len(through) - 1] == ids[len(through) - 1]
+
+
+def test_templates_that_mark_what_is_generated_say_it_themselves(tokenizer):
+    marked = copy.deepcopy(tokenizer)
+    marked.chat_template = MARKED
+    ids, labels = conversation(MESSAGES, marked)
+    assert learned(marked, ids, labels).replace(" ", "") == "Asequence.Amapping."
+
+
+def test_templates_that_rewrite_earlier_turns_are_refused(tokenizer):
+    forgetful = copy.deepcopy(tokenizer)
+    forgetful.chat_template = FORGETFUL
+    with pytest.raises(InvalidInputError, match="writes the first 2 messages otherwise"):
+        conversation(MESSAGES, forgetful)
+    ids, labels = conversation(MESSAGES[:2], forgetful)
+    assert "A sequence." in learned(forgetful, ids, labels)
+
+
+def test_prompts_and_completions_and_texts(tokenizer):
+    rows = [{"prompt": "one two", "completion": " three"}, {"text": "Return a new list"}, {"input_ids": [5, 6, 7]}]
+    found = tokenize_rows(rows, tokenizer, max_length=64)
+    end = tokenizer.eos_token
+    assert learned(tokenizer, **{n.replace("input_", ""): v for n, v in found[0].items()}) == f" three{end}"
+    assert tokenizer.decode(found[1]["labels"]).endswith(f"Return a new list{end}")
+    assert found[2] == {"input_ids": [5, 6, 7], "labels": [5, 6, 7]}
+    assert found[0]["input_ids"][: len(tokenizer("one two").input_ids)] == tokenizer("one two").input_ids
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"question": "a", "answer": "b"}, "Row 2 is of no form"),
+        ({"messages": MESSAGES[:1]}, "no turn of the assistant"),
+        ({"messages": [{"role": "wizard", "content": 1}, MESSAGES[1]]}, "conversation|refuses"),
+    ],
+)
+def test_rows_of_no_known_form_are_named(row, words, tokenizer):
+    with pytest.raises(InvalidInputError, match=words):
+        tokenize_rows([{"text": "fine"}, row], tokenizer, max_length=64)
+
+
+def test_what_cannot_be_learned_is_left_out_or_an_error(tokenizer):
+    rows = [{"prompt": "one " * 100, "completion": " x"}, {"text": "Return a new list"}]
+    assert len(tokenize_rows(rows, tokenizer, max_length=32)) == 1
+    with pytest.raises(InvalidInputError, match="No row has anything to learn"):
+        tokenize_rows(rows[:1], tokenizer, max_length=32)
+    without = copy.deepcopy(tokenizer)
+    without.chat_template = None
+    with pytest.raises(InvalidInputError, match="no chat template"):
+        tokenize_rows([{"messages": MESSAGES}], without, max_length=32)
+
+
+def test_batches_are_padded_to_few_lengths_and_padding_does_not_count():
+    collate = PaddingCollator(pad_token_id=9, pad_to_multiple_of=8, max_length=20)
+    batch = collate([{"input_ids": [1, 2, 3], "note": "x"}, {"input_ids": list(range(11)), "note": "y"}])
+    assert {name: array.shape for name, array in batch.items()} == dict.fromkeys(
+        ("input_ids", "attention_mask", "labels"), (2, 16)
+    )
+    np.testing.assert_array_equal(batch["input_ids"][0, 3:], 9)
+    np.testing.assert_array_equal(batch["labels"][0], [1, 2, 3, *[-100] * 13])
+    np.testing.assert_array_equal(batch["attention_mask"].sum(axis=1), [3, 11])
+    assert collate([{"input_ids": list(range(40))}])["input_ids"].shape == (1, 20)
+    images = collate(
+        [{"pixel_values": np.zeros((3, 4, 4)), "label": 1}, {"pixel_values": np.ones((3, 4, 4)), "label": 0}]
+    )
+    assert images["pixel_values"].shape == (2, 3, 4, 4)
+    assert images["label"].tolist() == [1, 0]
+    assert [len(rows) for rows in in_batches(range(7), 3)] == [3, 3, 1]
+
+
+def test_packing_fills_rows_and_keeps_every_token():
+    rng = np.random.default_rng(0)
+    texts = [{"input_ids": rng.integers(1, 90, n).tolist()} for n in rng.integers(2, 60, 100)]
+    packed = pack(texts, 64)
+    used = sum(len(text["input_ids"]) for text in texts)
+    assert used / (64 * len(packed)) > 0.9
+    found = []
+    for row in packed:
+        assert {len(column) for column in row.values()} == {64}
+        starts = [i for i, position in enumerate(row["position_ids"]) if position == 0] + [64]
+        for begin, end in zip(starts, starts[1:], strict=False):
+            if any(label != -100 for label in row["labels"][begin:end]):
+                assert row["labels"][begin] == -100
+                found.append(row["input_ids"][begin:end])
+    assert sorted(found) == sorted(text["input_ids"] for text in texts)
