@@ -3,6 +3,7 @@
 python examples/08_finetuning.py [MODEL]
 """
 
+import itertools
 import sys
 import tempfile
 from pathlib import Path

@@ -74,3 +74,42 @@ def test_embedding_bag(mode: str) -> None:
     np.testing.assert_allclose(embedding_bag(jnp.asarray(bags), jnp.asarray(weight), mode=mode), expected, rtol=1e-6)
     with pytest.raises(NotImplementedError, match="offsets"):
         embedding_bag(jnp.asarray(bags), jnp.asarray(weight), offsets=[0])
+
+
+CROSS_ENTROPIES = {
+    "plain": {},
+    "sum": {"reduction": "sum"},
+    "each": {"reduction": "none"},
+    "ignored": {"ignore_index": 3},
+    "weights": {"weight": torch.tensor([0.5, 2.0, 1.0, 0.0, 3.0])},
+    "smoothed": {"label_smoothing": 0.3},
+    "smoothed, weighted, ignored": {
+        "label_smoothing": 0.3,
+        "weight": torch.tensor([0.5, 2.0, 1.0, 0.25, 3.0]),
+        "ignore_index": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("shape", [(5,), (7, 5), (3, 5, 4, 2)])
+@pytest.mark.parametrize("options", CROSS_ENTROPIES.values(), ids=CROSS_ENTROPIES)
+@pytest.mark.parametrize("of_probabilities", [False, True])
+def test_cross_entropy_and_its_gradient_are_torchs(shape, options, of_probabilities):
+    import jax
+
+    from hfax.patches.ops import cross_entropy
+
+    torch.manual_seed(0)
+    logits = torch.randn(shape, requires_grad=True)
+    classes = shape[:1] + shape[2:] if len(shape) > 1 else ()
+    target = torch.softmax(torch.randn(shape), dim=1 if len(shape) > 1 else 0) if of_probabilities else None
+    target = torch.randint(0, 5, classes) if target is None else target
+    if of_probabilities and "ignore_index" in options:
+        return  # torch refuses it
+    expected = torch.nn.functional.cross_entropy(logits, target, **options)
+    expected.sum().backward()
+    given = {n: v.numpy() if isinstance(v, torch.Tensor) else v for n, v in options.items()}
+    run = lambda x: cross_entropy(x, target.numpy(), **given)  # noqa: E731
+    np.testing.assert_allclose(run(logits.detach().numpy()), expected.detach().numpy(), atol=1e-6)
+    gradient = jax.grad(lambda x: run(x).sum())(logits.detach().numpy())
+    np.testing.assert_allclose(gradient, logits.grad.numpy(), atol=1e-6)

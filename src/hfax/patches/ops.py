@@ -52,6 +52,58 @@ def embedding(
     return jnp.where(is_padding[..., None], jax.lax.stop_gradient(rows), rows)
 
 
+def cross_entropy(
+    input: jax.Array,
+    target: jax.Array,
+    weight: jax.Array | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> jax.Array:
+    """torch's `cross_entropy`, without an index into the logits, whose gradient is a slow scatter.
+
+    Args:
+        input: [classes], [batch, classes] or [batch, classes, …], of logits.
+        target: the classes, shaped as `input` without its classes; or probabilities, shaped as `input`.
+        weight: [classes].
+        size_average: deprecated in torch; must be None.
+        ignore_index: of targets that do not count.
+        reduce: as `size_average`.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: share of the probability that goes to all classes.
+
+    Raises:
+        NotImplementedError: one of torch's deprecated arguments is given.
+    """
+    if size_average is not None or reduce is not None:
+        raise NotImplementedError("cross_entropy with size_average or reduce has no lowering")
+    axis = 1 if input.ndim > 1 else 0
+    classes = input.shape[axis]
+    total = jax.nn.logsumexp(input, axis=axis)
+    weights = jnp.ones((classes,), input.dtype) if weight is None else weight
+    across = weights.reshape((1, classes, *[1] * (input.ndim - 2)) if axis else (classes,))
+    if target.shape == input.shape and jnp.issubdtype(target.dtype, jnp.floating):
+        wanted = target * (1 - label_smoothing) + label_smoothing / classes
+        losses = (wanted * across * (jnp.expand_dims(total, axis) - input)).sum(axis=axis)
+        count: Any = losses.size
+    else:
+        counts = target != ignore_index
+        is_target = jnp.expand_dims(target, axis) == jax.lax.broadcasted_iota(jnp.int32, input.shape, axis)
+        losses = total - jnp.where(is_target, input, 0).sum(axis=axis)
+        own = jnp.where(counts, 1.0 if weight is None else weights[jnp.where(counts, target, 0)], 0.0)
+        losses = losses * own
+        if label_smoothing:
+            smooth = (across * (jnp.expand_dims(total, axis) - input)).sum(axis=axis)
+            losses = (1 - label_smoothing) * losses + label_smoothing / classes * jnp.where(counts, smooth, 0.0)
+        count = own.sum()
+    losses = losses.astype(input.dtype)
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / jnp.asarray(count).astype(losses.dtype)
+
+
 def interpolate(
     x: jax.Array,
     size: Any = None,
@@ -171,6 +223,12 @@ def _axis_weights(length: int, axis: int, axes: int, key: str, options: dict[str
 
 
 PATCHES: list[Patch] = [
+    OpPatch(
+        name="cross-entropy",
+        why="torchax picks each target's logit by an index, whose gradient is a scatter: a tenth of a step of training on CPU",
+        ops=("torch.nn.functional.cross_entropy",),
+        lower=cross_entropy,
+    ),
     OpPatch(
         name="interpolate",
         why="torchax has no antialiased form, and rounds positions differently; sizes must be known here as there",
