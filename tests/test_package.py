@@ -123,18 +123,23 @@ def test_public_surface() -> None:
         "EngineConfig",
         "HfaxError",
         "InvalidInputError",
+        "LoraConfig",
         "OutOfMemoryError",
         "SamplingParams",
+        "Trainer",
+        "TrainingArguments",
         "UnsupportedModelError",
         "UnsupportedOptionError",
         "__version__",
         "export",
         "export_stablehlo",
         "inspect",
+        "make_train_step",
         "pipeline",
         "register_patch",
         "register_pytrees",
         "shrink_config",
+        "to_nnx",
     ]
     assert dir(hfax) == hfax.__all__
     assert (SOURCE / "py.typed").exists()

@@ -13,8 +13,9 @@ import jax
 
 from hfax.backends.traced_model import TracedModel
 from hfax.backends.training import Training
-from hfax.errors import BackendNotAvailableError, InvalidInputError, UnsupportedOptionError
+from hfax.errors import BackendNotAvailableError, UnsupportedOptionError
 from hfax.kernels.quantized import QuantizedArray
+from hfax.load.nnx_state import weights_of
 from hfax.model import JaxModel
 
 try:
@@ -107,29 +108,6 @@ def to_nnx(model: JaxModel) -> TransformersModule:
     _fill(module, tree)
     module._forward = _Forward(model.parts.traced)
     return module
-
-
-def weights_of(module_or_state: Any) -> dict[str, jax.Array]:
-    """Weights by name, of a module of `to_nnx`, of its state, or of a dict of them.
-
-    Raises:
-        InvalidInputError: it is none of these.
-    """
-    state = nnx.state(module_or_state, nnx.Param) if isinstance(module_or_state, nnx.Module) else module_or_state
-    if isinstance(state, Mapping) and not isinstance(state, nnx.State) and all(isinstance(n, str) for n in state):
-        return dict(state)
-    if not isinstance(state, nnx.State):
-        raise InvalidInputError(
-            f"A {type(state).__name__} holds no weights.",
-            "They are in a module of to_nnx, in its state, or in a dict by name.",
-            "Pass one of these.",
-        )
-    leaves = nnx.to_flat_state(state)
-    return {".".join(str(part) for part in path): _value(leaf) for path, leaf in leaves}
-
-
-def _value(leaf: Any) -> Any:
-    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
 def _put(tree: dict[str, Any], name: str, variable: Any) -> None:

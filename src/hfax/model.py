@@ -27,6 +27,7 @@ from hfax.kernels.quantized import QuantizedArray
 from hfax.launch.driven import drive
 from hfax.launch.together import agree
 from hfax.load.host_arrays import to_numpy
+from hfax.load.nnx_state import weights_of
 from hfax.load.skeleton import Skeleton
 from hfax.lora.adapters import Adapters
 from hfax.lora.methods import AdapterMethods
@@ -490,12 +491,7 @@ class JaxModel(AdapterMethods, BaseModel):
         Raises:
             InvalidInputError: a name that the model does not have, or another shape.
         """
-        if not isinstance(weights, Mapping) or not all(
-            isinstance(name, str) and name in self.params for name in weights
-        ):
-            from hfax.flax_nnx import weights_of
-
-            weights = weights_of(weights)
+        weights = weights_of(weights)
         for name, array in weights.items():
             if name not in self.params or tuple(array.shape) != tuple(self.params[name].shape):
                 raise InvalidInputError(

@@ -98,7 +98,6 @@ INCOMPLETE = {
     "no config": (["model.safetensors", "params.json"], CheckpointNotFoundError, "has no config.json"),
     "empty": ([], CheckpointNotFoundError, "It has: nothing"),
     "no weights": (["config.json", "README.md"], CheckpointNotFoundError, "has no weights"),
-    "flax": (["config.json", "flax_model.msgpack"], CheckpointNotFoundError, "from_flax=True"),
     "tensorflow": (["config.json", "tf_model.h5"], CheckpointNotFoundError, "it has tf_model.h5"),
     "gguf": (["config.json", "q4.gguf"], CheckpointNotFoundError, "GGUF"),
     "adapter": (["config.json", "adapter_model.safetensors"], CheckpointNotFoundError, "merge_and_unload"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import numpy as np
 import pytest
@@ -138,7 +139,7 @@ def test_packing_fills_rows_and_keeps_every_token():
     for row in packed:
         assert {len(column) for column in row.values()} == {64}
         starts = [i for i, position in enumerate(row["position_ids"]) if position == 0] + [64]
-        for begin, end in zip(starts, starts[1:], strict=False):
+        for begin, end in itertools.pairwise(starts):
             if any(label != -100 for label in row["labels"][begin:end]):
                 assert row["labels"][begin] == -100
                 found.append(row["input_ids"][begin:end])

@@ -17,8 +17,6 @@ import jax.numpy as jnp
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from hfax.backends.environment import as_array
-
 LORA_A, LORA_B, SCALING, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_scaling", "lora_magnitude_vector.weight"
 EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
 PARTS = (LORA_A, LORA_B, SCALING, MAGNITUDE, EMBEDDING_A, EMBEDDING_B)
@@ -85,7 +83,7 @@ def _linear(
             return (result + low * scaling).to(result.dtype)
         own: Any = layer.weight
         weight = own.t() if isinstance(layer, Conv1D) else own
-        norm = environment.wrap(column_norms(as_array(weight), as_array(a), as_array(b), as_array(scaling)))
+        norm = environment.wrap(column_norms(*environment.t2j_iso((weight, a, b, scaling))))
         scale = magnitude / norm
         if drops:  # the whole layer reads what dropout left
             base = torch.nn.functional.linear(given, weight.to(given.dtype))

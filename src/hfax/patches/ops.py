@@ -101,7 +101,11 @@ def cross_entropy(
     losses = losses.astype(input.dtype)
     if reduction == "none":
         return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / jnp.asarray(count).astype(losses.dtype)
+    if reduction == "sum":
+        return losses.sum()
+    count = jnp.asarray(count).astype(losses.dtype)
+    mean = losses.sum() / jnp.where(count == 0, 1, count)
+    return jnp.where(count == 0, jnp.nan, mean)  # as torch has it where nothing counts; the gradient is 0
 
 
 def interpolate(

@@ -51,12 +51,14 @@ class TrainPlan:
         trained: numbers that are trained.
         state_bytes: of trained weights and the optimizer, on each device.
         frozen_bytes: of weights that are not trained, likewise.
-        temporary_bytes: gradients, activations and whatever else, likewise: the compiler's word, else arithmetic.
+        temporary_bytes: gradients, activations and whatever else, likewise: the compiler's word, else what arithmetic counts, which
+            is less than is needed.
         memory_bytes: of a device, without what is left to the runtime.
         fits: whether it all does.
         step_s: the limit.
         compile_s: of the TPU compiler; None: nothing was compiled.
-        problem: why nothing was compiled, or the compiler's word where it does not fit.
+        problem: why nothing was compiled (a step that arithmetic says cannot fit is not, for compilers take long over such), or the
+            compiler's word where it does not fit.
     """
 
     model: str
@@ -138,7 +140,11 @@ def _plan(
     state_bytes, trained = _bytes(state), sum(a.size for a in state.params.values())
     frozen_bytes = _bytes({n: a for n, a in model.params.items() if n not in set(step.trainable)})
     temporary, compile_s = _arithmetic(model, state, rows, length), None
-    if compiles and not problem and chip.name in TPUS:
+    room = int(chip.memory_bytes * USABLE)
+    is_hopeless = state_bytes + frozen_bytes + temporary > room
+    if compiles and not problem and chip.name in TPUS and is_hopeless:
+        problem = "not compiled: what the arithmetic counts alone does not fit"
+    elif compiles and not problem and chip.name in TPUS:
         ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
         begin = time.perf_counter()
         try:
@@ -150,7 +156,6 @@ def _plan(
             problem = error.why
         except jax.errors.JaxRuntimeError as error:  # the compiler's way to say that it does not fit
             problem = str(error).splitlines()[0]
-    room = int(chip.memory_bytes * USABLE)
     doubts = compile_s is None and compiles and bool(problem) and chip.name in TPUS
     operations = rows * length * (3 * operations_per_token(model.skeleton) + 2 * trained)
     return TrainPlan(
