@@ -47,11 +47,17 @@ def metrics(tmp_path):
 def test_an_adapter_is_trained_evaluated_and_saved_for_peft(write, tmp_path, capsys):
     import peft
 
-    recipe = write(lora={"r": 4, "target_modules": "all-linear"}, eval_data=str(tmp_path / "rows.jsonl"), eval_steps=2)
+    recipe = write(
+        lora={"r": 4, "target_modules": "all-linear"},
+        eval_data=str(tmp_path / "rows.jsonl"),
+        eval_steps=2,
+        report_to=["jsonl", "tensorboard"],
+    )
     assert run(["train", recipe, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["steps"] == 4
     lines = metrics(tmp_path)
+    assert list((tmp_path / "run" / "runs").iterdir())
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
     evaluations = [line["eval_loss"] for line in lines if "eval_loss" in line]
     assert len(evaluations) == 2

@@ -38,8 +38,9 @@ def train(
         from hfax.train.recipe import read_recipe, run_recipe
 
         recipe = read_recipe(config)
-        with PhaseDisplay(make_console()).following("training"):
-            _, metrics, folder = run_recipe(recipe, resume=resume)
+        phases = PhaseDisplay(make_console())
+        with phases.following("reading"):  # from then on the bar has the terminal
+            _, metrics, folder = run_recipe(recipe, resume=resume, on_start=phases.answering)
         if json_output:
             typer.echo(json.dumps({**metrics, "saved_to": str(folder)}))
             return

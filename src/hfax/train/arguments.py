@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,7 +72,7 @@ class TrainingArguments:
     early_stopping_patience: int | None = None
     seed: int = 42
     shuffle: bool = True
-    report_to: Iterable[str] = ("jsonl",)
+    report_to: tuple[str, ...] = ("jsonl",)
     progress: bool = True
 
     def __post_init__(self) -> None:

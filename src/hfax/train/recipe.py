@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -154,12 +154,15 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def run_recipe(recipe: Recipe, *, resume: bool = False) -> tuple[Trainer, dict[str, float], Path]:
+def run_recipe(
+    recipe: Recipe, *, resume: bool = False, on_start: Callable[[], None] | None = None
+) -> tuple[Trainer, dict[str, float], Path]:
     """Train, and save what came of it.
 
     Args:
         recipe: what to do.
         resume: go on after the last checkpoint in its `output_dir`.
+        on_start: called when all is read and training begins.
 
     Returns:
         The trainer, the last metrics, and the folder of the trained model (of an adapter, unless it is merged).
@@ -200,6 +203,8 @@ def run_recipe(recipe: Recipe, *, resume: bool = False) -> tuple[Trainer, dict[s
         data_collator=PackedCollator() if recipe.packing else padding,
         trainable=recipe.trainable,
     )
+    if on_start is not None:
+        on_start()
     metrics = trainer.train(resume_from_checkpoint=resume)
     if recipe.merge and recipe.lora is not None:
         model.merge_adapter()

@@ -154,10 +154,16 @@ class TrainStep:
         arrays, structure = self._place(batch)
         return self._program(structure, state, arrays)
 
-    def evaluate(self, state: TrainState, batch: Mapping[str, Any]) -> Metrics:
-        """The loss of a batch with the state's weights, without dropout, and "weight": how many labels it is the mean of."""
+    def evaluate(self, params: Params, batch: Mapping[str, Any]) -> Metrics:
+        """The loss of a batch without dropout, and "weight": how many labels it is the mean of.
+
+        Args:
+            params: a state's, or the model's own.
+            batch: as a step takes it.
+        """
+        params = {name: params[name] for name in self.trainable}
         arrays, structure = self._place(batch, parts=1)
-        key = f"evaluate {structure!r} {_shapes(arrays)}"
+        key = f"evaluate {structure!r} {_shapes([*params.values(), *arrays])}"
         if key not in self._programs:
 
             def run(params: Params, frozen: Params, arrays: list[Any]) -> Metrics:
@@ -165,9 +171,9 @@ class TrainStep:
                 loss, metrics = self._loss_of(params, frozen, None, inputs)
                 return {"loss": loss, "weight": self._weight(inputs), **metrics}
 
-            self._programs[key] = self._compiled("evaluate", jax.jit(run), state.params, self._frozen(), arrays)
+            self._programs[key] = self._compiled("evaluate", jax.jit(run), params, self._frozen(), arrays)
         with _explaining("the loss of a batch"):
-            return self._programs[key](state.params, self._frozen(), arrays)
+            return self._programs[key](params, self._frozen(), arrays)
 
     def update_model(self, state: TrainState) -> None:
         """Give the model the state's weights, in the model's own dtypes. They are copies."""

@@ -134,10 +134,10 @@ class Trainer:
             InvalidInputError: there are no data.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        state = self.state if self.state is not None else self._step.init(self.args.seed)
+        params = self.model.params if self.state is None else self.state.params
         total = weight = 0.0
         for rows in in_batches(dataset or [], self.args.eval_batch_size or self.args.train_batch_size):
-            metrics = self._step.evaluate(state, self._collate(rows))
+            metrics = self._step.evaluate(params, self._collate(rows))
             total += float(metrics["loss"]) * float(metrics["weight"])
             weight += float(metrics["weight"])
         if not weight:
