@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class Checkpoints:
         self.folder = (output_dir / _FOLDER).absolute()
         options = ocp.CheckpointManagerOptions(max_to_keep=limit, create=True, enable_async_checkpointing=True)
         handlers = {"state": ocp.StandardCheckpointHandler(), "run": ocp.JsonCheckpointHandler()}
-        with _as_hfax_error(self.folder):
+        with _writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
@@ -58,7 +59,7 @@ class Checkpoints:
         if step == self.latest():
             return
         args = ocp.args.Composite(state=ocp.args.StandardSave(_as_dict(state)), run=ocp.args.JsonSave(run))
-        with _as_hfax_error(self.folder):
+        with _writing(self.folder):
             self._manager.save(step, args=args)
 
     def restore(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
@@ -87,7 +88,7 @@ class Checkpoints:
         Raises:
             HfaxError: see `save`.
         """
-        with _as_hfax_error(self.folder):
+        with _writing(self.folder):
             self._manager.wait_until_finished()
 
     def close(self) -> None:
@@ -113,20 +114,18 @@ def _as_dict(state: TrainState) -> dict[str, Any]:
     return {"step": state.step, "params": state.params, "opt_state": state.opt_state, "key": state.key}
 
 
-class _as_hfax_error:
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, (OSError, ValueError, RuntimeError)) and not isinstance(error, jax.errors.JaxRuntimeError):
-            whole = [
-                int(path.name) for path in self._folder.glob("*") if path.name.isdigit()
-            ]  # others are being written
-            kept = f"That of step {max(whole)} is still there." if whole else "There is no earlier one."
-            raise HfaxError(
-                f"The checkpoint could not be written to {self._folder}.",
-                f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}",
-                f"{kept} Make room on the disk, or use another output_dir, and resume.",
-            ) from error
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Turns what orbax raises when it cannot write into hfax's word for it."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:
+        whole = [int(path.name) for path in folder.glob("*") if path.name.isdigit()]  # others are being written
+        kept = f"That of step {max(whole)} is still there." if whole else "There is no earlier one."
+        raise HfaxError(
+            f"The checkpoint could not be written to {folder}.",
+            f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}",
+            f"{kept} Make room on the disk, or use another output_dir, and resume.",
+        ) from error

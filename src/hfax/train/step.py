@@ -7,10 +7,11 @@ batches come from, and how often anything is saved, is not known here.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -113,6 +114,7 @@ class TrainStep:
 
         def make(weights: Params) -> TrainState:
             params = {name: array.astype(self._master) for name, array in weights.items()}
+            params = jax.tree.map(jnp.copy, params) if copy else params  # the model's own must outlive the state
             return TrainState(
                 step=jnp.zeros((), jnp.int32),
                 params=params,
@@ -422,18 +424,16 @@ def _shapes(arrays: list[Any]) -> str:
     return repr([(tuple(a.shape), str(a.dtype)) for a in arrays])
 
 
-class _explaining:
+@contextlib.contextmanager
+def _explaining(what: str) -> Iterator[None]:
     """Turns XLA's word for a full memory into hfax's."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
-            raise OutOfMemoryError(
-                f"There is no memory for {self._what}.",
-                str(error).splitlines()[0],
-                "Use smaller batches with gradient_accumulation_steps, remat=True, an adapter, or more devices on fsdp.",
-            ) from error
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise OutOfMemoryError(
+            f"There is no memory for {what}.",
+            str(error).splitlines()[0],
+            "Use smaller batches with gradient_accumulation_steps, remat=True, an adapter, or more devices on fsdp.",
+        ) from error
