@@ -139,3 +139,20 @@ def test_a_model_is_moved_over_a_mesh_by_the_step():
     ids = IDS[0]
     _, metrics = step(step.init(), {"input_ids": ids, "labels": ids})
     assert np.isfinite(float(metrics["loss"]))
+
+
+def test_a_module_of_nnx_says_how_its_parameters_are_split():
+    from flax import nnx
+
+    from hfax import to_nnx
+
+    model = AutoModelForTPU.from_config(CONFIGS["llama"], parallelism={"fsdp": 2, "tensor": 4})
+    module = to_nnx(model)
+    specs = dict(nnx.to_flat_state(nnx.get_partition_spec(nnx.state(module, nnx.Param))))
+    plan = model.sharding_plan()
+    for path, spec in specs.items():
+        name = ".".join(map(str, path))
+        found = spec.get_value() if isinstance(spec, nnx.Variable) else spec
+        assert found == plan.weights[name].spec, name
+    logits = nnx.jit(lambda m: m(input_ids=IDS[0]).logits)(module)
+    np.testing.assert_allclose(np.asarray(logits), np.asarray(model(input_ids=IDS[0]).logits), atol=1e-4)
