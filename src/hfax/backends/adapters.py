@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from hfax.backends.forwards import forwards_replaced
+
 LORA_A, LORA_B, SCALING, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_scaling", "lora_magnitude_vector.weight"
 EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
 PARTS = (LORA_A, LORA_B, SCALING, MAGNITUDE, EMBEDDING_A, EMBEDDING_B)
@@ -50,18 +52,13 @@ def adapted(
         dropout: of the adapters' inputs, in train mode.
     """
     layers = [(module.get_submodule(path), arrays) for path, arrays in adapters.items()]
-    before = [layer.__dict__.get("forward") for layer, _ in layers]
-    try:
-        for layer, arrays in layers:
-            make = _embedding if isinstance(layer, torch.nn.Embedding) else _linear
-            layer.__dict__["forward"] = make(layer, layer.forward, arrays, environment, dropout)
+
+    def run(layer: torch.nn.Module, arrays: Mapping[str, jax.Array]) -> Callable[..., Any]:
+        make = _embedding if isinstance(layer, torch.nn.Embedding) else _linear
+        return make(layer, layer.forward, arrays, environment, dropout)
+
+    with forwards_replaced((layer, run(layer, arrays)) for layer, arrays in layers):
         yield
-    finally:
-        for (layer, _), forward in zip(layers, before, strict=True):
-            if forward is None:
-                layer.__dict__.pop("forward", None)
-            else:
-                layer.__dict__["forward"] = forward
 
 
 def _linear(

@@ -22,6 +22,7 @@ from transformers import masking_utils, modeling_utils
 from transformers.integrations import moe
 
 from hfax.backends.adapters import adapted, split_adapters
+from hfax.backends.forwards import forwards_replaced
 from hfax.backends.geometry import HostArray
 from hfax.backends.training import Training, in_train_mode, rematerialised
 from hfax.errors import UnsupportedModelError
@@ -199,18 +200,12 @@ def _named_scopes(module: torch.nn.Module) -> Iterator[None]:
         return run
 
     parts = {path: part for path, part in module.named_modules() if path}
-    before = {path: part.__dict__.get("forward") for path, part in parts.items()}
-    try:
-        for path, part in parts.items():
-            is_layer = isinstance(parts.get(path.rpartition(".")[0]), torch.nn.ModuleList)
-            part.__dict__["forward"] = scoped(_name_in_its_caller(path, parts), is_layer, part.forward)
+    named = []
+    for path, part in parts.items():
+        is_layer = isinstance(parts.get(path.rpartition(".")[0]), torch.nn.ModuleList)
+        named.append((part, scoped(_name_in_its_caller(path, parts), is_layer, part.forward)))
+    with forwards_replaced(named):
         yield
-    finally:
-        for path, part in parts.items():
-            if before[path] is None:
-                del part.__dict__["forward"]
-            else:
-                part.__dict__["forward"] = before[path]
 
 
 def _computed_before(hidden: torch.Tensor) -> torch.Tensor:

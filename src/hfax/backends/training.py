@@ -16,6 +16,7 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.output_capturing import _active_collector
 
+from hfax.backends.forwards import forwards_replaced
 from hfax.backends.structure import flatten, unflatten
 from hfax.errors import UnsupportedModelError, UnsupportedOptionError
 from hfax.patches.control_flow import collecting_checks, merge_checks
@@ -98,17 +99,8 @@ def rematerialised(module: torch.nn.Module, environment: Any) -> Iterator[None]:
             "transformers marks them by the class GradientCheckpointingLayer.",
             "Leave gradient checkpointing out.",
         )
-    before = [layer.__dict__.get("forward") for layer in layers]
-    try:
-        for layer in layers:
-            layer.__dict__["forward"] = _checkpointed(layer.forward, environment)
+    with forwards_replaced((layer, _checkpointed(layer.forward, environment)) for layer in layers):
         yield
-    finally:
-        for layer, forward in zip(layers, before, strict=True):
-            if forward is None:
-                del layer.__dict__["forward"]
-            else:
-                layer.__dict__["forward"] = forward
 
 
 def _checkpointed(forward: Callable[..., Any], environment: Any) -> Callable[..., Any]:
