@@ -297,18 +297,16 @@ class TrainStep:
         return TrainState(step=step, params=params, opt_state=opt_state, key=key)  # pyright: ignore[reportArgumentType]
 
     def _state_shardings(self) -> Any:
-        """Arrays of the optimizer that are shaped as a weight lie as that weight does."""
+        """Arrays of the optimizer that stand under a weight's name, shaped as it is, lie as that weight does."""
         shapes: Any = self._state_shapes()
         whole: Any = self._layout.replicated
         own: Any = self._split
-        like = {name: (array.shape, own[name]) for name, array in shapes.params.items()}
 
-        def place(array: Any, of: Any) -> Sharding:
-            return of[1] if array.shape == of[0] else whole
+        def place(path: Any, array: Any) -> Any:
+            name = getattr(path[-1], "key", None) if path else None
+            return own[name] if name in own and array.shape == shapes.params[name].shape else whole
 
-        opt_state = optax.tree_utils.tree_map_params(
-            self._optimizer, place, shapes.opt_state, like, transform_non_params=lambda _: whole, is_leaf=_is_pair
-        )
+        opt_state = jax.tree_util.tree_map_with_path(place, shapes.opt_state)
         return TrainState(step=whole, params=own, opt_state=opt_state, key=whole)
 
     def _program(self, structure: Any, state: TrainState, arrays: list[Any]) -> Any:
@@ -414,10 +412,6 @@ def choose_trainable(params: Mapping[str, Any], trainable: Trainable) -> tuple[s
             "Train an adapter (model.add_adapter) beside quantized weights, or load the model without quantization.",
         )
     return tuple(chosen)
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Sharding)
 
 
 def _shapes(arrays: list[Any]) -> str:
