@@ -15,8 +15,7 @@ from transformers import AutoTokenizer
 
 from hfax import AutoModelForTPU, Engine, EngineConfig
 from hfax.server.app import make_app
-from hfax.server.chat import ChatTemplate
-from hfax.server.served import Loaded, Served, read_defaults
+from hfax.server.served import Loaded, Served, load_writer
 from hfax.server.settings import Settings
 
 
@@ -83,16 +82,8 @@ def loader(demo, template: str | None = None, **config) -> Callable[..., Loaded]
 
     def load(on_step) -> Loaded:
         options = {"max_num_seqs": 8, "max_model_len": 512, "max_num_batched_tokens": 128, "max_waiting": 16, **config}
-        engine = Engine(model, tokenizer, EngineConfig(**options), on_step=on_step)
-        defaults, most = read_defaults(model.generation_config)
-        engine.warm_up()
-        return Loaded(
-            tokenizer=tokenizer,
-            template=ChatTemplate(tokenizer, None, template),
-            engine=engine,
-            embedder=None,
-            defaults=defaults,
-            max_new_tokens=most,
+        return load_writer(
+            model, tokenizer, EngineConfig(**options), processor=None, chat_template=template, on_step=on_step
         )
 
     return load

@@ -93,7 +93,7 @@ def plan(
             for each in make_plans(
                 model,
                 config,
-                [part.strip() for part in machines.split(",") if part.strip()],
+                _names(machines),
                 batches=positive_numbers("--batch", batch),
                 context=context,
                 prompt=prompt or None,
@@ -102,15 +102,26 @@ def plan(
                 compiles=not no_compile,
             ):
                 plans.append(each)
-        text = json.dumps({"plans": [dataclasses.asdict(p) for p in plans], "assumptions": ASSUMPTIONS}, indent=2)
-        if json_file is not None:
-            json_file.write_text(text + "\n")
+        text = _as_json(plans, ASSUMPTIONS, json_file)
         if plot is not None:
             _draw(plans, plot)
         if json_output:
             typer.echo(text)
         else:
             _print(plans, ASSUMPTIONS)
+
+
+def _names(text: str) -> list[str]:
+    """Of a list with commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _as_json(plans: list[Any], assumptions: str, json_file: Path | None) -> str:
+    """The plans as JSON, written to the file too, if one was named."""
+    text = json.dumps({"plans": [dataclasses.asdict(p) for p in plans], "assumptions": assumptions}, indent=2)
+    if json_file is not None:
+        json_file.write_text(text + "\n")
+    return text
 
 
 def _plan_training(
@@ -135,16 +146,14 @@ def _plan_training(
             plans += make_train_plans(
                 model,
                 config,
-                [part.strip() for part in machines.split(",") if part.strip()],
+                _names(machines),
                 kinds=[part.strip() for part in kinds.split(",")],  # pyright: ignore[reportArgumentType]
                 rows=count,
                 length=length,
                 mesh=mesh,
                 compiles=compiles,
             )
-    text = json.dumps({"plans": [dataclasses.asdict(p) for p in plans], "assumptions": ASSUMPTIONS}, indent=2)
-    if json_file is not None:
-        json_file.write_text(text + "\n")
+    text = _as_json(plans, ASSUMPTIONS, json_file)
     if json_output:
         typer.echo(text)
         return

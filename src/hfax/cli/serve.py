@@ -262,10 +262,10 @@ def _load(
     on_step: Callable[[float, int], None],
 ) -> Loaded:
     """The model, its programs made."""
-    from hfax.engine.engine import Engine, EngineConfig
+    from hfax.engine.engine import EngineConfig
     from hfax.server.chat import ChatTemplate
     from hfax.server.embeddings import Embedder
-    from hfax.server.served import Loaded, read_defaults
+    from hfax.server.served import Loaded, load_writer
 
     checkpoint = model_options.open_checkpoint(options)
     tokenizer = checkpoint.load_tokenizer()
@@ -278,17 +278,13 @@ def _load(
         return Loaded(
             tokenizer=tokenizer, template=found, engine=None, embedder=embedder, defaults={}, max_new_tokens=None
         )
-    model = checkpoint.load_model()
-    engine = Engine(model, tokenizer, EngineConfig(**engine_options), on_step=on_step)
-    defaults, most = read_defaults(model.generation_config)
-    engine.warm_up()
-    return Loaded(
-        tokenizer=tokenizer,
-        template=ChatTemplate(tokenizer, processor, chat_template),
-        engine=engine,
-        embedder=None,
-        defaults=defaults,
-        max_new_tokens=most,
+    return load_writer(
+        checkpoint.load_model(),
+        tokenizer,
+        EngineConfig(**engine_options),
+        processor=processor,
+        chat_template=chat_template,
+        on_step=on_step,
     )
 
 

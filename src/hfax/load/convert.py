@@ -106,28 +106,8 @@ def copy_companions(given: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def save_flax_arrays(folder: Path, arrays: Iterator[_Array]) -> None:
-    """Write a folder's Flax file, whole or not at all.
-
-    Raises:
-        HfaxError: the folder cannot be written, or the disk is full; what was there before stays.
-    """
-    scratch = folder / f".{uuid.uuid4().hex}.{FLAX_NAME}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_flax(scratch, arrays)
-        scratch.replace(folder / FLAX_NAME)
-    except OSError as error:
-        raise HfaxError(
-            f"The weights could not be written to {folder}.",
-            f"{type(error).__name__}: {error}",
-            "Check the path, its permissions and the free space. What was there before is still there.",
-        ) from error
-    finally:
-        scratch.unlink(missing_ok=True)
-
-
 def _save_flax(folder: Path, skeleton: Skeleton, store: TensorStore, targets: dict[str, str]) -> None:
+    """Write a folder's Flax file, whole or not at all."""
     paths = flax_paths(skeleton.module, targets)
     absent = unknown_to_flax(skeleton.module, set(targets.values()))
 
@@ -143,7 +123,19 @@ def _save_flax(folder: Path, skeleton: Skeleton, store: TensorStore, targets: di
 
             yield path, tuple(stored.shape[a] for a in order), stored.dtype, read
 
-    save_flax_arrays(folder, arrays())
+    scratch = folder / f".{uuid.uuid4().hex}.{FLAX_NAME}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_flax(scratch, arrays())
+        scratch.replace(folder / FLAX_NAME)
+    except OSError as error:
+        raise HfaxError(
+            f"The weights could not be written to {folder}.",
+            f"{type(error).__name__}: {error}",
+            "Check the path, its permissions and the free space. What was there before is still there.",
+        ) from error
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 class _Lazy:

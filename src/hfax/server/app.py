@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import importlib.resources
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -109,11 +110,7 @@ def _add_texts(app: FastAPI, served: Served) -> None:
         loaded, name = _begin(served, request, body.model, body.user), new_id("chatcmpl")
         served.require_engine()
         template = loaded.template
-
-        def fetch(url: str) -> Any:
-            return load_image(url, served.settings.image_hosts)
-
-        prompt = await served.in_thread(template.render, body, fetch, what="The chat template")
+        prompt = await served.in_thread(template.render, body, _fetch(served), what="The chat template")
         grammar = template.grammar(body)
         await served.compile_grammar(grammar)
         most = body.max_completion_tokens or body.max_tokens or loaded.max_new_tokens
@@ -180,12 +177,8 @@ def _add_tokens(app: FastAPI, served: Served) -> None:
         """Token ids of a text, or of a conversation."""
         loaded = _begin(served, request, body.model, None)
         if body.messages is not None:
-
-            def fetch(url: str) -> Any:
-                return load_image(url, served.settings.image_hosts)
-
             prompt = await served.in_thread(
-                loaded.template.render_messages, body.messages, fetch, what="The chat template"
+                loaded.template.render_messages, body.messages, _fetch(served), what="The chat template"
             )
             ids = prompt.token_ids
         else:
@@ -279,6 +272,11 @@ async def _in_background(function: Any, *args: Any) -> Any:
     from starlette.concurrency import run_in_threadpool
 
     return await run_in_threadpool(function, *args)
+
+
+def _fetch(served: Served) -> Callable[[str], Any]:
+    """Loads the image that a message names, as far as the server may."""
+    return lambda url: load_image(url, served.settings.image_hosts)
 
 
 def _prompts(given: Any) -> list[Any]:

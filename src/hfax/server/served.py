@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from hfax.engine.engine import Engine, Prompt, Request
+from hfax.engine.engine import Engine, EngineConfig, Prompt, Request
 from hfax.engine.outputs import Delta
 from hfax.engine.sampling_params import MAX_SUPPRESSED, Grammar, SamplingParams
 from hfax.server.chat import ChatTemplate
@@ -311,6 +311,38 @@ class Answer:
         """End what still runs."""
         for request in self.requests:
             request.abort()
+
+
+def load_writer(
+    model: Any,
+    tokenizer: Any,
+    engine_config: EngineConfig,
+    *,
+    processor: Any,
+    chat_template: str | None,
+    on_step: Callable[[float, int], None],
+) -> Loaded:
+    """A model that writes, with its engine ready.
+
+    Args:
+        model: of hfax.
+        tokenizer: its own.
+        engine_config: of the engine.
+        processor: of images; None: it reads none.
+        chat_template: in the place of the tokenizer's.
+        on_step: told of each of the engine's steps.
+    """
+    engine = Engine(model, tokenizer, engine_config, on_step=on_step)
+    defaults, most = read_defaults(model.generation_config)
+    engine.warm_up()
+    return Loaded(
+        tokenizer=tokenizer,
+        template=ChatTemplate(tokenizer, processor, chat_template),
+        engine=engine,
+        embedder=None,
+        defaults=defaults,
+        max_new_tokens=most,
+    )
 
 
 def read_defaults(generation_config: Any) -> tuple[dict[str, Any], int | None]:

@@ -41,7 +41,7 @@ class TrainingArguments:
         logging_steps: steps between lines of metrics.
         eval_steps: steps between evaluations; None: after each epoch, if there is data for it.
         save_steps: steps between checkpoints; None: at the end alone.
-        save_total_limit: checkpoints that are kept; the best one is kept beside them where there are evaluations.
+        save_total_limit: of the checkpoints the latest so many are kept; None: all.
         early_stopping_patience: evaluations without a lower loss after which training ends; None: never.
         seed: of the order of rows and of dropout.
         shuffle: rows of each epoch in an order of its own.
