@@ -359,13 +359,32 @@ def test_the_chat_page_writes_stops_and_loads_nothing_from_elsewhere(chromium):
         }
         expected = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
         assert page.text_content(".assistant") == expected
+        page.click("#clear")
+        body = {
+            "model": "demo",
+            "messages": [{"role": "user", "content": "again"}],
+            "temperature": 1.9,
+            "max_tokens": 450,
+            "seed": 1,
+        }
+        whole = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
         page.fill("#max_completion_tokens", "450")
         page.fill("#temperature", "1.9")
+        page.fill("#seed", "1")
         page.fill("#input", "again")
+        # 450 tokens take a fraction of a second: the page itself presses the button as text appears
+        page.evaluate(
+            """new MutationObserver((_, observer) => {
+                if (!document.querySelector('.assistant')?.textContent) return;
+                observer.disconnect();
+                document.getElementById('stop').click();
+            }).observe(document.getElementById('messages'), {childList: true, subtree: true, characterData: true})"""
+        )
         page.click("#send")
-        until(page, "document.querySelectorAll('.assistant')[1]?.textContent.length > 10")
-        page.click("#stop")
+        until(page, "/stopped/.test(document.querySelector('.note')?.textContent)")
         page.wait_for_selector("#send:not([hidden])")
+        written = page.text_content(".assistant")
+        assert whole.startswith(written) and 0 < len(written) < len(whole)
         deadline = time.monotonic() + 2
         while b'num_requests_running{model_name="demo"} 0.0' not in client.get("/metrics").content:
             assert time.monotonic() < deadline
