@@ -22,6 +22,8 @@ _MASKED = -1e30
 """Stands for minus infinity in scores: exp() of it is 0, and a row with nothing to see stays finite."""
 _MAX_SCORES_BYTES = 64 << 20
 """Larger matrices of scores are not made; their blocks are."""
+_MAX_MASK_BYTES = 64 << 20
+"""Larger masks are not made for the C++ kernel."""
 _QUERY_BLOCK, _KEY_BLOCK = 256, 512
 _KERNEL_QUERIES = 16
 """Up to so many queries attend to a long cache by the C++ kernel."""
@@ -113,7 +115,15 @@ def attention(
         sinks=sinks,
         dropout=dropout,
     )
-    if position_bias is not None or given is None or dropout is not None:
+    if position_bias is not None or dropout is not None:
+        return out, probabilities
+    if sinks is None and _fits_prompt_kernel(query, key, value, array):
+        target.choose("attention: C++ kernel, prompts")
+        seen = jnp.ones((), jnp.bool_) if array is None else array
+        seen = jnp.broadcast_to(seen, (*(seen.shape[:2] or (1, 1)), query.shape[2], key.shape[2]))
+        by_token = target.is_differentiated()
+        return calls.prompt_attention(query, key, value, seen, scale, softcap, by_token), probabilities
+    if given is None:
         return out, probabilities
     if given.causal is not None and sinks is None and target.is_for("tpu"):
         on_tpu = _on_tpu(query, key, value, given.causal, pages, scale=scale, softcap=softcap)
@@ -169,6 +179,17 @@ def _on_tpu(
         is_real = jnp.ones((query.shape[0], query.shape[2]), jnp.int32) if mask.is_real is None else mask.is_real
         return kernels.splash_attention(query, key, value, is_real, **options)
     return None
+
+
+def _fits_prompt_kernel(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> bool:
+    """Whether `calls.prompt_attention` takes these, and the mask is small enough to be made."""
+    if not (query.dtype == key.dtype == value.dtype == jnp.bfloat16) or query.shape[2] <= _KERNEL_QUERIES:
+        return False
+    if mask is not None and (mask.dtype != jnp.bool_ or mask.ndim != 4 or mask.shape[3] != key.shape[2]):
+        return False
+    batch, heads = (1, 1) if mask is None else mask.shape[:2]
+    is_small = batch * heads * query.shape[2] * key.shape[2] <= _MAX_MASK_BYTES
+    return query.shape[0] == key.shape[0] == value.shape[0] and is_small and library.has_matmul()
 
 
 def _has_kernel(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> bool:

@@ -36,7 +36,8 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
         return jnp.matmul(x, weight, preferred_element_type=dtype) if bias is None else jnp.matmul(x, weight) + bias
     rows = math.prod(x.shape[:-1])
     if target.is_differentiated() and dtype in (jnp.bfloat16, jnp.float16):
-        target.choose("linear: XLA's matrix products, float32 accumulation, gradients in the weight's dtype")
+        whose = "C++ kernel" if dtype == jnp.bfloat16 and library.has_matmul() else "XLA's matrix products"
+        target.choose(f"linear: {whose}, float32 accumulation, gradients in the weight's dtype")
         out = _with_gradients(x.reshape(rows, -1).astype(dtype), weight.astype(dtype)).reshape(*x.shape[:-1], -1)
         return out if bias is None else out + bias.astype(dtype)
     if has_kernel(rows, x, weight):
@@ -84,17 +85,19 @@ def _forward(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, tuple[jax.Arra
 
 def _backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, weight = kept
-    turned = gradient.T
-    if target.is_for("cpu"):  # XLA is three times slower with both operands turned (docs/performance.md)
-        turned = jax.lax.optimization_barrier(turned)
-    return _product(gradient, weight, 1, 0), _product(turned, x, 1, 0)
+    return _product(gradient, weight, 1, 0), _product(gradient, x, 0, 0)
 
 
 _with_gradients.defvjp(_forward, _backward)
 
 
 def _product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
-    """Summed over one axis of each in float32."""
+    """Summed over one axis of each in float32.
+
+    XLA's CPU compiler has fast products of bfloat16 only where neither matrix must be turned, and only with float32 results.
+    """
+    if a.dtype == jnp.bfloat16 and library.has_matmul():
+        return calls.matmul(a, b, turn_a=a_axis == 0, turn_b=b_axis == 0, out_dtype=a.dtype)
     out = jax.lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())), preferred_element_type=jnp.float32)
     return out.astype(a.dtype)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
 import jax
@@ -10,7 +12,8 @@ import numpy as np
 import torch
 from torch.utils._mode_utils import no_dispatch
 
-from hfax.kernels import quantized
+from hfax.kernels import norms, quantized
+from hfax.kernels import target as where
 from hfax.kernels.linear import linear
 from hfax.patches.patch import OpPatch, Patch
 from hfax.sharding.constraints import split_by_rows
@@ -45,11 +48,66 @@ def embedding(
         raise NotImplementedError("embedding with max_norm has no lowering")
     if isinstance(weight, quantized.QuantizedArray):
         return weight.rows(input)
-    rows = jnp.take(weight, input, axis=0, mode="clip")
+    rows = (_rows_with_gradient if where.is_differentiated() else _rows)(weight, input)
     if padding_idx is None:
         return rows
     is_padding = input == padding_idx % weight.shape[0]
     return jnp.where(is_padding[..., None], jax.lax.stop_gradient(rows), rows)
+
+
+def _rows(weight: jax.Array, index: jax.Array) -> jax.Array:
+    return jnp.take(weight, index, axis=0, mode="clip")
+
+
+@jax.custom_vjp
+def _rows_with_gradient(weight: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows of a table. Zeros for the table's gradient are made when it is known, not kept from the step's begin on."""
+    return _rows(weight, index)
+
+
+def _rows_forward(weight: jax.Array, index: jax.Array) -> tuple[jax.Array, Any]:
+    return _rows(weight, index), (weight, index)
+
+
+def _rows_backward(kept: Any, gradient: jax.Array) -> tuple[jax.Array, None]:
+    weight, index = kept
+    zero, gradient = jax.lax.optimization_barrier((jnp.zeros((), gradient.dtype), gradient))
+    places = jnp.clip(index, 0, weight.shape[0] - 1)
+    return jnp.broadcast_to(zero, weight.shape).at[places].add(gradient).astype(weight.dtype), None
+
+
+_rows_with_gradient.defvjp(_rows_forward, _rows_backward)
+
+
+def rms_norm(
+    input: jax.Array, normalized_shape: Any, weight: jax.Array | None = None, eps: float | None = None
+) -> jax.Array:
+    """torch's `rms_norm` over the last axes, in float32; `eps` is the input dtype's own if it is not given."""
+    eps = float(jnp.finfo(input.dtype).eps) if eps is None else eps
+    width = math.prod(normalized_shape)
+    scale = jnp.ones((width,), input.dtype) if weight is None else weight.reshape(width)
+    dtype = jnp.result_type(input.dtype, scale.dtype)
+    return norms.rms_norm(input.reshape(-1, width), scale, eps).astype(dtype).reshape(input.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _rolled(x: jax.Array, shifts: tuple[int, ...], dims: tuple[int, ...]) -> jax.Array:
+    return jnp.roll(x, shifts, dims)
+
+
+def _rolled_back(shifts: tuple[int, ...], dims: tuple[int, ...], _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (jnp.roll(gradient, tuple(-shift for shift in shifts), dims),)
+
+
+_rolled.defvjp(lambda x, shifts, dims: (_rolled(x, shifts, dims), None), _rolled_back)
+
+
+def roll(input: jax.Array, shifts: Any, dims: Any = None) -> jax.Array:
+    """torch's `roll`; its gradient is a roll too, where JAX's own pads and adds."""
+    one = lambda value: (value,) if isinstance(value, int) else tuple(value)  # noqa: E731
+    if dims is None or not one(dims):
+        return _rolled(input.reshape(-1), one(shifts), (0,)).reshape(input.shape)
+    return _rolled(input, one(shifts), one(dims))
 
 
 def cross_entropy(
@@ -81,17 +139,16 @@ def cross_entropy(
         raise NotImplementedError("cross_entropy with size_average or reduce has no lowering")
     axis = 1 if input.ndim > 1 else 0
     classes = input.shape[axis]
-    total = jax.nn.logsumexp(input, axis=axis)
     weights = jnp.ones((classes,), input.dtype) if weight is None else weight
     across = weights.reshape((1, classes, *[1] * (input.ndim - 2)) if axis else (classes,))
+    total = jax.nn.logsumexp(input, axis=axis)
     if target.shape == input.shape and jnp.issubdtype(target.dtype, jnp.floating):
         wanted = target * (1 - label_smoothing) + label_smoothing / classes
         losses = (wanted * across * (jnp.expand_dims(total, axis) - input)).sum(axis=axis)
         count: Any = losses.size
     else:
         counts = target != ignore_index
-        is_target = jnp.expand_dims(target, axis) == jax.lax.broadcasted_iota(jnp.int32, input.shape, axis)
-        losses = total - jnp.where(is_target, input, 0).sum(axis=axis)
+        losses = _losses_of_classes(axis, input, target)
         own = jnp.where(counts, 1.0 if weight is None else weights[jnp.where(counts, target, 0)], 0.0)
         losses = losses * own
         if label_smoothing:
@@ -106,6 +163,40 @@ def cross_entropy(
     count = jnp.asarray(count).astype(losses.dtype)
     mean = losses.sum() / jnp.where(count == 0, 1, count)
     return jnp.where(count == 0, jnp.nan, mean)  # as torch has it where nothing counts; the gradient is 0
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _losses_of_classes(axis: int, logits: jax.Array, target: jax.Array) -> jax.Array:
+    """The negative logarithm of each target's probability; 0 is picked for targets that are no class.
+
+    Its gradient is one pass over the logits, which alone are kept for it.
+    """
+    return _losses_forward(axis, logits, target)[0]
+
+
+def _losses_forward(axis: int, logits: jax.Array, target: jax.Array) -> tuple[jax.Array, Any]:
+    total = jax.nn.logsumexp(logits, axis=axis)
+    if where.mesh() is None:  # over a mesh, whose devices may each have a part of the classes, only by comparing
+        is_class = (target >= 0) & (target < logits.shape[axis])
+        index = jnp.expand_dims(jnp.where(is_class, target, 0), axis)
+        picked = jnp.where(is_class, jnp.take_along_axis(logits, index, axis).squeeze(axis), 0)
+    else:
+        picked = jnp.where(_is_target(axis, logits, target), logits, 0).sum(axis=axis)
+    return total - picked, (logits, target, total)
+
+
+def _losses_backward(axis: int, kept: Any, gradient: jax.Array) -> tuple[jax.Array, None]:
+    logits, target, total = kept
+    probabilities = jnp.exp(logits - jnp.expand_dims(total, axis))
+    wanted = _is_target(axis, logits, target).astype(logits.dtype)
+    return (probabilities - wanted) * jnp.expand_dims(gradient, axis), None
+
+
+_losses_of_classes.defvjp(_losses_forward, _losses_backward)
+
+
+def _is_target(axis: int, logits: jax.Array, target: jax.Array) -> jax.Array:
+    return jnp.expand_dims(target, axis) == jax.lax.broadcasted_iota(jnp.int32, logits.shape, axis)
 
 
 def interpolate(
@@ -232,6 +323,18 @@ PATCHES: list[Patch] = [
         why="torchax picks each target's logit by an index, whose gradient is a scatter: a tenth of a step of training on CPU",
         ops=("torch.nn.functional.cross_entropy",),
         lower=cross_entropy,
+    ),
+    OpPatch(
+        name="rms-norm",
+        why="of torch's own steps JAX makes a gradient that keeps float32 copies and adds up rows slowly on CPU",
+        ops=("torch.nn.functional.rms_norm", "aten.rms_norm"),
+        lower=rms_norm,
+    ),
+    OpPatch(
+        name="roll",
+        why="the gradient of torchax's form pads and adds",
+        ops=("torch.roll", "aten.roll"),
+        lower=roll,
     ),
     OpPatch(
         name="interpolate",

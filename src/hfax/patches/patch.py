@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.metadata
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -82,32 +83,40 @@ class FunctionPatch(Patch):
     """A replaced function of a module, or method of a class.
 
     Args:
-        target: "package.module:function" or "package.module:Class.method".
+        target: "package.module:function" or "package.module:Class.method"; "*:function" for the function of that name in every
+            module that defines a class of the model.
         make: gets the original and returns what stands for it.
         model_types: the models that it is for; empty: all.
+        only_if: a further condition on the function.
     """
 
     kind: ClassVar[str] = "function"
     target: str
     make: Callable[[Callable[..., Any]], Callable[..., Any]]
     model_types: tuple[str, ...] = ()
+    only_if: Callable[[Any], bool] = lambda function: True
 
     def applies_to(self) -> str:
         """The function."""
         return self.target
 
     def matches(self, module: torch.nn.Module) -> bool:
-        """Whether the model is of one of the types, and the function's module exists."""
+        """Whether the model is of one of the types."""
         return not self.model_types or bool(set(self.model_types) & model_types_of(module))
 
-    def owner(self) -> tuple[Any, str]:
-        """The object that holds the function, and its name there."""
+    def owners(self, module: torch.nn.Module) -> list[tuple[Any, str]]:
+        """The objects that hold the function for this model, and its name there."""
         module_name, _, path = self.target.partition(":")
         *classes, name = path.split(".")
+        if module_name == "*":
+            holders = {
+                id(m): m for part in module.modules() if (m := sys.modules.get(type(part).__module__)) is not None
+            }
+            return [(m, name) for m in holders.values() if name in vars(m) and self.only_if(getattr(m, name))]
         holder: Any = importlib.import_module(module_name)
         for part in classes:
             holder = getattr(holder, part)
-        return holder, name
+        return [(holder, name)] if self.only_if(getattr(holder, name)) else []
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +124,7 @@ class ForwardPatch(Patch):
     """A replaced forward (or other method) of some of a model's modules.
 
     Args:
-        classes: names of the modules' classes, or of a base class of theirs.
+        classes: names of the modules' classes, or of a base class of theirs; empty: `only_if` alone decides.
         make: gets the module and its own method, returns what is called instead.
         method: which method.
         only_if: a further condition on the module.
@@ -129,6 +138,8 @@ class ForwardPatch(Patch):
 
     def applies_to(self) -> str:
         """The classes and the method."""
+        if not self.classes:
+            return f"{self.method} of modules known by their source"
         return ", ".join(f"{c}.{self.method}" for c in self.classes)
 
     def matches(self, module: torch.nn.Module) -> bool:
@@ -138,7 +149,11 @@ class ForwardPatch(Patch):
     def fits(self, module: torch.nn.Module) -> bool:
         """Whether it concerns this one module."""
         names = {cls.__name__ for cls in type(module).__mro__}
-        return bool(names & set(self.classes)) and hasattr(module, self.method) and self.only_if(module)
+        return (
+            bool(not self.classes or names & set(self.classes))
+            and hasattr(module, self.method)
+            and self.only_if(module)
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

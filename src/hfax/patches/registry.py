@@ -28,8 +28,8 @@ from hfax.patches.patch import ForwardPatch, FunctionPatch, InputPatch, OpPatch,
 logger = logging.getLogger(__name__)
 
 ENTRY_POINT = "hfax.patches"
-_FAMILIES = ("ops", "attention", "masks", "experts", "control_flow", "images", "indexers", "torch_xla")
-_OF_JAX = ("ops", "attention", "control_flow", "images")
+_FAMILIES = ("ops", "attention", "masks", "experts", "control_flow", "images", "indexers", "training", "torch_xla")
+_OF_JAX = ("ops", "attention", "control_flow", "images", "training")
 """Those that import JAX; nothing else asks for them."""
 
 _lock = threading.RLock()
@@ -114,7 +114,8 @@ def patched(module: torch.nn.Module, backend: str = "jax") -> Iterator[set[str]]
     with contextlib.ExitStack() as stack:
         for patch in all_patches(backend):
             if isinstance(patch, FunctionPatch) and patch.matches(module):
-                stack.enter_context(_function_in_force(patch, used))
+                for holder, name in patch.owners(module):
+                    stack.enter_context(_function_in_force(patch, holder, name, used))
         forwards = [p for p in all_patches(backend) if isinstance(p, ForwardPatch)]
         for part in module.modules():
             for patch in forwards:
@@ -151,8 +152,7 @@ _inherited: dict[tuple[int, str], bool] = {}
 
 
 @contextlib.contextmanager
-def _function_in_force(patch: FunctionPatch, used: set[str]) -> Iterator[None]:
-    holder, name = patch.owner()
+def _function_in_force(patch: FunctionPatch, holder: Any, name: str, used: set[str]) -> Iterator[None]:
     key = (id(holder), name)
     with _lock:
         if key not in _installed:

@@ -30,15 +30,14 @@ from hfax.mesh import batch_axes
 from hfax.model import JaxModel
 from hfax.phases import phase
 from hfax.train.losses import Apply, Loss, count_of_labels, models_own_loss
+from hfax.train.updates import apply_optimizer
 
 Params = dict[str, jax.Array]
 Trainable = Callable[[str], bool] | Iterable[str] | None
 Metrics = dict[str, jax.Array]
 
 
-_CPU_REMAT_OPTIONS: dict[str, str | bool] = {
-    "xla_disable_hlo_passes": "optimization-barrier-expander,cse_barrier_expander"
-}
+_CPU_OPTIONS: dict[str, str | bool] = {"xla_disable_hlo_passes": "optimization-barrier-expander,cse_barrier_expander"}
 """XLA's CPU compiler otherwise removes the barriers of `jax.checkpoint` early and computes all layers again at once: a third more
 operations, and no less memory (docs/performance.md)."""
 
@@ -197,15 +196,8 @@ class TrainStep:
         grads, metrics = self._gradients(structure, state.params, frozen, own, arrays)
         norm = optax.tree.norm(grads)
         is_finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
-        updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        keep = functools.partial(jnp.where, is_finite)
-        new = TrainState(
-            step=state.step + 1,
-            params=jax.tree.map(keep, params, state.params),
-            opt_state=jax.tree.map(keep, opt_state, state.opt_state),
-            key=jax.random.key_data(following),
-        )
+        params, opt_state = apply_optimizer(self._optimizer, grads, state.opt_state, state.params, is_finite)
+        new = TrainState(step=state.step + 1, params=params, opt_state=opt_state, key=jax.random.key_data(following))
         return new, {**metrics, "grad_norm": norm, "is_finite": is_finite}
 
     def _gradients(
@@ -322,8 +314,7 @@ class TrainStep:
         with phase("trace", name), compiling_for(device, mesh=mesh, pages=False, is_differentiated=True):
             lowered = function.lower(*args)
         with phase("compile", name), _explaining(f"the program of {name}"):
-            is_remat_on_cpu = self._remat and device.platform == "cpu"
-            return lowered.compile(compiler_options=_CPU_REMAT_OPTIONS if is_remat_on_cpu else None)
+            return lowered.compile(compiler_options=_CPU_OPTIONS if device.platform == "cpu" else None)
 
 
 def make_train_step(

@@ -1,6 +1,10 @@
-"""The C++ kernels as JAX functions. They cannot be differentiated or batched: they are for programs that are compiled next."""
+"""The C++ kernels as JAX functions. They cannot be batched, and but for one not be differentiated: they are for programs that are
+compiled next."""
 
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +24,23 @@ def linear(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
     """
     shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), out_dtype)
     return jax.ffi.ffi_call("hfax_linear", shape)(x, weight)
+
+
+def matmul(a: jax.Array, b: jax.Array, *, turn_a: bool, turn_b: bool, out_dtype: jnp.dtype) -> jax.Array:
+    """`a @ b.T` of large bfloat16 matrices with float32 accumulation; where `library.has_matmul`.
+
+    Args:
+        a: [rows, summed], or [summed, rows] with `turn_a`.
+        b: [columns, summed], or [summed, columns] with `turn_b`.
+        turn_a: which axis of `a` is summed.
+        turn_b: which axis of `b` is summed.
+        out_dtype: float32 or bfloat16.
+
+    Returns:
+        [rows, columns].
+    """
+    shape = jax.ShapeDtypeStruct((a.shape[1 if turn_a else 0], b.shape[1 if turn_b else 0]), out_dtype)
+    return jax.ffi.ffi_call("hfax_matmul", shape)(a, b, turn_a=turn_a, turn_b=turn_b)
 
 
 def linear_int8(x: jax.Array, weight: jax.Array, scale: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
@@ -94,6 +115,64 @@ def decode_attention(
     return jax.ffi.ffi_call("hfax_decode_attention", shape)(
         query, key, value, mask, extra, scale=np.float32(scale), softcap=np.float32(softcap or 0.0)
     )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def prompt_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array,
+    scale: float,
+    softcap: float | None,
+    by_token: bool,
+) -> jax.Array:
+    """Attention of many bfloat16 queries, without a matrix of scores in memory; where `library.has_matmul`. It has gradients.
+
+    Args:
+        query: [batch, heads, queries, head_dim] bfloat16, as key and value are.
+        key: [batch, kv_heads, keys, head_dim].
+        value: [batch, kv_heads, keys, value_dim].
+        mask: [batch | 1, heads | 1, queries, keys] bool.
+        scale: multiplies the scores.
+        softcap: bounds them, see `hfax.kernels.attention`.
+        by_token: the kernel gets the arrays as [batch, tokens, heads, dim]: so they come from layers, not from caches.
+
+    Returns:
+        [batch, queries, heads, value_dim]; 0 where a query sees nothing.
+    """
+    return _prompt_attention(query, key, value, mask, scale, softcap, by_token)[0]
+
+
+def _prompt_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array,
+    scale: float,
+    softcap: float | None,
+    by_token: bool,
+) -> tuple[jax.Array, Any]:
+    batch, heads, queries, _ = query.shape
+    out = jax.ShapeDtypeStruct((batch, queries, heads, value.shape[-1]), query.dtype)
+    call = jax.ffi.ffi_call("hfax_prompt_attention", (out, jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32)))
+    arrays = [x.swapaxes(1, 2) if by_token else x for x in (query, key, value)]
+    options = {"scale": np.float32(scale), "softcap": np.float32(softcap or 0.0), "by_token": by_token}
+    found, sums = call(*arrays, mask, **options)
+    return found, (arrays, mask, found, sums)
+
+
+def _prompt_attention_gradients(
+    scale: float, softcap: float | None, by_token: bool, kept: Any, gradient: jax.Array
+) -> Any:
+    arrays, *others = kept
+    call = jax.ffi.ffi_call("hfax_prompt_attention_gradients", [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays])
+    options = {"scale": np.float32(scale), "softcap": np.float32(softcap or 0.0), "by_token": by_token}
+    found = call(*arrays, *others, gradient, **options)
+    return (*(x.swapaxes(1, 2) if by_token else x for x in found), None)
+
+
+prompt_attention.defvjp(_prompt_attention, _prompt_attention_gradients)
 
 
 def cache_write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:

@@ -5,121 +5,16 @@
 // Everything here is written with the compiler's portable vectors of 16 floats; where the processor multiplies pairs of bfloat16
 // itself, that is used. Each function is an XLA FFI handler; calls.py says what its buffers are.
 
-#include <atomic>
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
-#include <memory>
-#include <type_traits>
-#include <vector>
-
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
-
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
+#include "common.h"
+#include "matmul.h"
+#include "prompt_attention.h"
 
 namespace {
 
-constexpr int64_t kLanes = 16;
 constexpr int64_t kChunkBytes = 256 << 10;  // of weights that a thread takes at a time
 constexpr int64_t kFewRows = 16;           // of x; up to so many, a row's sums are added in the same order however many there are
 constexpr int64_t kColumnBlock = 4;        // rows of the weight that a piece of work has a multiple of
 constexpr int64_t kPrefetch = 4096;        // bytes ahead
-
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32), aligned(2)));
-typedef int8_t Bytes __attribute__((vector_size(16), aligned(1)));
-typedef float UnalignedFloats __attribute__((vector_size(64), aligned(4)));
-
-struct Bf16 {
-  uint16_t bits;
-};
-
-inline Floats load(const float* p) { return *reinterpret_cast<const UnalignedFloats*>(p); }
-
-inline Floats load(const Bf16* p) {
-  Halves half = *reinterpret_cast<const Halves*>(p);
-  Words wide = __builtin_convertvector(half, Words) << 16;
-  return reinterpret_cast<Floats&>(wide);
-}
-
-inline Floats load(const int8_t* p) {
-  const Bytes bytes = *reinterpret_cast<const Bytes*>(p);
-  return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
-}
-
-inline float to_float(float value) { return value; }
-
-inline float to_float(Bf16 value) {
-  uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
-  float out;
-  std::memcpy(&out, &bits, 4);
-  return out;
-}
-
-inline void store(float value, float* out) { *out = value; }
-
-// Rounds to the nearest, ties to even; what is not a number stays so.
-inline void store(float value, Bf16* out) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  if (std::isnan(value)) {
-    out->bits = static_cast<uint16_t>((bits >> 16) | 0x40);
-  } else {
-    out->bits = static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-  }
-}
-
-inline float total(Floats v) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_add_ps(v);
-#else
-  float sum = 0;
-  for (int i = 0; i < kLanes; ++i) sum += v[i];
-  return sum;
-#endif
-}
-
-// ---------------------------------------------------------------------------------------------------------------- threads
-
-struct Shared {
-  std::atomic<int64_t> next{0}, done{0};
-};
-
-// Does `work(piece)` for every piece, piece by piece on the calling thread and on whichever threads of XLA's pool come to help. A
-// helper that comes when all is taken finds nothing to do, so nobody waits for a thread that has not started.
-template <typename Work>
-void parallel(ffi::ThreadPool& pool, int64_t pieces, const Work& work) {
-  const int64_t helpers = std::min<int64_t>(pool.num_threads(), pieces) - 1;
-  if (helpers < 1) {
-    for (int64_t i = 0; i < pieces; ++i) work(i);
-    return;
-  }
-  auto shared = std::make_shared<Shared>();
-  const Work* body = &work;  // alive until every piece is done
-  auto run = [shared, body, pieces]() {
-    for (;;) {
-      const int64_t piece = shared->next.fetch_add(1, std::memory_order_relaxed);
-      if (piece >= pieces) return;
-      (*body)(piece);
-      shared->done.fetch_add(1, std::memory_order_acq_rel);
-    }
-  };
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule(decltype(run)(run));
-  run();
-  while (shared->done.load(std::memory_order_acquire) < pieces) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-  }
-}
 
 // ----------------------------------------------------------------------------------------------------------------- linear
 
@@ -722,24 +617,6 @@ ffi::Error linear_experts_int4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buff
 
 constexpr int64_t kKeyBlock = 64;
 
-// e to the power of each, for numbers of at most 0; below -87 it is 0. The error is that of float32's last bit.
-inline Floats exponential(Floats x) {
-  const Floats clamped = x < -87.0f ? Floats{} - 87.0f : x;
-  const Floats scaled = clamped * 1.44269504f;
-  const Ints whole = __builtin_convertvector(scaled - 0.5f, Ints);  // towards zero: the nearest of numbers below 0
-  const Floats count = __builtin_convertvector(whole, Floats);
-  const Floats rest = (clamped - count * 0.693359375f) + count * 2.12194440e-4f;
-  Floats sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
-  sum = sum * rest + 8.3334519073e-3f;
-  sum = sum * rest + 4.1665795894e-2f;
-  sum = sum * rest + 1.6666665459e-1f;
-  sum = sum * rest + 5.0000001201e-1f;
-  sum = sum * rest * rest + rest + 1.0f;
-  const Ints bits = (whole + 127) << 23;
-  const Floats power = reinterpret_cast<const Floats&>(bits);
-  return x < -87.0f ? Floats{} : sum * power;
-}
-
 // The totals of N vectors, 1 or 4, one after the other.
 template <int N>
 inline void totals(const Floats* v, float* out) {
@@ -1209,6 +1086,47 @@ ffi::Error cache_write(ffi::AnyBuffer buffer, ffi::AnyBuffer fresh, ffi::Buffer<
 }
 
 }  // namespace
+
+#if defined(__AVX512BF16__)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_matmul, matmul,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::BF16>>()
+                                  .Arg<ffi::Buffer<ffi::BF16>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("turn_a")
+                                  .Attr<bool>("turn_b"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_prompt_attention, prompt_attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::BF16>>()
+                                  .Arg<ffi::Buffer<ffi::BF16>>()
+                                  .Arg<ffi::Buffer<ffi::BF16>>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Ret<ffi::Buffer<ffi::BF16>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<bool>("by_token")
+                                  .Attr<float>("scale")
+                                  .Attr<float>("softcap"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_prompt_attention_gradients, prompt_attention_gradients,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::BF16>>()
+                                  .Arg<ffi::Buffer<ffi::BF16>>()
+                                  .Arg<ffi::Buffer<ffi::BF16>>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Arg<ffi::Buffer<ffi::BF16>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::BF16>>()
+                                  .Ret<ffi::Buffer<ffi::BF16>>()
+                                  .Ret<ffi::Buffer<ffi::BF16>>()
+                                  .Ret<ffi::Buffer<ffi::BF16>>()
+                                  .Attr<bool>("by_token")
+                                  .Attr<float>("scale")
+                                  .Attr<float>("softcap"));
+#endif
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     hfax_cache_write, cache_write,

@@ -25,6 +25,7 @@ from hfax.phases import phase
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.cc")
+_HEADERS = ("common.h", "matmul.h", "prompt_attention.h")
 _TARGETS = (
     "hfax_linear",
     "hfax_linear_int8",
@@ -37,6 +38,8 @@ _TARGETS = (
     "hfax_pages_attention",
     "hfax_pages_write",
 )
+_PAIRS_TARGETS = ("hfax_matmul", "hfax_prompt_attention", "hfax_prompt_attention_gradients")
+"""Only for processors that multiply pairs of bfloat16."""
 _FLAGS = (
     "-std=c++17",
     "-O3",
@@ -61,7 +64,7 @@ def problem() -> str | None:
         return "no C++ compiler was found (c++, g++ or clang++, or what CXX names)"
     try:
         library = ctypes.CDLL(str(_build(compiler)))
-        for name in _TARGETS:
+        for name in (*_TARGETS, *(name for name in _PAIRS_TARGETS if hasattr(library, name))):
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
@@ -71,15 +74,25 @@ def problem() -> str | None:
 
 
 def may_be_called() -> bool:
-    """Whether the trace that goes on is for a program that may call the kernels."""
-    return target.is_for("cpu") and target.mesh() is None and not target.is_differentiated() and problem() is None
+    """Whether the trace that goes on is for a program that may call the kernels, which have no gradients."""
+    return _fits_program() and not target.is_differentiated() and problem() is None
+
+
+def has_matmul() -> bool:
+    """Whether the trace that goes on is for a program that may call `calls.matmul` and `calls.prompt_attention`."""
+    return _fits_program() and "avx512_bf16" in processor_features() and problem() is None
+
+
+def _fits_program() -> bool:
+    return target.is_for("cpu") and target.mesh() is None
 
 
 @functools.cache
 def digest() -> str:
     """Identifies the kernels that programs call; changes with their source and with what they are compiled by and for."""
     compiler = _compiler()
-    parts = [_SOURCE.read_text(), " ".join(_FLAGS), jax.__version__, processor_features(), str(compiler)]
+    sources = [path.read_text() for path in (_SOURCE, *map(_SOURCE.with_name, _HEADERS))]
+    parts = [*sources, " ".join(_FLAGS), jax.__version__, processor_features(), str(compiler)]
     if compiler is not None:
         parts.append(subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -1,0 +1,64 @@
+"""An optimizer's update whose new state takes the memory of the old one.
+
+XLA's CPU compiler computes a moment again wherever it is used, so the weights' update reads the old moment, which can then not be
+overwritten: every array of the optimizer's state was copied in each step (docs/performance.md). Here each new array of the state is
+stored before anything else uses it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+
+from hfax.kernels import target
+
+
+def apply_optimizer(
+    optimizer: optax.GradientTransformation, grads: Any, state: Any, params: Any, is_finite: jax.Array
+) -> tuple[Any, Any]:
+    """The weights and the optimizer's state after a step; both as they were where `is_finite` is False.
+
+    Args:
+        optimizer: of optax.
+        grads: of the weights, by name.
+        state: the optimizer's.
+        params: the weights, by name.
+        is_finite: scalar bool.
+    """
+
+    def keep(new: Any, old: Any) -> Any:
+        return jnp.where(is_finite, new, old)
+
+    if target.is_for("cpu"):
+        updates, state = _update_in_order(optimizer, grads, state, params, keep)
+    else:
+        updates, new = optimizer.update(grads, state, params)
+        state = jax.tree.map(keep, new, state)
+    return jax.tree.map(keep, optax.apply_updates(params, updates), params), state
+
+
+def _update_in_order(optimizer: optax.GradientTransformation, grads: Any, state: Any, params: Any, keep: Any) -> Any:
+    """`optimizer.update`, equation by equation: what is an array of the new state goes through `keep` and is stored."""
+    closed, shapes = jax.make_jaxpr(optimizer.update, return_shape=True)(grads, state, params)
+    jaxpr, structure, old = closed.jaxpr, jax.tree.structure(shapes), jax.tree.leaves(state)
+    num_updates = structure.num_leaves - len(old)
+    updates, new = jaxpr.outvars[:num_updates], jaxpr.outvars[num_updates:]
+    values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    values.update(zip(jaxpr.invars, jax.tree.leaves((grads, state, params)), strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    computed = {var for equation in jaxpr.eqns for var in equation.outvars}
+    kept = {var: array for var, array in zip(new, old, strict=True) if var in computed and new.count(var) == 1}
+    for equation in jaxpr.eqns:
+        inputs = [atom for atom in equation.invars if not isinstance(atom, Literal)]
+        alone = ClosedJaxpr(jaxpr.replace(constvars=[], invars=inputs, outvars=equation.outvars, eqns=[equation]), ())
+        for var, value in zip(equation.outvars, jaxpr_as_fun(alone)(*map(read, inputs)), strict=True):
+            values[var] = jax.lax.optimization_barrier(keep(value, kept[var])) if var in kept else value
+    state_leaves = [read(var) if var in kept else keep(read(var), array) for var, array in zip(new, old, strict=True)]
+    return jax.tree.unflatten(structure, [*map(read, updates), *state_leaves])
