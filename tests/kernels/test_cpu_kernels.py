@@ -60,6 +60,67 @@ def test_a_row_of_several_gives_the_same_sums_whatever_stands_beside_it(rows):
     np.testing.assert_array_equal(among[:2], few)
 
 
+def with_gradients(function, *args):
+    """What a program through which gradients are taken gives, the gradients for an output's gradient, and the ways chosen."""
+    with compiling_for("cpu", is_differentiated=True) as where:
+
+        def run(*args):
+            out, pull = jax.vjp(function, *args)
+            return out, pull(normal(*out.shape, dtype=out.dtype, seed=9))
+
+        out, gradients = jax.jit(run)(*args)
+        has_kernels = library.has_matmul()
+    assert any(KERNELS in way for way in where.chosen) == has_kernels
+    return np.asarray(out, np.float64), [np.asarray(g, np.float64) for g in gradients]
+
+
+def assert_rounded(got, exact):
+    np.testing.assert_allclose(got, exact, atol=2.0**-7 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize(
+    ("rows", "out", "width"), [(1, 1, 1), (7, 65, 3), (192, 192, 320), (193, 385, 321), (500, 70, 2048), (40, 300, 770)]
+)
+def test_a_products_gradients_agree_with_float64(rows, out, width):
+    x, weight = normal(rows, width, dtype="bfloat16"), normal(out, width, dtype="bfloat16", seed=1)
+    got, (for_x, for_weight) = with_gradients(linear, x, weight)
+    x, weight = np.asarray(x, np.float64), np.asarray(weight, np.float64)
+    gradient = np.asarray(normal(rows, out, dtype="bfloat16", seed=9), np.float64)
+    assert_rounded(got, x @ weight.T)
+    assert_rounded(for_x, gradient @ weight)
+    assert_rounded(for_weight, gradient.T @ x)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize(("queries", "keys", "width"), [(100, 100, 64), (37, 200, 40), (200, 130, 10)])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("kind", ["causal", "random", "none"])
+def test_attention_of_a_prompt_and_its_gradients(heads, kv_heads, queries, keys, width, softcap, kind):
+    query = normal(2, heads, queries, width, dtype="bfloat16")
+    key, value = (
+        normal(2, kv_heads, keys, width, dtype="bfloat16", seed=1),
+        normal(2, kv_heads, keys, 24, dtype="bfloat16", seed=2),
+    )
+    mask = None
+    if kind != "none":
+        seen = np.random.default_rng(3).random((2, heads, queries, keys)) < 0.4
+        seen = np.tril(np.ones((1, 1, queries, keys), bool)) if kind == "causal" else seen
+        seen[:, :, 5] = False  # sees nothing
+        mask = jnp.asarray(seen)
+    run = lambda *args: attention(*args, mask, scale=0.2, softcap=softcap)[0]  # noqa: E731
+    wide = [x.astype(jnp.float32) for x in (query, key, value)]
+    expected, pull = jax.vjp(run, *wide)
+    gradients = pull(normal(*expected.shape, dtype="bfloat16", seed=9).astype(jnp.float32))
+    got, found = with_gradients(run, query, key, value)
+    assert_rounded(got, np.asarray(expected))
+    for own, exact in zip(found, gradients, strict=True):
+        assert_rounded(own, np.asarray(exact))
+    alone, _ = on_cpu(run, query, key, value)
+    np.testing.assert_array_equal(alone, got.astype(np.float32))
+    if mask is not None:
+        assert (got[:, 5] == 0).all()
+
+
 def test_bias_is_added_before_rounding():
     x, weight, bias = (
         normal(4, 64, dtype="bfloat16"),

@@ -91,6 +91,42 @@ CROSS_ENTROPIES = {
 }
 
 
+@pytest.mark.parametrize(("shape", "normalized"), [((3, 4, 8), (8,)), ((5, 2, 6), (2, 6))])
+@pytest.mark.parametrize("eps", [None, 1e-3])
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_rms_norm_and_its_gradients_are_torchs(shape, normalized, eps, has_weight):
+    import jax
+
+    from hfax.patches.ops import rms_norm
+
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape, requires_grad=True), torch.randn(normalized, requires_grad=True)
+    given = (x, weight) if has_weight else (x,)
+    expected = torch.nn.functional.rms_norm(x, normalized, *given[1:], eps=eps)
+    upstream = torch.randn(shape)
+    expected.backward(upstream)
+    run = lambda x, *weight: rms_norm(x, normalized, *weight, eps=eps)  # noqa: E731
+    out, pull = jax.vjp(run, *(t.detach().numpy() for t in given))
+    np.testing.assert_allclose(out, expected.detach().numpy(), atol=1e-6)
+    for own, tensor in zip(pull(upstream.numpy()), given, strict=True):
+        np.testing.assert_allclose(own, tensor.grad.numpy(), atol=2e-5)
+
+
+@pytest.mark.parametrize(("shifts", "dims"), [(2, None), (3, -1), (-1, 0), ((1, -2), (0, 1))])
+def test_roll_and_its_gradient_are_torchs(shifts, dims):
+    import jax
+
+    from hfax.patches.ops import roll
+
+    torch.manual_seed(0)
+    x, upstream = torch.randn(3, 5, requires_grad=True), torch.randn(3, 5)
+    expected = torch.roll(x, shifts, dims)
+    expected.backward(upstream)
+    out, pull = jax.vjp(lambda x: roll(x, shifts, dims), x.detach().numpy())
+    np.testing.assert_array_equal(out, expected.detach().numpy())
+    np.testing.assert_array_equal(pull(upstream.numpy())[0], x.grad.numpy())
+
+
 @pytest.mark.parametrize("shape", [(5,), (7, 5), (3, 5, 4, 2)])
 @pytest.mark.parametrize("options", CROSS_ENTROPIES.values(), ids=CROSS_ENTROPIES)
 @pytest.mark.parametrize("of_probabilities", [False, True])

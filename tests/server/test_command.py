@@ -384,7 +384,8 @@ def test_the_chat_page_writes_stops_and_loads_nothing_from_elsewhere(chromium):
         until(page, "/stopped/.test(document.querySelector('.note')?.textContent)")
         page.wait_for_selector("#send:not([hidden])")
         written = page.text_content(".assistant")
-        assert whole.startswith(written) and 0 < len(written) < len(whole)
+        assert whole.startswith(written)
+        assert 0 < len(written) < len(whole)
         deadline = time.monotonic() + 2
         while b'num_requests_running{model_name="demo"} 0.0' not in client.get("/metrics").content:
             assert time.monotonic() < deadline

@@ -37,6 +37,22 @@ def test_gradients_are_those_of_torch(kind, remat, tmp_path):
     assert len(set(expected) & set(found)) >= len(expected) - 2
 
 
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "t5"])
+def test_a_step_goes_along_torchs_gradients(kind, tmp_path):
+    """Programs of a step have forms of their own (patches/training.py, kernels/norms.py) that `model.apply` alone has not."""
+    plain, model = make(kind, tmp_path)
+    inputs = batch(kind, 4)
+    plain(**{n: torch.tensor(a) for n, a in inputs.items()}).loss.backward()
+    step = make_train_step(model, optax.sgd(1.0))
+    before = {n: np.asarray(a) for n, a in model.params.items()}
+    state, _ = step(step.init(), inputs)
+    expected = {n: p.grad.numpy() for n, p in plain.named_parameters() if n in before}
+    for name, gradient in expected.items():
+        atol = 1e-5 * max(np.abs(gradient).max(), 1e-2) + 1e-6  # what a difference of float32 weights can show
+        np.testing.assert_allclose(before[name] - np.asarray(state.params[name]), gradient, atol=atol, err_msg=name)
+    assert expected
+
+
 def test_accumulated_parts_give_the_whole_batch_whatever_their_labels(tmp_path):
     _, model = make("llama", tmp_path)
     inputs = batch("llama", 4)

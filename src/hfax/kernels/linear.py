@@ -17,7 +17,8 @@ from hfax.kernels.cpu import calls, library
 _MAX_FUSED_WIDTH = 2048
 """XLA's CPU compiler fuses a weight's conversion to float32 into a vector-matrix product only for vectors under 16 KB."""
 _KERNEL_ROWS = {"bfloat16": range(1, 1025), "float32": range(2, 17)}
-"""Numbers of rows for which the C++ kernel is faster than XLA's product on CPU (docs/performance.md)."""
+"""Numbers of rows for which the C++ kernel is faster than XLA's product on CPU (docs/performance.md); of bfloat16 any, where the
+processor multiplies pairs."""
 
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
@@ -41,7 +42,9 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
         out = _with_gradients(x.reshape(rows, -1).astype(dtype), weight.astype(dtype)).reshape(*x.shape[:-1], -1)
         return out if bias is None else out + bias.astype(dtype)
     if has_kernel(rows, x, weight):
-        target.choose(f"linear: C++ kernel ({weight.dtype}, up to {_KERNEL_ROWS[str(dtype)][-1]} rows)")
+        is_unbounded = dtype == jnp.bfloat16 and library.has_matmul()
+        most = "any number of" if is_unbounded else f"up to {_KERNEL_ROWS[str(dtype)][-1]}"
+        target.choose(f"linear: C++ kernel ({weight.dtype}, {most} rows)")
         out_dtype = dtype if bias is None else jnp.dtype(jnp.float32)
         out = calls.linear(x.reshape(rows, -1), weight, out_dtype).reshape(*x.shape[:-1], -1)
         return out if bias is None else (out + bias.astype(jnp.float32)).astype(dtype)
@@ -66,8 +69,9 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
 
 def has_kernel(rows: int, x: jax.Array, weight: jax.Array) -> bool:
     """Whether the program runs on CPU, with kernels, and this product is one that they do faster."""
-    fits = x.dtype == weight.dtype and rows in _KERNEL_ROWS.get(str(x.dtype), ())
-    return fits and library.may_be_called()
+    if x.dtype != weight.dtype or not library.may_be_called():
+        return False
+    return rows in _KERNEL_ROWS.get(str(x.dtype), ()) or (x.dtype == jnp.bfloat16 and library.has_matmul())
 
 
 @jax.custom_vjp
@@ -97,6 +101,8 @@ def _product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
     XLA's CPU compiler has fast products of bfloat16 only where neither matrix must be turned, and only with float32 results.
     """
     if a.dtype == jnp.bfloat16 and library.has_matmul():
+        if a_axis == b_axis == 1:
+            return calls.linear(a, b, a.dtype)
         return calls.matmul(a, b, turn_a=a_axis == 0, turn_b=b_axis == 0, out_dtype=a.dtype)
     out = jax.lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())), preferred_element_type=jnp.float32)
     return out.astype(a.dtype)

@@ -35,9 +35,8 @@ def _forward(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, An
 
 def _backward(eps: float, kept: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, weight, scale = kept
-    x = jax.lax.optimization_barrier(
-        x
-    )  # else XLA takes the float32 product from the forward pass, and keeps it until here
+    # else XLA makes the float32 product in the forward pass, and keeps it until here
+    x, gradient = jax.lax.optimization_barrier((x, gradient))
     gradient, normed = gradient.astype(jnp.float32), x.astype(jnp.float32) * scale
     inner = gradient * weight.astype(jnp.float32)
     for_x = scale * (inner - normed * jnp.mean(inner * normed, axis=-1, keepdims=True))

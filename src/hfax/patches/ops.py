@@ -48,7 +48,7 @@ def embedding(
         raise NotImplementedError("embedding with max_norm has no lowering")
     if isinstance(weight, quantized.QuantizedArray):
         return weight.rows(input)
-    rows = (_rows_with_gradient if where.is_differentiated() else _rows)(weight, input)
+    rows: Any = (_rows_with_gradient if where.is_differentiated() else _rows)(weight, input)
     if padding_idx is None:
         return rows
     is_padding = input == padding_idx % weight.shape[0]
@@ -87,7 +87,8 @@ def rms_norm(
     width = math.prod(normalized_shape)
     scale = jnp.ones((width,), input.dtype) if weight is None else weight.reshape(width)
     dtype = jnp.result_type(input.dtype, scale.dtype)
-    return norms.rms_norm(input.reshape(-1, width), scale, eps).astype(dtype).reshape(input.shape)
+    out: Any = norms.rms_norm(input.reshape(-1, width), scale, eps)
+    return out.astype(dtype).reshape(input.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -106,8 +107,10 @@ def roll(input: jax.Array, shifts: Any, dims: Any = None) -> jax.Array:
     """torch's `roll`; its gradient is a roll too, where JAX's own pads and adds."""
     one = lambda value: (value,) if isinstance(value, int) else tuple(value)  # noqa: E731
     if dims is None or not one(dims):
-        return _rolled(input.reshape(-1), one(shifts), (0,)).reshape(input.shape)
-    return _rolled(input, one(shifts), one(dims))
+        flat: Any = _rolled(input.reshape(-1), one(shifts), (0,))
+        return flat.reshape(input.shape)
+    out: Any = _rolled(input, one(shifts), one(dims))
+    return out
 
 
 def cross_entropy(
@@ -148,7 +151,7 @@ def cross_entropy(
         count: Any = losses.size
     else:
         counts = target != ignore_index
-        losses = _losses_of_classes(axis, input, target)
+        losses: Any = _losses_of_classes(axis, input, target)
         own = jnp.where(counts, 1.0 if weight is None else weights[jnp.where(counts, target, 0)], 0.0)
         losses = losses * own
         if label_smoothing:

@@ -15,8 +15,8 @@
 
 namespace {
 
-constexpr int64_t kTileRows = 384, kTileColumns = 128;
-constexpr int64_t kDepth = 256, kPairs = kDepth / 2;
+constexpr int64_t kTileRows = 192, kTileColumns = 192;
+constexpr int64_t kDepth = 320, kPairs = kDepth / 2;
 constexpr int64_t kBlockRows = 6, kRowGroup = 48, kBlockColumns = 64;
 
 // One side of a product: `count` rows of `depth` numbers that are summed over, or, turned, `depth` rows of `count`. Rows begin `stride`
