@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from hfax import AutoModelForTPU, register_patch
+from hfax import AutoModelForTPU, register_patch, shrink_config
 from hfax.errors import InvalidInputError
+from hfax.kernels.target import compiling_for
 from hfax.patches import registry
 from hfax.patches.patch import ForwardPatch, FunctionPatch, OpPatch
 
@@ -58,7 +60,8 @@ def test_every_patch_names_itself_its_reason_and_what_it_changes(llama: Any) -> 
         if isinstance(patch, OpPatch):
             assert patch.resolve(), f"{patch.name}: this torch has none of {patch.ops}"
         if isinstance(patch, FunctionPatch):
-            owners = patch.owners(llama)
+            with compiling_for("cpu", is_differentiated=True):
+                owners = patch.owners(llama)
             assert owners
             assert all(callable(getattr(holder, name)) for holder, name in owners)
 
@@ -161,3 +164,20 @@ def test_patches_of_versions_that_are_not_installed_are_left_out() -> None:
         assert "test-old" not in {p.name for p in registry.all_patches()}
     finally:
         undo()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fits"),
+    [("llama", True), ("qwen3", True), ("mixtral", True), ("gemma", False), ("t5", False), ("gpt2", False)],
+)
+def test_norms_and_rotations_are_known_by_their_source_where_gradients_are_taken(kind: str, fits: bool) -> None:
+    config = shrink_config(AutoConfig.for_model(kind))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config) if kind != "t5" else AutoModelForSeq2SeqLM.from_config(config)
+    by_name = {p.name: p for p in registry.all_patches()}
+    norm, rotation = by_name["rms-norm-with-gradient"], by_name["rotation-with-gradient"]
+    assert not norm.matches(model)
+    assert not rotation.owners(model)
+    with compiling_for("cpu", is_differentiated=True):
+        assert norm.matches(model) == fits
+        assert bool(rotation.owners(model)) == (fits or kind == "gemma")

@@ -1,4 +1,4 @@
-"""Parts of models whose gradients are better written out than derived, in programs through which gradients are taken.
+"""Parts of models whose gradients are better written out than derived; only in programs through which gradients are taken.
 
 Their classes and functions are copied from model to model, so they are known by their source, not by their names alone.
 """
@@ -33,17 +33,15 @@ def _body(function: Any) -> str:
 
 
 def _is_llamas_norm(module: Any) -> bool:
-    return _body(type(module).forward) == _body(modeling_llama.LlamaRMSNorm.forward)
+    return target.is_differentiated() and _body(type(module).forward) == _body(modeling_llama.LlamaRMSNorm.forward)
 
 
 def _is_llamas_rotation(function: Any) -> bool:
-    return _body(inspect.unwrap(function)) == _body(modeling_llama.apply_rotary_pos_emb)
+    return target.is_differentiated() and _body(inspect.unwrap(function)) == _body(modeling_llama.apply_rotary_pos_emb)
 
 
 def _rms_norm(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(hidden_states: Any) -> Any:
-        if not target.is_differentiated():
-            return original(hidden_states)
         weight = module.weight
         return torch.nn.functional.rms_norm(hidden_states, tuple(weight.shape), weight, module.variance_epsilon)
 
@@ -52,7 +50,7 @@ def _rms_norm(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _rotation(original: Callable[..., Any]) -> Callable[..., Any]:
     def rotate(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
-        if not target.is_differentiated() or q.shape[-1] % 2:
+        if q.shape[-1] % 2:
             return original(q, k, cos, sin, unsqueeze_dim)
         half = q.shape[-1] // 2
         cos, sin = cos.unsqueeze(unsqueeze_dim).float(), sin.unsqueeze(unsqueeze_dim).float()
