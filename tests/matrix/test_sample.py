@@ -81,12 +81,16 @@ def test_agrees_with_transformers(results: dict[str, CaseResult], name: str) -> 
 def test_the_sample_goes_through_every_patch(results: dict[str, CaseResult]) -> None:
     used = Counter(name for r in results.values() for name in r.patches)
     unused = {p.name for p in registry.all_patches()} - set(used)
-    # these need inputs that the sample does not give; tests/test_images.py, test_audio.py and tests/train do
+    # these need inputs that the sample does not give, or training; tests/test_images.py, test_audio.py, patches and train do
     others = {
         "audio-tokens-are-expanded",
         "cross-entropy",
         "padding-images-dropped",
         "packed-only-where-positions-say-so",
+        "rms-norm",
+        "rms-norm-with-gradient",
+        "roll",
+        "rotation-with-gradient",
         "value-checks",
     }
     assert unused <= others
