@@ -412,12 +412,13 @@ def test_a_full_queue_is_429_and_the_rest_is_served(make_server):
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_a_client_that_leaves_frees_its_pages_within_a_second(server, is_stream):
     seconds = []
-    for _ in range(3):  # the machine may stop for a moment; the best counts
+    for _ in range(5):  # the machine may stop for a moment; the best counts
         client = server.client()
         if is_stream:
             with client.stream("POST", "/v1/completions", json={"model": "demo", "stream": True, **LONG}) as answer:
                 next(answer.iter_lines())
-                assert server.engine.pages.num_held > 0
+                if server.engine.pages.num_held == 0:
+                    continue  # this client was so slow that all is written
         else:
             with pytest.raises(httpx.ReadTimeout):
                 client.post("/v1/completions", json={"model": "demo", "n": 4, **LONG}, timeout=0.05)
@@ -425,6 +426,7 @@ def test_a_client_that_leaves_frees_its_pages_within_a_second(server, is_stream)
         left = time.monotonic()
         server.wait_until(lambda: server.engine.pages.num_held == 0 and server.engine.core.num_unfinished == 0)
         seconds.append(time.monotonic() - left)
+    assert seconds
     assert min(seconds) < 1.0, seconds
 
 
