@@ -39,7 +39,8 @@ _TARGETS = (
     "hfax_pages_write",
 )
 _PAIRS_TARGETS = ("hfax_matmul", "hfax_prompt_attention", "hfax_prompt_attention_gradients")
-"""Only for processors that multiply pairs of bfloat16."""
+"""Only for processors that multiply pairs of bfloat16, and compilers that know how."""
+_registered: set[str] = set()
 _FLAGS = (
     "-std=c++17",
     "-O3",
@@ -66,6 +67,7 @@ def problem() -> str | None:
         library = ctypes.CDLL(str(_build(compiler)))
         for name in (*_TARGETS, *(name for name in _PAIRS_TARGETS if hasattr(library, name))):
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+            _registered.add(name)
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         logger.warning("hfax's CPU kernels could not be built; decoding is slower without them (%s)", reason[:1])
@@ -80,7 +82,7 @@ def may_be_called() -> bool:
 
 def has_matmul() -> bool:
     """Whether the trace that goes on is for a program that may call `calls.matmul` and `calls.prompt_attention`."""
-    return _fits_program() and "avx512_bf16" in processor_features() and problem() is None
+    return _fits_program() and problem() is None and _registered.issuperset(_PAIRS_TARGETS)
 
 
 def _fits_program() -> bool:
