@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.models.llama import modeling_llama
 
 from hfax.kernels import target
 from hfax.patches.patch import ForwardPatch, FunctionPatch, Patch
@@ -32,12 +31,25 @@ def _body(function: Any) -> str:
     return ast.unparse(ast.Module(body=statements, type_ignores=[]))
 
 
+def _is_copy(function: Any, of: Any) -> bool:
+    """Whether both are known, and say the same."""
+    return _body(function) == _body(of) != ""
+
+
 def _is_llamas_norm(module: Any) -> bool:
-    return target.is_differentiated() and _body(type(module).forward) == _body(modeling_llama.LlamaRMSNorm.forward)
+    if not target.is_differentiated():
+        return False
+    from transformers.models.llama import modeling_llama  # only training pays for its import
+
+    return _is_copy(type(module).forward, modeling_llama.LlamaRMSNorm.forward)
 
 
 def _is_llamas_rotation(function: Any) -> bool:
-    return target.is_differentiated() and _body(inspect.unwrap(function)) == _body(modeling_llama.apply_rotary_pos_emb)
+    if not target.is_differentiated():
+        return False
+    from transformers.models.llama import modeling_llama
+
+    return _is_copy(inspect.unwrap(function), inspect.unwrap(modeling_llama.apply_rotary_pos_emb))
 
 
 def _rms_norm(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -38,8 +38,9 @@ Metrics = dict[str, jax.Array]
 
 
 _CPU_OPTIONS: dict[str, str | bool] = {"xla_disable_hlo_passes": "optimization-barrier-expander,cse_barrier_expander"}
-"""XLA's CPU compiler otherwise removes the barriers of `jax.checkpoint` early and computes all layers again at once: a third more
-operations, and no less memory (docs/performance.md)."""
+"""XLA's CPU compiler otherwise removes barriers early. Without those of `jax.checkpoint` it computes all layers again at once: a
+third more operations, and no less memory (docs/performance.md); without those of `hfax.train.updates` it copies the optimizer's
+state."""
 
 
 @jax.tree_util.register_dataclass

@@ -113,7 +113,7 @@ def decode_attention(
     shape = jax.ShapeDtypeStruct((batch, queries, heads, value.shape[-1]), query.dtype)
     extra = jnp.zeros((0,), jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     return jax.ffi.ffi_call("hfax_decode_attention", shape)(
-        query, key, value, mask, extra, scale=np.float32(scale), softcap=np.float32(softcap or 0.0)
+        query, key, value, mask, extra, **_of_scores(scale, softcap)
     )
 
 
@@ -157,8 +157,7 @@ def _prompt_attention(
     out = jax.ShapeDtypeStruct((batch, queries, heads, value.shape[-1]), query.dtype)
     call = jax.ffi.ffi_call("hfax_prompt_attention", (out, jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32)))
     arrays = [x.swapaxes(1, 2) if by_token else x for x in (query, key, value)]
-    options = {"scale": np.float32(scale), "softcap": np.float32(softcap or 0.0), "by_token": by_token}
-    found, sums = call(*arrays, mask, **options)
+    found, sums = call(*arrays, mask, **_of_scores(scale, softcap), by_token=by_token)
     return found, (arrays, mask, found, sums)
 
 
@@ -167,8 +166,7 @@ def _prompt_attention_gradients(
 ) -> Any:
     arrays, *others = kept
     call = jax.ffi.ffi_call("hfax_prompt_attention_gradients", [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays])
-    options = {"scale": np.float32(scale), "softcap": np.float32(softcap or 0.0), "by_token": by_token}
-    found = call(*arrays, *others, gradient, **options)
+    found = call(*arrays, *others, gradient, **_of_scores(scale, softcap), by_token=by_token)
     return (*(x.swapaxes(1, 2) if by_token else x for x in found), None)
 
 
@@ -232,7 +230,11 @@ def pages_attention(
         lengths,
         tables,
         extra,
-        scale=np.float32(scale),
-        softcap=np.float32(softcap or 0.0),
+        **_of_scores(scale, softcap),
         window=np.int64(window or 0),
     )
+
+
+def _of_scores(scale: float, softcap: float | None) -> dict[str, np.float32]:
+    """The attributes that every kernel of attention has."""
+    return {"scale": np.float32(scale), "softcap": np.float32(softcap or 0.0)}

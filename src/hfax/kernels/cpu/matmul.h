@@ -197,12 +197,14 @@ void multiply_here(const Side& a, const Side& b, float* out, int64_t stride) {
   }
 }
 
+inline const Bf16* numbers_of(const ffi::Buffer<ffi::BF16>& x) { return reinterpret_cast<const Bf16*>(x.untyped_data()); }
+
 // a [M, K] and b [N, K], or turned [K, M] and [K, N], bfloat16 -> [M, N] of float32 or bfloat16.
 ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> a, ffi::Buffer<ffi::BF16> b, ffi::Result<ffi::AnyBuffer> out, bool turn_a,
                   bool turn_b) {
   const auto side = [](ffi::Buffer<ffi::BF16>& x, bool turned) {
     const auto shape = x.dimensions();
-    return Side{reinterpret_cast<const Bf16*>(x.untyped_data()), shape[turned ? 1 : 0], shape[turned ? 0 : 1], shape[1], turned};
+    return Side{numbers_of(x), shape[turned ? 1 : 0], shape[turned ? 0 : 1], shape[1], turned};
   };
   const Side rows = side(a, turn_a), columns = side(b, turn_b);
   if (rows.depth != columns.depth || rows.depth == 0) return ffi::Error::InvalidArgument("hfax: the summed axes do not fit");

@@ -108,8 +108,7 @@ ffi::Error prompt_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> query, 
                             ffi::Buffer<ffi::PRED> mask, ffi::Result<ffi::Buffer<ffi::BF16>> out, ffi::Result<ffi::Buffer<ffi::F32>> sums,
                             bool by_token, float scale, float softcap) {
   const AttentionShape shape = attention_shape(query, key, value, mask, by_token, scale, softcap);
-  const auto bf16 = [](const auto& x) { return reinterpret_cast<const Bf16*>(x.untyped_data()); };
-  const Bf16 *q = bf16(query), *k = bf16(key), *v = bf16(value);
+  const Bf16 *q = numbers_of(query), *k = numbers_of(key), *v = numbers_of(value);
   Bf16* to = reinterpret_cast<Bf16*>(out->untyped_data());
   float* logarithms = sums->typed_data();
   const int64_t blocks = (shape.queries + kQueryBlock - 1) / kQueryBlock;
@@ -163,8 +162,7 @@ ffi::Error prompt_attention_gradients(ffi::ThreadPool pool, ffi::Buffer<ffi::BF1
                                       ffi::Result<ffi::Buffer<ffi::BF16>> for_key, ffi::Result<ffi::Buffer<ffi::BF16>> for_value,
                                       bool by_token, float scale, float softcap) {
   const AttentionShape shape = attention_shape(query, key, value, mask, by_token, scale, softcap);
-  const auto bf16 = [](const auto& x) { return reinterpret_cast<const Bf16*>(x.untyped_data()); };
-  const Bf16 *q = bf16(query), *k = bf16(key), *v = bf16(value), *o = bf16(out), *g = bf16(gradient);
+  const Bf16 *q = numbers_of(query), *k = numbers_of(key), *v = numbers_of(value), *o = numbers_of(out), *g = numbers_of(gradient);
   const float* logarithms = sums.typed_data();
   const auto round = [](const float* from, int64_t count, int64_t width, Bf16* to, int64_t stride) {
     for (int64_t row = 0; row < count; ++row, from += width, to += stride)
