@@ -5,14 +5,13 @@ python examples/09_preferences.py [MODEL]
 
 import sys
 
-import jax
 import numpy as np
 import optax
 import transformers
 
 from hfax import AutoModelForTPU, LoraConfig, make_train_step
 from hfax.demo import demo_folder
-from hfax.train.losses import make_dpo_loss, sequence_log_probs
+from hfax.train.losses import make_dpo_loss, preference_log_probs
 
 name = sys.argv[1] if len(sys.argv) > 1 else str(demo_folder())
 tokenizer = transformers.AutoTokenizer.from_pretrained(name)
@@ -39,14 +38,15 @@ def rows(which):
 
 
 batch = {}
-reference = jax.jit(lambda ids, labels: sequence_log_probs(model.apply(model.params, input_ids=ids).logits, labels))
 for word, which in (("chosen", 1), ("rejected", 2)):
-    ids, labels = rows(which)
-    batch |= {f"{word}_ids": ids, f"{word}_labels": labels, f"{word}_log_probs": np.asarray(reference(ids, labels))}
+    batch[f"{word}_ids"], batch[f"{word}_labels"] = rows(which)
 
 model.add_adapter(LoraConfig(r=8, target_modules="all-linear"))
 step = make_train_step(model, optax.adam(3e-3), make_dpo_loss(beta=0.1))
 state = step.init()
+batch |= step.compute(
+    preference_log_probs, state.params, batch
+)  # the adapter changes nothing yet: this is the reference
 for number in range(30):
     state, metrics = step(state, batch)
     if number in (0, 29):

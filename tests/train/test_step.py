@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hfax import InvalidInputError, UnsupportedModelError, make_train_step
+from hfax.train.losses import make_dpo_loss, preference_log_probs
 
 from .small_models import batch, make
 
@@ -51,6 +52,21 @@ def test_a_step_goes_along_torchs_gradients(kind, tmp_path):
         atol = 1e-5 * max(np.abs(gradient).max(), 1e-2) + 1e-6  # what a difference of float32 weights can show
         np.testing.assert_allclose(before[name] - np.asarray(state.params[name]), gradient, atol=atol, err_msg=name)
     assert expected
+
+
+def test_what_a_step_computes_without_gradients_is_what_it_computes_with_them(tmp_path):
+    """In bfloat16, so that another order of roundings would show: a model is its own reference before it has learnt."""
+    _, model = make("llama", tmp_path)
+    model.params = {n: a.astype(jnp.bfloat16) for n, a in model.params.items()}
+    ids = batch("llama", 4)["input_ids"]
+    pairs = {"chosen_ids": ids[:2], "chosen_labels": ids[:2], "rejected_ids": ids[2:], "rejected_labels": ids[2:]}
+    step = make_train_step(model, optax.sgd(0.1), make_dpo_loss())
+    state = step.init()
+    reference = step.compute(preference_log_probs, state.params, pairs)
+    assert all(a.shape == (2,) and a.dtype == jnp.float32 and (a < -1).all() for a in reference.values())
+    _, metrics = step(state, pairs | reference)
+    assert float(metrics["margin"]) == 0
+    assert float(metrics["loss"]) == pytest.approx(np.log(2))
 
 
 def test_accumulated_parts_give_the_whole_batch_whatever_their_labels(tmp_path):

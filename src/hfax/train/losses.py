@@ -66,6 +66,24 @@ def sequence_log_probs(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.where(labels != IGNORED, log_probs, 0.0).sum(axis=-1)
 
 
+def preference_log_probs(apply: Apply, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """The log-probabilities of chosen and rejected ends; with `TrainStep.compute`, those of a reference model.
+
+    Args:
+        apply: the model.
+        batch: `chosen_ids`, `rejected_ids` ([batch, length]), `chosen_labels` and `rejected_labels` (likewise, -100 for prompts and
+            padding).
+
+    Returns:
+        "chosen_log_probs" and "rejected_log_probs", [batch] float32: what `make_dpo_loss` wants of a reference beside the rest.
+    """
+    ids = jnp.concatenate([batch["chosen_ids"], batch["rejected_ids"]])
+    labels = jnp.concatenate([batch["chosen_labels"], batch["rejected_labels"]])
+    log_probs = sequence_log_probs(apply(input_ids=ids, use_cache=False).logits, labels)
+    chosen, rejected = jnp.split(log_probs, 2)
+    return {"chosen_log_probs": chosen, "rejected_log_probs": rejected}
+
+
 def make_dpo_loss(beta: float = 0.1) -> Loss:
     """Direct preference optimization: Rafailov et al., 2023, equation 7 (https://arxiv.org/abs/2305.18290).
 
@@ -73,17 +91,14 @@ def make_dpo_loss(beta: float = 0.1) -> Loss:
         beta: how strongly the model is held to the reference.
 
     Returns:
-        A loss of batches with `chosen_ids`, `rejected_ids` ([batch, length]), `chosen_labels`, `rejected_labels` (likewise, -100
-        for prompts and padding), and the reference model's `chosen_log_probs` and `rejected_log_probs` ([batch], see
-        `sequence_log_probs`). It adds "accuracy" and "margin", of the rewards.
+        A loss of batches with what `preference_log_probs` takes and what it gives for the reference model. It adds "accuracy" and
+        "margin", of the rewards.
     """
 
     def loss(apply: Apply, batch: Mapping[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        ids = jnp.concatenate([batch["chosen_ids"], batch["rejected_ids"]])
-        labels = jnp.concatenate([batch["chosen_labels"], batch["rejected_labels"]])
-        log_probs = sequence_log_probs(apply(input_ids=ids, use_cache=False).logits, labels)
-        chosen, rejected = jnp.split(log_probs, 2)
-        margin = beta * ((chosen - batch["chosen_log_probs"]) - (rejected - batch["rejected_log_probs"]))
+        own = preference_log_probs(apply, batch)
+        chosen, rejected = (own[name] - batch[name] for name in ("chosen_log_probs", "rejected_log_probs"))
+        margin = beta * (chosen - rejected)
         return -jax.nn.log_sigmoid(margin).mean(), {"accuracy": (margin > 0).mean(), "margin": margin.mean()}
 
     return loss

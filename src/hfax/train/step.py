@@ -96,7 +96,7 @@ class TrainStep:
         self._master = jnp.dtype(master_dtype)
         self._dtypes = {name: model.params[name].dtype for name in self.trainable}
         self._split = {name: model.params[name].sharding for name in self.trainable}
-        self._programs: dict[str, Any] = {}
+        self._programs: dict[Any, Any] = {}
         self._layout = model.parts.layout
 
     def init(self, seed: int = 0, *, copy: bool = True) -> TrainState:
@@ -163,18 +163,33 @@ class TrainStep:
             params: a state's, or the model's own.
             batch: as a step takes it.
         """
+        return self.compute(self._measure, params, batch)
+
+    def compute(
+        self, function: Callable[[Apply, Mapping[str, Any]], Any], params: Params, batch: Mapping[str, Any]
+    ) -> Any:
+        """What a function of the model gives for a batch, without dropout: the outputs that a loss compares with, say.
+
+        The model computes here as it does in a step. In half precision a program of `model.apply` alone rounds elsewhere, so
+        that a model would differ from itself.
+
+        Args:
+            function: takes `apply` and the batch, as a loss does, and gives arrays in any structure. It is compiled once for
+                each shape of a batch.
+            params: a state's, or the model's own.
+            batch: as a step takes it.
+        """
         params = {name: params[name] for name in self.trainable}
         arrays, structure = self._place(batch, parts=1)
-        key = f"evaluate {structure!r} {_shapes([*params.values(), *arrays])}"
+        key = (function, f"{structure!r} {_shapes([*params.values(), *arrays])}")
         if key not in self._programs:
 
-            def run(params: Params, frozen: Params, arrays: list[Any]) -> Metrics:
-                inputs = unflatten(structure, [a[0] for a in arrays])
-                loss, metrics = self._loss_of(params, frozen, None, inputs)
-                return {"loss": loss, "weight": self._weight(inputs), **metrics}
+            def run(params: Params, frozen: Params, arrays: list[Any]) -> Any:
+                apply = self._apply(params, frozen, None)
+                return function(apply, unflatten(structure, [a[0] for a in arrays]))
 
             self._programs[key] = self._compiled("evaluate", jax.jit(run), params, self._frozen(), arrays)
-        with _explaining("the loss of a batch"):
+        with _explaining("a batch without gradients"):
             return self._programs[key](params, self._frozen(), arrays)
 
     def update_model(self, state: TrainState) -> None:
@@ -229,12 +244,22 @@ class TrainStep:
     def _loss_of(
         self, params: Params, frozen: Params, key: jax.Array | None, inputs: Mapping[str, Any]
     ) -> tuple[jax.Array, Metrics]:
+        return self._found(self._apply(params, frozen, key), inputs)
+
+    def _apply(self, params: Params, frozen: Params, key: jax.Array | None) -> Apply:
+        """The model with these weights; in train mode if there is a key of dropout."""
         weights = {**frozen, **{name: array.astype(self._dtypes[name]) for name, array in params.items()}}
         dropout = key if self._dropout else None
-        apply: Apply = functools.partial(self.model.apply, weights, dropout_rng=dropout, remat=self._remat)
+        return functools.partial(self.model.apply, weights, dropout_rng=dropout, remat=self._remat)
+
+    def _found(self, apply: Apply, inputs: Mapping[str, Any]) -> tuple[jax.Array, Metrics]:
         found = self._loss(apply, inputs)
         loss, metrics = found if isinstance(found, tuple) else (found, {})
         return loss.astype(jnp.float32), metrics
+
+    def _measure(self, apply: Apply, inputs: Mapping[str, Any]) -> Metrics:
+        loss, metrics = self._found(apply, inputs)
+        return {"loss": loss, "weight": self._weight(inputs), **metrics}
 
     def _weight(self, inputs: Mapping[str, Any]) -> jax.Array:
         """By how much a part counts: its labels; 1 for losses of a user's own."""
