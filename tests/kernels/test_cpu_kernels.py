@@ -264,10 +264,23 @@ class TestQuantized:
     def test_kernel_multiplies_with_those_numbers(self, weight, dtype, rows):
         _, packed = weight
         x = normal(rows, 256, dtype=dtype)
-        exact = np.asarray(x, np.float64) @ np.asarray(packed.dequantize(), np.float64).T
+        exact = np.asarray(x, np.float64) @ np.asarray(packed.dequantize().astype(dtype), np.float64).T
         got, chosen = on_cpu(quantized.linear, x, packed)
         assert any(KERNELS in way for way in chosen)
         np.testing.assert_allclose(got, exact, atol=(2.0**-8 if dtype == "bfloat16" else 2e-4) * np.abs(exact).max())
+
+    @pytest.mark.parametrize("rows", [2, 9, 30, 200])
+    def test_several_bfloat16_rows_are_multiplied_as_with_the_numbers_themselves(self, weight, rows):
+        """Bit for bit, where the processor multiplies pairs: both sums have one order."""
+        _, packed = weight
+        x = normal(rows, 256, dtype="bfloat16")
+        numbers = packed.dequantize().astype(jnp.bfloat16)
+        got, chosen = on_cpu(quantized.linear, x, packed)
+        expected, _ = on_cpu(linear, x, numbers)
+        if any("any number of rows" in way for way in chosen):
+            np.testing.assert_array_equal(got, expected)
+        exact = np.asarray(x, np.float64) @ np.asarray(numbers, np.float64).T
+        np.testing.assert_allclose(got, exact, atol=2.0**-8 * np.abs(exact).max())
 
     def test_plain_jax_multiplies_with_those_numbers(self, weight):
         _, packed = weight
@@ -309,3 +322,6 @@ class TestQuantized:
         x = normal(1, 256).at[0, 3].set(jnp.nan)
         got, _ = on_cpu(quantized.linear, x, packed)
         assert np.isnan(got).all()
+        x = normal(3, 256, dtype="bfloat16").at[1, 3].set(jnp.inf)
+        got, _ = on_cpu(quantized.linear, x, packed)
+        assert (~np.isfinite(np.asarray(got, np.float32)).all(axis=1)).tolist() == [False, True, False]

@@ -19,7 +19,8 @@ from hfax.kernels.cpu import calls, library
 INT4_GROUP = 128
 """Columns that share a scale, and a word layout, in 4-bit weights."""
 _KERNEL_ROWS = 128
-"""Up to so many rows, CPU programs multiply with the integers; for more, making the weight's numbers once costs less."""
+"""Up to so many rows, CPU programs multiply with the integers; for more, making the weight's numbers once costs less. Where the
+processor multiplies pairs of bfloat16, the kernel makes them bit by bit itself, for any number of rows."""
 
 
 @jax.tree_util.register_dataclass
@@ -97,8 +98,11 @@ def linear(x: jax.Array, weight: QuantizedArray, bias: jax.Array | None = None) 
         [..., out_features] in the dtype of `x`.
     """
     rows = math.prod(x.shape[:-1])
-    if rows <= _KERNEL_ROWS and x.dtype in (jnp.bfloat16, jnp.float32) and library.may_be_called():
-        target.choose(f"linear: C++ kernel (int{weight.bits} weights, up to {_KERNEL_ROWS} rows)")
+    is_unbounded = x.dtype == jnp.bfloat16 and library.has_matmul()
+    is_kernels = x.dtype in (jnp.bfloat16, jnp.float32) and (rows <= _KERNEL_ROWS or is_unbounded)
+    if is_kernels and library.may_be_called():
+        most = "any number of" if is_unbounded else f"up to {_KERNEL_ROWS}"
+        target.choose(f"linear: C++ kernel (int{weight.bits} weights, {most} rows)")
         multiply = calls.linear_int8 if weight.bits == 8 else calls.linear_int4
         out_dtype = x.dtype if bias is None else jnp.dtype(jnp.float32)
         out = multiply(x.reshape(rows, -1), weight.values, weight.scale, out_dtype).reshape(*x.shape[:-1], -1)

@@ -160,32 +160,60 @@ struct Weight {
 };
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-// Packed weights with the processor's products of 16-bit integers, which cost less than making floats of the weights. Activations
-// become 16-bit integers, with a scale for each group: of the largest in a group, the error is 2^-16, a 200th of the weights' own.
+// Packed weights with the processor's products of bytes, which cost less than making floats of the weights. Activations become 16-bit
+// integers, 256 times a high byte and a low one, with a scale for each group: of the largest in a group, the error is 2^-16, a 200th of
+// the weights' own. Bytes of weights count from 0 on; what that adds is taken off.
 constexpr int64_t kMaxGroup = 512;  // of columns; sums of more could exceed 32 bits
 
-struct Words16 {
-  std::vector<int16_t> values;   // [rows, width]
-  std::vector<float> scale;      // [rows, groups]
-  std::vector<float> eights;     // [rows, groups], 8 times the sum of the activations: what the offset of 4-bit weights adds
+template <int kBits>
+struct Bytes16 {
+  static constexpr int64_t kWidth = 512 / kBits;  // columns that 64 bytes of weights hold
+  static constexpr float kLargest = 32639;        // the largest whose high byte rounds to 127
+  std::vector<int8_t> values;   // [rows, width / 64, high and low, 64], in the order of the weights' bytes
+  std::vector<float> scale;     // [rows, groups]
+  std::vector<int32_t> eights;  // [rows, groups], -8 times the sum of the activations
 
-  Words16(const float* x, int64_t rows, int64_t width, int64_t group) : values(rows * width), scale(rows * (width / group)), eights(scale.size()) {
+  Bytes16(const float* x, int64_t rows, int64_t width, int64_t group) : values(2 * rows * width), scale(rows * (width / group)), eights(scale.size()) {
+    int8_t* to = values.data();
     for (size_t g = 0; g < scale.size(); ++g) {
       const float* from = x + g * group;
-      float largest = 0;
-      for (int64_t i = 0; i < group; ++i) largest = std::max(largest, std::fabs(from[i]));
-      // what is not finite stays so: the scale is not finite then
-      const float inverse = largest > 0 ? 32767.0f / largest : 0.0f;
-      int32_t all = 0;
-      for (int64_t i = 0; i < group; ++i) {
-        const int16_t value = static_cast<int16_t>(std::nearbyint(from[i] * inverse));
-        values[g * group + i] = value;
-        all += value;
+      __m512 most = _mm512_setzero_ps();
+      __mmask16 is_nan = 0;
+      for (int64_t i = 0; i < group; i += kLanes) {
+        const __m512 each = _mm512_loadu_ps(from + i);
+        most = _mm512_max_ps(most, _mm512_abs_ps(each));
+        is_nan |= _mm512_cmp_ps_mask(each, each, _CMP_UNORD_Q);
       }
-      scale[g] = largest / 32767.0f;
-      for (int64_t i = 0; i < group; ++i)
-        if (std::isnan(from[i])) scale[g] = from[i];
-      eights[g] = 8.0f * scale[g] * static_cast<float>(all);
+      const float largest = _mm512_reduce_max_ps(most);
+      // what is not finite stays so: the scale is not finite then
+      const __m512 inverse = _mm512_set1_ps(largest > 0 ? kLargest / largest : 0.0f);
+      scale[g] = is_nan ? std::numeric_limits<float>::quiet_NaN() : largest / kLargest;
+      __m512i all = _mm512_setzero_si512();
+      for (int64_t i = 0; i < group; i += kWidth) {
+        __m512i low[kWidth / 32], high[kWidth / 32];  // of 32 columns each, in words
+        for (int64_t j = 0; j < kWidth / 32; ++j) {
+          const __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(from + i + 32 * j), inverse));
+          const __m512i second = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(from + i + 32 * j + kLanes), inverse));
+          all = _mm512_add_epi32(all, _mm512_add_epi32(first, second));
+          low[j] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(first)), _mm512_cvtepi32_epi16(second), 1);
+          high[j] = _mm512_srai_epi16(_mm512_add_epi16(low[j], _mm512_set1_epi16(128)), 8);
+        }
+        for (int64_t v = 0; v < kWidth / 64; ++v, to += 128) {
+          store_bytes(high, v, to);
+          store_bytes(low, v, to + 64);
+        }
+      }
+      eights[g] = -8 * _mm512_reduce_add_epi32(all);
+    }
+  }
+
+ private:
+  static void store_bytes(const __m512i* words, int64_t v, int8_t* to) {
+    if constexpr (kBits == 4) {  // of a word's four weights the first and the third are the lower halves of its bytes
+      _mm512_storeu_si512(to, _mm512_or_si512(_mm512_and_si512(words[v], _mm512_set1_epi16(255)), _mm512_slli_epi16(words[v + 2], 8)));
+    } else {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi16_epi8(words[2 * v]));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 32), _mm512_cvtepi16_epi8(words[2 * v + 1]));
     }
   }
 };
@@ -199,52 +227,53 @@ struct Packed {
   int64_t bytes_per_row() const { return width * kBits / 8; }
 
   template <int M, int R>
-  void dots(const Words16& x, int64_t first, int64_t row, float* out, int64_t stride) const {
+  void dots(const Bytes16<kBits>& x, int64_t first, int64_t row, float* out, int64_t stride) const {
+    constexpr int64_t kWidth = Bytes16<kBits>::kWidth;
+    constexpr int V = kWidth / 64;
     const int64_t bytes = bytes_per_row(), groups = width / group;
     const uint8_t* w = weight + row * bytes;
     Floats totals[M][R] = {};
     for (int64_t g = 0; g < groups; ++g) {
-      __m512i sums[M][R];
-      for (auto& of_row : sums)
-        for (auto& each : of_row) each = _mm512_setzero_si512();
-      for (int64_t k = g * group; k < (g + 1) * group; k += kBits == 4 ? 128 : 32) {
-        constexpr int V = kBits == 4 ? 4 : 1;
+      __m512i high[M][R], low[M][R];
+      for (int m = 0; m < M; ++m) {
+        // weights of 4 bits count from -8 on, those of 8 bits from -128: 8 for each of 16 lanes
+        const __m512i offset = _mm512_maskz_set1_epi32(kBits == 4 ? 1 : 0xffff, x.eights[(first + m) * groups + g]);
+        for (int r = 0; r < R; ++r) high[m][r] = _mm512_setzero_si512(), low[m][r] = offset;
+      }
+      for (int64_t k = g * group; k < (g + 1) * group; k += kWidth) {
         __m512i ws[R][V];
         for (int r = 0; r < R; ++r) {
           const uint8_t* from = w + r * bytes + k * kBits / 8;
           __builtin_prefetch(from + (R == 1 ? kPrefetch : R * bytes));
+          const __m512i stored = _mm512_loadu_si512(from), nibble = _mm512_set1_epi8(15);
           if constexpr (kBits == 8) {
-            ws[r][0] = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+            ws[r][0] = _mm512_xor_si512(stored, _mm512_set1_epi8(-128));
           } else {
-            const __m512i words = _mm512_loadu_si512(from), low = _mm512_set1_epi16(15);
-            ws[r][0] = _mm512_and_si512(words, low);
-            ws[r][1] = _mm512_and_si512(_mm512_srli_epi16(words, 4), low);
-            ws[r][2] = _mm512_and_si512(_mm512_srli_epi16(words, 8), low);
-            ws[r][3] = _mm512_srli_epi16(words, 12);
+            ws[r][0] = _mm512_and_si512(stored, nibble);
+            ws[r][1] = _mm512_and_si512(_mm512_srli_epi16(stored, 4), nibble);
           }
         }
         for (int m = 0; m < M; ++m) {
           for (int v = 0; v < V; ++v) {
-            const __m512i xs = _mm512_loadu_si512(x.values.data() + (first + m) * width + k + 32 * v);
-            for (int r = 0; r < R; ++r) sums[m][r] = _mm512_dpwssd_epi32(sums[m][r], xs, ws[r][v]);
+            const int8_t* parts = x.values.data() + 2 * ((first + m) * width + k + 64 * v);
+            const __m512i highs = _mm512_loadu_si512(parts), lows = _mm512_loadu_si512(parts + 64);
+            for (int r = 0; r < R; ++r) {
+              high[m][r] = _mm512_dpbusd_epi32(high[m][r], ws[r][v], highs);
+              low[m][r] = _mm512_dpbusd_epi32(low[m][r], ws[r][v], lows);
+            }
           }
         }
       }
       for (int m = 0; m < M; ++m) {
         for (int r = 0; r < R; ++r) {
           const float s = to_float(scale[(row + r) * groups + g]) * x.scale[(first + m) * groups + g];
-          totals[m][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[m][r]), _mm512_set1_ps(s), totals[m][r]);
+          const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[m][r], 8), low[m][r]);
+          totals[m][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(s), totals[m][r]);
         }
       }
     }
-    for (int m = 0; m < M; ++m) {
-      for (int r = 0; r < R; ++r) {
-        float offset = 0;
-        if constexpr (kBits == 4)
-          for (int64_t g = 0; g < groups; ++g) offset += to_float(scale[(row + r) * groups + g]) * x.eights[(first + m) * groups + g];
-        out[m * stride + r] = total(totals[m][r]) - offset;
-      }
-    }
+    for (int m = 0; m < M; ++m)
+      for (int r = 0; r < R; ++r) out[m * stride + r] = total(totals[m][r]);
   }
 };
 #endif
@@ -268,7 +297,7 @@ template <int kBits>
 struct PackedRows {
   static constexpr bool kIsExact = true;  // sums of integers: any order gives the same
   const Packed<kBits>& weight;
-  const Words16& x;
+  const Bytes16<kBits>& x;
 
   int64_t bytes_per_row() const { return weight.bytes_per_row(); }
   template <int M, int R>
@@ -411,11 +440,11 @@ void lanes(const uint32_t* x, const Bf16* weight, int64_t width, float* tile) {
 }
 
 template <int V, typename Out>
-void lanes_of(const uint32_t* x, int64_t num_rows, const Bf16* weight, int64_t width, int64_t begin, int64_t end, Out* out, int64_t num_columns) {
+void lanes_of(const uint32_t* x, int64_t num_rows, const Bf16* weight, int64_t width, int64_t weight_rows, Out* out, int64_t num_columns) {
   constexpr int R = V <= 2 ? 12 : V == 3 ? 8 : 6;
   float tile[V * kLaneRows * kTile];
-  for (int64_t first = begin; first < end; first += kTile) {
-    const int64_t count = std::min(end - first, kTile);
+  for (int64_t first = 0; first < weight_rows; first += kTile) {
+    const int64_t count = std::min(weight_rows - first, kTile);
     int64_t n = 0;
     for (; n + R <= count; n += R) lanes<V, R>(x, weight + (first + n) * width, width, tile + n);
     for (; n + 4 <= count; n += 4) lanes<V, 4>(x, weight + (first + n) * width, width, tile + n);
@@ -425,25 +454,95 @@ void lanes_of(const uint32_t* x, int64_t num_rows, const Bf16* weight, int64_t w
   }
 }
 
-template <typename Out>
-void multiply_lanes(ffi::ThreadPool& pool, const Bf16* x, const Bf16* weight, int64_t num_rows, int64_t width, Out* out, int64_t num_columns) {
+// Where `lanes` has its weights from: `rows` gives rows of bfloat16, and may write them to `scratch`.
+struct Stored {
+  static constexpr bool kIsPacked = false;
+  const Bf16* weight;
+  int64_t width;
+
+  const Bf16* rows(int64_t first, int64_t, Bf16*) const { return weight + first * width; }
+};
+
+#if defined(__AVX512BW__)
+// Packed weights become the numbers that they stand for, rounded once (`QuantizedArray.dequantize`).
+template <int kBits>
+struct Unpacked {
+  static constexpr bool kIsPacked = true;
+  const uint8_t* weight;
+  const Bf16* scale;
+  int64_t width, group;
+
+  const Bf16* rows(int64_t first, int64_t count, Bf16* scratch) const {
+    const int64_t groups = width / group;
+    const uint8_t* from = weight + first * width * kBits / 8;
+    Bf16* to = scratch;
+    for (int64_t g = first * groups; g < (first + count) * groups; ++g, to += group, from += group * kBits / 8) {
+      const __m512 by = _mm512_set1_ps(to_float(scale[g]));
+      if constexpr (kBits == 4) {
+        const __m512i numbers = _mm512_setr_epi32(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+        const __m256bh sixteen = _mm512_cvtneps_pbh(_mm512_mul_ps(_mm512_cvtepi32_ps(numbers), by));
+        // twice, so that the fifth bit of a word, which looking up reads, means nothing
+        const __m512i table = _mm512_broadcast_i64x4((__m256i)sixteen);
+        for (int64_t k = 0; k < group; k += 128) {
+          const __m512i words = _mm512_loadu_si512(from + k / 2);
+          __builtin_prefetch(from + k / 2 + kPrefetch);
+          _mm512_storeu_si512(to + k, _mm512_permutexvar_epi16(words, table));
+          _mm512_storeu_si512(to + k + 32, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table));
+          _mm512_storeu_si512(to + k + 64, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), table));
+          _mm512_storeu_si512(to + k + 96, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), table));
+        }
+      } else {
+        const auto floats = [&](int64_t k) {
+          const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + k));
+          return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)), by);
+        };
+        for (int64_t k = 0; k < group; k += 32) {
+          __builtin_prefetch(from + k + kPrefetch);
+          _mm512_storeu_si512(to + k, (__m512i)_mm512_cvtne2ps_pbh(floats(k + kLanes), floats(k)));
+        }
+      }
+    }
+    return scratch;
+  }
+};
+#endif
+
+template <typename Source, typename Out>
+void multiply_lanes(ffi::ThreadPool& pool, const Bf16* x, const Source& source, int64_t num_rows, Out* out, int64_t num_columns) {
+  const int64_t width = source.width, vectors = (num_rows + kLaneRows - 1) / kLaneRows;
   const std::vector<uint32_t> packed = pairs_of_rows(x, num_rows, width);
-  const int64_t vectors = (num_rows + kLaneRows - 1) / kLaneRows;
-  const int64_t per_chunk = std::max<int64_t>(kTile, kChunkBytes / std::max<int64_t>(2 * width, 1) / kTile * kTile), chunks = (num_columns + per_chunk - 1) / per_chunk;
+  // what is unpacked for few rows stays in the nearest cache
+  const int64_t bytes = Source::kIsPacked && vectors <= 4 ? kChunkBytes / 4 : kChunkBytes;
+  const int64_t per_chunk = std::max<int64_t>(kTile, bytes / std::max<int64_t>(2 * width, 1) / kTile * kTile), chunks = (num_columns + per_chunk - 1) / per_chunk;
   parallel(pool, chunks, [&](int64_t chunk) {
-    const int64_t begin = chunk * per_chunk, end = std::min(num_columns, begin + per_chunk);
+    const int64_t begin = chunk * per_chunk, count = std::min(num_columns - begin, per_chunk);
+    std::vector<Bf16> scratch(Source::kIsPacked ? count * width : 0);
+    const Bf16* weight = source.rows(begin, count, scratch.data());
     for (int64_t v = 0; v < vectors; v += 4) {
       const uint32_t* rows = packed.data() + v * (width / 2) * kLaneRows;
       const int64_t left = num_rows - v * kLaneRows;
-      Out* to = out + v * kLaneRows * num_columns;
+      Out* to = out + v * kLaneRows * num_columns + begin;
       switch (std::min<int64_t>(vectors - v, 4)) {
-        case 1: lanes_of<1>(rows, left, weight, width, begin, end, to, num_columns); break;
-        case 2: lanes_of<2>(rows, left, weight, width, begin, end, to, num_columns); break;
-        case 3: lanes_of<3>(rows, left, weight, width, begin, end, to, num_columns); break;
-        default: lanes_of<4>(rows, left, weight, width, begin, end, to, num_columns);
+        case 1: lanes_of<1>(rows, left, weight, width, count, to, num_columns); break;
+        case 2: lanes_of<2>(rows, left, weight, width, count, to, num_columns); break;
+        case 3: lanes_of<3>(rows, left, weight, width, count, to, num_columns); break;
+        default: lanes_of<4>(rows, left, weight, width, count, to, num_columns);
       }
     }
   });
+}
+
+template <typename Source>
+ffi::Error multiply_lanes_into(ffi::ThreadPool& pool, const Bf16* x, const Source& source, ffi::Result<ffi::AnyBuffer>& out) {
+  const int64_t rows = out->dimensions()[0], columns = out->dimensions()[1];
+  if (out->element_type() == ffi::BF16) {
+    multiply_lanes(pool, x, source, rows, reinterpret_cast<Bf16*>(out->untyped_data()), columns);
+  } else if (out->element_type() == ffi::F32) {
+    multiply_lanes(pool, x, source, rows, reinterpret_cast<float*>(out->untyped_data()), columns);
+  } else {
+    return ffi::Error::InvalidArgument("hfax: the result must be float32 or bfloat16");
+  }
+  return ffi::Error::Success();
 }
 #endif
 
@@ -458,14 +557,8 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
 #if defined(__AVX512BF16__)
   if (x.element_type() == ffi::BF16) {
     const Bf16* rows = reinterpret_cast<const Bf16*>(x.untyped_data());
-    const int64_t num_rows = out->dimensions()[0], num_columns = out->dimensions()[1];
-    if (num_rows < kLanesFrom || width % 2) return multiply_by(pool, Weight<Bf16Pairs>{{w, width}, nullptr, 0}, rows, out);
-    if (out->element_type() == ffi::BF16) {
-      multiply_lanes(pool, rows, w, num_rows, width, reinterpret_cast<Bf16*>(out->untyped_data()), num_columns);
-    } else {
-      multiply_lanes(pool, rows, w, num_rows, width, reinterpret_cast<float*>(out->untyped_data()), num_columns);
-    }
-    return ffi::Error::Success();
+    if (out->dimensions()[0] < kLanesFrom || width % 2) return multiply_by(pool, Weight<Bf16Pairs>{{w, width}, nullptr, 0}, rows, out);
+    return multiply_lanes_into(pool, rows, Stored{w, width}, out);
   }
 #endif
   return multiply_by(pool, Weight<Floating<Bf16>>{{w, width}, nullptr, 0}, Activations(x).data(), out);
@@ -477,11 +570,15 @@ ffi::Error linear_packed(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const W
   const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], group = width / scale.dimensions()[1];
   if (width % group || group % AsFloats::kWidth || group % 32) return ffi::Error::InvalidArgument("hfax: packed weights have groups of another width");
   const Bf16* scales = reinterpret_cast<const Bf16*>(scale.untyped_data());
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+  if (x.element_type() == ffi::BF16 && rows >= kLanesFrom)
+    return multiply_lanes_into(pool, reinterpret_cast<const Bf16*>(x.untyped_data()), Unpacked<kBits>{reinterpret_cast<const uint8_t*>(weight), scales, width, group}, out);
+#endif
   const Activations floats(x);
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-  if (group <= kMaxGroup) {
+  if (group <= kMaxGroup && group % Bytes16<kBits>::kWidth == 0) {
     const Packed<kBits> packed{reinterpret_cast<const uint8_t*>(weight), scales, width, group};
-    return multiply_into(pool, PackedRows<kBits>{packed, Words16(floats.data(), rows, width, group)}, out);
+    return multiply_into(pool, PackedRows<kBits>{packed, Bytes16<kBits>(floats.data(), rows, width, group)}, out);
   }
 #endif
   return multiply_by(pool, Weight<AsFloats>{{weight, width}, scales, group}, floats.data(), out);
@@ -590,12 +687,12 @@ ffi::Error linear_packed_experts(ffi::ThreadPool& pool, const ffi::AnyBuffer& x,
   const Activations floats(x);
   const auto of_rows = sorted_rows(floats.data(), sorted, width);
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-  if (group <= kMaxGroup) {
-    const Words16 words(of_rows.data(), rows, width, group);
+  if (group <= kMaxGroup && group % Bytes16<kBits>::kWidth == 0) {
+    const Bytes16<kBits> bytes(of_rows.data(), rows, width, group);
     std::vector<Packed<kBits>> weights;
     for (int64_t e = 0; e < num_experts; ++e)
       weights.push_back({reinterpret_cast<const uint8_t*>(weight) + e * size, scales + e * num_columns * groups, width, group});
-    return multiply_chosen_into(pool, sorted, [&](int64_t e) { return PackedRows<kBits>{weights[e], words}; }, out);
+    return multiply_chosen_into(pool, sorted, [&](int64_t e) { return PackedRows<kBits>{weights[e], bytes}; }, out);
   }
 #endif
   std::vector<Weight<AsFloats>> weights;
@@ -616,6 +713,7 @@ ffi::Error linear_experts_int4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buff
 // -------------------------------------------------------------------------------------------------------------- attention
 
 constexpr int64_t kKeyBlock = 64;
+constexpr int64_t kKeysAhead = 8;
 
 // The totals of N vectors, 1 or 4, one after the other.
 template <int N>
@@ -786,16 +884,19 @@ struct Masked {
 
   int64_t first() const { return 0; }
   int64_t last() const { return (capacity + kKeyBlock - 1) / kKeyBlock; }
-  int64_t size(int64_t block) const { return std::min(capacity - block * kKeyBlock, kKeyBlock); }
+  // Up to the last key that a query sees; 0: none of them does.
+  int64_t size(int64_t block) const {
+    const int64_t here = std::min(capacity - block * kKeyBlock, kKeyBlock), count = seen.size();
+    int64_t used = 0;
+    for (int64_t c = 0; c < count; ++c)
+      if (c == 0 || seen[c] != seen[c - 1])
+        for (int64_t k = here; k > used; --k)
+          if (seen[c][block * kKeyBlock + k - 1]) used = k;
+    return used;
+  }
   const T* keys(int64_t block) const { return all_keys + block * kKeyBlock * dim; }
   const T* values(int64_t block) const { return all_values + block * kKeyBlock * value_dim; }
   bool is_seen(int64_t query, int64_t block, int64_t key) const { return seen[query][block * kKeyBlock + key]; }
-  bool any(int64_t block) const {
-    const int64_t count = seen.size();
-    for (int64_t c = 0; c < count; ++c)
-      if ((c == 0 || seen[c] != seen[c - 1]) && std::memchr(seen[c] + block * kKeyBlock, 1, size(block))) return true;
-    return false;
-  }
 };
 
 // Keys and values of one sequence in pages, of which `table` names the places. Query c sees the keys from `from[c]` to `to[c]`.
@@ -816,7 +917,6 @@ struct InPages {
     const int64_t position = block * page_size + key;
     return from[query] <= position && position <= to[query];
   }
-  bool any(int64_t) const { return true; }
 };
 
 // One head of keys and values, for `count` queries of `dim` numbers each that share it. Blocks of keys that no query sees are not read.
@@ -832,17 +932,26 @@ void attend(const Q* query, float scale, int64_t count, int64_t dim, const Block
   }
   const bool is_even = dim % (sizeof(Q) == 2 ? 32 : kLanes) == 0;
   const int64_t last = blocks.last();
+  bool is_first = true;
   for (int64_t block = blocks.first(); block < last; ++block) {
-    if (!blocks.any(block)) continue;
-    const int64_t keys_here = blocks.size(block), padded = (keys_here + kLanes - 1) / kLanes * kLanes;
+    const int64_t keys_here = blocks.size(block);
+    if (!keys_here) continue;
+    const int64_t padded = (keys_here + kLanes - 1) / kLanes * kLanes;
     const T *keys = blocks.keys(block), *from = blocks.values(block);
     const Ahead of_values{reinterpret_cast<const char*>(from), static_cast<int64_t>(value_dim * sizeof(T))};
+    // the first keys were not fetched with values before them
+    const Ahead own_keys{reinterpret_cast<const char*>(keys), is_first ? static_cast<int64_t>(dim * sizeof(T)) : 0};
+    is_first = false;
+    for (int64_t k = 0; k < std::min(kKeysAhead, keys_here); ++k) own_keys.fetch(k);
     Ahead next_keys;
     if (block + 1 < last) next_keys = {reinterpret_cast<const char*>(blocks.keys(block + 1)), static_cast<int64_t>(dim * sizeof(T))};
     for (int64_t k = 0; k < keys_here;) {
       const int64_t together = is_even && k + 4 <= keys_here ? 4 : 1;
       const T* key = keys + k * dim;
-      for (int64_t i = k; i < k + together; ++i) of_values.fetch(i);
+      for (int64_t i = k; i < k + together; ++i) {
+        of_values.fetch(i);
+        if (i + kKeysAhead < keys_here) own_keys.fetch(i + kKeysAhead);
+      }
       if (together == 4) {
         scores_of<4>(query, count, dim, key, scores.data() + k);
       } else if (is_even) {
