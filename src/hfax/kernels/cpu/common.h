@@ -98,6 +98,20 @@ inline Floats exponential(Floats x) {
   return x < -87.0f ? Floats{} : sum * power;
 }
 
+// Memory of the calling thread, not initialised, that the next call with the same type and use gets again: fresh pages cost more than
+// what is written to them.
+template <typename T, int kUse>
+T* kept(int64_t count) {
+  thread_local std::unique_ptr<T[]> memory;
+  thread_local int64_t size = 0;
+  if (count > size) {
+    memory.reset();  // never both
+    memory.reset(new T[count]);
+    size = count;
+  }
+  return memory.get();
+}
+
 // ---------------------------------------------------------------------------------------------------------------- threads
 
 struct Shared {

@@ -397,18 +397,29 @@ ffi::Error check_activations(const ffi::AnyBuffer& x) {
 // Several rows of bfloat16: the lanes of a vector are 16 rows of x, so that nothing is added across lanes, and a row's sums are added
 // in the same order however many rows there are.
 constexpr int64_t kLaneRows = 16, kLanesFrom = 2;
+constexpr int64_t kPairsTogether = 1 << 15;
 
-// Pairs of columns of x, 16 rows beside each other: [vectors][K / 2][16] words; rows that are not there are 0.
-inline std::vector<uint32_t> pairs_of_rows(const Bf16* x, int64_t rows, int64_t width) {
-  const int64_t vectors = (rows + kLaneRows - 1) / kLaneRows, pairs = width / 2;
-  std::vector<uint32_t> packed(vectors * pairs * kLaneRows + kLaneRows);
-  uint32_t* to = packed.data();
-  for (int64_t row = 0; row < rows; ++row) {
-    uint32_t* lane = to + row / kLaneRows * pairs * kLaneRows + row % kLaneRows;
-    const char* from = reinterpret_cast<const char*>(x + row * width);
-    for (int64_t k = 0; k < pairs; ++k) std::memcpy(lane + k * kLaneRows, from + 4 * k, 4);
+// Pairs of columns of x, 16 rows beside each other, into `packed` [vectors][K / 2][16] words; rows that are not there are 0.
+inline void pack_pairs(ffi::ThreadPool& pool, const Bf16* x, int64_t num_rows, int64_t width, uint32_t* packed) {
+  const int64_t vectors = (num_rows + kLaneRows - 1) / kLaneRows, pairs = width / 2;
+  const auto pack = [&](int64_t v) {
+    const char* from = reinterpret_cast<const char*>(x + v * kLaneRows * width);
+    const int64_t rows = std::min(num_rows - v * kLaneRows, kLaneRows);
+    uint32_t* to = packed + v * pairs * kLaneRows;
+    for (int64_t k = 0; k < pairs; k += 16, to += 16 * kLaneRows) {
+      const int64_t count = std::min<int64_t>(pairs - k, 16);
+      __m512i words[16];
+      for (int64_t r = 0; r < 16; ++r)
+        words[r] = r < rows ? _mm512_maskz_loadu_epi32(0xffff >> (16 - count), from + 4 * (r * pairs + k)) : _mm512_setzero_si512();
+      turn(words);
+      for (int64_t i = 0; i < count; ++i) _mm512_storeu_si512(to + i * kLaneRows, words[i]);
+    }
+  };
+  if (vectors * width < kPairsTogether) {  // less work than waking a thread
+    for (int64_t v = 0; v < vectors; ++v) pack(v);
+  } else {
+    parallel(pool, vectors, pack);
   }
-  return packed;
 }
 
 constexpr int64_t kTile = 48;  // rows of the weight whose results are put together before they are written
@@ -510,16 +521,16 @@ struct Unpacked {
 template <typename Source, typename Out>
 void multiply_lanes(ffi::ThreadPool& pool, const Bf16* x, const Source& source, int64_t num_rows, Out* out, int64_t num_columns) {
   const int64_t width = source.width, vectors = (num_rows + kLaneRows - 1) / kLaneRows;
-  const std::vector<uint32_t> packed = pairs_of_rows(x, num_rows, width);
+  uint32_t* const packed = kept<uint32_t, 0>(vectors * (width / 2) * kLaneRows);
+  pack_pairs(pool, x, num_rows, width, packed);
   // what is unpacked for few rows stays in the nearest cache
   const int64_t bytes = Source::kIsPacked && vectors <= 4 ? kChunkBytes / 4 : kChunkBytes;
   const int64_t per_chunk = std::max<int64_t>(kTile, bytes / std::max<int64_t>(2 * width, 1) / kTile * kTile), chunks = (num_columns + per_chunk - 1) / per_chunk;
   parallel(pool, chunks, [&](int64_t chunk) {
     const int64_t begin = chunk * per_chunk, count = std::min(num_columns - begin, per_chunk);
-    std::vector<Bf16> scratch(Source::kIsPacked ? count * width : 0);
-    const Bf16* weight = source.rows(begin, count, scratch.data());
+    const Bf16* weight = source.rows(begin, count, Source::kIsPacked ? kept<Bf16, 1>(count * width) : nullptr);
     for (int64_t v = 0; v < vectors; v += 4) {
-      const uint32_t* rows = packed.data() + v * (width / 2) * kLaneRows;
+      const uint32_t* rows = packed + v * (width / 2) * kLaneRows;
       const int64_t left = num_rows - v * kLaneRows;
       Out* to = out + v * kLaneRows * num_columns + begin;
       switch (std::min<int64_t>(vectors - v, 4)) {
