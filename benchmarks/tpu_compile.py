@@ -2,8 +2,9 @@
 
     python benchmarks/tpu_compile.py --json-file benchmarks/results/tpu-compile.json      # some minutes; needs hfax[tpu]
 
-Llama-3-8B on v5e:2x4, Qwen3-30B-A3B and Gemma 3 12B on v6e:2x2, tensor-parallel over all chips, bfloat16, batch 1, a prompt of 512
-tokens, a cache of 2,048. Prints seconds, memory a device, Pallas kernels, collectives, and copies of a megabyte or more.
+Llama-3-8B on v5e:2x4, Qwen3-30B-A3B and Gemma 3 12B on v6e:2x2, tensor-parallel over all chips, bfloat16, and Llama-3-8B with
+packed weights on one chip of v5e; batch 1, a prompt of 512 tokens, a cache of 2,048. Prints seconds, memory a device, Pallas
+kernels, collectives, and copies of a megabyte or more.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -20,24 +22,25 @@ import transformers
 
 from hfax.topology import compile_for
 
-SHAPES = {
-    "llama-3-8b": (
-        "v5e:2x4",
-        transformers.LlamaConfig(
-            architectures=["LlamaForCausalLM"],
-            vocab_size=128256,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            max_position_embeddings=8192,
-            tie_word_embeddings=False,
-            dtype="bfloat16",
-        ),
-    ),
+LLAMA = transformers.LlamaConfig(
+    architectures=["LlamaForCausalLM"],
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=8192,
+    tie_word_embeddings=False,
+    dtype="bfloat16",
+)
+SHAPES: dict[str, tuple[str, Any, Any]] = {  # topology, quantization, config
+    "llama-3-8b": ("v5e:2x4", None, LLAMA),
+    "llama-3-8b-int8": ("v5e:1x1", "int8", LLAMA),
+    "llama-3-8b-int4": ("v5e:1x1", "int4", LLAMA),
     "qwen3-30b-a3b": (
         "v6e:2x2",
+        None,
         transformers.Qwen3MoeConfig(
             architectures=["Qwen3MoeForCausalLM"],
             vocab_size=151936,
@@ -57,6 +60,7 @@ SHAPES = {
     ),
     "gemma-3-12b": (
         "v6e:2x2",
+        None,
         transformers.Gemma3TextConfig(
             architectures=["Gemma3ForCausalLM"],
             vocab_size=262208,
@@ -83,8 +87,8 @@ def main() -> None:
     options = parser.parse_args()
     found = {}
     for name in options.shapes:
-        topology, config = SHAPES[name]
-        for program in compile_for(config, topology):
+        topology, quantization, config = SHAPES[name]
+        for program in compile_for(config, topology, quantization=quantization):
             facts = {k: v for k, v in dataclasses.asdict(program).items() if k != "text"}
             found[f"{name} {topology} {program.name}"] = facts
             print(

@@ -50,6 +50,20 @@ def test_programs_have_pallas_kernels_and_copy_nothing_large(name, topology):
     assert "model/layers.1/self_attn/q_proj" in decode.text  # scopes carry the modules' names
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_packed_weights_are_never_written_as_numbers(quantization):
+    """Without the kernel, XLA has more of them in memory than there are arguments."""
+    prefill, decode = compile_for(
+        CONFIGS["dense"], "v5e:1x1", prompt_length=256, capacity=1024, quantization=quantization
+    )
+    for program in (prefill, decode):
+        assert program.kernels[f"{quantization}_linear"] == 7 * 2 + 1
+        assert f"linear: Pallas kernel ({quantization} weights)" in prefill.chosen
+        assert program.large_copies == ()
+    assert decode.temporary_bytes < decode.argument_bytes / 4
+
+
 def test_a_topology_that_is_none_is_an_error():
     with pytest.raises(BackendNotAvailableError, match="v99:1x1"):
         compile_for(CONFIGS["dense"], "v99:1x1")

@@ -67,7 +67,13 @@ class CompiledProgram:
 
 
 def compile_for(
-    config: PretrainedConfig, topology: str, *, batch_size: int = 1, prompt_length: int = 512, capacity: int = 2048
+    config: PretrainedConfig,
+    topology: str,
+    *,
+    batch_size: int = 1,
+    prompt_length: int = 512,
+    capacity: int = 2048,
+    quantization: Quantization | None = None,
 ) -> list[CompiledProgram]:
     """Compile both programs of `generate`, greedy, tensor-parallel over all devices of a topology.
 
@@ -77,6 +83,7 @@ def compile_for(
         batch_size: sequences side by side.
         prompt_length: tokens of the prompts, padding included.
         capacity: of the cache, tokens.
+        quantization: of the weights.
 
     Raises:
         BackendNotAvailableError: libtpu is not installed, or knows no such topology.
@@ -88,7 +95,8 @@ def compile_for(
     devices = topology_devices(topology)
     skeleton = make_skeleton(config, None, resolve_dtype("auto", config, None), None, None)
     plan = plan_over(skeleton, make_mesh({"tensor": len(devices)}, config, devices))
-    return compile_programs(skeleton, plan, batch_size=batch_size, prompt_length=prompt_length, capacity=capacity)
+    sizes = {"batch_size": batch_size, "prompt_length": prompt_length, "capacity": capacity}
+    return compile_programs(skeleton, plan, **sizes, quantization=quantization)
 
 
 def compile_programs(

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 import transformers
 from jax.experimental.pallas import tpu as pallas_tpu
 
@@ -12,8 +13,10 @@ from hfax.backends.traced_model import TracedModel
 from hfax.kernels import paged
 from hfax.kernels.attention import attention, causal_positions
 from hfax.kernels.target import compiling_for
+from hfax.kernels.tpu import quantized
 from hfax.kernels.tpu.attention import paged_attention, ragged_attention, splash_attention
 from hfax.kernels.tpu.experts import grouped_linear
+from hfax.load.quantize import quantize
 
 
 def normal(*shape, seed=0):
@@ -81,6 +84,27 @@ def test_grouped_product_interpreted(rows, width):
     sizes = jnp.asarray(np.bincount(experts, minlength=8), jnp.int32)
     expected = np.einsum("ri,roi->ro", x, np.asarray(weight)[experts])
     np.testing.assert_allclose(grouped_linear(x, weight, sizes, interpret=True), expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 200])
+@pytest.mark.parametrize(("out", "width"), [(256, 512), (384, 1792), (128, 4096)])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_packed_product_interpreted(bits, out, width, rows):
+    values = torch.from_numpy(np.random.default_rng(0).standard_normal((out, width)).astype(np.float32))
+    packed = quantize(values, f"int{bits}", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    assert quantized.fits(rows, packed.shape, packed.bits, packed.group)
+    x = normal(rows, width, seed=1).astype(jnp.bfloat16)
+    got = quantized.linear(x, packed.values, packed.scale, bits=bits, out_dtype=jnp.float32, interpret=True)
+    expected = np.asarray(x, np.float64) @ np.asarray(packed.dequantize(), np.float64).T
+    np.testing.assert_allclose(got, expected, atol=1e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "group"),
+    [(2000, (256, 512), 128), (1, (250, 512), 128), (1, (256, 320), 64), (1, (256, 128), 128)],
+)
+def test_packed_products_that_no_kernel_takes(rows, shape, group):
+    assert not quantized.fits(rows, shape, 8, group)
 
 
 CONFIGS = {

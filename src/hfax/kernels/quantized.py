@@ -106,9 +106,27 @@ def linear(x: jax.Array, weight: QuantizedArray, bias: jax.Array | None = None) 
         multiply = calls.linear_int8 if weight.bits == 8 else calls.linear_int4
         out_dtype = x.dtype if bias is None else jnp.dtype(jnp.float32)
         out = multiply(x.reshape(rows, -1), weight.values, weight.scale, out_dtype).reshape(*x.shape[:-1], -1)
+    elif _has_tpu_kernel(rows, x, weight):
+        from hfax.kernels.tpu import quantized as kernels  # Pallas for TPU takes a second to import
+
+        target.choose(f"linear: Pallas kernel (int{weight.bits} weights)")
+        flat = x.reshape(rows, -1)
+        out = kernels.linear(flat, weight.values, weight.scale, bits=weight.bits, out_dtype=jnp.float32)
+        out = out.reshape(*x.shape[:-1], -1)
     else:
         target.choose(f"linear: int{weight.bits} weights made numbers, then XLA's matrix product")
         numbers = weight.dequantize().astype(x.dtype)
         contract = (((x.ndim - 1,), (1,)), ((), ()))
         out = jax.lax.dot_general(x, numbers, contract, preferred_element_type=jnp.float32)
     return (out if bias is None else out + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+def _has_tpu_kernel(rows: int, x: jax.Array, weight: QuantizedArray) -> bool:
+    """Of one device: which part of a weight is where, a trace does not know."""
+    if not target.is_for("tpu") or target.is_differentiated() or x.dtype != jnp.bfloat16:
+        return False
+    if (mesh := target.mesh()) is not None and mesh.size > 1:
+        return False
+    from hfax.kernels.tpu import quantized as kernels
+
+    return kernels.fits(rows, weight.shape, weight.bits, weight.group)

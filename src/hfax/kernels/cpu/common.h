@@ -98,19 +98,33 @@ inline Floats exponential(Floats x) {
   return x < -87.0f ? Floats{} : sum * power;
 }
 
-// Memory of the calling thread, not initialised, that the next call with the same type and use gets again: fresh pages cost more than
-// what is written to them.
+constexpr int64_t kMostKept = 16 << 20;  // bytes
+
+// Memory of the calling thread, not initialised. What is not large stays with the thread for the next of the same type and use: fresh
+// pages cost more than what is written to them.
 template <typename T, int kUse>
-T* kept(int64_t count) {
-  thread_local std::unique_ptr<T[]> memory;
-  thread_local int64_t size = 0;
-  if (count > size) {
-    memory.reset();  // never both
-    memory.reset(new T[count]);
-    size = count;
+class Memory {
+ public:
+  explicit Memory(int64_t count) {
+    thread_local std::unique_ptr<T[]> kept;
+    thread_local int64_t size = 0;
+    if (count * static_cast<int64_t>(sizeof(T)) > kMostKept) {
+      own_.reset(new T[count]);
+      data_ = own_.get();
+      return;
+    }
+    if (count > size) {
+      kept.reset(new T[count]);
+      size = count;
+    }
+    data_ = kept.get();
   }
-  return memory.get();
-}
+  T* data() const { return data_; }
+
+ private:
+  std::unique_ptr<T[]> own_;
+  T* data_;
+};
 
 // ---------------------------------------------------------------------------------------------------------------- threads
 

@@ -521,16 +521,17 @@ struct Unpacked {
 template <typename Source, typename Out>
 void multiply_lanes(ffi::ThreadPool& pool, const Bf16* x, const Source& source, int64_t num_rows, Out* out, int64_t num_columns) {
   const int64_t width = source.width, vectors = (num_rows + kLaneRows - 1) / kLaneRows;
-  uint32_t* const packed = kept<uint32_t, 0>(vectors * (width / 2) * kLaneRows);
-  pack_pairs(pool, x, num_rows, width, packed);
+  const Memory<uint32_t, 0> packed(vectors * (width / 2) * kLaneRows);
+  pack_pairs(pool, x, num_rows, width, packed.data());
   // what is unpacked for few rows stays in the nearest cache
   const int64_t bytes = Source::kIsPacked && vectors <= 4 ? kChunkBytes / 4 : kChunkBytes;
   const int64_t per_chunk = std::max<int64_t>(kTile, bytes / std::max<int64_t>(2 * width, 1) / kTile * kTile), chunks = (num_columns + per_chunk - 1) / per_chunk;
   parallel(pool, chunks, [&](int64_t chunk) {
     const int64_t begin = chunk * per_chunk, count = std::min(num_columns - begin, per_chunk);
-    const Bf16* weight = source.rows(begin, count, Source::kIsPacked ? kept<Bf16, 1>(count * width) : nullptr);
+    const Memory<Bf16, 1> scratch(Source::kIsPacked ? count * width : 0);
+    const Bf16* weight = source.rows(begin, count, scratch.data());
     for (int64_t v = 0; v < vectors; v += 4) {
-      const uint32_t* rows = packed + v * (width / 2) * kLaneRows;
+      const uint32_t* rows = packed.data() + v * (width / 2) * kLaneRows;
       const int64_t left = num_rows - v * kLaneRows;
       Out* to = out + v * kLaneRows * num_columns + begin;
       switch (std::min<int64_t>(vectors - v, 4)) {

@@ -1,0 +1,138 @@
+"""Products with weights of 8 and 4 bits on TPU, by a Pallas kernel: the weight's integers are all that moves from the main memory.
+
+XLA, left to itself, writes such a weight to memory as float32 first, and once more in another layout (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+_LANES = 128
+_ROWS = 16
+"""Rows of a bfloat16 tile."""
+_MAX_ROWS = 1024
+_COLUMNS = (512, 256, 128)
+"""Rows of the weight that a step of the kernel takes: the first that divides."""
+_DEPTHS = (2048, 1792, 1536, 1280, 1024, 896, 768, 640, 512, 384, 256)
+"""Columns likewise; with many rows of x no more than `_DEPTH_OF_MANY`."""
+_MANY, _DEPTH_OF_MANY = 128, 1024
+
+
+def fits(rows: int, shape: tuple[int, ...], bits: int, group: int) -> bool:
+    """Whether the kernel multiplies so many rows with a weight of this shape, [out, in], on one device."""
+    return len(shape) == 2 and rows <= _MAX_ROWS and group == _LANES and _tiles(rows, shape, bits) is not None
+
+
+def linear(
+    x: jax.Array, values: jax.Array, scale: jax.Array, *, bits: int, out_dtype: Any, interpret: bool = False
+) -> jax.Array:
+    """`x @ weight.T` with float32 accumulation, of shapes that `fits`.
+
+    Args:
+        x: [rows, in_features]; multiplied as bfloat16.
+        values: as in `hfax.kernels.quantized.QuantizedArray`.
+        scale: [out_features, in_features / group] bfloat16.
+        bits: 8 or 4.
+        out_dtype: of the result.
+        interpret: run the kernel by plain JAX, for tests.
+
+    Returns:
+        [rows, out_features].
+    """
+    rows, width = x.shape
+    out_features, groups = scale.shape
+    group = width // groups
+    if (tiles := _tiles(rows, (out_features, width), bits)) is None:
+        raise ValueError(f"no kernel for {rows} rows and a weight [{out_features}, {width}]; ask `fits` first")
+    columns, depth = tiles
+    padded = jnp.pad(x.astype(jnp.bfloat16), ((0, -rows % _ROWS), (0, 0)))
+    count = padded.shape[0]
+    inputs = [padded] if bits == 8 else list(_by_nibbles(padded))
+    # of each block of columns one matrix, whose rows are groups
+    scales = scale.T.reshape(width // depth, depth // group, out_features)
+    stored = depth * bits // 8
+    multiply = functools.partial(_multiply_int8 if bits == 8 else _multiply_int4, group=group)
+    result = pl.pallas_call(
+        functools.partial(_kernel, multiply=multiply),
+        grid=(out_features // columns, width // depth),
+        in_specs=[
+            *(pl.BlockSpec((count, each.shape[1] * depth // width), lambda n, k: (0, k)) for each in inputs),
+            pl.BlockSpec((columns, stored), lambda n, k: (n, k)),
+            pl.BlockSpec((None, depth // group, columns), lambda n, k: (k, 0, n)),
+        ],
+        out_specs=pl.BlockSpec((count, columns), lambda n, k: (0, n)),
+        out_shape=jax.ShapeDtypeStruct((count, out_features), out_dtype),
+        scratch_shapes=[pltpu.VMEM((count, columns), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        interpret=interpret,
+        name=f"int{bits}_linear",
+    )(*inputs, values, scales)
+    return result[:rows]
+
+
+def _tiles(rows: int, shape: tuple[int, ...], bits: int) -> tuple[int, int] | None:
+    """Rows and columns of a weight that a step takes; the columns fill whole lanes with bytes, and so are of whole groups."""
+    out_features, width = shape
+    columns = next((n for n in _COLUMNS if out_features % n == 0), None)
+    most = _DEPTH_OF_MANY if rows > _MANY else width
+    depth = next((n for n in _DEPTHS if n <= most and width % n == 0 and n * bits % (8 * _LANES) == 0), None)
+    return None if columns is None or depth is None else (columns, depth)
+
+
+def _by_nibbles(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The columns of x in the order of a 4-bit weight's bytes: for their lower halves and for their upper, [rows, in / 2] each."""
+    parts = x.reshape(x.shape[0], -1, 4, 32)
+    lower = jnp.stack([parts[:, :, 0], parts[:, :, 2]], axis=-1)
+    upper = jnp.stack([parts[:, :, 1], parts[:, :, 3]], axis=-1)
+    return lower.reshape(x.shape[0], -1), upper.reshape(x.shape[0], -1)
+
+
+def _kernel(*refs: Any, multiply: Any) -> None:
+    *inputs, weight, scale, out, total = refs
+
+    @pl.when(pl.program_id(1) == 0)
+    def _() -> None:
+        total[...] = jnp.zeros_like(total)
+
+    total[...] += multiply(*inputs, weight, scale)
+
+    @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
+    def _() -> None:
+        out[...] = total[...].astype(out.dtype)
+
+
+def _multiply_int8(x: Any, weight: Any, scale: Any, *, group: int) -> jax.Array:
+    total = 0.0
+    for g in range(scale.shape[0]):
+        here = slice(g * group, (g + 1) * group)
+        numbers = weight[:, here].astype(jnp.bfloat16)
+        total = total + _dot(x[:, here], numbers) * scale[g : g + 1, :].astype(jnp.float32)
+    return jnp.asarray(total)
+
+
+def _multiply_int4(lower: Any, upper: Any, weight: Any, scale: Any, *, group: int) -> jax.Array:
+    """128 bytes are two groups of columns; each half of the lanes is multiplied with its group's scale."""
+    rows, total = lower.shape[0], 0.0
+    is_first = jax.lax.broadcasted_iota(jnp.int32, (rows, _LANES), 1) < group // 2
+    for pair in range(scale.shape[0] // 2):
+        here = slice(pair * _LANES, (pair + 1) * _LANES)
+        stored = weight[:, here].astype(jnp.int32)
+        sums = jnp.zeros((2 * rows, weight.shape[0]), jnp.float32)
+        for x, nibbles in ((lower, stored & 15), (upper, stored >> 4)):
+            numbers = (nibbles - 8).astype(jnp.float32).astype(jnp.bfloat16)
+            each = x[:, here].astype(jnp.float32)
+            halves = jnp.concatenate([jnp.where(is_first, each, 0.0), jnp.where(is_first, 0.0, each)])
+            sums = sums + _dot(halves.astype(jnp.bfloat16), numbers)
+        scales = scale[2 * pair : 2 * pair + 2, :].astype(jnp.float32)
+        total = total + sums[:rows] * scales[:1] + sums[rows:] * scales[1:]
+    return jnp.asarray(total)
+
+
+def _dot(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
