@@ -44,9 +44,8 @@ for word, which in (("chosen", 1), ("rejected", 2)):
 model.add_adapter(LoraConfig(r=8, target_modules="all-linear"))
 step = make_train_step(model, optax.adam(3e-3), make_dpo_loss(beta=0.1))
 state = step.init()
-batch |= step.compute(
-    preference_log_probs, state.params, batch
-)  # the adapter changes nothing yet: this is the reference
+# the adapter changes nothing yet: this is the reference
+batch |= step.compute(preference_log_probs, state.params, batch)
 for number in range(30):
     state, metrics = step(state, batch)
     if number in (0, 29):

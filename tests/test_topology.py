@@ -59,7 +59,7 @@ def test_packed_weights_are_never_written_as_numbers(quantization):
     )
     for program in (prefill, decode):
         assert program.kernels[f"{quantization}_linear"] == 7 * 2 + 1
-        assert f"linear: Pallas kernel ({quantization} weights)" in prefill.chosen
+        assert f"linear: Pallas kernel ({quantization} weights)" in program.chosen
         assert program.large_copies == ()
     assert decode.temporary_bytes < decode.argument_bytes / 4
 

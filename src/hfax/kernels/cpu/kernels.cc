@@ -370,17 +370,22 @@ class Activations {
   const float* data_;
 };
 
-template <typename Product>
-ffi::Error multiply_into(ffi::ThreadPool& pool, const Product& product, ffi::Result<ffi::AnyBuffer>& out) {
-  const int64_t rows = out->dimensions()[0], columns = out->dimensions()[1];
+// Calls `write` with the result's numbers, as what they are.
+template <typename Write>
+ffi::Error as_numbers(ffi::Result<ffi::AnyBuffer>& out, const Write& write) {
   if (out->element_type() == ffi::BF16) {
-    multiply(pool, product, reinterpret_cast<Bf16*>(out->untyped_data()), rows, columns);
+    write(reinterpret_cast<Bf16*>(out->untyped_data()));
   } else if (out->element_type() == ffi::F32) {
-    multiply(pool, product, reinterpret_cast<float*>(out->untyped_data()), rows, columns);
+    write(reinterpret_cast<float*>(out->untyped_data()));
   } else {
     return ffi::Error::InvalidArgument("hfax: the result must be float32 or bfloat16");
   }
   return ffi::Error::Success();
+}
+
+template <typename Product>
+ffi::Error multiply_into(ffi::ThreadPool& pool, const Product& product, ffi::Result<ffi::AnyBuffer>& out) {
+  return as_numbers(out, [&](auto* to) { multiply(pool, product, to, out->dimensions()[0], out->dimensions()[1]); });
 }
 
 template <typename Decoder>
@@ -546,15 +551,7 @@ void multiply_lanes(ffi::ThreadPool& pool, const Bf16* x, const Source& source, 
 
 template <typename Source>
 ffi::Error multiply_lanes_into(ffi::ThreadPool& pool, const Bf16* x, const Source& source, ffi::Result<ffi::AnyBuffer>& out) {
-  const int64_t rows = out->dimensions()[0], columns = out->dimensions()[1];
-  if (out->element_type() == ffi::BF16) {
-    multiply_lanes(pool, x, source, rows, reinterpret_cast<Bf16*>(out->untyped_data()), columns);
-  } else if (out->element_type() == ffi::F32) {
-    multiply_lanes(pool, x, source, rows, reinterpret_cast<float*>(out->untyped_data()), columns);
-  } else {
-    return ffi::Error::InvalidArgument("hfax: the result must be float32 or bfloat16");
-  }
-  return ffi::Error::Success();
+  return as_numbers(out, [&](auto* to) { multiply_lanes(pool, x, source, out->dimensions()[0], to, out->dimensions()[1]); });
 }
 #endif
 
@@ -639,15 +636,7 @@ void multiply_chosen(ffi::ThreadPool& pool, const ByExpert& sorted, const Make& 
 
 template <typename Make>
 ffi::Error multiply_chosen_into(ffi::ThreadPool& pool, const ByExpert& sorted, const Make& make, ffi::Result<ffi::AnyBuffer>& out) {
-  const int64_t columns = out->dimensions()[1];
-  if (out->element_type() == ffi::BF16) {
-    multiply_chosen(pool, sorted, make, reinterpret_cast<Bf16*>(out->untyped_data()), columns);
-  } else if (out->element_type() == ffi::F32) {
-    multiply_chosen(pool, sorted, make, reinterpret_cast<float*>(out->untyped_data()), columns);
-  } else {
-    return ffi::Error::InvalidArgument("hfax: the result must be float32 or bfloat16");
-  }
-  return ffi::Error::Success();
+  return as_numbers(out, [&](auto* to) { multiply_chosen(pool, sorted, make, to, out->dimensions()[1]); });
 }
 
 template <typename T>
