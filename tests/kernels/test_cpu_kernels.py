@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
-from hfax.kernels import quantized
+import hfax.patches.norms  # noqa: F401 - defines torch.ops.hfax.rotate
+from hfax.kernels import norms, quantized
 from hfax.kernels.attention import attention
 from hfax.kernels.cache_write import cache_write
 from hfax.kernels.cpu import library
@@ -39,7 +41,7 @@ def test_kernels_are_built_here():
 
 @pytest.mark.parametrize(
     ("dtype", "rows"),
-    [(dtype, rows) for dtype in ("float32", "bfloat16") for rows in (2, 3, 5, 8, 16)]
+    [(dtype, rows) for dtype in ("float32", "bfloat16") for rows in (1, 2, 3, 5, 8, 16)]
     + [("bfloat16", rows) for rows in (33, 50, 150)],
 )
 @pytest.mark.parametrize(("out", "width"), [(64, 128), (7, 100), (130, 1024), (1, 33), (96, 8192)])
@@ -50,6 +52,59 @@ def test_linear_agrees_with_a_product_in_float64(dtype, rows, out, width):
     assert any(KERNELS in way for way in chosen)
     rounding = 2.0**-8 if dtype == "bfloat16" else 1e-5
     np.testing.assert_allclose(got, exact, atol=rounding * np.abs(exact).max())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "of_weight"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
+)
+@pytest.mark.parametrize("shape", [(1, 1024), (5, 48), (16, 128), (3, 16)])
+def test_norm_of_few_rows_agrees_with_one_in_float64(dtype, of_weight, shape):
+    x, weight = normal(*shape, dtype=dtype), normal(shape[1], dtype=of_weight, seed=1)
+    wide = np.asarray(x, np.float64)
+    exact = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-3) * np.asarray(weight, np.float64)
+    got, chosen = on_cpu(lambda x, w: norms.rms_norm(x, w, 1e-3), x, weight)
+    assert chosen == {"norm: C++ kernel (few rows)"}
+    np.testing.assert_allclose(got, exact, rtol=2.0**-8 if dtype == "bfloat16" else 1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(2, 17), (1025, 64), (4, 0)])
+def test_norm_of_other_rows_is_left_to_xla(shape):
+    got, chosen = on_cpu(lambda x, w: norms.rms_norm(x, w, 1e-6), normal(*shape), jnp.ones(shape[1]))
+    assert got.shape == shape
+    assert not chosen
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_not_finite_stays_so_in_norm_and_rotation(dtype):
+    x = normal(3, 64, dtype=dtype).at[0, 3].set(jnp.nan).at[1, 5].set(jnp.inf)
+    got, _ = on_cpu(lambda x, w: norms.rms_norm(x, w, 1e-6), x, jnp.ones(64, dtype))
+    assert np.isnan(got[0]).all()
+    assert np.isnan(got[1, 5])
+    assert np.isfinite(got[2]).all()
+    ones = jnp.ones((1, 1, 3, 64), dtype)
+    turned, chosen = on_cpu(norms.rotate, x[None, None], ones, ones)
+    assert chosen
+    assert np.isnan(turned[0, 0, 0, [3, 35]]).all()
+    assert np.isfinite(turned[0, 0, 0, 4])
+    assert not np.isfinite(turned[0, 0, 1, [5, 37]]).any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("shape", "batch"), [((1, 16, 1, 128), 1), ((3, 2, 5, 64), 3), ((3, 2, 5, 32), 1)])
+def test_rotation_of_few_rows_is_torchs(dtype, shape, batch):
+    x = normal(*shape, dtype=dtype)
+    angles = np.random.default_rng(2).uniform(0, 6, (batch, 1, *shape[2:]))  # the halves need not be the same
+    cos, sin = jnp.asarray(np.cos(angles), dtype), jnp.asarray(np.sin(angles), dtype)
+    got, chosen = on_cpu(norms.rotate, x, cos, sin)
+    assert chosen == {"rotary embedding: C++ kernel (few rows)"}
+    tensors = (torch.from_numpy(np.array(a, np.float32)).to(getattr(torch, dtype)) for a in (x, cos, sin))
+    with_torch = torch.ops.hfax.rotate(*tensors).float().numpy()
+    if dtype == "bfloat16":  # rounded after the same steps
+        np.testing.assert_array_equal(got, with_torch)
+    else:
+        np.testing.assert_allclose(got, with_torch, atol=1e-6)
+    plainly = np.asarray(norms.rotate(x, cos, sin), np.float32)
+    np.testing.assert_allclose(got, plainly, atol=2.0**-6 if dtype == "bfloat16" else 1e-6)
 
 
 @pytest.mark.parametrize("rows", [3, 7, 16, 17, 40, 64, 100])

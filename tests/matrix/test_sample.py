@@ -89,8 +89,6 @@ def test_the_sample_goes_through_every_patch(results: dict[str, CaseResult]) -> 
         "cross-entropy",
         "padding-images-dropped",
         "packed-only-where-positions-say-so",
-        "rms-norm-with-gradient",
-        "rotation-with-gradient",
         "value-checks",
     }
     assert unused <= others

@@ -167,17 +167,36 @@ def test_patches_of_versions_that_are_not_installed_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "fits"),
-    [("llama", True), ("qwen3", True), ("mixtral", True), ("gemma", False), ("t5", False), ("gpt2", False)],
+    ("kind", "norm"),
+    [
+        ("llama", "llama"),
+        ("qwen3", "llama"),
+        ("mixtral", "llama"),
+        ("gemma", "gemma"),
+        ("gemma3_text", "gemma"),
+        ("t5", ""),
+        ("gpt2", ""),
+    ],
 )
-def test_norms_and_rotations_are_known_by_their_source_where_gradients_are_taken(kind: str, fits: bool) -> None:
+def test_norms_and_rotations_are_known_by_their_source(kind: str, norm: str) -> None:
     config = shrink_config(AutoConfig.for_model(kind))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config) if kind != "t5" else AutoModelForSeq2SeqLM.from_config(config)
     by_name = {p.name: p for p in registry.all_patches()}
-    norm, rotation = by_name["rms-norm-with-gradient"], by_name["rotation-with-gradient"]
-    assert not norm.matches(model)
+    llama, gemma, rotation = (by_name[n] for n in ("llama-norm", "gemma-norm", "llama-rotation"))
+    # plain JAX, as under a user's own jax.jit, has them as they are
+    assert not llama.matches(model)
+    assert not gemma.matches(model)
     assert not rotation.owners(model)
     with compiling_for("cpu", is_differentiated=True):
-        assert norm.matches(model) == fits
-        assert bool(rotation.owners(model)) == (fits or kind == "gemma")
+        assert llama.matches(model) == (norm == "llama")
+        assert not gemma.matches(model)
+        assert bool(rotation.owners(model)) == bool(norm)
+    with compiling_for("cpu"):
+        assert llama.matches(model) == (norm == "llama")
+        assert gemma.matches(model) == (norm == "gemma")
+        assert bool(rotation.owners(model)) == bool(norm)
+    with compiling_for("tpu"):
+        assert not llama.matches(model)
+        assert not gemma.matches(model)
+        assert not rotation.owners(model)

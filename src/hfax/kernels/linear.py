@@ -16,7 +16,7 @@ from hfax.kernels.cpu import calls, library
 
 _MAX_FUSED_WIDTH = 2048
 """XLA's CPU compiler fuses a weight's conversion to float32 into a vector-matrix product only for vectors under 16 KB."""
-_KERNEL_ROWS = {"bfloat16": range(1, 1025), "float32": range(2, 17)}
+_KERNEL_ROWS = {"bfloat16": range(1, 1025), "float32": range(1, 17)}
 """Numbers of rows for which the C++ kernel is faster than XLA's product on CPU (docs/performance.md); of bfloat16 any, where the
 processor multiplies pairs."""
 

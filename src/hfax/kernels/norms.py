@@ -1,20 +1,30 @@
-"""Norms whose gradients are written out."""
+"""Norms and rotary embeddings: with written out gradients where they are taken, and as one call for a few rows on CPU."""
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from hfax.kernels import target
+from hfax.kernels.cpu import calls, library
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+_DTYPES = {"float32", "bfloat16"}
+_FEW_NUMBERS = 1 << 16
+"""What one thread does sooner than XLA starts its own operations."""
+
+
+def is_one_call(shape: Sequence[int], *, multiple: int) -> bool:
+    """Whether the program runs on CPU, with kernels, and this is little work on rows of a multiple of so many numbers."""
+    return 0 < math.prod(shape) <= _FEW_NUMBERS and shape[-1] % multiple == 0 and library.may_be_called()
+
+
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Each row divided by the root of its mean square, times `weight`; in float32 between input and output.
-
-    Its gradient keeps the input as it came, and sums over rows by a product with ones: XLA's CPU compiler is slow at sums over the
-    first axis.
 
     Args:
         x: [rows, width].
@@ -23,6 +33,57 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
     Returns:
         [rows, width] in the dtype of `x`.
+    """
+    if {str(x.dtype), str(weight.dtype)} <= _DTYPES and is_one_call(x.shape, multiple=16):
+        target.choose("norm: C++ kernel (few rows)")
+        return calls.rms_norm(x, weight, eps)
+    out: Any = _rms_norm(x, weight, eps)
+    return out
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding: each pair of numbers, half of a head apart, turned by its angle.
+
+    Args:
+        x: [batch, heads, length, head_dim], or heads after length.
+        cos: of as many axes, [1 | batch, 1, length, head_dim].
+        sin: the same.
+
+    Returns:
+        As `x`. The C++ kernel rounds after each step, as torch does; the other form once, at the end.
+    """
+    is_same = str(x.dtype) in _DTYPES and x.dtype == cos.dtype == sin.dtype
+    is_by_head = x.ndim == 4 and cos.shape == (cos.shape[0], 1, *x.shape[2:]) and cos.shape[0] in (1, x.shape[0])
+    if is_same and is_by_head and cos.shape == sin.shape and is_one_call(x.shape, multiple=32):
+        target.choose("rotary embedding: C++ kernel (few rows)")
+        return calls.rotate(x, cos[:, 0], sin[:, 0])
+    half = x.shape[-1] // 2
+    cos, sin = cos.astype(jnp.float32), sin.astype(jnp.float32)
+    sin = jnp.concatenate((-sin[..., :half], sin[..., half:]), axis=-1)
+    wide = x.astype(jnp.float32)
+    rolled: Any = rolled_by(wide, (half,), (-1,))
+    return (wide * cos + rolled * sin).astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def rolled_by(x: jax.Array, shifts: tuple[int, ...], dims: tuple[int, ...]) -> jax.Array:
+    """`jnp.roll`, whose gradient is a roll too, where JAX's own pads and adds."""
+    return jnp.roll(x, shifts, dims)
+
+
+def _rolled_back(shifts: tuple[int, ...], dims: tuple[int, ...], _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (jnp.roll(gradient, tuple(-shift for shift in shifts), dims),)
+
+
+rolled_by.defvjp(lambda x, shifts, dims: (rolled_by(x, shifts, dims), None), _rolled_back)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """`rms_norm` by JAX's operations.
+
+    Its gradient keeps the input as it came, and sums over rows by a product with ones: XLA's CPU compiler is slow at sums over the
+    first axis.
     """
     return _forward(x, weight, eps)[0]
 
@@ -44,4 +105,4 @@ def _backward(eps: float, kept: Any, gradient: jax.Array) -> tuple[jax.Array, ja
     return for_x.astype(x.dtype), for_weight[0].astype(weight.dtype)
 
 
-rms_norm.defvjp(_forward, _backward)
+_rms_norm.defvjp(_forward, _backward)

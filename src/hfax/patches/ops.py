@@ -87,29 +87,17 @@ def rms_norm(
     width = math.prod(normalized_shape)
     scale = jnp.ones((width,), input.dtype) if weight is None else weight.reshape(width)
     dtype = jnp.result_type(input.dtype, scale.dtype)
-    out: Any = norms.rms_norm(input.reshape(-1, width), scale, eps)
+    out = norms.rms_norm(input.reshape(-1, width), scale, eps)
     return out.astype(dtype).reshape(input.shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _rolled(x: jax.Array, shifts: tuple[int, ...], dims: tuple[int, ...]) -> jax.Array:
-    return jnp.roll(x, shifts, dims)
-
-
-def _rolled_back(shifts: tuple[int, ...], dims: tuple[int, ...], _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    return (jnp.roll(gradient, tuple(-shift for shift in shifts), dims),)
-
-
-_rolled.defvjp(lambda x, shifts, dims: (_rolled(x, shifts, dims), None), _rolled_back)
-
-
 def roll(input: jax.Array, shifts: Any, dims: Any = None) -> jax.Array:
-    """torch's `roll`; its gradient is a roll too, where JAX's own pads and adds."""
+    """torch's `roll`."""
     one = lambda value: (value,) if isinstance(value, int) else tuple(value)  # noqa: E731
     if dims is None or not one(dims):
-        flat: Any = _rolled(input.reshape(-1), one(shifts), (0,))
+        flat: Any = norms.rolled_by(input.reshape(-1), one(shifts), (0,))
         return flat.reshape(input.shape)
-    out: Any = _rolled(input, one(shifts), one(dims))
+    out: Any = norms.rolled_by(input, one(shifts), one(dims))
     return out
 
 

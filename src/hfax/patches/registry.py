@@ -28,8 +28,8 @@ from hfax.patches.patch import ForwardPatch, FunctionPatch, InputPatch, OpPatch,
 logger = logging.getLogger(__name__)
 
 ENTRY_POINT = "hfax.patches"
-_FAMILIES = ("ops", "attention", "masks", "experts", "control_flow", "images", "indexers", "training", "torch_xla")
-_OF_JAX = ("ops", "attention", "control_flow", "images", "training")
+_FAMILIES = ("ops", "attention", "masks", "experts", "control_flow", "images", "indexers", "norms", "torch_xla")
+_OF_JAX = ("ops", "attention", "control_flow", "images", "norms")
 """Those that import JAX; nothing else asks for them."""
 
 _lock = threading.RLock()

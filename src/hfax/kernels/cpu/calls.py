@@ -85,6 +85,34 @@ def linear_experts_packed(
     return jax.ffi.ffi_call(f"hfax_linear_experts_int{bits}", shape)(x, weight, scale, experts.astype(jnp.int32))
 
 
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Each row divided by the root of its mean square, times `weight`, on one thread.
+
+    Args:
+        x: [rows, width] float32 or bfloat16, a width of a multiple of 16.
+        weight: [width] float32 or bfloat16.
+        eps: added to the mean square.
+
+    Returns:
+        [rows, width] in the dtype of `x`.
+    """
+    return jax.ffi.ffi_call("hfax_rms_norm", jax.ShapeDtypeStruct(x.shape, x.dtype))(x, weight, eps=np.float32(eps))
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding on one thread.
+
+    Args:
+        x: [batch, heads, length, head_dim] float32 or bfloat16, a head_dim of a multiple of 32.
+        cos: [batch | 1, length, head_dim], of the dtype of `x`.
+        sin: the same.
+
+    Returns:
+        As `x`.
+    """
+    return jax.ffi.ffi_call("hfax_rotate", jax.ShapeDtypeStruct(x.shape, x.dtype))(x, cos, sin)
+
+
 def decode_attention(
     query: jax.Array,
     key: jax.Array,

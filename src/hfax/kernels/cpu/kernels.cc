@@ -7,6 +7,7 @@
 
 #include "common.h"
 #include "matmul.h"
+#include "norms.h"
 #include "prompt_attention.h"
 
 namespace {
@@ -1237,6 +1238,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_prompt_attention_gradients, prompt_attention_
                                   .Attr<float>("scale")
                                   .Attr<float>("softcap"));
 #endif
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    hfax_rms_norm, rms_norm,
+    ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Attr<float>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    hfax_rotate, rotate,
+    ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     hfax_cache_write, cache_write,

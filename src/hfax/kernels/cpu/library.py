@@ -25,7 +25,7 @@ from hfax.phases import phase
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.cc")
-_HEADERS = ("common.h", "matmul.h", "prompt_attention.h")
+_HEADERS = ("common.h", "matmul.h", "norms.h", "prompt_attention.h")
 _TARGETS = (
     "hfax_linear",
     "hfax_linear_int8",
@@ -33,6 +33,8 @@ _TARGETS = (
     "hfax_linear_experts",
     "hfax_linear_experts_int8",
     "hfax_linear_experts_int4",
+    "hfax_rms_norm",
+    "hfax_rotate",
     "hfax_decode_attention",
     "hfax_cache_write",
     "hfax_pages_attention",

@@ -1,0 +1,104 @@
+// Norms and rotary embeddings of few rows: one call each, where XLA makes three to eight of 2 us, most of it not arithmetic.
+
+#pragma once
+
+#include "common.h"
+
+namespace {
+
+// As float32 that `T` can hold: the nearest, ties to even; what is not a number stays so.
+template <typename T>
+inline Floats rounded(Floats v) {
+  if constexpr (std::is_same_v<T, float>) {
+    return v;
+  } else {
+    const Words bits = reinterpret_cast<const Words&>(v);
+    const Words nearest = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
+    const Words kept = (bits & 0x7fffffff) > 0x7f800000 ? (bits | 0x400000) & 0xffff0000 : nearest;
+    return reinterpret_cast<const Floats&>(kept);
+  }
+}
+
+inline void store(Floats v, float* out) { std::memcpy(out, &v, sizeof(v)); }
+
+inline void store(Floats v, Bf16* out) {
+  const Floats exact = rounded<Bf16>(v);
+  const Halves bits = __builtin_convertvector(reinterpret_cast<const Words&>(exact) >> 16, Halves);
+  std::memcpy(static_cast<void*>(out), &bits, sizeof(bits));
+}
+
+// Each row divided by the root of its mean square, times `weight`. `width` is a multiple of the lanes.
+template <typename T, typename W>
+void normalize(const T* x, const W* weight, int64_t rows, int64_t width, float eps, T* out) {
+  for (int64_t row = 0; row < rows; ++row, x += width, out += width) {
+    Floats sums[2] = {};
+    int64_t k = 0;
+    for (; k + 2 * kLanes <= width; k += 2 * kLanes) {
+      const Floats a = load(x + k), b = load(x + k + kLanes);
+      sums[0] += a * a;
+      sums[1] += b * b;
+    }
+    if (k < width) sums[0] += load(x + k) * load(x + k);
+    const float scale = 1.0f / std::sqrt(total(sums[0] + sums[1]) / width + eps);
+    for (k = 0; k < width; k += kLanes) store(load(x + k) * scale * load(weight + k), out + k);
+  }
+}
+
+// x [batch, heads, length, dim] with each pair of numbers, half of `dim` apart, turned by its angle; cos and sin [1 | batch, length, dim].
+// Rounds after each step, as torch does. Half of `dim` is a multiple of the lanes.
+template <typename T>
+void rotate_rows(const T* x, const T* cos, const T* sin, int64_t batch, int64_t heads, int64_t length, int64_t dim, bool is_shared, T* out) {
+  const int64_t half = dim / 2;
+  for (int64_t b = 0; b < batch; ++b) {
+    const int64_t of_batch = is_shared ? 0 : b * length * dim;
+    for (int64_t row = 0; row < heads * length; ++row, x += dim, out += dim) {
+      const T *c = cos + of_batch + row % length * dim, *s = sin + of_batch + row % length * dim;
+      for (int64_t k = 0; k < half; k += kLanes) {
+        const Floats low = load(x + k), high = load(x + half + k);
+        const Floats low_turned = rounded<T>(high * load(s + k)), high_turned = rounded<T>(low * load(s + half + k));
+        store(rounded<T>(low * load(c + k)) - low_turned, out + k);
+        store(rounded<T>(high * load(c + half + k)) + high_turned, out + half + k);
+      }
+    }
+  }
+}
+
+template <typename T>
+ffi::Error normalize_by(const ffi::AnyBuffer& x, const ffi::AnyBuffer& weight, float eps, ffi::Result<ffi::AnyBuffer>& out) {
+  const T* from = reinterpret_cast<const T*>(x.untyped_data());
+  T* to = reinterpret_cast<T*>(out->untyped_data());
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
+  if (weight.element_type() == ffi::F32) {
+    normalize(from, reinterpret_cast<const float*>(weight.untyped_data()), rows, width, eps, to);
+  } else {
+    normalize(from, reinterpret_cast<const Bf16*>(weight.untyped_data()), rows, width, eps, to);
+  }
+  return ffi::Error::Success();
+}
+
+bool is_float_or_bf16(const ffi::AnyBuffer& x) { return x.element_type() == ffi::F32 || x.element_type() == ffi::BF16; }
+
+// x [R, K], weight [K] -> [R, K]; float32 or bfloat16, the result as x.
+ffi::Error rms_norm(ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> out, float eps) {
+  if (!is_float_or_bf16(x) || !is_float_or_bf16(weight) || out->element_type() != x.element_type() || x.dimensions()[1] % kLanes)
+    return ffi::Error::InvalidArgument("hfax: a norm takes float32 or bfloat16, and rows of a multiple of 16");
+  return x.element_type() == ffi::F32 ? normalize_by<float>(x, weight, eps, out) : normalize_by<Bf16>(x, weight, eps, out);
+}
+
+template <typename T>
+ffi::Error rotate_by(const ffi::AnyBuffer& x, const ffi::AnyBuffer& cos, const ffi::AnyBuffer& sin, ffi::Result<ffi::AnyBuffer>& out) {
+  const auto shape = x.dimensions();
+  rotate_rows(reinterpret_cast<const T*>(x.untyped_data()), reinterpret_cast<const T*>(cos.untyped_data()), reinterpret_cast<const T*>(sin.untyped_data()),
+              shape[0], shape[1], shape[2], shape[3], cos.dimensions()[0] == 1, reinterpret_cast<T*>(out->untyped_data()));
+  return ffi::Error::Success();
+}
+
+// x [B, H, L, D], cos and sin [1 | B, L, D] -> [B, H, L, D]; all float32 or all bfloat16.
+ffi::Error rotate(ffi::AnyBuffer x, ffi::AnyBuffer cos, ffi::AnyBuffer sin, ffi::Result<ffi::AnyBuffer> out) {
+  const auto type = x.element_type();
+  if (!is_float_or_bf16(x) || cos.element_type() != type || sin.element_type() != type || out->element_type() != type || x.dimensions()[3] % (2 * kLanes))
+    return ffi::Error::InvalidArgument("hfax: rotation takes float32 or bfloat16, and heads of a multiple of 32");
+  return type == ffi::F32 ? rotate_by<float>(x, cos, sin, out) : rotate_by<Bf16>(x, cos, sin, out);
+}
+
+}  // namespace

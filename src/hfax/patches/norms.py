@@ -1,0 +1,136 @@
+"""Norms and rotary embeddings: where gradients are taken these are written out, and few rows on CPU are one call each.
+
+Their classes and functions are copied from model to model, so they are known by their source, not by their names alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hfax.kernels import norms, target
+from hfax.kernels.cpu import library
+from hfax.patches.patch import ForwardPatch, FunctionPatch, OpPatch, Patch
+
+
+@functools.cache
+def _body(function: Any) -> str:
+    """A function's statements without its docstring and types; "" if nobody knows them."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    except (OSError, TypeError, SyntaxError, IndexError):
+        return ""
+    if not isinstance(tree, ast.FunctionDef):
+        return ""
+    statements = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
+    return ast.unparse(ast.Module(body=statements, type_ignores=[]))
+
+
+def _is_copy(function: Any, of: Any) -> bool:
+    """Whether both are known, and say the same."""
+    return _body(function) == _body(of) != ""
+
+
+def _is_worth_it() -> bool:
+    return target.is_differentiated() or library.may_be_called()
+
+
+def _is_llamas_norm(module: Any) -> bool:
+    if not _is_worth_it():
+        return False
+    from transformers.models.llama import modeling_llama  # only such programs pay for its import
+
+    return _is_copy(type(module).forward, modeling_llama.LlamaRMSNorm.forward)
+
+
+def _is_gemmas_norm(module: Any) -> bool:
+    if not library.may_be_called() or not hasattr(module, "_norm"):
+        return False
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+
+    kind = type(module)
+    return _is_copy(kind.forward, GemmaRMSNorm.forward) and _is_copy(kind._norm, GemmaRMSNorm._norm)
+
+
+def _is_llamas_rotation(function: Any) -> bool:
+    if not _is_worth_it():
+        return False
+    from transformers.models.llama import modeling_llama
+
+    return _is_copy(inspect.unwrap(function), inspect.unwrap(modeling_llama.apply_rotary_pos_emb))
+
+
+def _llamas_norm(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(hidden_states: Any) -> Any:
+        weight = module.weight
+        is_one_call = hidden_states.dtype == weight.dtype and norms.is_one_call(hidden_states.shape, multiple=16)
+        if not is_one_call and not target.is_differentiated():
+            return original(hidden_states)
+        return torch.nn.functional.rms_norm(hidden_states, tuple(weight.shape), weight, module.variance_epsilon)
+
+    return forward
+
+
+def _gemmas_norm(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(x: Any) -> Any:
+        if not norms.is_one_call(x.shape, multiple=16):
+            return original(x)
+        weight = 1.0 + module.weight.float()
+        return torch.nn.functional.rms_norm(x, tuple(weight.shape), weight, module.eps).type_as(x)
+
+    return forward
+
+
+def _rotation(original: Callable[..., Any]) -> Callable[..., Any]:
+    def rotate(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+        is_one_call = all(norms.is_one_call(x.shape, multiple=32) for x in (q, k))
+        if q.shape[-1] % 2 or not (is_one_call or target.is_differentiated()):
+            return original(q, k, cos, sin, unsqueeze_dim)
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return tuple(torch.ops.hfax.rotate(x, cos, sin) for x in (q, k))
+
+    return rotate
+
+
+@torch.library.custom_op("hfax::rotate", mutates_args=())
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Llama's rotary embedding of one tensor; traces have `hfax.kernels.norms.rotate` in its place."""
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-high, low), dim=-1) * sin
+
+
+PATCHES: list[Patch] = [
+    OpPatch(
+        name="rotate",
+        why="the operation that the patched rotary embeddings call",
+        ops=("torch.ops.hfax.rotate",),
+        lower=norms.rotate,
+    ),
+    ForwardPatch(
+        name="llama-norm",
+        why="few rows are one call on CPU instead of four; the gradient of its steps keeps float32 copies (docs/performance.md)",
+        classes=(),
+        make=_llamas_norm,
+        only_if=_is_llamas_norm,
+    ),
+    ForwardPatch(
+        name="gemma-norm",
+        why="few rows are one call on CPU instead of four (docs/performance.md)",
+        classes=(),
+        make=_gemmas_norm,
+        only_if=_is_gemmas_norm,
+    ),
+    FunctionPatch(
+        name="llama-rotation",
+        why="few rows are one call on CPU instead of six; the gradient of swapped halves pads and adds (docs/performance.md)",
+        target="*:apply_rotary_pos_emb",
+        make=_rotation,
+        only_if=_is_llamas_rotation,
+    ),
+]
