@@ -1,5 +1,7 @@
 """Programs compiled by the real TPU compiler, for topologies of chips that are not there."""
 
+import re
+
 import pytest
 import transformers
 
@@ -52,16 +54,23 @@ def test_programs_have_pallas_kernels_and_copy_nothing_large(name, topology):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_packed_weights_are_never_written_as_numbers(quantization):
-    """Without the kernel, XLA has more of them in memory than there are arguments."""
-    prefill, decode = compile_for(
-        CONFIGS["dense"], "v5e:1x1", prompt_length=256, capacity=1024, quantization=quantization
-    )
+@pytest.mark.parametrize(
+    ("name", "topology", "linears", "experts", "part"),
+    [
+        ("dense", "v5e:1x1", 7 * 2 + 1, 0, "512,1024"),
+        ("dense", "v5e:2x2", 7 * 2 + 1, 0, "512,256"),
+        ("experts", "v6e:2x2", 4 * 2 + 1, 2 * 2, "2,1024,512"),
+    ],
+)
+def test_packed_weights_are_never_written_as_numbers(name, topology, linears, experts, part, quantization):
+    """Without the kernels, XLA has more of them in memory than there are arguments."""
+    prefill, decode = compile_for(CONFIGS[name], topology, prompt_length=256, capacity=1024, quantization=quantization)
     for program in (prefill, decode):
-        assert program.kernels[f"{quantization}_linear"] == 7 * 2 + 1
+        assert program.kernels[f"{quantization}_linear"] == linears
+        assert program.kernels.get(f"{quantization}_experts", 0) == experts
         assert f"linear: Pallas kernel ({quantization} weights)" in program.chosen
         assert program.large_copies == ()
-    assert decode.temporary_bytes < decode.argument_bytes / 4
+    assert not re.search(rf"(f32|bf16)\[{part}\]", decode.text)  # what a chip has of a large weight
 
 
 def test_a_topology_that_is_none_is_an_error():

@@ -94,7 +94,7 @@ def compile_for(
 
     devices = topology_devices(topology)
     skeleton = make_skeleton(config, None, resolve_dtype("auto", config, None), None, None)
-    plan = plan_over(skeleton, make_mesh({"tensor": len(devices)}, config, devices))
+    plan = plan_over(skeleton, make_mesh({"tensor": len(devices)}, config, devices), quantization)
     sizes = {"batch_size": batch_size, "prompt_length": prompt_length, "capacity": capacity}
     return compile_programs(skeleton, plan, **sizes, quantization=quantization)
 
@@ -132,6 +132,7 @@ def compile_programs(
             scale=on_devices((*shape[:-1], shape[-1] // group), jnp.bfloat16, spec),  # pyright: ignore[reportArgumentType]
             bits=bits,
             dtype=dtype,
+            spec=spec,
         )
 
     params = {name: weight(name, whole) for name, whole in weights.items()}

@@ -87,7 +87,7 @@ def test_grouped_product_interpreted(rows, width):
 
 
 @pytest.mark.parametrize("rows", [1, 5, 200])
-@pytest.mark.parametrize(("out", "width"), [(256, 512), (384, 1792), (128, 4096)])
+@pytest.mark.parametrize(("out", "width"), [(256, 512), (384, 1792), (128, 4096), (650, 512)])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_packed_product_interpreted(bits, out, width, rows):
     values = torch.from_numpy(np.random.default_rng(0).standard_normal((out, width)).astype(np.float32))
@@ -101,10 +101,36 @@ def test_packed_product_interpreted(bits, out, width, rows):
 
 @pytest.mark.parametrize(
     ("rows", "shape", "group"),
-    [(2000, (256, 512), 128), (1, (250, 512), 128), (1, (256, 320), 64), (1, (256, 128), 128)],
+    [(2000, (256, 512), 128), (1, (100, 512), 128), (1, (256, 320), 64), (1, (256, 128), 128)],
 )
 def test_packed_products_that_no_kernel_takes(rows, shape, group):
     assert not quantized.fits(rows, shape, 8, group)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 300])
+@pytest.mark.parametrize(("out", "width"), [(256, 512), (128, 4096), (650, 768)])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_packed_experts_interpreted(bits, out, width, rows):
+    values = torch.from_numpy(np.random.default_rng(0).standard_normal((5, out, width)).astype(np.float32))
+    packed = quantize(values, f"int{bits}", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    assert quantized.fits_experts(packed.shape, packed.bits, packed.group)
+    x, chosen = normal(rows, width, seed=1).astype(jnp.bfloat16), np.random.default_rng(2).integers(0, 6, rows)
+    got = quantized.experts_linear(x, packed.values, packed.scale, jnp.asarray(chosen), bits=bits, interpret=True)
+    is_real = chosen < 5  # the others belong to nobody here
+    of_row = np.asarray(packed.dequantize(), np.float64)[chosen[is_real]]
+    expected = np.einsum("ri,roi->ro", np.asarray(x, np.float64)[is_real], of_row)
+    np.testing.assert_allclose(got[is_real], expected, atol=1e-6 * np.abs(expected).max(initial=1))
+
+
+def test_rows_of_experts_are_put_into_tiles():
+    experts = jnp.array([2, 5, 0, 2, 2, 0, 2, 3, 2])  # expert 5 is nobody's, 1 and 4 have no rows
+    of_tile, used, source, place = quantized._in_tiles(experts, 5, 4, 9 // 4 + 5)
+    assert used.tolist() == [4]
+    assert of_tile.tolist() == [0, 2, 2, 3, 3, 3, 3]
+    for row, expert in enumerate(experts.tolist()):
+        if expert < 5:
+            assert source[place[row]] == row
+            assert of_tile[place[row] // 4] == expert
 
 
 CONFIGS = {

@@ -34,26 +34,29 @@ def grouped_linear(
     Returns:
         [rows, out_features] in the dtype of `x`.
     """
-    mesh = target.mesh()
-    if mesh is None or isinstance(weight, QuantizedArray):
-        return _on_one_device(x, weight, experts, is_transposed)
+    mesh, is_packed, is_tpu = target.mesh(), isinstance(weight, QuantizedArray), target.is_for("tpu")
+    if mesh is None or mesh.size == 1 or (is_packed and not is_tpu):
+        return _on_one_device(x, weight, experts, is_transposed).astype(x.dtype)
     split = expert_axes(mesh, weight.shape[0])
-    inner = () if split else HEAD_AXES
-    if size_of(mesh, split or inner) == 1 or (inner and x.shape[1] % size_of(mesh, inner)):
-        return _on_one_device(x, weight, experts, is_transposed)
+    parts = weight.scale.shape[2] if isinstance(weight, QuantizedArray) else x.shape[1]  # groups stay whole
+    inner = () if split or parts % size_of(mesh, HEAD_AXES) else HEAD_AXES
+    # nobody but us divides the work of a Pallas kernel, be it the same on every device
+    if size_of(mesh, split or inner) == 1 and not is_tpu:
+        return _on_one_device(x, weight, experts, is_transposed).astype(x.dtype)
     rows = batch_axes(mesh, len(x))
 
-    def local(x: jax.Array, weight: jax.Array, experts: jax.Array) -> jax.Array:
+    def local(x: jax.Array, weight: jax.Array | QuantizedArray, experts: jax.Array) -> jax.Array:
         count = weight.shape[0]
         mine = experts - (_index(split, mesh) * count if split else 0)
         is_mine = (mine >= 0) & (mine < count)
         out = _on_one_device(x, weight, jnp.where(is_mine, mine, count), is_transposed)  # `count`: nobody's rows
         out = jnp.where(is_mine[:, None], out.astype(jnp.float32), 0)
-        return jax.lax.psum(out, split or inner).astype(x.dtype)
+        return (jax.lax.psum(out, axes) if (axes := split or inner) else out).astype(x.dtype)
 
     in_axis = 1 if is_transposed else 2
     weight_spec = P(*(split or None if i == 0 else inner or None if i == in_axis else None for i in range(3)))
-    specs = (P(rows, inner or None), weight_spec, P(rows))
+    # of a packed weight, integers and scales are split alike
+    specs = (P(rows, inner or None), jax.tree.map(lambda _: weight_spec, weight), P(rows))
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(rows, None), check_vma=False)(x, weight, experts)
 
 
@@ -68,26 +71,28 @@ def _index(axes: Sequence[str], mesh: jax.sharding.Mesh) -> jax.Array:
 def _on_one_device(
     x: jax.Array, weight: jax.Array | QuantizedArray, experts: jax.Array, is_transposed: bool
 ) -> jax.Array:
-    """Rows whose expert is none of them come out as anything."""
+    """As they were added up, in float32 or the dtype of `x`; rows whose expert is none of them come out as anything."""
     rows, num_experts = x.shape[0], weight.shape[0]
     if _has_kernel(x, weight) and not is_transposed:
         target.choose("experts: C++ kernel, each chosen matrix read once")
         if isinstance(weight, QuantizedArray):
             return calls.linear_experts_packed(x, weight.values, weight.scale, experts, bits=weight.bits)
         return calls.linear_experts(x, weight, experts)
-    if not isinstance(weight, QuantizedArray) and not is_transposed and _is_for_tpu(x, weight):
-        target.choose("experts: grouped product kernel (Pallas)")
-        return _on_tpu(x, weight, experts).astype(x.dtype)
     if isinstance(weight, QuantizedArray):
+        if (out := _packed_on_tpu(x, weight, experts)) is not None:
+            return out
         if rows < num_experts:
             weight = weight.rows(experts)
-            return jnp.einsum("ri,roi->ro", x, weight, preferred_element_type=jnp.float32).astype(x.dtype)
+            return jnp.einsum("ri,roi->ro", x, weight, preferred_element_type=jnp.float32)
         weight = weight.dequantize()
+    if not is_transposed and _is_for_tpu(x, weight):
+        target.choose("experts: grouped product kernel (Pallas)")
+        return _on_tpu(x, weight, experts)
     if rows < num_experts:
         target.choose("experts: the chosen matrices gathered")
         form = "ri,rio->ro" if is_transposed else "ri,roi->ro"
         chosen = weight[jnp.minimum(experts, num_experts - 1)]
-        return jnp.einsum(form, x, chosen, preferred_element_type=jnp.float32).astype(x.dtype)
+        return jnp.einsum(form, x, chosen, preferred_element_type=jnp.float32)
     target.choose("experts: rows sorted, ragged product")
     order = jnp.argsort(experts, stable=True)
     sizes = jnp.bincount(experts, length=num_experts).astype(jnp.int32)
@@ -97,7 +102,7 @@ def _on_one_device(
         rhs_group_dimensions=[0],
     )
     out = jax.lax.ragged_dot_general(x[order], weight, sizes, numbers, preferred_element_type=jnp.float32)
-    return jnp.zeros_like(out).at[order].set(out).astype(x.dtype)
+    return jnp.zeros_like(out).at[order].set(out)
 
 
 def _is_for_tpu(x: jax.Array, weight: jax.Array) -> bool:
@@ -115,6 +120,18 @@ def _on_tpu(x: jax.Array, weight: jax.Array, experts: jax.Array) -> jax.Array:
     sizes = jnp.bincount(experts, length=weight.shape[0]).astype(jnp.int32)
     out = kernels.grouped_linear(x[order], weight, sizes)
     return jnp.zeros_like(out).at[order].set(out)
+
+
+def _packed_on_tpu(x: jax.Array, weight: QuantizedArray, experts: jax.Array) -> jax.Array | None:
+    """By the Pallas kernel, in float32; None where it is not for these."""
+    if not target.is_for("tpu") or target.is_differentiated() or x.dtype != jnp.bfloat16:
+        return None
+    from hfax.kernels.tpu import quantized as kernels
+
+    if not kernels.fits_experts(weight.shape, weight.bits, weight.group):
+        return None
+    target.choose(f"experts: Pallas kernel (int{weight.bits} weights)")
+    return kernels.experts_linear(x, weight.values, weight.scale, experts, bits=weight.bits)
 
 
 def _has_kernel(x: jax.Array, weight: jax.Array | QuantizedArray) -> bool:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from hfax.kernels import target
 from hfax.kernels.cpu import calls, library
+from hfax.mesh import BATCH_AXES, batch_axes, size_of
 
 INT4_GROUP = 128
 """Columns that share a scale, and a word layout, in 4-bit weights."""
@@ -34,12 +37,15 @@ class QuantizedArray:
         scale: [..., out, in / group] bfloat16.
         bits: 8 or 4.
         dtype: of the numbers that it stands for.
+        spec: how the weight is split over a mesh, as integers and scales both are; None: it is not, or nobody said. Traces of
+            programs for several devices look here, since they cannot ask an array where it lies.
     """
 
     values: jax.Array
     scale: jax.Array
     bits: int = dataclasses.field(metadata={"static": True})
     dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
+    spec: P | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -82,7 +88,7 @@ class QuantizedArray:
 
     def rows(self, index: jax.Array) -> jax.Array:
         """`weight[index]` in `dtype`, for an embedding table; only those rows are made."""
-        picked = dataclasses.replace(self, values=self.values[index], scale=self.scale[index])
+        picked = dataclasses.replace(self, values=self.values[index], scale=self.scale[index], spec=None)
         return picked.dequantize()
 
 
@@ -106,13 +112,9 @@ def linear(x: jax.Array, weight: QuantizedArray, bias: jax.Array | None = None) 
         multiply = calls.linear_int8 if weight.bits == 8 else calls.linear_int4
         out_dtype = x.dtype if bias is None else jnp.dtype(jnp.float32)
         out = multiply(x.reshape(rows, -1), weight.values, weight.scale, out_dtype).reshape(*x.shape[:-1], -1)
-    elif _has_tpu_kernel(rows, x, weight):
-        from hfax.kernels.tpu import quantized as kernels  # Pallas for TPU takes a second to import
-
+    elif (specs := _tpu_specs(x, weight)) is not None:
         target.choose(f"linear: Pallas kernel (int{weight.bits} weights)")
-        flat = x.reshape(rows, -1)
-        out = kernels.linear(flat, weight.values, weight.scale, bits=weight.bits, out_dtype=jnp.float32)
-        out = out.reshape(*x.shape[:-1], -1)
+        out = _on_tpu(x, weight, *specs)
     else:
         target.choose(f"linear: int{weight.bits} weights made numbers, then XLA's matrix product")
         numbers = weight.dequantize().astype(x.dtype)
@@ -121,12 +123,49 @@ def linear(x: jax.Array, weight: QuantizedArray, bias: jax.Array | None = None) 
     return (out if bias is None else out + bias.astype(jnp.float32)).astype(x.dtype)
 
 
-def _has_tpu_kernel(rows: int, x: jax.Array, weight: QuantizedArray) -> bool:
-    """Of one device: which part of a weight is where, a trace does not know."""
-    if not target.is_for("tpu") or target.is_differentiated() or x.dtype != jnp.bfloat16:
-        return False
-    if (mesh := target.mesh()) is not None and mesh.size > 1:
-        return False
+def without_batch_axes(spec: P | None, ndim: int) -> P:
+    """A weight's split without the axes of batches, over which it is put together before it is used; an entry for each axis."""
+
+    def kept(axes: str | Sequence[str] | None) -> tuple[str, ...] | None:
+        named = (axes,) if isinstance(axes, str) else tuple(axes or ())
+        return tuple(axis for axis in named if axis not in BATCH_AXES) or None
+
+    entries = (*(spec or ()), *[None] * ndim)[:ndim]
+    return P(*(kept(axes) for axes in entries))
+
+
+def _tpu_specs(x: jax.Array, weight: QuantizedArray) -> tuple[P, P] | None:
+    """How the Pallas kernel's devices split activations and a weight; None where it is not for this program or these shapes."""
+    if not target.is_for("tpu") or target.is_differentiated() or x.dtype != jnp.bfloat16 or weight.ndim != 2:
+        return None
+    mesh = target.mesh()
+    of_x, of_weight = P(*[None] * x.ndim), P(None, None)
+    if mesh is not None and mesh.size > 1:
+        if weight.spec is None:
+            return None
+        of_weight = without_batch_axes(weight.spec, 2)
+        of_x = P(batch_axes(mesh, x.shape[0]), *of_x[1:-1], of_weight[1]) if x.ndim > 1 else P(of_weight[1])
+    from hfax.kernels.tpu import quantized as kernels  # Pallas for TPU takes a second to import
+
+    parts = [1 if mesh is None else size_of(mesh, axes) for axes in (*of_weight, of_x[0] if x.ndim > 1 else None)]
+    shape = (weight.shape[0] // parts[0], weight.shape[1] // parts[1])
+    rows = math.prod(x.shape[:-1]) // parts[2]
+    return (of_x, of_weight) if kernels.fits(rows, shape, weight.bits, weight.group) else None
+
+
+def _on_tpu(x: jax.Array, weight: QuantizedArray, of_x: P, of_weight: P) -> jax.Array:
+    """Every device multiplies with its own part; sums over parts of a row are added up in float32."""
     from hfax.kernels.tpu import quantized as kernels
 
-    return kernels.fits(rows, weight.shape, weight.bits, weight.group)
+    def local(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
+        flat = x.reshape(-1, x.shape[-1])
+        out = kernels.linear(flat, values, scale, bits=weight.bits, out_dtype=jnp.float32)
+        out = out.reshape(*x.shape[:-1], -1)
+        return jax.lax.psum(out, of_weight[1]) if of_weight[1] else out
+
+    mesh = target.mesh()
+    if mesh is None or mesh.size == 1:
+        return local(x, weight.values, weight.scale)
+    of_out = P(*of_x[:-1], of_weight[0])
+    call = jax.shard_map(local, mesh=mesh, in_specs=(of_x, of_weight, of_weight), out_specs=of_out, check_vma=False)
+    return call(x, weight.values, weight.scale)

@@ -12,7 +12,8 @@ from typing import Literal, get_args
 
 import jax.numpy as jnp
 import torch
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
 
 from hfax.errors import CheckpointCorruptError, UnsupportedOptionError
 from hfax.kernels.quantized import INT4_GROUP, QuantizedArray
@@ -105,7 +106,18 @@ def restore(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, where
             "Save the quantized model again.",
         )
     name = str(dtype).removeprefix("torch.")
-    return QuantizedArray(values=place(values, where), scale=place(scale, where), bits=bits, dtype=jnp.dtype(name))
+    return QuantizedArray(
+        values=place(values, where),
+        scale=place(scale, where),
+        bits=bits,
+        dtype=jnp.dtype(name),
+        spec=spec_of(where),
+    )
+
+
+def spec_of(where: Sharding) -> P | None:
+    """How a weight there is split over a mesh; None where it is not."""
+    return where.spec if isinstance(where, NamedSharding) and where.mesh.size > 1 else None
 
 
 def _int8(tensor: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,7 @@ from hfax.load.conversion import ConversionStep, check_complete, plan_conversion
 from hfax.load.flax_names import unknown_to_flax
 from hfax.load.orbax_checkpoint import OrbaxStore
 from hfax.load.placement import check_fits, place, place_slices
-from hfax.load.quantize import SCALE_SUFFIX, Quantization, quantize, restore, weights_to_quantize
+from hfax.load.quantize import SCALE_SUFFIX, Quantization, quantize, restore, spec_of, weights_to_quantize
 from hfax.load.rules import check_shape, draw_missing, dtype_rule
 from hfax.load.skeleton import Skeleton
 from hfax.load.store import TensorStore
@@ -189,7 +189,11 @@ def load_arrays(
         if name + SCALE_SUFFIX in scales:
             bits = 8 if arrays[name].dtype == jnp.int8 else 4
             weights[name] = QuantizedArray(
-                values=arrays[name], scale=arrays[name + SCALE_SUFFIX], bits=bits, dtype=weight_dtypes[name]
+                values=arrays[name],
+                scale=arrays[name + SCALE_SUFFIX],
+                bits=bits,
+                dtype=weight_dtypes[name],
+                spec=spec_of(layout.weight(skeleton.tied.get(name, name))),
             )
         _check_stored_shape(name, weights[name], expected[name])
     return weights, tied

@@ -18,7 +18,8 @@ _ROWS = 16
 """Rows of a bfloat16 tile."""
 _MAX_ROWS = 1024
 _COLUMNS = (512, 256, 128)
-"""Rows of the weight that a step of the kernel takes: the first that divides."""
+"""Rows of the weight that a step of the kernel takes: the first that divides, else the first that is fewer; the last step then has
+fewer rows."""
 _DEPTHS = (2048, 1792, 1536, 1280, 1024, 896, 768, 640, 512, 384, 256)
 """Columns likewise; with many rows of x no more than `_DEPTH_OF_MANY`."""
 _MANY, _DEPTH_OF_MANY = 128, 1024
@@ -60,7 +61,7 @@ def linear(
     multiply = functools.partial(_multiply_int8 if bits == 8 else _multiply_int4, group=group)
     result = pl.pallas_call(
         functools.partial(_kernel, multiply=multiply),
-        grid=(out_features // columns, width // depth),
+        grid=(pl.cdiv(out_features, columns), width // depth),
         in_specs=[
             *(pl.BlockSpec((count, each.shape[1] * depth // width), lambda n, k: (0, k)) for each in inputs),
             pl.BlockSpec((columns, stored), lambda n, k: (n, k)),
@@ -76,10 +77,94 @@ def linear(
     return result[:rows]
 
 
+def fits_experts(shape: tuple[int, ...], bits: int, group: int) -> bool:
+    """Whether `experts_linear` takes matrices of this shape, [experts, out, in]."""
+    return len(shape) == 3 and group == _LANES and _tiles(1, shape[1:], bits) is not None
+
+
+def experts_linear(
+    x: jax.Array, values: jax.Array, scale: jax.Array, experts: jax.Array, *, bits: int, interpret: bool = False
+) -> jax.Array:
+    """Each row with the transposed matrix of its expert; matrices that no row has are not read.
+
+    The rows of an expert are put into tiles of their own, and each tile is multiplied as `linear` does.
+
+    Args:
+        x: [rows, in_features]; multiplied as bfloat16.
+        values: as in `linear`, with an axis of experts in front.
+        scale: likewise.
+        experts: [rows] int32; rows of no expert below their number come out as anything.
+        bits: 8 or 4.
+        interpret: run the kernel by plain JAX, for tests.
+
+    Returns:
+        [rows, out_features] float32.
+    """
+    rows, width = x.shape
+    num_experts, out_features, groups = scale.shape
+    group = width // groups
+    if (tiles := _tiles(1, (out_features, width), bits)) is None:
+        raise ValueError(f"no kernel for matrices [{out_features}, {width}]; ask `fits_experts` first")
+    columns, depth = tiles
+    height = _ROWS if rows <= _ROWS * num_experts else _MANY
+    count = rows // height + min(rows, num_experts)
+    of_tile, used, source, place = _in_tiles(experts.astype(jnp.int32), num_experts, height, count)
+    padded = x.astype(jnp.bfloat16)[source]
+    inputs = [padded] if bits == 8 else list(_by_nibbles(padded))
+    scales = scale.swapaxes(1, 2).reshape(num_experts, width // depth, depth // group, out_features)
+    multiply = functools.partial(_multiply_int8 if bits == 8 else _multiply_int4, group=group)
+    specs = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=2,
+        # tiles before columns of the weight: where these fit a step, what an expert's tiles share is read once
+        grid=(pl.cdiv(out_features, columns), count, width // depth),
+        in_specs=[
+            *(pl.BlockSpec((height, a.shape[1] * depth // width), lambda n, t, k, e, u: (t, k)) for a in inputs),
+            pl.BlockSpec((None, columns, depth * bits // 8), lambda n, t, k, e, u: (e[t], n, k)),
+            pl.BlockSpec((None, None, depth // group, columns), lambda n, t, k, e, u: (e[t], k, 0, n)),
+        ],
+        out_specs=pl.BlockSpec((height, columns), lambda n, t, k, e, u: (t, n)),
+        scratch_shapes=[pltpu.VMEM((height, columns), jnp.float32)],
+    )
+    result = pl.pallas_call(
+        functools.partial(_experts_kernel, multiply=multiply),
+        grid_spec=specs,
+        out_shape=jax.ShapeDtypeStruct((count * height, out_features), jnp.float32),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
+        interpret=interpret,
+        name=f"int{bits}_experts",
+    )(of_tile, used, *inputs, values, scales)
+    return result[place]
+
+
+def _in_tiles(
+    experts: jax.Array, num_experts: int, height: int, count: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Rows sorted into tiles of one expert each.
+
+    Returns:
+        Each tile's expert, [count]; how many tiles have rows, [1]; the row in each place of the tiles, [count · height], anything
+        where there is none; and each row's place, [rows].
+    """
+    rows = experts.shape[0]
+    sizes = jnp.bincount(experts, length=num_experts).astype(jnp.int32)
+    ends = jnp.cumsum(-(-sizes // height))
+    used = ends[-1:]
+    # tiles without rows have the last expert's matrix, which is there already
+    tile = jnp.clip(jnp.arange(count), max=jnp.maximum(used - 1, 0))
+    of_tile = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), num_experts - 1).astype(jnp.int32)
+    order = jnp.argsort(experts, stable=True)
+    own = experts[order]
+    first_tile, first_row = ends - -(-sizes // height), jnp.cumsum(sizes) - sizes
+    at = jnp.where(own < num_experts, first_tile[own] * height + jnp.arange(rows) - first_row[own], count * height)
+    source = jnp.zeros((count * height,), jnp.int32).at[at].set(order.astype(jnp.int32), mode="drop")
+    return of_tile, used, source, jnp.zeros_like(experts).at[order].set(at)
+
+
 def _tiles(rows: int, shape: tuple[int, ...], bits: int) -> tuple[int, int] | None:
     """Rows and columns of a weight that a step takes; the columns fill whole lanes with bytes, and so are of whole groups."""
     out_features, width = shape
-    columns = next((n for n in _COLUMNS if out_features % n == 0), None)
+    fewer = (n for n in _COLUMNS if n < out_features)
+    columns = next((n for n in _COLUMNS if out_features % n == 0), next(fewer, None))
     most = _DEPTH_OF_MANY if rows > _MANY else width
     depth = next((n for n in _DEPTHS if n <= most and width % n == 0 and n * bits % (8 * _LANES) == 0), None)
     return None if columns is None or depth is None else (columns, depth)
@@ -103,6 +188,20 @@ def _kernel(*refs: Any, multiply: Any) -> None:
     total[...] += multiply(*inputs, weight, scale)
 
     @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
+    def _() -> None:
+        out[...] = total[...].astype(out.dtype)
+
+
+def _experts_kernel(of_tile: Any, used: Any, *refs: Any, multiply: Any) -> None:
+    *inputs, weight, scale, out, total = refs
+    is_first = pl.program_id(2) == 0
+
+    @pl.when(pl.program_id(1) < used[0])
+    def _() -> None:
+        sums = multiply(*inputs, weight, scale)
+        total[...] = jnp.where(is_first, sums, total[...] + sums)
+
+    @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
     def _() -> None:
         out[...] = total[...].astype(out.dtype)
 
