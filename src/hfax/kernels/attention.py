@@ -137,6 +137,10 @@ def attention(
             causal = given.causal
             out = kernels.prompt_attention(query, key, value, causal.is_real, scale=scale, window=causal.window)
             return out, probabilities
+        is_alone = target.mesh() is None and not target.is_differentiated()
+        if is_alone and kernels.fits_step(query, key, value, given.array) and kernels.step_attention_works():
+            target.choose("attention: Triton kernel, reads the live part of the cache")
+            return kernels.step_attention(query, key, value, given.array, scale=scale), probabilities
     if _has_kernel(query, key, value, given.array):
         target.choose("attention: C++ kernel, reads the keys that are seen")
         seen = jnp.broadcast_to(given.array, (*given.array.shape[:2], query.shape[2], key.shape[2]))

@@ -1,14 +1,29 @@
-"""Attention of prompts on NVIDIA GPUs by cuDNN's flash attention, through `jax.nn.dot_product_attention`."""
+"""Attention on NVIDIA GPUs: of prompts by cuDNN's flash attention, of decoding steps over long caches by JAX's Triton kernel.
+
+cuDNN is asked through `jax.nn.dot_product_attention`. The Triton kernel reads the live part of a cache, split into many parts.
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 _MAX_WIDTH = 128
 """cuDNN takes wider heads on Hopper and later alone; which GPU it will be is not known while tracing."""
+
+
+_MIN_CACHE_BYTES = 8 << 20
+"""Of keys: XLA reads less than that, live or not, sooner than several kernels are started."""
+_MAX_PARTS = 128
+_PART = 128
+
+logger = logging.getLogger(__name__)
 
 
 def fits(query: jax.Array, key: jax.Array, value: jax.Array) -> bool:
@@ -24,6 +39,80 @@ def is_there() -> bool:
     """Whether this process has an NVIDIA GPU with cuDNN."""
     device = jax.devices()[0]
     return device.platform == "gpu" and "cuda" in device.client.platform_version.lower()
+
+
+def fits_step(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> bool:
+    """Whether `step_attention` takes these, and the cache is long enough to gain by it."""
+    is_half = query.dtype == key.dtype == value.dtype and query.dtype in (jnp.bfloat16, jnp.float16)
+    width, capacity = query.shape[3], key.shape[2]
+    is_step = query.shape[2] == 1 and value.shape == key.shape and mask.shape == (query.shape[0], 1, 1, capacity)
+    is_long = key.size * key.dtype.itemsize >= _MIN_CACHE_BYTES and capacity % _PART == 0
+    return is_half and is_step and is_long and mask.dtype == jnp.bool_ and width in (64, 128, 256)
+
+
+@functools.cache
+def step_attention_works() -> bool:
+    """Whether this process has an NVIDIA GPU on which the Triton kernel gives what XLA gives; tried once, on a small cache."""
+    if not is_there():
+        return False
+    with ThreadPoolExecutor(1) as other:  # programs ask while they are traced, and this is to be run
+        problem = other.submit(_problem_of_step_attention).result()
+    if problem is not None:
+        logger.warning("decoding reads whole caches: JAX's Triton kernel %s", problem)
+    return problem is None
+
+
+def _problem_of_step_attention() -> str | None:
+    draw = np.random.default_rng(0).standard_normal
+    query, key, value = (jnp.asarray(draw((2, n, m, 64)), jnp.bfloat16) for n, m in ((4, 1), (2, 512), (2, 512)))
+    mask = (jnp.arange(512) >= jnp.array([[3], [130]])) & (jnp.arange(512) < 300)
+    mask = mask[:, None, None]
+    try:
+        got = jax.jit(functools.partial(step_attention, scale=0.125))(query, key, value, mask)
+    except Exception as error:  # a compiler's errors have no common class
+        return f"does not work here ({str(error).partition(chr(10))[0]})"
+    keys, values = (jnp.repeat(array, 2, axis=1).astype(jnp.float32) for array in (key, value))
+    scores = jnp.einsum("bhqd,bhkd->bhqk", query.astype(jnp.float32), keys) * 0.125
+    expected = jnp.einsum("bhqk,bhkd->bqhd", jax.nn.softmax(jnp.where(mask, scores, -jnp.inf)), values)
+    is_right = bool(jnp.abs(got.astype(jnp.float32) - expected).max() < 2.0**-5)
+    return None if is_right else "gives other numbers than XLA here"
+
+
+def step_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, *, scale: float, interpret: bool = False
+) -> jax.Array:
+    """Attention of one query a sequence; parts of the cache without keys that it sees are not read.
+
+    Args:
+        query: [batch, heads, 1, head_dim].
+        key: [batch, kv_heads, capacity, head_dim].
+        value: as `key`.
+        mask: [batch, 1, 1, capacity] bool; what is seen stands together.
+        scale: multiplies the scores.
+        interpret: run the kernel by plain JAX, for tests.
+
+    Returns:
+        [batch, 1, heads, head_dim].
+    """
+    from jax.experimental.pallas.ops.gpu.decode_attention import mqa
+
+    batch, heads, _, width = query.shape
+    kv_heads, capacity = key.shape[1:3]
+    seen = mask[:, 0, 0]
+    begin, end = jnp.argmax(seen, axis=1), capacity - jnp.argmax(seen[:, ::-1], axis=1)
+    parts = next(n for n in range(min(_MAX_PARTS, capacity // _PART), 0, -1) if capacity % (n * _PART) == 0)
+    out = mqa(
+        query.reshape(batch * kv_heads, heads // kv_heads, width),
+        key.reshape(batch * kv_heads, capacity, width),
+        value.reshape(batch * kv_heads, capacity, width),
+        jnp.repeat(begin.astype(jnp.int32), kv_heads),
+        jnp.repeat(end.astype(jnp.int32), kv_heads),
+        sm_scale=scale,
+        block_k=_PART,
+        k_splits=parts,
+        interpret=interpret,
+    )
+    return out.reshape(batch, 1, heads, width)
 
 
 def prompt_attention(
