@@ -33,6 +33,12 @@ CONFIGS = {
         layer_types=["sliding_attention", "full_attention"],
         **SIZES,
     ),
+    "wide": transformers.Gemma3TextConfig(
+        architectures=["Gemma3ForCausalLM"],
+        sliding_window=256,
+        layer_types=["sliding_attention", "full_attention"],
+        **SIZES | {"head_dim": 256},
+    ),
 }
 
 
@@ -50,6 +56,14 @@ def test_programs_have_pallas_kernels_and_copy_nothing_large(name, topology):
     # one sum over devices after attention and one after the feed-forward part, at least
     assert decode.collectives["all-reduce"] >= 4
     assert "model/layers.1/self_attn/q_proj" in decode.text  # scopes carry the modules' names
+
+
+@pytest.mark.slow
+def test_a_batch_writes_into_its_pages_where_they_are():
+    """XLA had copied every layer's pages to another layout, and back, for each token."""
+    _, decode = compile_for(CONFIGS["wide"], "v6e:1x1", batch_size=4, prompt_length=256, capacity=1024)
+    assert decode.kernels["paged_attention"] == 2
+    assert not re.search(r"= bf16\[4,4,(2|8),128,256\]\S* copy\(", decode.text)
 
 
 @pytest.mark.slow

@@ -21,6 +21,8 @@ import jax.numpy as jnp
 
 PAGE_SIZE = 128
 _JOINT_WIDTH = 128
+_MAX_WRITES = 64
+"""Sequences whose tokens are written one by one; more would take long to compile, and are written by a loop."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,14 +117,18 @@ class SeparatePages:
         batch, count = self.key_pages.shape[1:3]
 
         def written(pages: jax.Array, new: jax.Array) -> jax.Array:
-            # row by row: XLA:TPU copies all pages to another layout for a scatter
+            # row by row: XLA:TPU copies all pages to another layout for a scatter, and for a loop, too
             def write(row: int | jax.Array, pages: jax.Array) -> jax.Array:
                 token = jax.lax.dynamic_index_in_dim(new, row, keepdims=False)[:, None, None].astype(pages.dtype)
                 slot = jax.lax.dynamic_index_in_dim(self.slots, row, keepdims=False)
                 place = (0, row, slot // PAGE_SIZE % count, slot % PAGE_SIZE, 0)
                 return jax.lax.dynamic_update_slice(pages, token, place)
 
-            return write(0, pages) if batch == 1 else jax.lax.fori_loop(0, batch, write, pages)
+            if batch > _MAX_WRITES:
+                return jax.lax.fori_loop(0, batch, write, pages)
+            for row in range(batch):
+                pages = write(row, pages)
+            return pages
 
         return dataclasses.replace(
             self, key_pages=written(self.key_pages, key), value_pages=written(self.value_pages, value)
