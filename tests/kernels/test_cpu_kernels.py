@@ -90,7 +90,9 @@ def test_what_is_not_finite_stays_so_in_norm_and_rotation(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("shape", "batch"), [((1, 16, 1, 128), 1), ((3, 2, 5, 64), 3), ((3, 2, 5, 32), 1)])
+@pytest.mark.parametrize(
+    ("shape", "batch"), [((1, 16, 1, 128), 1), ((3, 2, 5, 64), 3), ((3, 2, 5, 32), 1), ((2, 3, 4, 22), 2)]
+)
 def test_rotation_of_few_rows_is_torchs(dtype, shape, batch):
     x = normal(*shape, dtype=dtype)
     angles = np.random.default_rng(2).uniform(0, 6, (batch, 1, *shape[2:]))  # the halves need not be the same

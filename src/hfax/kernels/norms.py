@@ -54,7 +54,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """
     is_same = str(x.dtype) in _DTYPES and x.dtype == cos.dtype == sin.dtype
     is_by_head = x.ndim == 4 and cos.shape == (cos.shape[0], 1, *x.shape[2:]) and cos.shape[0] in (1, x.shape[0])
-    if is_same and is_by_head and cos.shape == sin.shape and is_one_call(x.shape, multiple=32):
+    if is_same and is_by_head and cos.shape == sin.shape and is_one_call(x.shape, multiple=2):
         target.choose("rotary embedding: C++ kernel (few rows)")
         return calls.rotate(x, cos[:, 0], sin[:, 0])
     half = x.shape[-1] // 2

@@ -89,7 +89,7 @@ def _gemmas_norm(module: Any, original: Callable[..., Any]) -> Callable[..., Any
 
 def _rotation(original: Callable[..., Any]) -> Callable[..., Any]:
     def rotate(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
-        is_one_call = all(norms.is_one_call(x.shape, multiple=32) for x in (q, k))
+        is_one_call = all(norms.is_one_call(x.shape, multiple=2) for x in (q, k))
         if q.shape[-1] % 2 or not (is_one_call or target.is_differentiated()):
             return original(q, k, cos, sin, unsqueeze_dim)
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)

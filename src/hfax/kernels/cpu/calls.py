@@ -103,7 +103,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotary embedding on one thread.
 
     Args:
-        x: [batch, heads, length, head_dim] float32 or bfloat16, a head_dim of a multiple of 32.
+        x: [batch, heads, length, head_dim] float32 or bfloat16, an even head_dim.
         cos: [batch | 1, length, head_dim], of the dtype of `x`.
         sin: the same.
 

@@ -19,6 +19,13 @@ inline Floats rounded(Floats v) {
   }
 }
 
+template <typename T>
+inline float rounded(float v) {
+  T out;
+  store(v, &out);
+  return to_float(out);
+}
+
 inline void store(Floats v, float* out) { std::memcpy(out, &v, sizeof(v)); }
 
 inline void store(Floats v, Bf16* out) {
@@ -45,7 +52,7 @@ void normalize(const T* x, const W* weight, int64_t rows, int64_t width, float e
 }
 
 // x [batch, heads, length, dim] with each pair of numbers, half of `dim` apart, turned by its angle; cos and sin [1 | batch, length, dim].
-// Rounds after each step, as torch does. Half of `dim` is a multiple of the lanes.
+// Rounds after each step, as torch does.
 template <typename T>
 void rotate_rows(const T* x, const T* cos, const T* sin, int64_t batch, int64_t heads, int64_t length, int64_t dim, bool is_shared, T* out) {
   const int64_t half = dim / 2;
@@ -53,11 +60,18 @@ void rotate_rows(const T* x, const T* cos, const T* sin, int64_t batch, int64_t 
     const int64_t of_batch = is_shared ? 0 : b * length * dim;
     for (int64_t row = 0; row < heads * length; ++row, x += dim, out += dim) {
       const T *c = cos + of_batch + row % length * dim, *s = sin + of_batch + row % length * dim;
-      for (int64_t k = 0; k < half; k += kLanes) {
+      int64_t k = 0;
+      for (; k + kLanes <= half; k += kLanes) {
         const Floats low = load(x + k), high = load(x + half + k);
         const Floats low_turned = rounded<T>(high * load(s + k)), high_turned = rounded<T>(low * load(s + half + k));
         store(rounded<T>(low * load(c + k)) - low_turned, out + k);
         store(rounded<T>(high * load(c + half + k)) + high_turned, out + half + k);
+      }
+      for (; k < half; ++k) {
+        const float low = to_float(x[k]), high = to_float(x[half + k]);
+        const float low_turned = rounded<T>(high * to_float(s[k])), high_turned = rounded<T>(low * to_float(s[half + k]));
+        store(rounded<T>(low * to_float(c[k])) - low_turned, out + k);
+        store(rounded<T>(high * to_float(c[half + k])) + high_turned, out + half + k);
       }
     }
   }
@@ -96,8 +110,8 @@ ffi::Error rotate_by(const ffi::AnyBuffer& x, const ffi::AnyBuffer& cos, const f
 // x [B, H, L, D], cos and sin [1 | B, L, D] -> [B, H, L, D]; all float32 or all bfloat16.
 ffi::Error rotate(ffi::AnyBuffer x, ffi::AnyBuffer cos, ffi::AnyBuffer sin, ffi::Result<ffi::AnyBuffer> out) {
   const auto type = x.element_type();
-  if (!is_float_or_bf16(x) || cos.element_type() != type || sin.element_type() != type || out->element_type() != type || x.dimensions()[3] % (2 * kLanes))
-    return ffi::Error::InvalidArgument("hfax: rotation takes float32 or bfloat16, and heads of a multiple of 32");
+  if (!is_float_or_bf16(x) || cos.element_type() != type || sin.element_type() != type || out->element_type() != type || x.dimensions()[3] % 2)
+    return ffi::Error::InvalidArgument("hfax: rotation takes float32 or bfloat16, and heads of an even width");
   return type == ffi::F32 ? rotate_by<float>(x, cos, sin, out) : rotate_by<Bf16>(x, cos, sin, out);
 }
 
