@@ -30,6 +30,7 @@ def fits(rows: int, shape: tuple[int, ...], bits: int, group: int) -> bool:
     return len(shape) == 2 and rows <= _MAX_ROWS and group == _LANES and _tiles(rows, shape, bits) is not None
 
 
+@functools.partial(jax.jit, static_argnames=("bits", "out_dtype", "interpret"))  # a kernel is traced once for a shape
 def linear(
     x: jax.Array, values: jax.Array, scale: jax.Array, *, bits: int, out_dtype: Any, interpret: bool = False
 ) -> jax.Array:
@@ -82,6 +83,7 @@ def fits_experts(shape: tuple[int, ...], bits: int, group: int) -> bool:
     return len(shape) == 3 and group == _LANES and _tiles(1, shape[1:], bits) is not None
 
 
+@functools.partial(jax.jit, static_argnames=("bits", "interpret"))
 def experts_linear(
     x: jax.Array, values: jax.Array, scale: jax.Array, experts: jax.Array, *, bits: int, interpret: bool = False
 ) -> jax.Array:
