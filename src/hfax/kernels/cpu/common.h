@@ -48,6 +48,8 @@ inline Floats load(const int8_t* p) {
   return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
 }
 
+inline bool is_float_or_bf16(const ffi::AnyBuffer& x) { return x.element_type() == ffi::F32 || x.element_type() == ffi::BF16; }
+
 inline float to_float(float value) { return value; }
 
 inline float to_float(Bf16 value) {

@@ -395,7 +395,7 @@ ffi::Error multiply_by(ffi::ThreadPool& pool, const Weight<Decoder>& weight, con
 }
 
 ffi::Error check_activations(const ffi::AnyBuffer& x) {
-  if (x.element_type() == ffi::F32 || x.element_type() == ffi::BF16) return ffi::Error::Success();
+  if (is_float_or_bf16(x)) return ffi::Error::Success();
   return ffi::Error::InvalidArgument("hfax: activations must be float32 or bfloat16");
 }
 

@@ -90,8 +90,6 @@ ffi::Error normalize_by(const ffi::AnyBuffer& x, const ffi::AnyBuffer& weight, f
   return ffi::Error::Success();
 }
 
-bool is_float_or_bf16(const ffi::AnyBuffer& x) { return x.element_type() == ffi::F32 || x.element_type() == ffi::BF16; }
-
 // x [R, K], weight [K] -> [R, K]; float32 or bfloat16, the result as x.
 ffi::Error rms_norm(ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> out, float eps) {
   if (!is_float_or_bf16(x) || !is_float_or_bf16(weight) || out->element_type() != x.element_type() || x.dimensions()[1] % kLanes)

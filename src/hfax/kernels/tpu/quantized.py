@@ -149,14 +149,15 @@ def _in_tiles(
     """
     rows = experts.shape[0]
     sizes = jnp.bincount(experts, length=num_experts).astype(jnp.int32)
-    ends = jnp.cumsum(-(-sizes // height))
+    tiles = -(-sizes // height)
+    ends = jnp.cumsum(tiles)
     used = ends[-1:]
     # tiles without rows have the last expert's matrix, which is there already
     tile = jnp.clip(jnp.arange(count), max=jnp.maximum(used - 1, 0))
     of_tile = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), num_experts - 1).astype(jnp.int32)
     order = jnp.argsort(experts, stable=True)
     own = experts[order]
-    first_tile, first_row = ends - -(-sizes // height), jnp.cumsum(sizes) - sizes
+    first_tile, first_row = ends - tiles, jnp.cumsum(sizes) - sizes
     at = jnp.where(own < num_experts, first_tile[own] * height + jnp.arange(rows) - first_row[own], count * height)
     source = jnp.zeros((count * height,), jnp.int32).at[at].set(order.astype(jnp.int32), mode="drop")
     return of_tile, used, source, jnp.zeros_like(experts).at[order].set(at)
