@@ -1,8 +1,6 @@
-"""The C++ kernels against plain JAX, and the programs that call them against those that do not."""
+"""The C++ kernels against products and attention in float64 and plain JAX, on every instruction set that the processor has."""
 
-import os
-import subprocess
-import sys
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +9,7 @@ import pytest
 import torch
 
 import hfax.patches.norms  # noqa: F401 - defines torch.ops.hfax.rotate
-from hfax.kernels import norms, quantized
+from hfax.kernels import norms
 from hfax.kernels.attention import attention
 from hfax.kernels.cache_write import cache_write
 from hfax.kernels.cpu import library
@@ -19,24 +17,9 @@ from hfax.kernels.experts import grouped_linear
 from hfax.kernels.linear import linear
 from hfax.kernels.target import compiling_for
 
-HERE = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+from .cpu_programs import KERNELS, normal, on_cpu
 
-KERNELS = "C++ kernel"
-
-
-def on_cpu(function, *args, **kwargs):
-    """What a program compiled for CPU gives, and the ways that were chosen for it."""
-    with compiling_for("cpu") as where:
-        out = jax.jit(lambda *a: function(*a, **kwargs))(*args)
-    return np.asarray(out, np.float32), where.chosen
-
-
-def normal(*shape, dtype="float32", seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
-
-
-def test_kernels_are_built_here():
-    assert library.problem() is None
+pytestmark = pytest.mark.usefixtures("instruction_set")
 
 
 @pytest.mark.parametrize(
@@ -148,32 +131,53 @@ def test_a_products_gradients_agree_with_float64(rows, out, width):
     assert_rounded(for_weight, gradient.T @ x)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize(("queries", "keys", "width"), [(100, 100, 64), (37, 200, 40), (200, 130, 10)])
-@pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("kind", ["causal", "random", "none"])
-def test_attention_of_a_prompt_and_its_gradients(heads, kv_heads, queries, keys, width, softcap, kind):
+@functools.cache
+def attention_in_float32(heads, kv_heads, queries, keys, width, softcap, kind):
+    """Query, key and value in bfloat16, a mask, and what plain JAX gives for them in float32: attention, and its gradients."""
     query = normal(2, heads, queries, width, dtype="bfloat16")
-    key, value = (
-        normal(2, kv_heads, keys, width, dtype="bfloat16", seed=1),
-        normal(2, kv_heads, keys, 24, dtype="bfloat16", seed=2),
-    )
+    key = normal(2, kv_heads, keys, width, dtype="bfloat16", seed=1)
+    value = normal(2, kv_heads, keys, 24, dtype="bfloat16", seed=2)
     mask = None
     if kind != "none":
         seen = np.random.default_rng(3).random((2, heads, queries, keys)) < 0.4
         seen = np.tril(np.ones((1, 1, queries, keys), bool)) if kind == "causal" else seen
         seen[:, :, 5] = False  # sees nothing
         mask = jnp.asarray(seen)
+
+    def run(*args):
+        out, pull = jax.vjp(lambda *args: attention(*args, mask, scale=0.2, softcap=softcap)[0], *args)
+        return out, pull(normal(*out.shape, dtype="bfloat16", seed=9).astype(jnp.float32))
+
+    out, gradients = jax.jit(run)(*(x.astype(jnp.float32) for x in (query, key, value)))
+    return (query, key, value), mask, np.asarray(out), [np.asarray(g) for g in gradients]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "queries", "keys", "width", "softcap", "kind"),
+    [  # every pair of values at least once
+        (4, 4, 100, 100, 64, None, "causal"),
+        (4, 2, 100, 100, 64, 5.0, "random"),
+        (6, 1, 100, 100, 64, None, "none"),
+        (4, 4, 37, 200, 40, 5.0, "none"),
+        (4, 2, 37, 200, 40, None, "causal"),
+        (6, 1, 37, 200, 40, 5.0, "random"),
+        (4, 4, 200, 130, 10, None, "random"),
+        (4, 2, 200, 130, 10, 5.0, "none"),
+        (6, 1, 200, 130, 10, 5.0, "causal"),
+    ],
+)
+def test_attention_of_a_prompt_and_its_gradients(heads, kv_heads, queries, keys, width, softcap, kind):
+    inputs, mask, expected, gradients = attention_in_float32(heads, kv_heads, queries, keys, width, softcap, kind)
     run = lambda *args: attention(*args, mask, scale=0.2, softcap=softcap)[0]  # noqa: E731
-    wide = [x.astype(jnp.float32) for x in (query, key, value)]
-    expected, pull = jax.vjp(run, *wide)
-    gradients = pull(normal(*expected.shape, dtype="bfloat16", seed=9).astype(jnp.float32))
-    got, found = with_gradients(run, query, key, value)
-    assert_rounded(got, np.asarray(expected))
+    got, found = with_gradients(run, *inputs)
+    assert_rounded(got, expected)
     for own, exact in zip(found, gradients, strict=True):
-        assert_rounded(own, np.asarray(exact))
-    alone, _ = on_cpu(run, query, key, value)
-    np.testing.assert_array_equal(alone, got.astype(np.float32))
+        assert_rounded(own, exact)
+    alone, ways = on_cpu(run, *inputs)
+    assert_rounded(alone, expected)
+    if any(KERNELS in way for way in ways):
+        # one kernel for both, where XLA fuses, and so rounds, each program in its own way
+        np.testing.assert_array_equal(alone, got.astype(np.float32))
     if mask is not None:
         assert (got[:, 5] == 0).all()
 
@@ -257,128 +261,6 @@ def test_each_row_gets_the_matrix_of_its_expert(dtype, rows):
     np.testing.assert_allclose(got, exact, atol=rounding * np.abs(exact).max())
 
 
-@pytest.mark.parametrize("rows", [3, 40])
-@pytest.mark.parametrize("is_transposed", [False, True])
-def test_grouped_products_without_kernels(rows, is_transposed):
-    x, weight = normal(rows, 24), normal(6, 24, 10, seed=1) if is_transposed else normal(6, 10, 24, seed=1)
-    experts = jnp.asarray(np.random.default_rng(2).integers(0, 6, rows), jnp.int32)
-    form = "ri,rio->ro" if is_transposed else "ri,roi->ro"
-    expected = np.einsum(form, x, np.asarray(weight)[np.asarray(experts)])
-    np.testing.assert_allclose(grouped_linear(x, weight, experts, is_transposed=is_transposed), expected, atol=1e-4)
-
-
 def test_an_expert_that_is_not_there_is_an_error():
     with pytest.raises(jax.errors.JaxRuntimeError, match="no such expert"):
         on_cpu(grouped_linear, normal(2, 8), normal(3, 4, 8), jnp.array([0, 3]))
-
-
-def test_programs_without_a_compiler_give_the_same(tmp_path):
-    """The same greedy text from a process that may not use the kernels."""
-    code = (
-        "import hfax; m = hfax.AutoModelForTPU.from_pretrained('demo', dtype='float32');"
-        "print(m.generate([[1, 5, 6, 9]], max_new_tokens=12, do_sample=False).tolist())"
-    )
-    texts = []
-    for setting in ("1", "0"):
-        environment = os.environ | {"HFAX_CPU_KERNELS": setting, "HFAX_HOME": str(tmp_path / setting)}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200
-        )
-        assert done.returncode == 0, done.stderr
-        texts.append(done.stdout)
-    assert texts[0] == texts[1]
-
-
-def test_a_compiler_that_fails_is_reported_not_raised(tmp_path):
-    code = "from hfax.kernels.cpu import library; print(library.problem())"
-    environment = os.environ | {"CXX": "false", "HFAX_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
-    assert "could not build them" in done.stdout
-
-
-class TestQuantized:
-    @pytest.fixture(params=[8, 4])
-    def weight(self, request):
-        import torch
-
-        from hfax.load.quantize import quantize
-
-        values = torch.from_numpy(np.random.default_rng(0).standard_normal((40, 256)).astype(np.float32))
-        packed = quantize(values, f"int{request.param}", HERE)
-        return values.numpy(), packed
-
-    def test_numbers_are_near_those_that_were_given(self, weight):
-        given, packed = weight
-        assert packed.shape == given.shape
-        step = np.abs(given).max() / (127 if packed.bits == 8 else 8)
-        # of 4 bits the largest magnitude becomes -8, and one as large with the other sign becomes 7
-        most = 0.52 * step if packed.bits == 8 else 1.02 * step
-        assert np.abs(np.asarray(packed.dequantize()) - given).max() <= most
-        assert packed.nbytes < given.nbytes * (0.27 if packed.bits == 8 else 0.14)
-
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    @pytest.mark.parametrize("rows", [1, 2, 9, 30])
-    def test_kernel_multiplies_with_those_numbers(self, weight, dtype, rows):
-        _, packed = weight
-        x = normal(rows, 256, dtype=dtype)
-        exact = np.asarray(x, np.float64) @ np.asarray(packed.dequantize().astype(dtype), np.float64).T
-        got, chosen = on_cpu(quantized.linear, x, packed)
-        assert any(KERNELS in way for way in chosen)
-        np.testing.assert_allclose(got, exact, atol=(2.0**-8 if dtype == "bfloat16" else 2e-4) * np.abs(exact).max())
-
-    @pytest.mark.parametrize("rows", [2, 9, 30, 200])
-    def test_several_bfloat16_rows_are_multiplied_as_with_the_numbers_themselves(self, weight, rows):
-        """Bit for bit, where the processor multiplies pairs: both sums have one order."""
-        _, packed = weight
-        x = normal(rows, 256, dtype="bfloat16")
-        numbers = packed.dequantize().astype(jnp.bfloat16)
-        got, chosen = on_cpu(quantized.linear, x, packed)
-        expected, _ = on_cpu(linear, x, numbers)
-        if any("any number of rows" in way for way in chosen):
-            np.testing.assert_array_equal(got, expected)
-        exact = np.asarray(x, np.float64) @ np.asarray(numbers, np.float64).T
-        np.testing.assert_allclose(got, exact, atol=2.0**-8 * np.abs(exact).max())
-
-    def test_plain_jax_multiplies_with_those_numbers(self, weight):
-        _, packed = weight
-        x = normal(3, 256)
-        expected = np.asarray(x) @ np.asarray(packed.dequantize()).T
-        np.testing.assert_allclose(quantized.linear(x, packed), expected, rtol=1e-5, atol=1e-3)
-
-    def test_rows_of_a_table(self, weight):
-        _, packed = weight
-        index = jnp.array([[3, 39], [0, 3]])
-        np.testing.assert_array_equal(packed.rows(index), np.asarray(packed.dequantize())[np.asarray(index)])
-
-    def test_experts(self, weight):
-        import torch
-
-        from hfax.load.quantize import quantize
-
-        _, one = weight
-        values = torch.from_numpy(np.random.default_rng(1).standard_normal((5, 24, 128)).astype(np.float32))
-        packed = quantize(values, f"int{one.bits}", HERE)
-        x, experts = normal(7, 128), jnp.array([4, 0, 0, 2, 4, 4, 1])
-        expected = np.einsum("ri,roi->ro", x, np.asarray(packed.dequantize())[np.asarray(experts)])
-        got, chosen = on_cpu(grouped_linear, x, packed, experts)
-        assert any(KERNELS in way for way in chosen)
-        np.testing.assert_allclose(got, expected, atol=1e-3)
-        np.testing.assert_allclose(grouped_linear(x, packed, experts), expected, atol=1e-3)
-
-    def test_a_group_of_zeros_stays_zero(self, weight):
-        import torch
-
-        from hfax.load.quantize import quantize
-
-        _, one = weight
-        packed = quantize(torch.zeros(4, 128), f"int{one.bits}", HERE)
-        assert (np.asarray(packed.dequantize()) == 0).all()
-
-    def test_what_is_not_finite_shows(self, weight):
-        _, packed = weight
-        x = normal(1, 256).at[0, 3].set(jnp.nan)
-        got, _ = on_cpu(quantized.linear, x, packed)
-        assert np.isnan(got).all()
-        x = normal(3, 256, dtype="bfloat16").at[1, 3].set(jnp.inf)
-        got, _ = on_cpu(quantized.linear, x, packed)
-        assert (~np.isfinite(np.asarray(got, np.float32)).all(axis=1)).tolist() == [False, True, False]

@@ -107,8 +107,19 @@ def test_packed_products_that_no_kernel_takes(rows, shape, group):
     assert not quantized.fits(rows, shape, 8, group)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 300])
-@pytest.mark.parametrize(("out", "width"), [(256, 512), (128, 4096), (650, 768)])
+@pytest.mark.parametrize(
+    ("out", "width", "rows"),
+    [
+        (256, 512, 1),
+        (128, 4096, 7),
+        (650, 768, 1),
+        (256, 512, 300),
+        *(
+            pytest.param(*shape, marks=pytest.mark.sweep)
+            for shape in ((256, 512, 7), (128, 4096, 1), (128, 4096, 300), (650, 768, 7), (650, 768, 300))
+        ),
+    ],
+)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_packed_experts_interpreted(bits, out, width, rows):
     values = torch.from_numpy(np.random.default_rng(0).standard_normal((5, out, width)).astype(np.float32))

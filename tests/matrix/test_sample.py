@@ -26,6 +26,7 @@ SAMPLE = {
         "inkling_text",  # a window and states in one layer
         "recurrent_gemma",  # states on modules
         "rwkv",  # a list of states
+        "gpt_neo",  # a table of windows
         "zamba2",  # shared attention
         "bart",  # positions that count padding
         "xglm",
@@ -65,23 +66,50 @@ SAMPLE = {
 }
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, CaseResult]:
-    chosen = [a for mapping, types in SAMPLE.items() for a in architectures(mapping) if a.model_type in types]
-    return {f"{r.mapping}/{r.model_type}": r for r in run_cases(chosen)}
+ON_EVERY_CHANGE = [
+    "causal-lm/mistral",
+    "causal-lm/gemma4_text",
+    "causal-lm/deepseek_v3",
+    "causal-lm/mamba2",
+    "causal-lm/qwen3_next",
+    "causal-lm/falcon_h1",
+    "causal-lm/gpt_oss",
+    "seq2seq-lm/m2m_100",
+    "masked-lm/bert",
+    "image-text-to-text/qwen2_vl",
+    "speech-seq2seq/whisper",
+    "base/swin2sr",
+]
+"""A kind of cache or of model each; the sweep runs the whole sample."""
 
 
-@pytest.mark.parametrize("name", [f"{mapping}/{t}" for mapping, types in SAMPLE.items() for t in types])
-def test_agrees_with_transformers(results: dict[str, CaseResult], name: str) -> None:
-    result = results[name]
-    assert result.outcome == "works", result.reason
+def chosen(mapping: str, model_types: list[str]) -> list[Architecture]:
+    return [a for a in architectures(mapping) if a.model_type in model_types]
+
+
+def assert_agrees(result: CaseResult) -> None:
+    assert result.outcome == "works", f"{result.mapping}/{result.model_type}: {result.outcome}: {result.reason}"
     assert result.error <= 1e-4
     if result.generates:
         assert result.decode_traces == 1
 
 
-def test_the_sample_goes_through_every_patch(results: dict[str, CaseResult]) -> None:
-    used = Counter(name for r in results.values() for name in r.patches)
+@pytest.mark.parametrize("name", ON_EVERY_CHANGE)
+def test_agrees_with_transformers(name: str) -> None:
+    mapping, model_type = name.split("/")
+    assert model_type in SAMPLE[mapping]
+    (result,) = run_cases(chosen(mapping, [model_type]))
+    assert_agrees(result)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(2400)
+def test_the_sample_agrees_and_goes_through_every_patch() -> None:
+    results = run_cases([a for mapping, types in SAMPLE.items() for a in chosen(mapping, types)], timeout_s=600)
+    assert len(results) == sum(map(len, SAMPLE.values()))
+    for result in results:
+        assert_agrees(result)
+    used = Counter(name for r in results for name in r.patches)
     unused = {p.name for p in registry.all_patches()} - set(used)
     # these need inputs that the sample does not give, or training; tests/test_images.py, test_audio.py, patches and train do
     others = {

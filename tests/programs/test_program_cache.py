@@ -120,3 +120,30 @@ def test_a_writer_that_died_leaves_nothing_that_is_read() -> None:
     os.utime(orphan, (1, 1))
     _double([], _cache())
     assert not orphan.exists()
+
+
+def test_programs_outlive_edits_of_what_traces_nothing(tmp_path: Path) -> None:
+    root = tmp_path / "hfax"
+    for name in ("kernels/linear.py", "server/app.py", "doctor.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("first")
+    source_digest = program_cache.source_digest.__wrapped__
+    first = source_digest(root)
+    (root / "server" / "app.py").write_text("second")
+    (root / "doctor.py").write_text("second")
+    assert source_digest(root) == first
+    (root / "kernels" / "linear.py").write_text("second")
+    assert source_digest(root) != first
+
+
+def test_a_program_knows_which_inputs_no_result_depends_on() -> None:
+    """Not those that are computed with in vain, either; and it still knows when it comes from disk."""
+
+    def function(weight: jax.Array, inputs: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+        jax.jit(jnp.sin)(inputs["in_vain"])
+        return inputs["read"] * weight, None
+
+    args = jnp.float32(2), {name: jnp.ones(3) for name in ("unread", "read", "in_vain")}
+    for cache in (_cache(), _cache()):
+        assert cache.get("product", "key", function, args, inputs_at=1).unread == ("in_vain", "unread")
+    assert len(_files()) == 1

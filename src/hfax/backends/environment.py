@@ -7,6 +7,7 @@ operands without axes, and plain torch tensors among traced ones. It does not kn
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,12 +20,18 @@ import torch.utils._mode_utils as mode_utils
 import torchax.tensor
 from torchax.ops import mappings
 
-from hfax.backends import indexing
+from hfax.backends import indexing, wide_integers
 from hfax.backends.masked_selection import DistinctRuns, MaskedSelection, MaskPlaces
 from hfax.backends.observations import note_missing, note_wide
-from hfax.backends.trace_tensor import TraceTensor, ValueReadError, known_range
+from hfax.backends.trace_tensor import (
+    TraceTensor,
+    ValueReadError,
+    constant_array,
+    in_64_bits,
+    is_in_64_bits,
+    known_range,
+)
 from hfax.backends.views import VIEW_OPS, link_host_view, link_views, selects_leading
-from hfax.load.host_arrays import to_numpy
 
 _MAX_HOST_ELEMENTS = 1 << 16
 """Larger constants are computed by the program instead of being stored in it."""
@@ -76,6 +83,25 @@ class TraceEnvironment(torchax.tensor.Environment):
     def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Carry out one torch call."""
         kwargs = kwargs or {}
+        if is_in_64_bits() or not wide_integers.needs_64_bits(
+            _name(func), list(_tensors((args, kwargs))), (*args, *kwargs.values())
+        ):
+            return self._carry_out(func, args, kwargs)
+        if func is torch.ops.aten.scalar_tensor.default:  # of `where`, in the dtype of the tensor beside it
+            kwargs = {**kwargs, "dtype": torch.int64}
+        with self._in_64_bits(_name(func)):
+            return wide_integers.settled(_name(func), args, self._carry_out(func, args, kwargs))
+
+    @contextlib.contextmanager
+    def _in_64_bits(self, name: str) -> Iterator[None]:
+        """Within the block whole numbers have JAX's 64-bit types."""
+        try:
+            with in_64_bits():
+                yield
+        except (TypeError, OverflowError) as error:  # a lowering that takes 32 bits alone
+            raise wide_integers.refusal(name, str(error).splitlines()[0]) from error
+
+    def _carry_out(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func in _CONSTRUCTORS:
             return self._construct(func, args, kwargs)
         if func in _TO:
@@ -186,7 +212,10 @@ class TraceEnvironment(torchax.tensor.Environment):
                 return TraceTensor(tensor.host.to(dtype), self)
         if dtype in (torch.float64, torch.int64):
             note_wide(str(dtype).removeprefix("torch."))
-        return self.wrap(tensor.jax().astype(mappings.t2j_dtype(dtype)))
+        result = self.wrap(tensor.jax().astype(mappings.t2j_dtype(dtype)))
+        if dtype in (torch.int64, torch.int32):
+            result.at_least, result.at_most = wide_integers.known_limits(tensor)
+        return result
 
     def _clone(self, tensor: TraceTensor) -> TraceTensor:
         if tensor.host is not None:
@@ -212,9 +241,18 @@ class TraceEnvironment(torchax.tensor.Environment):
 
     def _store(self, target: Any, new: Any) -> None:
         old = target._elem
+        if isinstance(target, TraceTensor) and getattr(new, "dtype", None) == jnp.int64 and old.dtype == jnp.int32:
+            old = self._widen(target)
         target._elem = jnp.broadcast_to(jnp.asarray(new).astype(old.dtype), old.shape)
         if isinstance(target, TraceTensor):
             target.wrote()
+
+    def _widen(self, target: TraceTensor) -> Any:
+        """The array of a tensor that numbers of 64 bits are written to, in 64 bits."""
+        if target.has_shared_storage:
+            raise wide_integers.refusal("a write", "the tensor shares its storage with one of 32 bits")
+        target._elem = target._elem.astype(jnp.int64)
+        return target._elem
 
     # Indexing
 
@@ -239,6 +277,17 @@ class TraceEnvironment(torchax.tensor.Environment):
 
     def set_item(self, tensor: TraceTensor, index: Any, value: Any) -> None:
         """`tensor[index] = value`."""
+        if is_in_64_bits() or not wide_integers.needs_64_bits(
+            "setitem", [tensor, *_tensors(value), *(i for i in _parts(index) if isinstance(i, TraceTensor))], (value,)
+        ):
+            self._set_item(tensor, index, value)
+            return
+        with self._in_64_bits("a write"):
+            if not _is_host(tensor) and tensor.dtype == torch.int32:
+                self._widen(tensor)
+            self._set_item(tensor, index, value)
+
+    def _set_item(self, tensor: TraceTensor, index: Any, value: Any) -> None:
         if tensor.host is not None and all(_is_host(t) for t in _tensors((index, value))):
             self._on_host(torch.Tensor.__setitem__, (tensor, index, value), {})
             return
@@ -281,9 +330,12 @@ class TraceEnvironment(torchax.tensor.Environment):
             args, kwargs = tuple(_with_numbers(a) for a in args), {n: _with_numbers(a) for n, a in kwargs.items()}
             convert = _quantized_too if getattr(op.func, "takes_quantized", False) else self.t2j_iso
             arrays, named = convert(args), convert(kwargs)
+            if is_in_64_bits():
+                arrays, named = wide_integers.widened(arrays), wide_integers.widened(named)
             if name in _SCALAR_AWARE:
                 arrays = _match_scalars(arrays)
-            result = self.j2t_iso(op.func(*arrays, **named))
+            lowering: Any = wide_integers.LOWERINGS.get(name, op.func) if is_in_64_bits() else op.func
+            result = self.j2t_iso(lowering(*arrays, **named))
         else:
             wrapped = _map(_is_tensor, self._as_trace_tensor, (args, kwargs))
             with self._dispatch_mode:
@@ -337,7 +389,7 @@ def as_array(tensor: Any) -> Any:
     if isinstance(tensor, (torchax.tensor.Tensor, torchax.tensor.View)):
         return tensor.jax()
     if isinstance(tensor, torch.Tensor):
-        return jnp.asarray(to_numpy(tensor))
+        return constant_array(tensor)
     if isinstance(tensor, MaskedSelection):
         raise tensor.error()
     return tensor
@@ -366,6 +418,10 @@ def _map(is_leaf: Callable[[Any], bool], change: Callable[[Any], Any], value: An
     if isinstance(value, slice):
         return slice(*(_map(is_leaf, change, v) for v in (value.start, value.stop, value.step)))
     return value
+
+
+def _parts(index: Any) -> tuple[Any, ...]:
+    return index if type(index) is tuple else (index,)
 
 
 def _tensors(value: Any) -> Iterator[Any]:

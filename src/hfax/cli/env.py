@@ -42,6 +42,8 @@ _SHOWN_VARIABLES = (
     "HF_HOME",
     "HF_HUB_CACHE",
     "HF_HUB_OFFLINE",
+    "HFAX_CPU_KERNELS",
+    "HFAX_CPU_TARGET",
     "HFAX_DEBUG",
     "HFAX_HOME",
     "JAX_COMPILATION_CACHE_DIR",
@@ -115,7 +117,7 @@ def _cpu_kernels() -> str | None:
     except ImportError:
         return None
     problem = library.problem()
-    return "available" if problem is None else f"none: {problem}"
+    return f"available ({library.instruction_set().name})" if problem is None else f"none: {problem}"
 
 
 def _version(package: str) -> str | None:

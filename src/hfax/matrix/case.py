@@ -34,6 +34,9 @@ _ROUNDING = 4.0
 """A difference of so many times the reference's own from float64 is rounding."""
 _MEANINGLESS = 1e-2
 """A reference with such an error of its own says nothing."""
+_UNCACHED_REFERENCES = frozenset({"rwkv"})
+"""Model types whose reference writes without a cache: the steps of transformers' own RWKV mix the rows of a batch
+(`hfax.patches.steps`)."""
 _TIE = 1e-4
 """A reference whose two best logits are nearer than this says nothing about greedy tokens."""
 
@@ -182,6 +185,7 @@ def _run_reference(state: dict[str, Any]) -> None:
                 pad_token_id=0,
                 return_dict_in_generate=True,
                 output_scores=True,
+                use_cache=state["architecture"].model_type not in _UNCACHED_REFERENCES,
             )
 
 

@@ -23,13 +23,15 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+from jax.interpreters import partial_eval
 
+from hfax import __version__
 from hfax.errors import OutOfMemoryError
 from hfax.home import hfax_home
 from hfax.kernels.cpu import library
@@ -41,6 +43,8 @@ from hfax.sharding.layout import Layout, describe
 logger = logging.getLogger(__name__)
 
 _VERSIONED = ("hfax", "jax", "jaxlib", "libtpu", "torch", "torchax", "transformers")
+LEAVES = frozenset({"__main__", "cli", "doctor", "evaluation", "exporting", "matrix", "pipelines", "server"})
+"""Parts of hfax that call programs and trace none: nothing else imports them, and they may change without making programs stale."""
 _MAX_BYTES = 4 << 30
 """Size of the folder above which the programs unused for longest are removed."""
 
@@ -68,12 +72,14 @@ class Program:
             stands for them.
         note: whatever the traced function left in its `note` argument (picklable).
         packed: of such a layout: gives the file that `ProgramCache` reads where the devices are.
+        unread: names of the inputs on which no result depends, where `get` was asked to look.
     """
 
     name: str
     run: Callable[..., Any]
     note: Any
     packed: Callable[[], bytes] | None = None
+    unread: tuple[str, ...] = ()
 
 
 class ProgramCache:
@@ -103,6 +109,7 @@ class ProgramCache:
         *,
         donate: tuple[int, ...] = (),
         is_loop: bool = False,
+        inputs_at: int | None = None,
     ) -> Program:
         """The program for `function` on arguments shaped like `args`.
 
@@ -113,6 +120,7 @@ class ProgramCache:
             args: example arguments: builtin containers of arrays, or `jax.ShapeDtypeStruct`s.
             donate: positions of arguments whose memory the results may take.
             is_loop: the program is a decoding loop over the weights, compiled without hoisting out of it on CPU.
+            inputs_at: position of an argument, a dict of arrays, of which the program's `unread` shall be known.
 
         Raises:
             OutOfMemoryError: the compiler found that the program does not fit the device.
@@ -122,7 +130,7 @@ class ProgramCache:
         memory_key = repr((name, static_key, tree, shapes, donate, is_loop, _jax_settings()))
         if (program := self._programs.get(memory_key)) is None:
             file = f"{_digest(self._layout.key, self._model_key, memory_key)}.program"
-            program = self._find(name, file) or self._compile(name, function, args, donate, is_loop, file)
+            program = self._find(name, file) or self._compile(name, function, args, donate, is_loop, file, inputs_at)
             self._programs[memory_key] = self.made[file] = program
         return program
 
@@ -145,6 +153,7 @@ class ProgramCache:
         donate: tuple[int, ...],
         is_loop: bool,
         file: str,
+        inputs_at: int | None = None,
     ) -> Program:
         notes: list[Any] = []
 
@@ -154,7 +163,9 @@ class ProgramCache:
             return results
 
         with phase("trace", name), compiling_for(self._device, mesh=self._layout.mesh):
-            lowered = jax.jit(traced, donate_argnums=donate).lower(*args)
+            trace = jax.jit(traced, donate_argnums=donate).trace(*args)
+            unread = () if inputs_at is None else _unread(trace.jaxpr.jaxpr, args, inputs_at)
+            lowered = trace.lower()
         options = _CPU_DECODE_OPTIONS if is_loop and self._device.platform == "cpu" else None
         with phase("compile", name):
             try:
@@ -164,13 +175,25 @@ class ProgramCache:
         note = notes[-1]
 
         def packed() -> bytes:
-            return pickle.dumps((*serialize_executable.serialize(compiled), note))
+            return pickle.dumps((*serialize_executable.serialize(compiled), note, unread))
 
         if self._layout.is_described:
             results = jax.tree.map(describe, compiled.out_info, compiled.output_shardings)
-            return Program(name=name, run=lambda *args: results, note=note, packed=packed)
+            return Program(name=name, run=lambda *args: results, note=note, packed=packed, unread=unread)
         _write(self._path(file), packed)
-        return Program(name=name, run=_guarded(compiled, name, self._device), note=note)
+        return Program(name=name, run=_guarded(compiled, name, self._device), note=note, unread=unread)
+
+
+def _unread(jaxpr: Any, args: tuple[Any, ...], at: int) -> tuple[str, ...]:
+    """Names of the dict `args[at]` on which none of the results depends."""
+    _, is_read = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return inputs_without([index for index, read in enumerate(is_read) if read], args, at)
+
+
+def inputs_without(read: Collection[int], args: tuple[Any, ...], at: int) -> tuple[str, ...]:
+    """Names of the dict of arrays `args[at]` that are not among the arguments' leaves with the indices `read`."""
+    first = len(jax.tree.leaves(args[:at]))
+    return tuple(name for index, name in enumerate(sorted(args[at]), first) if index not in read)
 
 
 def _split(array: Any) -> str:
@@ -183,9 +206,13 @@ def program_folder() -> Path:
     return hfax_home() / "programs"
 
 
-@functools.cache
 def environment_key(device: jax.Device) -> str:
-    """What a program depends on besides the model: versions, device, compiler flags."""
+    """What a program depends on besides the model: versions, device, compiler flags, hfax's own kernels."""
+    return _digest(_environment_key(device), kernels_digest(device.platform))
+
+
+@functools.cache
+def _environment_key(device: jax.Device) -> str:
     versions = [f"{name}={version_of(name)}" for name in _VERSIONED]
     devices = f"{device.platform}/{device.device_kind}x{jax.device_count()}/{jax.process_count()}"
     settings = [
@@ -194,7 +221,6 @@ def environment_key(device: jax.Device) -> str:
         sys.version.split()[0],
         platform.machine(),
         library.processor_features() if device.platform == "cpu" else "",
-        kernels_digest(device.platform),
     ]
     return _digest(*versions, devices, *settings, source_digest())
 
@@ -212,7 +238,9 @@ def _jax_settings() -> tuple[Any, ...]:
 
 
 def version_of(name: str) -> str:
-    """Of an installed package; "none"."""
+    """Of an installed package; "none". hfax's own is that of its source, which an editable install's metadata may lag behind."""
+    if name == "hfax":
+        return __version__
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -220,12 +248,15 @@ def version_of(name: str) -> str:
 
 
 @functools.cache
-def source_digest() -> str:
-    """hfax's own source, so that a change to a lowering is never hidden by an old program."""
-    root = Path(__file__).parents[1]
+def source_digest(root: Path = Path(__file__).parents[1]) -> str:
+    """hfax's own source as far as programs are traced by it, so that a change to a lowering is never hidden by an old program.
+
+    Args:
+        root: the package's folder.
+    """
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        if "cli" not in path.relative_to(root).parts:
+        if path.relative_to(root).parts[0].removesuffix(".py") not in LEAVES:
             digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -289,11 +320,11 @@ def _read(path: Path, name: str, layout: Layout) -> Program | None:
 
 
 def _unpack(packed: bytes, name: str, layout: Layout) -> Program:
-    payload, in_tree, out_tree, note = pickle.loads(packed)
+    payload, in_tree, out_tree, note, unread = pickle.loads(packed)
     compiled = serialize_executable.deserialize_and_load(
         payload, in_tree, out_tree, backend=layout.device.client, execution_devices=list(layout.devices)
     )
-    return Program(name=name, run=_guarded(compiled, name, layout.device), note=note)
+    return Program(name=name, run=_guarded(compiled, name, layout.device), note=note, unread=unread)
 
 
 def _write(path: Path, packed: Callable[[], bytes]) -> None:

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hfax.kernels.cpu import library
+
 
 def linear(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
     """`x @ weight.T` with float32 accumulation.
@@ -23,7 +25,7 @@ def linear(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
         [rows, out_features].
     """
     shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), out_dtype)
-    return jax.ffi.ffi_call("hfax_linear", shape)(x, weight)
+    return _ffi_call("hfax_linear", shape)(x, weight)
 
 
 def matmul(a: jax.Array, b: jax.Array, *, turn_a: bool, turn_b: bool, out_dtype: jnp.dtype) -> jax.Array:
@@ -40,7 +42,7 @@ def matmul(a: jax.Array, b: jax.Array, *, turn_a: bool, turn_b: bool, out_dtype:
         [rows, columns].
     """
     shape = jax.ShapeDtypeStruct((a.shape[1 if turn_a else 0], b.shape[1 if turn_b else 0]), out_dtype)
-    return jax.ffi.ffi_call("hfax_matmul", shape)(a, b, turn_a=turn_a, turn_b=turn_b)
+    return _ffi_call("hfax_matmul", shape)(a, b, turn_a=turn_a, turn_b=turn_b)
 
 
 def linear_int8(x: jax.Array, weight: jax.Array, scale: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
@@ -53,13 +55,13 @@ def linear_int8(x: jax.Array, weight: jax.Array, scale: jax.Array, out_dtype: jn
         out_dtype: float32 or bfloat16.
     """
     shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), out_dtype)
-    return jax.ffi.ffi_call("hfax_linear_int8", shape)(x, weight, scale)
+    return _ffi_call("hfax_linear_int8", shape)(x, weight, scale)
 
 
 def linear_int4(x: jax.Array, weight: jax.Array, scale: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
     """As `linear_int8` for weights packed two a byte (`hfax.kernels.quantized`), [out_features, in_features / 2] uint8."""
     shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), out_dtype)
-    return jax.ffi.ffi_call("hfax_linear_int4", shape)(x, weight, scale)
+    return _ffi_call("hfax_linear_int4", shape)(x, weight, scale)
 
 
 def linear_experts(x: jax.Array, weight: jax.Array, experts: jax.Array) -> jax.Array:
@@ -74,7 +76,7 @@ def linear_experts(x: jax.Array, weight: jax.Array, experts: jax.Array) -> jax.A
         [rows, out_features] in the dtype of `x`.
     """
     shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), x.dtype)
-    return jax.ffi.ffi_call("hfax_linear_experts", shape)(x, weight, experts.astype(jnp.int32))
+    return _ffi_call("hfax_linear_experts", shape)(x, weight, experts.astype(jnp.int32))
 
 
 def linear_experts_packed(
@@ -82,7 +84,7 @@ def linear_experts_packed(
 ) -> jax.Array:
     """The same for weights of 8 or 4 bits, as `linear_int8` and `linear_int4` take them, with an axis of experts in front."""
     shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), x.dtype)
-    return jax.ffi.ffi_call(f"hfax_linear_experts_int{bits}", shape)(x, weight, scale, experts.astype(jnp.int32))
+    return _ffi_call(f"hfax_linear_experts_int{bits}", shape)(x, weight, scale, experts.astype(jnp.int32))
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -96,7 +98,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     Returns:
         [rows, width] in the dtype of `x`.
     """
-    return jax.ffi.ffi_call("hfax_rms_norm", jax.ShapeDtypeStruct(x.shape, x.dtype))(x, weight, eps=np.float32(eps))
+    return _ffi_call("hfax_rms_norm", jax.ShapeDtypeStruct(x.shape, x.dtype))(x, weight, eps=np.float32(eps))
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -110,7 +112,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     Returns:
         As `x`.
     """
-    return jax.ffi.ffi_call("hfax_rotate", jax.ShapeDtypeStruct(x.shape, x.dtype))(x, cos, sin)
+    return _ffi_call("hfax_rotate", jax.ShapeDtypeStruct(x.shape, x.dtype))(x, cos, sin)
 
 
 def decode_attention(
@@ -140,9 +142,7 @@ def decode_attention(
     batch, heads, queries, _ = query.shape
     shape = jax.ShapeDtypeStruct((batch, queries, heads, value.shape[-1]), query.dtype)
     extra = jnp.zeros((0,), jnp.float32) if sinks is None else sinks.astype(jnp.float32)
-    return jax.ffi.ffi_call("hfax_decode_attention", shape)(
-        query, key, value, mask, extra, **_of_scores(scale, softcap)
-    )
+    return _ffi_call("hfax_decode_attention", shape)(query, key, value, mask, extra, **_of_scores(scale, softcap))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -183,7 +183,7 @@ def _prompt_attention(
 ) -> tuple[jax.Array, Any]:
     batch, heads, queries, _ = query.shape
     out = jax.ShapeDtypeStruct((batch, queries, heads, value.shape[-1]), query.dtype)
-    call = jax.ffi.ffi_call("hfax_prompt_attention", (out, jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32)))
+    call = _ffi_call("hfax_prompt_attention", (out, jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32)))
     arrays = [x.swapaxes(1, 2) if by_token else x for x in (query, key, value)]
     found, sums = call(*arrays, mask, **_of_scores(scale, softcap), by_token=by_token)
     return found, (arrays, mask, found, sums)
@@ -193,7 +193,7 @@ def _prompt_attention_gradients(
     scale: float, softcap: float | None, by_token: bool, kept: Any, gradient: jax.Array
 ) -> Any:
     arrays, *others = kept
-    call = jax.ffi.ffi_call("hfax_prompt_attention_gradients", [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays])
+    call = _ffi_call("hfax_prompt_attention_gradients", [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays])
     found = call(*arrays, *others, gradient, **_of_scores(scale, softcap), by_token=by_token)
     return (*(x.swapaxes(1, 2) if by_token else x for x in found), None)
 
@@ -204,7 +204,7 @@ prompt_attention.defvjp(_prompt_attention, _prompt_attention_gradients)
 def cache_write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
     """`buffer` with `new`, of the same dtype, written from position `start` on axis -2, in the buffer's own memory."""
     shape = jax.ShapeDtypeStruct(buffer.shape, buffer.dtype)
-    call = jax.ffi.ffi_call("hfax_cache_write", shape, input_output_aliases={0: 0})
+    call = _ffi_call("hfax_cache_write", shape, input_output_aliases={0: 0})
     return call(buffer, new, start.astype(jnp.int32).reshape(1))
 
 
@@ -214,7 +214,7 @@ def pages_write(
     """`pages`, [pages, kv_heads, page_size, width], with `new`, [kv_heads, tokens, width], in the pages' own memory; see
     `hfax.kernels.pool.Rows` for the rest."""
     shape = jax.ShapeDtypeStruct(pages.shape, pages.dtype)
-    call = jax.ffi.ffi_call("hfax_pages_write", shape, input_output_aliases={0: 0})
+    call = _ffi_call("hfax_pages_write", shape, input_output_aliases={0: 0})
     return call(pages, new, starts, lengths, tables)
 
 
@@ -250,7 +250,7 @@ def pages_attention(
     """
     shape = jax.ShapeDtypeStruct((query.shape[1], query.shape[0], value_pages.shape[3]), query.dtype)
     extra = jnp.zeros((0,), jnp.float32) if sinks is None else sinks.astype(jnp.float32)
-    return jax.ffi.ffi_call("hfax_pages_attention", shape)(
+    return _ffi_call("hfax_pages_attention", shape)(
         query,
         key_pages,
         value_pages,
@@ -266,3 +266,8 @@ def pages_attention(
 def _of_scores(scale: float, softcap: float | None) -> dict[str, np.float32]:
     """The attributes that every kernel of attention has."""
     return {"scale": np.float32(scale), "softcap": np.float32(softcap or 0.0)}
+
+
+def _ffi_call(name: str, *args: Any, **kwargs: Any) -> Any:
+    """The kernel of that name as a function of arrays, compiled for the instruction set in force."""
+    return jax.ffi.ffi_call(library.ffi_name(name), *args, **kwargs)

@@ -1,11 +1,14 @@
 """The C++ kernels as a shared library: compiled once for this machine's processor, kept beside the source, given to XLA.
 
 Turns `kernels.cc` into FFI targets. Without a C++ compiler there are none; the callers then use plain JAX, and `problem` says why.
+`HFAX_CPU_TARGET` names an instruction set to compile for instead of all that the processor has.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import dataclasses
 import functools
 import hashlib
 import logging
@@ -14,13 +17,21 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 
 import jax
 
+from hfax.errors import InvalidInputError
 from hfax.home import hfax_home
 from hfax.kernels import target
 from hfax.phases import phase
+
+try:
+    import fcntl
+except ImportError:  # Windows has none
+    fcntl = None
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +53,9 @@ _TARGETS = (
 )
 _PAIRS_TARGETS = ("hfax_matmul", "hfax_prompt_attention", "hfax_prompt_attention_gradients")
 """Only for processors that multiply pairs of bfloat16, and compilers that know how."""
-_registered: set[str] = set()
 _FLAGS = (
     "-std=c++17",
     "-O3",
-    "-march=native",
     "-ffast-math",
     "-fno-finite-math-only",
     "-fno-strict-aliasing",
@@ -57,24 +66,127 @@ _FLAGS = (
 _COMPILE_SECONDS = 300
 
 
-@functools.cache
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InstructionSet:
+    """What the kernels may be compiled for.
+
+    Args:
+        name: as `HFAX_CPU_TARGET` spells it.
+        machines: `platform.machine()` of the processors that may have it.
+        flags: name it to the compiler.
+        features: the processor's features that it needs, as Linux lists them.
+    """
+
+    name: str
+    machines: tuple[str, ...]
+    flags: tuple[str, ...]
+    features: frozenset[str] = frozenset()
+
+
+_X86 = ("x86_64", "AMD64")
+_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_VNNI = _AVX512 | {"avx512_vnni"}
+_BF16 = _VNNI | {"avx512_bf16"}
+NATIVE = InstructionSet(name="native", machines=(), flags=("-march=native",))
+"""All that the processor of the machine has."""
+INSTRUCTION_SETS = (
+    InstructionSet(name="avx2", machines=_X86, flags=("-march=haswell", "-mtune=native"), features=_AVX2),
+    InstructionSet(name="avx512", machines=_X86, flags=("-march=skylake-avx512", "-mtune=native"), features=_AVX512),
+    InstructionSet(name="avx512-vnni", machines=_X86, flags=("-march=cascadelake", "-mtune=native"), features=_VNNI),
+    InstructionSet(
+        name="avx512-bf16",
+        machines=_X86,
+        flags=("-march=cooperlake", "-mtune=native"),
+        features=_BF16,
+    ),
+    InstructionSet(name="neon", machines=("aarch64", "arm64"), flags=("-march=armv8-a",)),
+)
+"""From the oldest to the newest of each kind of processor. One that has a set has those before it, too."""
+_instruction_set: ContextVar[InstructionSet | None] = ContextVar("hfax_instruction_set", default=None)
+
+
+def available_instruction_sets() -> tuple[InstructionSet, ...]:
+    """Those of `INSTRUCTION_SETS` that this processor has."""
+    has = _features()
+    return tuple(s for s in INSTRUCTION_SETS if platform.machine() in s.machines and s.features <= has)
+
+
+def instruction_set() -> InstructionSet:
+    """What the kernels are compiled for: what `HFAX_CPU_TARGET` names, else `NATIVE`.
+
+    Raises:
+        InvalidInputError: `HFAX_CPU_TARGET` names nothing that this processor has.
+    """
+    return _instruction_set.get() or _by_name(os.environ.get("HFAX_CPU_TARGET") or NATIVE.name)
+
+
+@contextlib.contextmanager
+def compiled_for(name: str) -> Iterator[None]:
+    """Traces within the block call kernels that are compiled for the instruction set of that name."""
+    token = _instruction_set.set(_by_name(name))
+    try:
+        yield
+    finally:
+        _instruction_set.reset(token)
+
+
+def _by_name(name: str) -> InstructionSet:
+    available = (NATIVE, *available_instruction_sets())
+    if (found := next((s for s in available if s.name == name), None)) is not None:
+        return found
+    is_known = name in {s.name for s in INSTRUCTION_SETS}
+    raise InvalidInputError(
+        f"hfax's CPU kernels cannot be compiled for {name!r} (HFAX_CPU_TARGET).",
+        "This machine's processor lacks it." if is_known else "There is no such instruction set.",
+        f"Use one of {', '.join(s.name for s in available)}, or unset HFAX_CPU_TARGET.",
+    )
+
+
 def problem() -> str | None:
-    """Why there are no kernels; None if there are. The first call compiles and registers them."""
+    """Why there are no kernels; None if there are. The first call compiles and registers them.
+
+    Raises:
+        InvalidInputError: see `instruction_set`.
+    """
     if os.environ.get("HFAX_CPU_KERNELS") == "0":
         return "they are turned off by HFAX_CPU_KERNELS=0"
+    return _loaded(instruction_set()).problem
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Loaded:
+    """What came of compiling for one instruction set: why it failed, or which kernels XLA knows now."""
+
+    problem: str | None = None
+    names: frozenset[str] = frozenset()
+
+
+@functools.cache
+def _loaded(instructions: InstructionSet) -> _Loaded:
     compiler = _compiler()
     if compiler is None:
-        return "no C++ compiler was found (c++, g++ or clang++, or what CXX names)"
+        return _Loaded(problem="no C++ compiler was found (c++, g++ or clang++, or what CXX names)")
     try:
-        library = ctypes.CDLL(str(_build(compiler)))
-        for name in (*_TARGETS, *(name for name in _PAIRS_TARGETS if hasattr(library, name))):
-            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
-            _registered.add(name)
+        library = ctypes.CDLL(str(_build(compiler, instructions)))
+        names = (*_TARGETS, *(name for name in _PAIRS_TARGETS if hasattr(library, name)))
+        for name in names:
+            capsule = jax.ffi.pycapsule(getattr(library, name))
+            jax.ffi.register_ffi_target(_name_for(name, instructions), capsule, platform="cpu")
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         logger.warning("hfax's CPU kernels could not be built; decoding is slower without them (%s)", reason[:1])
-        return f"{compiler} could not build them: {reason[0] if reason else type(error).__name__}"
-    return None
+        return _Loaded(problem=f"{compiler} could not build them: {reason[0] if reason else type(error).__name__}")
+    return _Loaded(names=frozenset(names))
+
+
+def ffi_name(name: str) -> str:
+    """The name by which XLA knows a kernel, for the instruction set in force."""
+    return _name_for(name, instruction_set())
+
+
+def _name_for(name: str, instructions: InstructionSet) -> str:
+    return name if instructions is NATIVE else f"{name}.{instructions.name}"
 
 
 def may_be_called() -> bool:
@@ -84,24 +196,29 @@ def may_be_called() -> bool:
 
 def has_matmul() -> bool:
     """Whether the trace that goes on is for a program that may call `calls.matmul` and `calls.prompt_attention`."""
-    return _fits_program() and problem() is None and _registered.issuperset(_PAIRS_TARGETS)
+    return _fits_program() and problem() is None and _loaded(instruction_set()).names.issuperset(_PAIRS_TARGETS)
 
 
 def _fits_program() -> bool:
     return target.is_for("cpu") and target.mesh() is None
 
 
-@functools.cache
 def digest() -> str:
     """Identifies the kernels that programs call; changes with their source and with what they are compiled by and for."""
+    return _digest(instruction_set())
+
+
+@functools.cache
+def _digest(instructions: InstructionSet) -> str:
     compiler = _compiler()
     sources = [path.read_text() for path in (_SOURCE, *map(_SOURCE.with_name, _HEADERS))]
-    parts = [*sources, " ".join(_FLAGS), jax.__version__, processor_features(), str(compiler)]
+    parts = [*sources, *_FLAGS, *instructions.flags, jax.__version__, processor_features(), str(compiler)]
     if compiler is not None:
         parts.append(subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
+@functools.cache
 def processor_features() -> str:
     """The instructions that this machine's processor has, by name, as the system lists them."""
     try:
@@ -113,27 +230,53 @@ def processor_features() -> str:
     return platform.processor()
 
 
+def _features() -> frozenset[str]:
+    return frozenset(processor_features().partition(":")[2].split())
+
+
 def _compiler() -> str | None:
     names = (os.environ.get("CXX"), "c++", "g++", "clang++")
     return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
-def _build(compiler: str) -> Path:
+def _build(compiler: str, instructions: InstructionSet) -> Path:
     """The library's path; compiled if it is not there yet."""
-    name = f"kernels-{digest()}.so"
-    folders = (_SOURCE.parent / "__pycache__", hfax_home() / "kernels")
+    name = f"kernels-{_digest(instructions)}.so"
+    folders = _folders()
     for folder in folders:
         if (folder / name).is_file() and _is_own(folder / name):
             return folder / name
     folder = next((f for f in folders if _is_writable(f)), None)
     if folder is None:
-        raise OSError(f"neither {folders[0]} nor {folders[1]} can be written")
-    with phase("compile", "CPU kernels"), tempfile.TemporaryDirectory(dir=folder) as scratch:
+        raise OSError(f"none of {', '.join(map(str, folders))} can be written")
+    with _locked(folder / f"{name}.lock"), tempfile.TemporaryDirectory(dir=folder) as scratch:
+        if (folder / name).is_file():  # another process made it meanwhile
+            return folder / name
         made = Path(scratch) / name
-        command = [compiler, *_FLAGS, "-I", jax.ffi.include_dir(), str(_SOURCE), "-o", str(made)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
+        command = [compiler, *_FLAGS, *instructions.flags, "-I", jax.ffi.include_dir(), str(_SOURCE), "-o", str(made)]
+        with phase("compile", f"CPU kernels ({instructions.name})"):
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
         made.replace(folder / name)
     return folder / name
+
+
+def _folders() -> tuple[Path, ...]:
+    """Where compiled kernels may be, in the order of preference."""
+    return _SOURCE.parent / "__pycache__", hfax_home() / "kernels"
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process at a time, where the system has such locks; the file goes with the last of them."""
+    if fcntl is None:
+        yield
+        return
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def _is_own(path: Path) -> bool:

@@ -1,0 +1,71 @@
+"""The library of C++ kernels: what it is compiled for, by whom, and what happens without it."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from hfax.errors import InvalidInputError
+from hfax.kernels.cpu import library
+from hfax.programs.program_cache import environment_key
+
+
+def run(code, home, **variables):
+    environment = {**os.environ, "HFAX_HOME": str(home), **variables}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_programs_without_a_compiler_give_the_same(tmp_path):
+    """The same greedy text from a process that may not use the kernels."""
+    code = (
+        "import hfax; m = hfax.AutoModelForTPU.from_pretrained('demo', dtype='float32');"
+        "print(m.generate([[1, 5, 6, 9]], max_new_tokens=12, do_sample=False).tolist())"
+    )
+    texts = {run(code, tmp_path / setting, HFAX_CPU_KERNELS=setting) for setting in ("1", "0")}
+    assert len(texts) == 1
+
+
+def test_a_compiler_that_fails_is_reported_not_raised(tmp_path):
+    code = "from hfax.kernels.cpu import library; print(library.problem())"
+    said = run(code, tmp_path, CXX=sys.executable, HFAX_CPU_KERNELS="1")  # a program, but no compiler
+    assert "could not build them" in said
+
+
+def test_processes_that_need_the_kernels_at_once_compile_them_once(tmp_path):
+    compiler, calls = tmp_path / "compiler", tmp_path / "calls"
+    compiler.write_text(f'#!/bin/sh\necho "$*" >> {calls}\nexec {library._compiler()} "$@" -O0\n')
+    compiler.chmod(0o755)
+    code = (
+        "from hfax.kernels.cpu import library\n"
+        "library._folders = lambda: (library.hfax_home(),)\n"  # not beside the source, where others' are
+        "print(library.problem())"
+    )
+    environment = {**os.environ, "HFAX_HOME": str(tmp_path / "home"), "HFAX_CPU_KERNELS": "1", "CXX": str(compiler)}
+    command = [sys.executable, "-c", code]
+    both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate(timeout=300)[0] for process in both] == ["None\n"] * 2
+    assert sum("-shared" in line for line in calls.read_text().splitlines()) == 1
+    assert [path.suffix for path in (tmp_path / "home").iterdir()] == [".so"]
+
+
+@pytest.mark.parametrize(("name", "why"), [("sse9", "no such instruction set"), ("avx512-bf16", "lacks it")])
+def test_an_instruction_set_that_cannot_be_used_is_refused_by_name(monkeypatch, name, why):
+    monkeypatch.setattr(library, "_features", lambda: frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"}))
+    monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
+    monkeypatch.setenv("HFAX_CPU_TARGET", name)
+    with pytest.raises(InvalidInputError, match=why) as error:
+        library.instruction_set()
+    assert "native, avx2," in error.value.fix
+
+
+def test_programs_are_kept_apart_by_instruction_set():
+    keys = set()
+    for name in ("native", *(s.name for s in library.available_instruction_sets())):
+        with library.compiled_for(name):
+            keys.add(environment_key(jax.devices("cpu")[0]))
+            assert library.instruction_set().name == name
+    assert len(keys) == 1 + len(library.available_instruction_sets())

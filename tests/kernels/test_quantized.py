@@ -1,0 +1,56 @@
+"""Packed weights: the numbers that they stand for, and products with them in plain JAX."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from hfax.kernels import quantized
+from hfax.kernels.experts import grouped_linear
+
+from .cpu_programs import normal, pack
+
+
+@pytest.fixture(params=[8, 4])
+def weight(request):
+    """Numbers, and what they were packed to."""
+    values = torch.from_numpy(np.random.default_rng(0).standard_normal((40, 256)).astype(np.float32))
+    return values.numpy(), pack(values, request.param)
+
+
+def test_numbers_are_near_those_that_were_given(weight):
+    given, packed = weight
+    assert packed.shape == given.shape
+    step = np.abs(given).max() / (127 if packed.bits == 8 else 8)
+    # of 4 bits the largest magnitude becomes -8, and one as large with the other sign becomes 7
+    most = 0.52 * step if packed.bits == 8 else 1.02 * step
+    assert np.abs(np.asarray(packed.dequantize()) - given).max() <= most
+    assert packed.nbytes < given.nbytes * (0.27 if packed.bits == 8 else 0.14)
+
+
+def test_plain_jax_multiplies_with_those_numbers(weight):
+    _, packed = weight
+    x = normal(3, 256)
+    expected = np.asarray(x) @ np.asarray(packed.dequantize()).T
+    np.testing.assert_allclose(quantized.linear(x, packed), expected, rtol=1e-5, atol=1e-3)
+
+
+def test_rows_of_a_table(weight):
+    _, packed = weight
+    index = jnp.array([[3, 39], [0, 3]])
+    np.testing.assert_array_equal(packed.rows(index), np.asarray(packed.dequantize())[np.asarray(index)])
+
+
+def test_a_group_of_zeros_stays_zero(weight):
+    _, one = weight
+    packed = pack(torch.zeros(4, 128), one.bits)
+    assert (np.asarray(packed.dequantize()) == 0).all()
+
+
+def test_plain_jax_gives_each_row_the_packed_matrix_of_its_expert(weight):
+    _, one = weight
+    values = torch.from_numpy(np.random.default_rng(1).standard_normal((5, 24, 128)).astype(np.float32))
+    packed = pack(values, one.bits)
+    x, experts = normal(7, 128), jnp.array([4, 0, 0, 2, 4, 4, 1])
+    expected = np.einsum("ri,roi->ro", x, np.asarray(packed.dequantize())[np.asarray(experts)])
+    np.testing.assert_allclose(grouped_linear(x, packed, experts), expected, atol=1e-3)
