@@ -11,13 +11,14 @@ import torch
 from hfax.patches.control_flow import note_check
 from hfax.patches.patch import ForwardPatch, InputPatch, Patch
 
-_WITH_PADDING_IMAGES = (
-    "Idefics2Model",
-    "Idefics3Model",
-    "SmolVLMModel",
-    "ModernVBertModel",
-    "UltraVBertModel",
-)
+_WITH_PADDING_IMAGES = {
+    "Idefics2Model": "idefics2.modeling_idefics2",
+    "Idefics3Model": "idefics3.modeling_idefics3",
+    "SmolVLMModel": "smolvlm.modeling_smolvlm",
+    "ModernVBertModel": "modernvbert.modeling_modernvbert",
+    "UltraVBertModel": "ultravbert.modeling_ultravbert",
+}
+"""Classes to the modules of transformers that they are from."""
 
 
 def _without_padding_images(module: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -104,13 +105,13 @@ PATCHES: list[Patch] = [
     InputPatch(
         name="padding-images-dropped",
         why="the model drops images that are all zeros by looking at their pixels; here that is done before the trace",
-        classes=_WITH_PADDING_IMAGES,
+        classes=tuple(_WITH_PADDING_IMAGES),
         prepare=_without_padding_images,
     ),
     ForwardPatch(
         name="every-image-is-real",
         why="the model looks for images that are all zeros; the host has dropped them already",
-        classes=_WITH_PADDING_IMAGES,
+        classes=tuple(f"transformers.models.{module}:{name}" for name, module in _WITH_PADDING_IMAGES.items()),
         method="get_image_features",
         make=_all_images,
     ),

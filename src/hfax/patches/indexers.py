@@ -64,7 +64,7 @@ PATCHES: list[Patch] = [
         backends=("jax", "torch_xla"),
         name="blocks-of-keys-at-once",
         why="Qwen4-Exp's indexer looks for the visible keys of one query after the other (`nonzero`)",
-        classes=("Qwen4ExpTextQSAIndexer",),
+        classes=("transformers.models.qwen4_exp.modeling_qwen4_exp:Qwen4ExpTextQSAIndexer",),
         make=_pooled_blocks,
     ),
 ]

@@ -104,14 +104,20 @@ def _causal_window(mask_function: Callable[..., Any]) -> Any:
     """
     if mask_function is masking_utils.causal_mask_function:
         return None
-    if mask_function.__qualname__ != "and_masks.<locals>.and_mask":
+    if _place(mask_function) != "and_masks.<locals>.and_mask":
         return _OTHER
     parts = inspect.getclosurevars(mask_function).nonlocals["mask_functions"]
     if len(parts) != 2 or parts[1] is not masking_utils.causal_mask_function:
         return _OTHER
-    if parts[0].__qualname__ != "sliding_window_overlay.<locals>.inner_mask":
+    if _place(parts[0]) != "sliding_window_overlay.<locals>.inner_mask":
         return _OTHER
     return inspect.getclosurevars(parts[0]).nonlocals["sliding_window"]
+
+
+def _place(function: Any) -> str:
+    """Where transformers' masking code defines a function; "" for those of others."""
+    code = getattr(function, "__code__", None)
+    return code.co_qualname if code is not None and code.co_filename == masking_utils.__file__ else ""
 
 
 def _is_zero(offset: Any) -> bool:

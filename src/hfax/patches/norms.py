@@ -1,14 +1,11 @@
 """Norms and rotary embeddings: where gradients are taken these are written out, and few rows on CPU are one call each.
 
-Their classes and functions are copied from model to model, so they are known by their source, not by their names alone.
+Their classes and functions are copied from model to model, so they are known by their source and that of all that they call
+(`patches/copies.py`), not by their names alone.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
-import inspect
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -16,54 +13,39 @@ import torch
 
 from hfax.kernels import norms, target
 from hfax.kernels.cpu import library
+from hfax.patches import copies
 from hfax.patches.patch import ForwardPatch, FunctionPatch, OpPatch, Patch
 
 
-@functools.cache
-def _body(function: Any) -> str:
-    """A function's statements without its docstring and types; "" if nobody knows them."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    except (OSError, TypeError, SyntaxError, IndexError):
-        return ""
-    if not isinstance(tree, ast.FunctionDef):
-        return ""
-    statements = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
-    return ast.unparse(ast.Module(body=statements, type_ignores=[]))
-
-
-def _is_copy(function: Any, of: Any) -> bool:
-    """Whether both are known, and say the same."""
-    return _body(function) == _body(of) != ""
-
-
-def _is_worth_it() -> bool:
+def _is_worth_it(_: Any) -> bool:
     return target.is_differentiated() or library.may_be_called()
 
 
-def _is_llamas_norm(module: Any) -> bool:
-    if not _is_worth_it():
-        return False
-    from transformers.models.llama import modeling_llama  # only such programs pay for its import
-
-    return _is_copy(type(module).forward, modeling_llama.LlamaRMSNorm.forward)
+def _is_one_call_possible(_: Any) -> bool:
+    return library.may_be_called()
 
 
-def _is_gemmas_norm(module: Any) -> bool:
-    if not library.may_be_called() or not hasattr(module, "_norm"):
-        return False
+def _why_not_llamas_norm(module: Any) -> str | None:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm  # only such programs pay for its import
+
+    kind = type(module)
+    name = copies.difference(kind.forward, LlamaRMSNorm.forward, owner=kind, reference_owner=LlamaRMSNorm)
+    return None if name is None else f"{name} of {kind.__name__} differs from Llama's"
+
+
+def _why_not_gemmas_norm(module: Any) -> str | None:
     from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
     kind = type(module)
-    return _is_copy(kind.forward, GemmaRMSNorm.forward) and _is_copy(kind._norm, GemmaRMSNorm._norm)
+    name = copies.difference(kind.forward, GemmaRMSNorm.forward, owner=kind, reference_owner=GemmaRMSNorm)
+    return None if name is None else f"{name} of {kind.__name__} differs from Gemma's"
 
 
-def _is_llamas_rotation(function: Any) -> bool:
-    if not _is_worth_it():
-        return False
+def _why_not_llamas_rotation(function: Any) -> str | None:
     from transformers.models.llama import modeling_llama
 
-    return _is_copy(inspect.unwrap(function), inspect.unwrap(modeling_llama.apply_rotary_pos_emb))
+    name = copies.difference(function, modeling_llama.apply_rotary_pos_emb)
+    return None if name is None else f"{name} differs from Llama's"
 
 
 def _llamas_norm(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,20 +99,25 @@ PATCHES: list[Patch] = [
         why="few rows are one call on CPU instead of four; the gradient of its steps keeps float32 copies (docs/performance.md)",
         classes=(),
         make=_llamas_norm,
-        only_if=_is_llamas_norm,
+        only_if=_is_worth_it,
+        why_not=_why_not_llamas_norm,
+        candidates="*RMSNorm",
     ),
     ForwardPatch(
         name="gemma-norm",
         why="few rows are one call on CPU instead of four (docs/performance.md)",
         classes=(),
         make=_gemmas_norm,
-        only_if=_is_gemmas_norm,
+        only_if=_is_one_call_possible,
+        why_not=_why_not_gemmas_norm,
+        candidates="*RMSNorm",
     ),
     FunctionPatch(
         name="llama-rotation",
         why="few rows are one call on CPU instead of six; the gradient of swapped halves pads and adds (docs/performance.md)",
         target="*:apply_rotary_pos_emb",
         make=_rotation,
-        only_if=_is_llamas_rotation,
+        only_if=_is_worth_it,
+        why_not=_why_not_llamas_rotation,
     ),
 ]

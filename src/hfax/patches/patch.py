@@ -9,6 +9,7 @@ anything is traced, where shapes depend on their values. What exists and what is
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import importlib
 import importlib.metadata
 import sys
@@ -18,6 +19,8 @@ from typing import Any, ClassVar
 
 import torch
 from packaging.requirements import Requirement
+
+from hfax.patches import copies
 
 Undo = Callable[[], None]
 
@@ -51,6 +54,10 @@ class Patch:
     def matches(self, module: torch.nn.Module) -> bool:
         """Whether it concerns this model."""
         return True
+
+    def refused(self, module: torch.nn.Module) -> dict[Any, str]:
+        """Classes or functions of this model that look as if it were for them, to why it is not."""
+        return {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +95,7 @@ class FunctionPatch(Patch):
         make: gets the original and returns what stands for it.
         model_types: the models that it is for; empty: all.
         only_if: a further condition on the function.
+        why_not: says why the patch cannot stand for a function, for `hfax doctor`; None: it can.
     """
 
     kind: ClassVar[str] = "function"
@@ -95,6 +103,7 @@ class FunctionPatch(Patch):
     make: Callable[[Callable[..., Any]], Callable[..., Any]]
     model_types: tuple[str, ...] = ()
     only_if: Callable[[Any], bool] = lambda function: True
+    why_not: Callable[[Any], str | None] = lambda function: None
 
     def applies_to(self) -> str:
         """The function."""
@@ -106,17 +115,26 @@ class FunctionPatch(Patch):
 
     def owners(self, module: torch.nn.Module) -> list[tuple[Any, str]]:
         """The objects that hold the function for this model, and its name there."""
+        found = self._holders(module)
+        return [(h, n) for h, n in found if self.only_if(getattr(h, n)) and self.why_not(getattr(h, n)) is None]
+
+    def refused(self, module: torch.nn.Module) -> dict[Any, str]:
+        """Functions of that name that it does not stand for."""
+        found = [getattr(h, n) for h, n in self._holders(module)] if self.matches(module) else []
+        return {function: why for function in found if (why := self.why_not(function)) is not None}
+
+    def _holders(self, module: torch.nn.Module) -> list[tuple[Any, str]]:
         module_name, _, path = self.target.partition(":")
         *classes, name = path.split(".")
         if module_name == "*":
             holders = {
                 id(m): m for part in module.modules() if (m := sys.modules.get(type(part).__module__)) is not None
             }
-            return [(m, name) for m in holders.values() if name in vars(m) and self.only_if(getattr(m, name))]
+            return [(m, name) for m in holders.values() if name in vars(m)]
         holder: Any = importlib.import_module(module_name)
         for part in classes:
             holder = getattr(holder, part)
-        return [(holder, name)] if self.only_if(getattr(holder, name)) else []
+        return [(holder, name)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,10 +142,14 @@ class ForwardPatch(Patch):
     """A replaced forward (or other method) of some of a model's modules.
 
     Args:
-        classes: names of the modules' classes, or of a base class of theirs; empty: `only_if` alone decides.
+        classes: names of the modules' classes, or of a base class of theirs ("DbrxExperts"); empty: `only_if` alone decides. With
+            the module that a class is from ("transformers.models.dbrx.modeling_dbrx:DbrxExperts") the patch stands for that
+            class's own method, and for copies of it: not for what a subclass, or another class of the name, has in its place.
         make: gets the module and its own method, returns what is called instead.
         method: which method.
         only_if: a further condition on the module.
+        why_not: says why the patch cannot stand for a module's method; None: it can.
+        candidates: a pattern of class names ("*RMSNorm") for which `hfax doctor` tells what `why_not` says.
     """
 
     kind: ClassVar[str] = "module"
@@ -135,12 +157,14 @@ class ForwardPatch(Patch):
     make: Callable[[torch.nn.Module, Callable[..., Any]], Callable[..., Any]]
     method: str = "forward"
     only_if: Callable[[Any], bool] = lambda module: True
+    why_not: Callable[[Any], str | None] = lambda module: None
+    candidates: str = ""
 
     def applies_to(self) -> str:
         """The classes and the method."""
         if not self.classes:
             return f"{self.method} of modules known by their source"
-        return ", ".join(f"{c}.{self.method}" for c in self.classes)
+        return ", ".join(f"{name}.{self.method}" for name in self._named())
 
     def matches(self, module: torch.nn.Module) -> bool:
         """Whether the model has such a module."""
@@ -148,12 +172,37 @@ class ForwardPatch(Patch):
 
     def fits(self, module: torch.nn.Module) -> bool:
         """Whether it concerns this one module."""
-        names = {cls.__name__ for cls in type(module).__mro__}
-        return (
-            bool(not self.classes or names & set(self.classes))
-            and hasattr(module, self.method)
-            and self.only_if(module)
+        return self._is_candidate(module) and self.only_if(module) and self._why_not(module) is None
+
+    def refused(self, module: torch.nn.Module) -> dict[Any, str]:
+        """Classes that it does not stand for, of those that it names or that are candidates."""
+        found = {
+            type(m): m
+            for m in module.modules()
+            if (self._is_candidate(m) if self.classes else fnmatch.fnmatchcase(type(m).__name__, self.candidates))
+        }
+        return {kind: why for kind, m in found.items() if (why := self._why_not(m)) is not None}
+
+    def _named(self) -> dict[str, str]:
+        """Names of classes to the modules that they are from; "" where any will do."""
+        return {name: place for place, _, name in (c.rpartition(":") for c in self.classes)}
+
+    def _is_candidate(self, module: torch.nn.Module) -> bool:
+        named = self._named()
+        return hasattr(module, self.method) and (
+            not named or any(cls.__name__ in named for cls in type(module).__mro__)
         )
+
+    def _why_not(self, module: torch.nn.Module) -> str | None:
+        kind, named = type(module), self._named()
+        name = next((cls.__name__ for cls in kind.__mro__ if cls.__name__ in named), None)
+        if name is not None and named[name]:
+            reference = getattr(importlib.import_module(named[name]), name)
+            ours, theirs = getattr(kind, self.method), getattr(reference, self.method)
+            different = copies.difference(ours, theirs, owner=kind, reference_owner=reference)
+            if different is not None:
+                return f"{different} of {kind.__name__} differs from that of transformers' {name}"
+        return self.why_not(module)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,12 +23,24 @@ from typing import Any
 import torch
 
 from hfax.errors import InvalidInputError
+from hfax.patches import copies
 from hfax.patches.patch import ForwardPatch, FunctionPatch, InputPatch, OpPatch, Patch
 
 logger = logging.getLogger(__name__)
 
 ENTRY_POINT = "hfax.patches"
-_FAMILIES = ("ops", "attention", "masks", "experts", "control_flow", "images", "indexers", "norms", "torch_xla")
+_FAMILIES = (
+    "ops",
+    "attention",
+    "masks",
+    "experts",
+    "control_flow",
+    "images",
+    "indexers",
+    "norms",
+    "steps",
+    "torch_xla",
+)
 _OF_JAX = ("ops", "attention", "control_flow", "images", "norms")
 """Those that import JAX; nothing else asks for them."""
 
@@ -89,6 +101,25 @@ def all_patches(backend: str = "jax") -> list[Patch]:
 def patches_for(module: torch.nn.Module, backend: str = "jax") -> list[Patch]:
     """The patches that concern a model."""
     return [p for p in all_patches(backend) if p.matches(module)]
+
+
+def refusals(module: torch.nn.Module, backend: str = "jax") -> dict[str, str]:
+    """Patches that leave out parts of a model which look as if they were for them: name to why.
+
+    What another patch for the same candidates stands for is no loss, and is not told.
+    """
+    patches = all_patches(backend)
+    refused = {p.name: p.refused(module) for p in patches}
+    groups: dict[str, list[str]] = {}
+    for patch in patches:
+        groups.setdefault(getattr(patch, "candidates", "") or patch.name, []).append(patch.name)
+    found = {}
+    for names in groups.values():
+        for name in names:
+            reasons = [why for part, why in refused[name].items() if all(part in refused[n] for n in names)]
+            if reasons:
+                found[name] = "; ".join(dict.fromkeys(reasons))
+    return found
 
 
 def version() -> int:
@@ -202,6 +233,7 @@ def _dispatcher(key: tuple[int, str], original: Any) -> Any:
         stack = getattr(_local, "stacks", {}).get(key)
         return (stack[-1] if stack else plain)(*args, **kwargs)
 
+    copies.stands_in(dispatch)
     if isinstance(original, staticmethod):
         return staticmethod(dispatch)
     return classmethod(dispatch) if isinstance(original, classmethod) else dispatch

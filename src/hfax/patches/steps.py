@@ -1,0 +1,106 @@
+"""Modelling code whose decoding step is wrong with a cache of fixed size or for several rows, written so that it is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hfax.patches.patch import ForwardPatch, Patch
+
+
+def _causal_by_position(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(hidden_states: Any, attention_mask: Any = None, layer_past: Any = None, **kwargs: Any) -> Any:
+        """GPT-Neo's attention, whose table of causal order and windows is cut where the text ends, not where the cache does."""
+        if layer_past is None:
+            return original(hidden_states, attention_mask=attention_mask, layer_past=None, **kwargs)
+        start = layer_past.get_seq_length(module.layer_id)
+        query, key, value = (
+            module._split_heads(project(hidden_states), module.num_heads, module.head_dim)
+            for project in (module.q_proj, module.k_proj, module.v_proj)
+        )
+        key, value = layer_past.update(key, value, module.layer_id)
+        weights = torch.matmul(query.float(), key.float().transpose(-1, -2))
+        queries = (torch.arange(query.shape[-2], device=query.device) + start)[:, None]
+        keys = torch.arange(key.shape[-2], device=query.device)[None]
+        seen = keys <= queries
+        if module.attention_type == "local":
+            seen = seen & (keys > queries - module.config.window_size)
+        weights = torch.where(seen, weights, torch.finfo(weights.dtype).min)
+        if attention_mask is not None:
+            weights = weights + attention_mask
+        weights = module.attn_dropout(torch.softmax(weights, dim=-1).to(value.dtype))
+        output = module._merge_heads(torch.matmul(weights, value), module.num_heads, module.head_dim)
+        return module.resid_dropout(module.out_proj(output)), weights
+
+    return forward
+
+
+def _before(hidden: Any, state: Any, layer: int) -> Any:
+    """The token before each of [batch, length, width], the state's before the first."""
+    first = torch.zeros_like(hidden[:, 0]) if state is None else state[:, :, layer].to(hidden.dtype)
+    return torch.cat([first[:, None], hidden[:, :-1]], dim=1)
+
+
+def _mixed(hidden: Any, shifted: Any, share: Any) -> Any:
+    return hidden * share + shifted * (1 - share)
+
+
+def _mixed_attention_inputs(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def extract(hidden: Any, state: Any = None) -> Any:
+        shifted = _before(hidden, None if state is None else state[1], module.layer_id)
+        key = module.key(_mixed(hidden, shifted, module.time_mix_key))
+        value = module.value(_mixed(hidden, shifted, module.time_mix_value))
+        receptance = torch.sigmoid(module.receptance(_mixed(hidden, shifted, module.time_mix_receptance)))
+        if state is not None:
+            state[1][:, :, module.layer_id] = hidden[:, -1]
+        return receptance, key, value, state
+
+    return extract
+
+
+def _mixed_feed_forward(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(hidden: Any, state: Any = None) -> Any:
+        shifted = _before(hidden, None if state is None else state[0], module.layer_id)
+        key = torch.square(torch.relu(module.key(_mixed(hidden, shifted, module.time_mix_key))))
+        receptance = torch.sigmoid(module.receptance(_mixed(hidden, shifted, module.time_mix_receptance)))
+        if state is not None:
+            state[0][:, :, module.layer_id] = hidden[:, -1]
+        return receptance * module.value(key), state
+
+    return forward
+
+
+_ROWS_MIX = (
+    "in a decoding step RWKV adds its state, [batch, width], to tokens [batch, 1, width]: every row of a batch then reads all "
+    "rows' states, and the last row's step is taken for all (transformers 5.23)"
+)
+
+_BACKENDS = ("jax", "torch_xla")
+
+PATCHES: list[Patch] = [
+    ForwardPatch(
+        name="gpt-neo-positions",
+        why="GPT-Neo cuts its table of causal order and windows at the number of keys, which in a cache of fixed size is not the "
+        "text's length: windows then begin too late",
+        classes=("GPTNeoSelfAttention",),
+        make=_causal_by_position,
+        backends=_BACKENDS,
+    ),
+    ForwardPatch(
+        name="rwkv-rows-of-attention",
+        why=_ROWS_MIX,
+        classes=("RwkvSelfAttention",),
+        method="extract_key_value",
+        make=_mixed_attention_inputs,
+        backends=_BACKENDS,
+    ),
+    ForwardPatch(
+        name="rwkv-rows-of-feed-forward",
+        why=_ROWS_MIX,
+        classes=("RwkvFeedForward",),
+        make=_mixed_feed_forward,
+        backends=_BACKENDS,
+    ),
+]
