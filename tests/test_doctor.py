@@ -1,8 +1,6 @@
 """A look at a model without its weights: the figures against arithmetic, the verdicts against what the model does."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import pytest
 import transformers
 
 import hfax
+from hfax.cli.app import run
 from hfax.errors import InvalidInputError
 
 
@@ -131,14 +130,15 @@ def test_no_config(tmp_path: Path) -> None:
         hfax.inspect(tmp_path)
 
 
-def test_command_prints_json_and_its_exit_code_is_the_verdict(tmp_path: Path) -> None:
+def test_command_prints_json_and_its_exit_code_is_the_verdict(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     hfax.shrink_config(_llama_8b()).save_pretrained(tmp_path / "good")
     hfax.shrink_config(transformers.LongformerConfig(architectures=["LongformerForMaskedLM"])).save_pretrained(
         tmp_path / "bad"
     )
-    run = [sys.executable, "-m", "hfax", "doctor", "--json"]
-    good = subprocess.run([*run, str(tmp_path / "good")], capture_output=True, text=True, check=False)
-    bad = subprocess.run([*run, str(tmp_path / "bad")], capture_output=True, text=True, check=False)
-    assert (good.returncode, bad.returncode) == (0, 1), good.stderr + bad.stderr
-    assert json.loads(good.stdout)["class_name"] == "LlamaForCausalLM"
-    assert json.loads(bad.stdout)["problems"]
+    capfd.readouterr()
+    assert run(["doctor", "--json", str(tmp_path / "good")]) == 0
+    assert json.loads(capfd.readouterr().out)["class_name"] == "LlamaForCausalLM"
+    assert run(["doctor", "--json", str(tmp_path / "bad")]) == 1
+    assert json.loads(capfd.readouterr().out)["problems"]

@@ -6,6 +6,7 @@ No backend is imported here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig
 
 from hfax.backends import geometry
+from hfax.backends.forward_arguments import known_arguments, reject_unknown
 from hfax.backends.structure import flatten, has_torch, is_array, is_of_jax, unflatten
 from hfax.backends.traits import ModelTraits
 from hfax.errors import InvalidInputError, UnsupportedOptionError
@@ -25,6 +27,7 @@ from hfax.patches import registry
 from hfax.programs import generation_request as requests
 from hfax.programs.buckets import Buckets
 from hfax.programs.generation_request import GenerationOptions
+from hfax.programs.own_inputs import without_dropped
 
 _ID_INPUTS = ("input_ids", "decoder_input_ids")
 _SAMPLING_EXTRAS = ("presence_penalty", "frequency_penalty")
@@ -158,7 +161,13 @@ class BaseModel:
         extras = {n: options.pop(n) for n in _SAMPLING_EXTRAS if options.get(n) is not None}
         extras |= {"timestamps": timestamps} if timestamps is not None else {}
         config, model_inputs = requests.resolve_generation_config(self.generation_config, generation_config, options)
-        requests.reject_unknown(model_inputs, set(inspect.signature(self._skeleton.module.forward).parameters))
+        known = set(inspect.signature(self._skeleton.module.forward).parameters)
+        mask = model_inputs.get("attention_mask")
+        if mask is not None and "attention_mask" not in known and np.asarray(mask).all():
+            del model_inputs["attention_mask"]  # every tokenizer returns one; without padding it says nothing
+        requests.reject_unknown(model_inputs, known)
+        requests.reject_not_taken(model_inputs)
+        model_inputs.pop("labels", None)  # as transformers' own generate does: they are for a loss
         to_torch = has_torch([prompt, model_inputs])
         arrays = {n: self._host_array(n, v) for n, v in model_inputs.items() if is_array(v) or isinstance(v, list)}
         static = {n: v for n, v in model_inputs.items() if n not in arrays and v is not None}
@@ -183,12 +192,21 @@ class BaseModel:
         """The value of all processes that share the model."""
         return value
 
+    @functools.cached_property
+    def _known_arguments(self) -> tuple[frozenset[str], tuple[str, ...]]:
+        return known_arguments(self._skeleton.module)
+
+    def _reject_unknown(self, inputs: Mapping[str, Any]) -> None:
+        """Raise for names that forward would pass over."""
+        reject_unknown(type(self._skeleton.module).__name__, inputs, self._known_arguments)
+
     def _by_name(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> dict[str, Any]:
         """Forward's arguments by name.
 
         Raises:
-            InvalidInputError: one was given twice, or there are too many.
+            InvalidInputError: one was given twice, there are too many, or forward makes no use of one.
         """
+        self._reject_unknown(inputs)
         names = list(inspect.signature(self._skeleton.module.forward).parameters)
         twice = sorted(set(names[: len(args)]) & set(inputs))
         if twice or len(args) > len(names):
@@ -243,6 +261,8 @@ class BaseModel:
                 )
             if decoder is None:
                 decoder = self._decoder_start(config, len(encoder[main]))
+            else:
+                decoder = self._from_decoder_start(config, decoder)
             return requests.pad_encoder_inputs(
                 encoder,
                 decoder,
@@ -259,8 +279,10 @@ class BaseModel:
                     "Pass input_ids=…, [batch, length].",
                 )
             prompt = np.full((1, 1), config.bos_token_id)
+        ids = self._host_array("input_ids", prompt)
+        arrays = without_dropped(self._skeleton.module, ids, arrays)
         prompts = requests.pad_decoder_prompts(
-            self._host_array("input_ids", prompt),
+            ids,
             arrays.pop("attention_mask", None),
             vocab_size=self._vocab_size(),
             pad_token_id=config.pad_token_id,
@@ -286,6 +308,16 @@ class BaseModel:
                 "Pass decoder_start_token_id=… or decoder_input_ids=….",
             )
         return np.full((rows, 1), start, np.int32)
+
+    def _from_decoder_start(self, config: GenerationConfig, decoder: np.ndarray) -> np.ndarray:
+        """The given ids of the decoder, behind its start token unless a row begins with it; Whisper and Donut begin otherwise."""
+        start: Any = config.bos_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
+        names = (type(self._skeleton.module).__name__, getattr(getattr(self.config, "encoder", None), "model_type", ""))
+        if self.config.model_type == "whisper" or any("donut" in n.lower() for n in names) or start is None:
+            return decoder
+        decoder = np.atleast_2d(decoder)
+        starts = np.broadcast_to(np.reshape(start, (-1, 1)), (len(decoder), 1)).astype(decoder.dtype)
+        return np.concatenate([starts, decoder], axis=1) if (decoder[:, :1] != starts).all() else decoder
 
     def _as_input(self, name: str, value: Any) -> Any:
         """A forward argument with its arrays on the host (jax arrays stay), lists of numbers made arrays."""

@@ -35,13 +35,15 @@ class Diagnosis:
     """What a look at a model found.
 
     Args:
-        model_type, class_name: of the model.
+        model_type: of the model.
+        class_name: likewise.
         verdict: "works", "works with patches" or "fails".
         problems: what fails, why and what to do, one text each.
         unsupported_operations: line of modelling code to the torch operation there that has no lowering.
         value_reads: line to how the code looks at a traced value there, which decides what it does next.
         wide_dtypes: line to "float64" or "int64", asked for there of a traced value; programs compute in 32 bits.
         patches: name to reason, of those that ran.
+        refusals: name to why, of patches for code that this model has in another form: it runs as the model has it.
         lowerings: ways of computing that were chosen for the default device and these shapes; empty if it does not generate.
         num_parameters: of the full model.
         weight_bytes: in the config's dtype.
@@ -63,6 +65,7 @@ class Diagnosis:
     value_reads: dict[str, str]
     wide_dtypes: dict[str, str]
     patches: dict[str, str]
+    refusals: dict[str, str]
     lowerings: tuple[str, ...]
     num_parameters: int
     weight_bytes: int
@@ -120,6 +123,7 @@ def inspect(
         value_reads=look.seen.reads,
         wide_dtypes=look.seen.wide,
         patches=patches,
+        refusals=registry.refusals(skeleton.module),
         lowerings=tuple(sorted(look.lowerings)),
         num_parameters=sum(t.numel() for t in skeleton.shapes.values()),
         weight_bytes=sum(t.numel() * t.element_size() for t in skeleton.shapes.values()),

@@ -184,7 +184,11 @@ class JaxModel(AdapterMethods, BaseModel):
         Example:
             >>> loss = lambda params: model.apply(params, input_ids=ids, labels=ids).loss  # doctest: +SKIP
             >>> gradients = jax.jit(jax.grad(loss))(model.params)  # doctest: +SKIP
+
+        Raises:
+            InvalidInputError: a name that forward makes no use of; whole numbers that do not fit into 32 bits.
         """
+        self._reject_unknown(inputs)
         training = Training(key=dropout_rng, remat=remat, lora_dropout=self.adapters.dropout)
         return self._traced.apply(params, args, inputs, training)
 
@@ -201,7 +205,8 @@ class JaxModel(AdapterMethods, BaseModel):
             The model's own result, with torch tensors if any input was one, else with jax arrays.
 
         Raises:
-            InvalidInputError: ids outside of the vocabulary; images that do not fit the prompt's places for them.
+            InvalidInputError: ids outside of the vocabulary; images that do not fit the prompt's places for them; a name that
+                forward makes no use of.
             OutOfMemoryError: the program does not fit the device.
         """
         inputs = self._by_name(args, inputs)

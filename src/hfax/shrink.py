@@ -192,6 +192,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "timesfm2_5": {"context_length": 128},
     "mimi_encoder": {"upsample_groups": lambda c: c.hidden_size},
     "mimi_decoder": {"upsample_groups": lambda c: c.hidden_size},
+    "recurrent_gemma": {"lru_width": lambda c: c.hidden_size},
+    # so that a short text is longer than the window
+    "gpt_neo": {"window_size": WINDOW},
     "data2vec-vision": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "pocket_tts_audio_tokenizer": {"upsample_groups": lambda c: c.hidden_size},
     "pocket_tts_audio_tokenizer_decoder": {"upsample_groups": lambda c: c.hidden_size},
@@ -211,7 +214,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "unlimited_ocr_sam_vision_model": {"downsample_channels": [32, WIDTH]},
     "granite4_vision": {"spatial_target_layers": [0, 0, 1, 1]},
     # queries and keys are rounded up to 64 in all
-    "xlstm": {"qk_dim_factor": 1.0, "chunk_size": 64},
+    "xlstm": {"qk_dim_factor": 1.0, "chunk_size": 64, "num_blocks": lambda c: c.num_hidden_layers},
 }
 """Model type to values that no general rule finds, with the reason beside each."""
 

@@ -7,7 +7,10 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+from transformers import GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
+
+from hfax.errors import InvalidInputError
 
 
 class EncoderOutputs(BaseModelOutputWithPooling, BaseModelOutput):
@@ -29,11 +32,34 @@ class EncoderOutputs(BaseModelOutputWithPooling, BaseModelOutput):
 
 
 def run_encoder(module: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The encoder's result, and the inputs left for the decoder; as transformers' own generate does it."""
+    """The encoder's result, and the inputs left for the decoder; as transformers' own generate does it.
+
+    A class that has a way of its own to feed its encoder (Florence-2 puts images' features into the text first) is followed in it.
+
+    Raises:
+        InvalidInputError: an input that neither the encoder nor the decoder takes.
+    """
+    left = {n: v for n, v in inputs.items() if n.startswith("decoder_") or n == "attention_mask"}
+    if _feeds_encoder_itself(module):
+        given = {n: v for n, v in inputs.items() if not n.startswith("decoder_")}
+        main = given.pop(module.main_input_name)
+        prepared = module._maybe_prepare_encoder_kwargs_for_generation(
+            main, given, module.main_input_name, GenerationConfig(output_attentions=False, output_hidden_states=False)
+        )
+        return prepared["encoder_outputs"], left
     encoder = module.get_encoder()
     names = inspect.signature(encoder.forward).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in names.values())
     own = {n: v for n, v in inputs.items() if not n.startswith("decoder_") and (n in names or takes_all)}
-    outputs = encoder(**own, return_dict=True)
-    left = {n: v for n, v in inputs.items() if n.startswith("decoder_") or n == "attention_mask"}
-    return outputs, left
+    if unread := sorted(set(inputs) - set(own) - set(left)):
+        raise InvalidInputError(
+            f"generate() of {type(module).__name__} does not read {', '.join(unread)}.",
+            f"{type(encoder).__name__} does not take it, and the decoder gets the encoder's output alone.",
+            "Leave it out.",
+        )
+    return encoder(**own, return_dict=True), left
+
+
+def _feeds_encoder_itself(module: Any) -> bool:
+    name = "_maybe_prepare_encoder_kwargs_for_generation"
+    return getattr(type(module), name, None) not in (None, getattr(GenerationMixin, name))

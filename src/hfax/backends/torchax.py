@@ -228,7 +228,8 @@ def _name_in_its_caller(path: str, parts: Mapping[str, torch.nn.Module]) -> str:
 def _kept_on_modules(module: torch.nn.Module, kept: dict[str, jax.Array]) -> Iterator[None]:
     """Give modules the attributes of `kept` for the block, then collect those that hold tensors and take them away again.
 
-    A tensor of a trace that stayed on a module would be found by the next trace, where it means nothing.
+    A tensor of a trace that stayed on a module would be found by the next trace, where it means nothing. So would a plain value:
+    RWKV notes that it has divided its weights, and every trace is given weights that are not.
     """
     parts = dict(module.named_modules())
     before = {path: dict(part.__dict__) for path, part in parts.items()}
@@ -247,12 +248,15 @@ def _kept_on_modules(module: torch.nn.Module, kept: dict[str, jax.Array]) -> Ite
                         part.__dict__[attribute] = before[path][attribute]
                     else:
                         del part.__dict__[attribute]
+                elif isinstance(value, _PLAIN) and value is not before[path].get(attribute, value):
+                    part.__dict__[attribute] = before[path][attribute]
                 elif isinstance(value, dict) and attribute not in _OF_TORCH:
                     # tables of what was computed before, by size or device
                     for key in [key for key, item in value.items() if isinstance(item, _tracing.TraceTensor)]:
                         del value[key]
 
 
+_PLAIN = (bool, int, float, str, type(None))
 _OF_TORCH = ("_parameters", "_buffers", "_modules")
 """Attributes of every module that hold its weights and parts."""
 

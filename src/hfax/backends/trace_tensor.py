@@ -10,9 +10,11 @@ exist.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -78,7 +80,7 @@ class TraceTensor(torchax.tensor.Tensor):
     @property
     def _elem(self) -> Array:
         if self._host is not None:  # made anew each time: a later write in place changes the host's value
-            return jnp.asarray(to_numpy(self._host))
+            return constant_array(self._host)
         if self._quantized is not None:
             return self._quantized.dequantize()
         return self._array
@@ -86,6 +88,7 @@ class TraceTensor(torchax.tensor.Tensor):
     @_elem.setter
     def _elem(self, array: Array) -> None:
         self._array, self._host, self._quantized = array, None, None
+        self._sum = self.at_least = self.at_most = None  # they were the old value's
 
     @property
     def quantized(self) -> QuantizedArray | None:
@@ -96,6 +99,27 @@ class TraceTensor(torchax.tensor.Tensor):
     def host(self) -> torch.Tensor | None:
         """The constant's value; None for what is traced."""
         return self._host
+
+    @property
+    def array(self) -> Array | None:
+        """The array; None for a constant and for a quantized weight."""
+        return self._array
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it is traced and holds whole numbers of 64 bits."""
+        return self._array is not None and self._array.dtype == jnp.int64
+
+    @property
+    def has_shared_storage(self) -> bool:
+        """Whether another tensor is a view of its storage, or it of another's."""
+        return self._base_tensor is not None or any(view() is not None for view in self._views)
+
+    def narrow_to(self, dtype: Any) -> None:
+        """Hold the same numbers in fewer bits; only for a traced tensor that shares no storage."""
+        assert self._array is not None
+        assert not self.has_shared_storage
+        self._array = self._array.astype(dtype)
 
     def jax(self) -> Array:
         """The array; a constant becomes part of the program."""
@@ -281,6 +305,32 @@ class ValueReadError(Exception):
     def __init__(self, what: str, shape: torch.Size, dtype: torch.dtype, where: str | None = None) -> None:
         super().__init__(f"{what} of a traced tensor, shape {tuple(shape)}, {dtype}")
         self.where = where
+
+
+_in_64_bits: ContextVar[bool] = ContextVar("hfax_in_64_bits", default=False)
+
+
+def is_in_64_bits() -> bool:
+    """Whether whole numbers have 64 bits in the call that is carried out; see `backends/wide_integers.py`."""
+    return _in_64_bits.get()
+
+
+@contextlib.contextmanager
+def in_64_bits() -> Iterator[None]:
+    """Within the block, calls of this thread give whole numbers 64 bits, also as `jax.Array`s."""
+    token = _in_64_bits.set(True)
+    try:
+        with jax.enable_x64(True):
+            yield
+    finally:
+        _in_64_bits.reset(token)
+
+
+def constant_array(tensor: torch.Tensor) -> Array:
+    """A constant as a part of the program; whole numbers of 64 bits as such within `in_64_bits`, else in 32."""
+    if tensor.dtype == torch.int64 and is_in_64_bits():
+        return jnp.asarray(tensor.detach().contiguous().numpy())
+    return jnp.asarray(to_numpy(tensor))
 
 
 def known_range(start: Any, stop: Any) -> Array | None:

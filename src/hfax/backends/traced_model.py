@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax.core import Tracer
 from transformers.cache_utils import Cache
@@ -29,6 +30,7 @@ from hfax.kernels import paged, target
 from hfax.kernels.pool import Rows
 from hfax.kv_cache.cache import cache_arrays, make_cache
 from hfax.kv_cache.pooled import make_pooled_cache, pooled_arrays
+from hfax.load.host_arrays import narrow, to_numpy
 from hfax.load.skeleton import Skeleton
 from hfax.patches import registry
 from hfax.patches.masks import decoder_padding
@@ -95,7 +97,7 @@ class TracedModel:
         arrays, structure = flatten((args, self.prepare(kwargs)), is_array)
 
         def call(module: torch.nn.Module) -> Any:
-            call_args, call_kwargs = unflatten(structure, tracing.wrap([jnp.asarray(a) for a in arrays]))
+            call_args, call_kwargs = unflatten(structure, tracing.wrap([_as_traced(a) for a in arrays]))
             call_kwargs = tracing.wrap_constants(call_kwargs)
             outputs, out_structure = flatten(module(*call_args, **call_kwargs), tracing.is_tensor)
             return [tracing.unwrap(o) for o in outputs], out_structure
@@ -435,6 +437,8 @@ class TracedModel:
         """What forward takes under `cache_argument`."""
         if self.traits.cache_argument == "state":
             return [tracing.wrap(arrays[f"state.{i}"]) for i in range(len(arrays))] if arrays else None
+        if self.module.config.model_type == "xlstm":
+            return _RnnStates(tracing.wrap(arrays)) if arrays else None
         traced_length = None
         if length is not None:
             traced_length = tracing.wrap(length)
@@ -472,6 +476,13 @@ class TracedModel:
         return weights
 
 
+def _as_traced(array: Any) -> jax.Array:
+    """An input's array; one with whole numbers that do not fit into 32 bits is an error, where JAX would drop bits in silence."""
+    if isinstance(array, torch.Tensor):
+        array = array.detach().cpu().numpy() if array.dtype == torch.int64 else to_numpy(array)
+    return jnp.asarray(narrow(np.asarray(array)) if isinstance(array, (np.ndarray, np.generic)) else array)
+
+
 def _head_dim(config: Any) -> int | None:
     """The width of the text part's heads; None where it is not one number."""
     text: Any = config.get_text_config(decoder=True)
@@ -497,7 +508,20 @@ def _cache_arrays(cache: Any, out: Any) -> Arrays:
     """The arrays of a cache, or of the list of states in a result."""
     if isinstance(cache, Cache):
         return {name: tracing.unwrap(a) for name, a in cache_arrays(cache).items()}
+    if (own := getattr(out, "cache_params", None)) is not None:
+        layers = own.rnn_state.items()
+        return {f"state.{layer}.{i}": tracing.unwrap(a) for layer, states in layers for i, a in enumerate(states)}
     return {f"state.{i}": tracing.unwrap(a) for i, a in enumerate(out.state)}
+
+
+class _RnnStates:
+    """xLSTM's cache: three states of each layer, which its code writes in place."""
+
+    def __init__(self, arrays: Mapping[str, Any]) -> None:
+        self.seqlen_offset = 0
+        self.rnn_state: dict[int, list[Any]] = {}
+        for name in sorted(arrays, key=lambda name: [int(n) for n in name.split(".")[1:]]):
+            self.rnn_state.setdefault(int(name.split(".")[1]), []).append(arrays[name])
 
 
 def _last(logits: jax.Array) -> jax.Array:

@@ -81,6 +81,7 @@ OWN_POSITIONS = {
 
 
 WITHOUT_CACHE = {
+    "blt": "the next byte may change how the text is divided into patches, and transformers cannot make its cache",
     "deepseek_v4": "its compressed attention keeps caches of its own kinds",
     "minimax": "its forward accepts only a cache class of its own",
 }
@@ -99,13 +100,16 @@ WRITES_OTHERWISE = {
     "fsmt": "with a cache its decoder masks nothing, so it would look past the text in a cache of fixed size",
     "xlnet": "it writes at a place that its permutation mask hides",
     "cpmant": "its forward takes the whole text and a table of its own at every step",
+    "idefics": "every new token reads the image again, which hfax gives to the prompt alone",
 }
 """Model types, or classes, whose generation in transformers is not one token after the other through forward, and how it is."""
 COUNTS_PADDING = {
+    "blt": "its hashes and patches read padding like any byte",
     "deepseek_v4": "its compressed keys stand for windows counted from the first token",
     "xlm": "transformers reads prompts without their mask, padding like text",
     "flaubert": "transformers reads prompts without their mask, padding like text",
     "git": "transformers attends to the padding of prompts without an image",
+    "recurrent_gemma": "its convolution reads the padding before a prompt",
 }
 """Model types that take position ids and still give another text after more padding, and why."""
 

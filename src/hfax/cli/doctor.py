@@ -69,6 +69,7 @@ def _as_text(found) -> str:  # noqa: ANN001 (its class would import jax)
         lines.append(f"  static arguments {', '.join(found.static_arguments)}")
     lines += [f"  lowering         {way}" for way in found.lowerings]
     lines += [f"  patch {name}: {why}" for name, why in found.patches.items()]
+    lines += [f"  no patch {name}: {why}" for name, why in found.refusals.items()]
     if found.wide_dtypes:
         floats = [line for line, dtype in found.wide_dtypes.items() if dtype == "float64"]
         where = f", float64 at {', '.join(floats)}" if floats else ""

@@ -75,10 +75,10 @@ class EngineConfig:
 class Request:
     """A prompt that is being answered; made by `Engine.submit`.
 
-    Args:
-        output: gets what is written.
+    Attributes:
+        output: what is written so far.
         sequences: one for each text.
-        abort: ends a sequence.
+        error: what failed, if something did.
     """
 
     def __init__(self, output: RequestOutput, sequences: list[Sequence], abort: Callable[[Sequence], None]) -> None:

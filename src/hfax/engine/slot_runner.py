@@ -19,7 +19,7 @@ from hfax.engine.scheduler import Limits, Part
 from hfax.errors import InvalidInputError
 from hfax.kernels import target
 from hfax.programs.buckets import Buckets, prompt_bucket
-from hfax.programs.checks import raise_failed
+from hfax.programs.checks import raise_failed, raise_unread
 from hfax.programs.decoding import read_prompts
 from hfax.programs.generation_request import Prompts
 from hfax.programs.model_parts import ModelParts
@@ -108,8 +108,9 @@ class SlotRunner:
         if key not in self._made:
             name = f"read[{prompts.padded_shape[1]}]"
             self._made[key] = self._parts.programs.get(
-                name, ("engine slots", self._capacity, static), run, args, donate=(3,)
+                name, ("engine slots", self._capacity, static), run, args, donate=(3,), inputs_at=1
             )
+        raise_unread(self._made[key].unread, inputs, self._parts.traced.traits)
         logits, self._states, checks = self._made[key].run(*args)
         raise_failed(checks)
         return logits

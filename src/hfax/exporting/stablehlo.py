@@ -23,7 +23,7 @@ from hfax.load.save import save_safetensors
 from hfax.model import JaxModel
 from hfax.phases import phase
 from hfax.portable import FORMAT, MANIFEST, REQUEST, WEIGHTS, require_serialization
-from hfax.programs.program_cache import Program, ProgramCache
+from hfax.programs.program_cache import Program, ProgramCache, inputs_without
 from hfax.sharding.layout import Layout, describe
 
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -130,13 +130,15 @@ class _Exported(ProgramCache):
         *,
         donate: tuple[int, ...] = (),
         is_loop: bool = False,
+        inputs_at: int | None = None,
     ) -> Program:
         with phase("trace", name):
             exported = jax.export.export(jax.jit(lambda *args: function(*args)[0]), platforms=self._platforms)(*args)
         self.exported.append(exported)
         where = self._layout.replicated
         results = exported.out_tree.unflatten([describe(aval, where) for aval in exported.out_avals])
-        return Program(name=name, run=lambda *args: results, note=None)
+        unread = () if inputs_at is None else inputs_without(exported.module_kept_var_idx, args, inputs_at)
+        return Program(name=name, run=lambda *args: results, note=None, unread=unread)
 
 
 def _described(model: JaxModel, programs: ProgramCache) -> JaxModel:

@@ -18,7 +18,7 @@ from hfax.backends.traced_model import TracedModel
 from hfax.errors import InvalidInputError
 from hfax.launch.together import agree
 from hfax.programs.buckets import Buckets
-from hfax.programs.checks import raise_failed
+from hfax.programs.checks import raise_failed, raise_unread
 from hfax.programs.decoding import LoopSpec, State, advance, start
 from hfax.programs.driving import Generated, StopCheck, Streamer, ended, for_streamer, next_chunk
 from hfax.programs.generation_request import GenerationOptions, Prompts
@@ -166,7 +166,9 @@ class Loop:
                 None,
             ),
             args,
+            inputs_at=1,
         )
+        raise_unread(program.unread, inputs, self._model.traits)
         state = program.run(*args)
         raise_failed(state.pop("checks"))
         if self._speculation is not None:

@@ -380,6 +380,39 @@ def _as_mask(value: Any, shape: tuple[int, ...], side: str | None = "left") -> n
     return mask.astype(np.int32)
 
 
+_NOT_TAKEN = {
+    "inputs_embeds": "Prompts are token ids, which are embedded inside of the program.",
+    "decoder_inputs_embeds": "Prompts are token ids, which are embedded inside of the program.",
+    "encoder_outputs": "The encoder runs in the same program as the prompt.",
+    "encoder_hidden_states": "Only the prompt would attend to it, not the tokens that are written.",
+    "input_shape_ids": "Only the prompt's tokens would have one, not the tokens that are written.",
+    "input_pronunciation_ids": "Only the prompt's tokens would have one, not the tokens that are written.",
+    "past_key_values": "The cache is hfax's own and is filled by the prompt.",
+    "cache_params": "The cache is hfax's own and is filled by the prompt.",
+}
+"""Inputs of forward that `generate` of transformers takes, and why hfax's does not."""
+
+
+def reject_not_taken(inputs: Mapping[str, Any]) -> None:
+    """Raise for inputs that are not handed to every step that would read them.
+
+    Raises:
+        UnsupportedOptionError: naming the first of them.
+    """
+    for name, why in _NOT_TAKEN.items():
+        if inputs.get(name) is not None:
+            raise UnsupportedOptionError(
+                f"generate() does not take {name}.", why, "Leave it out, or generate with plain transformers."
+            )
+    mask = inputs.get("decoder_attention_mask")
+    if mask is not None and not np.asarray(mask).all():
+        raise UnsupportedOptionError(
+            "decoder_attention_mask marks padding (0).",
+            "An encoder-decoder's own prompts are read without padding here; steps would take it for text.",
+            "Pass decoder_input_ids of one length, or one row at a time.",
+        )
+
+
 def reject_unknown(unknown: Mapping[str, Any], known: set[str]) -> None:
     """Raise for keyword arguments that are neither generation options nor inputs of the model.
 

@@ -92,7 +92,7 @@ class TorchXlaModel(BaseModel):
             The model's own result, its tensors on the CPU; on the device if an input was there.
 
         Raises:
-            InvalidInputError: ids outside of the vocabulary.
+            InvalidInputError: ids outside of the vocabulary; a name that forward makes no use of.
         """
         inputs = self._by_name(args, inputs)
         arrays, _ = flatten(inputs)

@@ -29,7 +29,7 @@ def require() -> Any:
     """
     os.environ.setdefault("PJRT_DEVICE", _default_device())
     try:
-        import torch_xla
+        import torch_xla  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         if importlib.util.find_spec("torch_xla") is None:
             raise BackendNotAvailableError(
