@@ -1,44 +1,96 @@
-# Everything a fresh machine needs: Python 3.11 or newer, git, make and a C compiler.
+# Everything a fresh machine needs: Python 3.11 or newer, git, make and a C++ compiler.
 PYTHON ?= python3
-# Pinned, so that pip takes one build of torch for good; see the README for a CPU-only one.
+# Pinned, so that pip takes one build of torch for good.
 TORCH ?= torch==2.13.0
-# Virtual ones; without optimisation, compiling takes half the time.
-EIGHT_DEVICES := --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0
-PIP := .venv/bin/python -m pip --disable-pip-version-check -q
-PIP_TORCH_XLA := .venv-torch_xla/bin/python -m pip --disable-pip-version-check -q
+# PyTorch's own index of builds without CUDA; asked first, for a few seconds, since pip's usual torch for Linux brings gigabytes of CUDA.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+# Processes that share a test run.
+WORKERS ?= auto
 
-.PHONY: run test lint clean chromium
+PIP := .venv/bin/python -m pip --disable-pip-version-check
+PIP_TORCH_XLA := .venv-torch_xla/bin/python -m pip --disable-pip-version-check
+# OpenMP's threads wait busily for each other, which costs more than they bring where every core has a worker.
+PYTEST = OMP_NUM_THREADS=1 JAX_PLATFORMS=cpu HFAX_TESTS_HOME=build/hfax .venv/bin/python -m pytest --junitxml=build/tests/$@.xml -n $(WORKERS) --dist worksteal
+EIGHT_DEVICES := XLA_FLAGS='--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
+JOBS := test-torch_xla test-tpu_compile test-multiprocess test-browser test-sweep
+
+.PHONY: run test test-sharding lint check test-all test-jobs $(JOBS) clean chromium
 
 run: .venv/.run
+	@echo "First use compiles hfax's C++ kernels (about 20 s) and the model's programs (about 4 s); both are kept."
 	JAX_PLATFORMS=cpu .venv/bin/hfax generate demo "Return a new list" --seed 1 --max-new-tokens 60
 
-test: .venv/.test .venv-torch_xla/.test | chromium
-	JAX_PLATFORMS=cpu .venv/bin/python -m pytest
-	JAX_PLATFORMS=cpu XLA_FLAGS='$(EIGHT_DEVICES)' .venv/bin/python -m pytest tests/sharding
-	for file in tests/torch_xla/test_*.py; do .venv-torch_xla/bin/python -m pytest $$file || exit 1; done
+# What every change must pass.
+check: lint test
 
-lint: .venv/.test
+test: .venv/.test
+	$(PYTEST)
+	$(MAKE) test-sharding
+
+# Meshes of eight virtual devices.
+test-sharding: .venv/.test
+	$(EIGHT_DEVICES) $(PYTEST) tests/sharding
+
+lint: .venv/.lint
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/pyright --pythonpath .venv/bin/python src
+
+# Everything there is: `make test`, and the jobs, which may run side by side on several machines.
+test-all: test test-jobs
+
+test-jobs: $(JOBS)
+
+test-tpu_compile: .venv/.test
+	$(PYTEST) -m tpu_compile
+
+test-multiprocess: .venv/.test-multiprocess
+	$(PYTEST) -m multiprocess
+
+test-browser: .venv/.test-browser | chromium
+	$(PYTEST) -m browser
+
+test-sweep: .venv/.test-sweep
+	$(PYTEST) -m sweep
+	$(EIGHT_DEVICES) $(PYTEST) --junitxml=build/tests/$@-sharding.xml -m sweep tests/sharding
+
+# A process for each file: devices are set up once in a process.
+test-torch_xla: .venv-torch_xla/.test
+	for file in tests/torch_xla/test_*.py; do \
+		.venv-torch_xla/bin/python -m pytest --junitxml=build/tests/$@-$$(basename $$file .py).xml $$file || exit 1; \
+	done
 
 # The chat page is tested in a browser without a window.
 chromium:
 	command -v chromium || command -v google-chrome || { apt-get update -qq && apt-get install -y -qq chromium; }
 
 clean:
-	rm -rf .venv .venv-torch_xla
+	rm -rf .venv .venv-torch_xla build
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
-.venv/.run: pyproject.toml | .venv/bin/python
-	$(PIP) install '$(TORCH)'
+.venv/.torch: | .venv/bin/python
+	@echo "Installing $(TORCH): 200 MB of PyTorch without CUDA where PyTorch's own index answers, else pip's usual build."
+	if [ "$$(uname -s)" != Linux ] \
+		|| ! $(PIP) install --timeout 5 --retries 0 --index-url '$(TORCH_CPU_INDEX)' '$(TORCH)'; then \
+		echo "Taking pip's usual build."; \
+		$(PIP) install '$(TORCH)'; \
+	fi
+	touch $@
+
+.venv/.run: pyproject.toml | .venv/.torch
+	@echo "Installing hfax with JAX and transformers (300 MB, about a minute)."
 	$(PIP) install -e '.[cpu]'
 	touch $@
 
 .venv/.test: .venv/.run
-	$(PIP) install -e '.[cpu,dev]'
+	@echo "Installing what the tests need (700 MB, about a minute)."
+	$(PIP) install -e '.[cpu,test]'
+	touch $@
+
+.venv/.lint .venv/.test-multiprocess .venv/.test-browser .venv/.test-sweep: .venv/.%: .venv/.test
+	$(PIP) install -e '.[cpu,$*]'
 	touch $@
 
 # torch_xla needs exactly the torch that it was built against, so it has an environment of its own (7 GB).
@@ -46,5 +98,6 @@ clean:
 	$(PYTHON) -m venv .venv-torch_xla
 
 .venv-torch_xla/.test: pyproject.toml | .venv-torch_xla/bin/python
-	$(PIP_TORCH_XLA) install -e '.[torch-xla,dev-torch-xla]'
+	@echo "Installing torch_xla and its torch (7 GB, a few minutes)."
+	$(PIP_TORCH_XLA) install -e '.[torch-xla,test-torch-xla]'
 	touch $@

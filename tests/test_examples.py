@@ -37,12 +37,14 @@ def test_first_forward_pass() -> None:
     assert "apply gives the same logits: True" in out
 
 
+@pytest.mark.sweep
 def test_eager_against_compiled() -> None:
     out = _run("02_eager_against_compiled.py")
     assert len(re.findall(r"\d+\.\d+ s +\d+\.\d+ tokens/s", out)) == 4
     assert "same tokens: True" in out
 
 
+@pytest.mark.sweep
 def test_classification() -> None:
     out = _run("03_classification.py")
     assert re.search(r"head: \[\{'label': 'LABEL_[01]', 'score': 0\.\d+\}\]", out)
@@ -69,6 +71,7 @@ def test_chatbot() -> None:
     assert out.endswith("4 messages\n")
 
 
+@pytest.mark.sweep
 def test_another_architecture() -> None:
     out = _run("06_another_architecture.py", "gpt2", "qwen3_moe")
     rows = re.findall(r"^(\w+) +([\d,]+) parameters +differs by (\S+) +writes \[(.*)\]$", out, re.MULTILINE)
@@ -77,6 +80,7 @@ def test_another_architecture() -> None:
     assert all(len(r[3].split(",")) == 4 for r in rows)
 
 
+@pytest.mark.sweep
 def test_images() -> None:
     out = _run("07_images.py")
     assert "a grid of [1, 6, 4] patches, 6 image tokens" in out
@@ -86,6 +90,7 @@ def test_images() -> None:
     assert ours.group(1) == theirs.group(1)
 
 
+@pytest.mark.sweep
 def test_finetuning() -> None:
     out = _run("08_finetuning.py")
     before, after = (float(x) for x in re.findall(r"loss before ([\d.]+), after ([\d.]+)", out)[0])
@@ -96,6 +101,7 @@ def test_finetuning() -> None:
     assert answers[0].startswith("blue")
 
 
+@pytest.mark.sweep
 def test_preferences() -> None:
     out = _run("09_preferences.py")
     found = [tuple(map(float, x)) for x in re.findall(r"loss ([\d.]+)  accuracy ([\d.]+)  margin (-?[\d.]+)", out)]
@@ -107,6 +113,7 @@ def test_preferences() -> None:
     assert reached > 1
 
 
+@pytest.mark.sweep
 def test_distillation() -> None:
     out = _run("10_distillation.py")
     first, last = (float(x) for x in re.findall(r"([\d.]+) nats from the teacher", out))

@@ -100,11 +100,11 @@ def test_padding_images_are_dropped_before_the_trace() -> None:
     assert _without_padding_images(None, {"input_ids": np.zeros(1)}).keys() == {"input_ids"}
 
 
-def test_an_image_for_a_model_that_keeps_no_cache_is_refused() -> None:
-    config = hfax.shrink_config(transformers.DeepseekV4Config())
-    model = hfax.AutoModelForTPU.from_config(config)
-    with pytest.raises(UnsupportedModelError, match="does not take inputs_embeds"):
-        model.generate(torch.tensor([[5, 6, 7]]), inputs_embeds=torch.zeros(1, 3, 64), max_new_tokens=2)
+def test_what_every_step_would_read_again_is_refused_by_a_model_that_keeps_no_cache() -> None:
+    model = hfax.AutoModelForTPU.from_config(hfax.shrink_config(transformers.OpenAIGPTConfig()))
+    ids = torch.tensor([[5, 6, 7]])
+    with pytest.raises(UnsupportedModelError, match="does not take token_type_ids"):
+        model.generate(ids, token_type_ids=ids, max_new_tokens=2)
 
 
 def test_without_mask_and_token_types_a_prefix_is_as_bidirectional_as_in_transformers(tmp_path: Path) -> None:

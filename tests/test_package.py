@@ -7,11 +7,13 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import hfax
+from hfax.programs.program_cache import LEAVES, version_of
 
 SOURCE = Path(hfax.__file__).parent
 
@@ -112,6 +114,15 @@ def test_importing_the_command_imports_no_framework(tmp_path: Path) -> None:
     assert not names & {"jax", "jaxlib", "torch", "torchax", "torch_xla", "transformers"}
 
 
+def test_the_version_is_written_in_one_place() -> None:
+    """A second one would be forgotten at a release; programs and bundles are keyed by this one, installed or not."""
+    project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())
+    assert "version" not in project["project"]
+    assert "version" in project["project"]["dynamic"]
+    assert SOURCE.parents[1] / project["tool"]["hatch"]["version"]["path"] == SOURCE / "__init__.py"
+    assert version_of("hfax") == hfax.__version__
+
+
 def test_public_surface() -> None:
     assert hfax.__all__ == [
         "AutoModelForTPU",
@@ -165,6 +176,14 @@ def test_imports_point_one_way(path: Path) -> None:
     assert own is not None, f"{path.name} has no place in ORDER"
     later = {name for name in imported_modules(path) if (there := rank(name)) is not None and there > own}
     assert not later
+
+
+def test_what_programs_do_not_depend_on_is_imported_by_nothing_that_traces() -> None:
+    """Else programs on disk would outlive an edit that changes them."""
+    for path in SOURCE.rglob("*.py"):
+        own = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        if own not in LEAVES and path != SOURCE / "__init__.py":
+            assert not imported_modules(path) & LEAVES, path
 
 
 def test_importing_and_generating_change_nothing_for_other_code(tmp_path: Path) -> None:

@@ -42,8 +42,14 @@ CONFIGS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "topology"), [("dense", "v5e:2x2"), ("experts", "v6e:2x2"), ("windows", "v6e:2x2")])
+@pytest.mark.parametrize(
+    ("name", "topology"),
+    [
+        ("dense", "v5e:2x2"),
+        pytest.param("experts", "v6e:2x2", marks=pytest.mark.tpu_compile),
+        pytest.param("windows", "v6e:2x2", marks=pytest.mark.tpu_compile),
+    ],
+)
 def test_programs_have_pallas_kernels_and_copy_nothing_large(name, topology):
     prefill, decode = compile_for(CONFIGS[name], topology, prompt_length=256, capacity=1024)
     assert prefill.kernels["splash_mha_fwd_segmented_no_residuals"] == 2
@@ -58,7 +64,7 @@ def test_programs_have_pallas_kernels_and_copy_nothing_large(name, topology):
     assert "model/layers.1/self_attn/q_proj" in decode.text  # scopes carry the modules' names
 
 
-@pytest.mark.slow
+@pytest.mark.tpu_compile
 def test_a_batch_writes_into_its_pages_where_they_are():
     """XLA had copied every layer's pages to another layout, and back, for each token."""
     _, decode = compile_for(CONFIGS["wide"], "v6e:1x1", batch_size=4, prompt_length=256, capacity=1024)
@@ -66,7 +72,7 @@ def test_a_batch_writes_into_its_pages_where_they_are():
     assert not re.search(r"= bf16\[4,4,(2|8),128,256\]\S* copy\(", decode.text)
 
 
-@pytest.mark.slow
+@pytest.mark.tpu_compile
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize(
     ("name", "topology", "linears", "experts", "part"),

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from hfax.train.trainer import Trainer
 
 __version__ = "0.1.0"
+"""The one place where the version is written; the build reads it here."""
 
 _HOMES = {
     "AutoModelForTPU": "hfax.auto",

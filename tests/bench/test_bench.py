@@ -40,7 +40,7 @@ def config(tmp_path_factory):
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_shape_with_random_weights_beside_its_peers(config, tmp_path):
     done = bench(
         *(config, "--dtype", "float32", "--compare", "--rounds", 2, "--tokens", 32, "--contexts", 32, "--limit-s", 300),
@@ -124,7 +124,7 @@ def test_shares_are_of_the_bandwidth_around_the_run():
     assert case["tokens_per_second"] == pytest.approx(10 / 1.5)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_cpu_benchmark_runs_on_a_tiny_shape(tmp_path):
     script = Path(__file__).parents[2] / "benchmarks" / "cpu.py"
     command = [sys.executable, str(script), "--shape", "tiny", "--rounds", "1", "--json-file", str(tmp_path / "b.json")]

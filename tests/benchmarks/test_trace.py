@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.sweep
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "trace.py"
 
 

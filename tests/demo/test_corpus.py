@@ -12,6 +12,7 @@ def corpus():
     return read_corpus()
 
 
+@pytest.mark.sweep
 def test_corpus_covers_python_sources_c_modules_and_language_topics(corpus):
     by_name = {document.name: document for document in [*corpus.train, *corpus.held_out]}
     assert by_name["textwrap.dedent"].text.startswith("Remove any common leading whitespace from every line")
@@ -21,12 +22,14 @@ def test_corpus_covers_python_sources_c_modules_and_language_topics(corpus):
     assert len(corpus.train) > 5000
 
 
+@pytest.mark.sweep
 def test_two_readings_are_equal(corpus):
     from demo_corpus import read_corpus
 
     assert read_corpus() == corpus
 
 
+@pytest.mark.sweep
 def test_nothing_held_out_is_trained_on(corpus):
     trained_names = {document.name for document in corpus.train}
     trained_openings = {document.text[:60] for document in corpus.train}
@@ -60,6 +63,7 @@ def test_answer_is_whole_sentences_of_prose_without_examples():
     assert answer(Document(name="total", kind="function", signature=None, text="total(items) -> int")) is None
 
 
+@pytest.mark.sweep
 def test_epoch_is_decided_by_its_number_and_seed(corpus):
     from demo_chats import epoch_samples
 
@@ -67,6 +71,7 @@ def test_epoch_is_decided_by_its_number_and_seed(corpus):
     assert epoch_samples(corpus, 0, seed=0) != epoch_samples(corpus, 1, seed=0)
 
 
+@pytest.mark.sweep
 def test_conversation_alternates_user_and_assistant(corpus):
     from demo_chats import conversation
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.sweep
 
 TINY = {
     "vocab-size": 400,

@@ -15,6 +15,8 @@ import transformers
 
 from hfax import AutoModelForTPU
 
+pytestmark = pytest.mark.multiprocess
+
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SERVER = """
 import json, sys, time

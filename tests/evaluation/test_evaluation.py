@@ -159,7 +159,7 @@ def tasks(tmp_path):
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")  # the harness's and its libraries'
 def test_lm_eval_gives_what_its_own_backend_gives(tasks, monkeypatch):
     import lm_eval
@@ -190,7 +190,7 @@ def test_lm_eval_gives_what_its_own_backend_gives(tasks, monkeypatch):
                 assert one["filtered_resps"][0]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_command_line_knows_the_model(tasks):
     command = [
         sys.executable,
@@ -210,6 +210,7 @@ def test_the_command_line_knows_the_model(tasks):
     assert "acc_norm" in done.stdout
 
 
+@pytest.mark.sweep
 def test_unknown_model_args_are_refused():
     from hfax.evaluation.lm_eval_model import HfaxLM
 

@@ -13,6 +13,7 @@ import transformers
 
 import hfax
 from hfax import AutoModelForTPU
+from hfax.cli.app import run
 from hfax.errors import CheckpointCorruptError, HfaxError, InvalidInputError, UnsupportedOptionError
 from hfax.exporting.folders import replacing
 from hfax.programs.bundle import FILE
@@ -135,6 +136,7 @@ def test_another_runtime_is_refused_and_the_weights_load_alone(tmp_path: Path) -
     np.testing.assert_allclose(alone(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-5)
 
 
+@pytest.mark.tpu_compile
 def test_made_for_tpus(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(
         vocab_size=256,
@@ -239,13 +241,13 @@ def test_broken_orbax_checkpoint(tmp_path: Path) -> None:
         AutoModelForTPU.from_pretrained(tmp_path)
 
 
-def test_from_the_command_line(tmp_path: Path) -> None:
+def test_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def hfax_command(*arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "hfax", *arguments], env=os.environ, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        capfd.readouterr()
+        code = run(list(arguments))
+        written = capfd.readouterr()
+        assert code == 0, written.err
+        return written.out
 
     made = json.loads(hfax_command("export", "demo", "--out", str(tmp_path / "b"), "--prompt-lengths", "16", "--json"))
     assert made["programs"] == ["decode[1, 128]", "prefill[1, 16]"]

@@ -147,6 +147,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("sizes", [{"tensor": 8}, {"data": 2, "tensor": 4}])
 def test_two_processes_write_what_one_does(folder, script, tmp_path, sizes):
     out = tmp_path / "out"
@@ -169,6 +170,7 @@ def test_two_processes_write_what_one_does(folder, script, tmp_path, sizes):
         np.testing.assert_array_equal(saved[name].numpy(), np.asarray(array))
 
 
+@pytest.mark.multiprocess
 def test_process_0_drives(folder, tmp_path):
     """And weights saved by two processes are read by two, onto another mesh."""
     script, out = tmp_path / "driven.py", tmp_path / "out"
@@ -203,6 +205,7 @@ json.dump(texts, open(f"{out}.{index}", "w"))
 """
 
 
+@pytest.mark.multiprocess
 def test_processes_with_models_of_their_own(folder, tmp_path):
     """They write what they like, as often as they like, and wait for nobody."""
     script, out = tmp_path / "own.py", tmp_path / "out"
@@ -218,6 +221,7 @@ def test_processes_with_models_of_their_own(folder, tmp_path):
         assert json.loads((tmp_path / f"out.{index}").read_text()) == [wanted] * (1 + 2 * index)
 
 
+@pytest.mark.multiprocess
 def test_launchers_of_two_machines_end_together(folder, script, tmp_path):
     address = f"127.0.0.1:{free_port()}"
     runs = [
@@ -248,6 +252,7 @@ def test_launchers_of_two_machines_end_together(folder, script, tmp_path):
         assert "Traceback" not in errors
 
 
+@pytest.mark.multiprocess
 def test_an_exit_code_ends_the_run(folder, script, tmp_path):
     run = start("--local", 2, "--cpu-devices", 1, script, folder, '{"tensor": 2}', "fail", tmp_path / "out")
     _, errors = run.communicate(timeout=200)
@@ -256,6 +261,7 @@ def test_an_exit_code_ends_the_run(folder, script, tmp_path):
     assert "exit code 3" in errors
 
 
+@pytest.mark.multiprocess
 def test_processes_that_do_not_come(script, tmp_path):
     address = f"127.0.0.1:{free_port()}"
     run = start("--coordinator", address, "--processes", 3, "--process-id", 0, "--start-timeout", 3, script)
@@ -268,6 +274,7 @@ def test_processes_that_do_not_come(script, tmp_path):
     assert "did not reach process 0" in errors
 
 
+@pytest.mark.multiprocess
 def test_ctrl_c_ends_every_process(folder, script, tmp_path):
     run = start("--local", 2, "--cpu-devices", 1, script, folder, '{"tensor": 2}', "wait", tmp_path / "out")
     deadline = time.monotonic() + 200
@@ -280,6 +287,7 @@ def test_ctrl_c_ends_every_process(folder, script, tmp_path):
     assert subprocess.run(["pgrep", "-f", str(script)], capture_output=True, check=False).returncode == 1
 
 
+@pytest.mark.multiprocess
 def test_verbs_of_hfax():
     run = start(
         *("--local", 2, "--cpu-devices", 1, "hfax", "generate", "demo", "Return a new"),

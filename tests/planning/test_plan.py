@@ -90,13 +90,18 @@ def test_bytes_are_those_of_the_arithmetic():
     [
         (LLAMA_70B, "v5e:4x4", 70.6, True),
         (LLAMA_70B, "v5e:2x4", 70.6, False),
-        (LLAMA_70B, "v6e:2x4", 70.6, True),
-        (QWEN3_235B, "v5p:2x2x2", 235, True),
-        (QWEN3_235B, "v6e:2x4", 235, False),
-        (DEEPSEEK_V3, "v5p:4x4x4", 671, True),
-        (DEEPSEEK_V3, "v6e:4x4", 671, False),
-        (LLAMA_70B, "h100:8", 70.6, True),
         (LLAMA_70B, "h100:1", 70.6, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.sweep)
+            for case in (
+                (LLAMA_70B, "v6e:2x4", 70.6, True),
+                (QWEN3_235B, "v5p:2x2x2", 235, True),
+                (QWEN3_235B, "v6e:2x4", 235, False),
+                (DEEPSEEK_V3, "v5p:4x4x4", 671, True),
+                (DEEPSEEK_V3, "v6e:4x4", 671, False),
+                (LLAMA_70B, "h100:8", 70.6, True),
+            )
+        ),
     ],
 )
 def test_large_models(config, machine, billions, fits):
@@ -123,7 +128,7 @@ def test_quantized_weights_are_smaller():
     assert (int4 - table) / (full - table) == pytest.approx(0.258, abs=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.tpu_compile
 def test_the_compiler_tells_temporaries_and_messages():
     plan = one(SMALL, "v5e:2x2", context=1024, prompt=256, compiles=True)
     assert plan.mesh == {"tensor": 4}

@@ -157,6 +157,7 @@ def test_an_engine_that_dies_ends_the_process_with_an_error(tmp_path):
     assert "The server failed" in "".join(lines)
 
 
+@pytest.mark.sweep
 def test_it_serves_alike_without_assertions():
     with started("demo", "--max-model-len", "128", flags=("-O",)) as (_, client, _lines):
         assert client.post("/v1/completions", json={"model": "demo", "prompt": "a", "max_tokens": 3}).status_code == 200
@@ -334,6 +335,7 @@ def until(page, condition: str) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.browser
 def test_the_chat_page_writes_stops_and_loads_nothing_from_elsewhere(chromium):
     with started("demo", "--max-model-len", "512") as (_, client, _lines):
         page = chromium.new_page()
@@ -396,6 +398,7 @@ def test_the_chat_page_writes_stops_and_loads_nothing_from_elsewhere(chromium):
         page.close()
 
 
+@pytest.mark.browser
 def test_the_chat_page_behind_a_key(chromium):
     with started("demo", "--max-model-len", "128", HFAX_API_KEY="secret") as (_, client, _lines):
         context = chromium.new_context(http_credentials={"username": "", "password": "secret"})
@@ -405,6 +408,7 @@ def test_the_chat_page_behind_a_key(chromium):
         context.close()
 
 
+@pytest.mark.sweep
 def test_random_requests_from_its_own_description_give_no_server_error(tmp_path):
     """schemathesis: every route of /openapi.json."""
     with started("demo", "--max-model-len", "128") as (_, client, _lines):

@@ -139,6 +139,7 @@ def test_echo_with_log_probabilities_as_lm_eval_asks_for_them(server, demo):
     assert greedy == [*(log_probs[i].argmax() == whole[i + 1] for i in range(len(whole) - 1)), True]
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")
 def test_lm_eval_scores_what_the_model_says(server, demo):
     """lm-eval's own client of `local-completions`."""

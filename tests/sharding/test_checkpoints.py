@@ -56,7 +56,9 @@ print(json.dumps({"tokens": tokens.tolist(), "compiled": compiled, "mesh": dict(
 """
 
 
-@pytest.mark.parametrize("mesh", [{"data": 2, "tensor": 4}, {"fsdp": 2, "expert": 4}], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [{"data": 2, "tensor": 4}, pytest.param({"fsdp": 2, "expert": 4}, marks=pytest.mark.sweep)], ids=str
+)
 def test_bundles_over_a_mesh(mesh: dict, tmp_path: Path) -> None:
     model = AutoModelForTPU.from_config(CONFIG, parallelism=mesh)
     hfax.export(model, tmp_path / "b", batch_sizes=[4], prompt_lengths=[16], max_new_tokens=6)

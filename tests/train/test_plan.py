@@ -52,6 +52,7 @@ def test_llama_3_8b_by_arithmetic():
     assert gpus.mesh == {"fsdp": 2, "tensor": 2}
 
 
+@pytest.mark.tpu_compile
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_a_step_is_compiled_for_tpus_with_the_splash_kernel_and_its_gradient(kind, monkeypatch):
     from hfax.train.step import TrainStep

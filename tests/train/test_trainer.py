@@ -63,8 +63,7 @@ def own_losses(model, data, folder, **options) -> list[float]:
     return losses_of(folder)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "t5", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", *(pytest.param(k, marks=pytest.mark.sweep) for k in ("t5", "mixtral"))])
 @pytest.mark.filterwarnings("ignore")  # transformers' and torch's own
 def test_losses_are_those_of_transformers_trainer(kind, tmp_path):
     plain, model = make(kind, tmp_path / "model")
@@ -76,7 +75,6 @@ def test_losses_are_those_of_transformers_trainer(kind, tmp_path):
     assert found[-1] < found[0]
 
 
-@pytest.mark.slow
 def test_rematerialised_layers_give_the_same_losses(tmp_path):
     losses = []
     for remat in (False, True):
@@ -103,7 +101,7 @@ trainer.save()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_run_that_was_killed_goes_on_with_the_same_losses(tmp_path):
     make("llama", tmp_path / "model", attention_dropout=0.1)
     tests = str(Path(__file__).parents[1])
@@ -183,7 +181,7 @@ except HfaxError as error:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
     make("llama", tmp_path / "model")
     tests = str(Path(__file__).parents[1])
