@@ -1,25 +1,16 @@
 """Every example, run as a user runs it; what it prints is checked, not only that it ends well."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
 
 _EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def _run(name: str, *args: str, text: str = "") -> str:
-    done = subprocess.run(
-        [sys.executable, str(_EXAMPLES / name), *args],
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ,
-    )
+    done = processes.run([_EXAMPLES / name, *args], text=text)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

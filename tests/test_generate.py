@@ -1,14 +1,12 @@
 """`model.generate` as a user calls it: options, ends, streamers, several sequences, records, and how often it compiles."""
 
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import processes
 import pytest
 import torch
 import transformers
@@ -246,12 +244,8 @@ print(len(counted), out[0, 6:].tolist())
 
 
 def test_second_process_compiles_nothing(folder: Path, plain: list[int], tmp_path: Path) -> None:
-    environment = os.environ | {"HFAX_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", _SECOND_PROCESS, str(folder)]
-    runs = [
-        subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split(maxsplit=1)
-        for _ in range(2)
-    ]
+    command = ["-c", _SECOND_PROCESS, folder]
+    runs = [processes.run(command, {"HFAX_HOME": str(tmp_path)}).stdout.split(maxsplit=1) for _ in range(2)]
     assert int(runs[0][0]) > 0
     assert int(runs[1][0]) == 0
     assert runs[0][1].strip() == runs[1][1].strip() == str(plain)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 
 from hfax.bench import run as runs
@@ -28,9 +29,7 @@ CONFIG = {
 
 
 def bench(*arguments):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "hfax", "bench", *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540)
+    return processes.run(["-m", "hfax", "bench", *arguments], timeout_s=540)
 
 
 @pytest.fixture(scope="module")

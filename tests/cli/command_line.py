@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+import processes
 
 import hfax
 
@@ -31,13 +32,6 @@ def process_environment(**more: str) -> dict[str, str]:
 
 
 def run_process(*arguments: object, stdin: str = "", **environment: str) -> Finished:
-    """Run one command line with pipes for all three streams."""
-    done = subprocess.run(
-        [*COMMAND, *map(str, arguments)],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=process_environment(**environment),
-    )
+    """Run one command line with none of its three streams at a terminal; variables begin with HFAX_."""
+    done = processes.run([*COMMAND[1:], *arguments], environment, text=stdin)
     return Finished(done.returncode, done.stdout, done.stderr)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import process_environment, run_process
+from command_line import COMMAND, process_environment, run_process
 
 from hfax import __version__
 from hfax.cli.reference import render_reference
@@ -155,6 +155,7 @@ def test_env_shows_versions_devices_and_settings_but_no_secret(hfax_here, monkey
 
 
 def test_env_reports_a_backend_that_does_not_come_up():
-    done = run_process("env", "--json", JAX_PLATFORMS="cuda")
-    assert done.code == 0
-    assert json.loads(done.out)["jax"]["error"]
+    environment = process_environment() | {"JAX_PLATFORMS": "cuda"}
+    done = subprocess.run([*COMMAND, "env", "--json"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["jax"]["error"]

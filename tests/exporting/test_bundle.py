@@ -1,13 +1,11 @@
 """Bundles: what one process exports, another starts with, without tracing or compiling."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
+import processes
 import pytest
 import transformers
 
@@ -59,10 +57,7 @@ T5 = transformers.T5Config(
 
 
 def in_another_process(folder: Path, call: str, **environment: str) -> dict:
-    settings = {**os.environ, "HFAX_PROGRAM_CACHE": "0", **environment}
-    done = subprocess.run(
-        [sys.executable, "-c", READER, str(folder), call], env=settings, capture_output=True, text=True, check=False
-    )
+    done = processes.run(["-c", READER, folder, call], {"HFAX_PROGRAM_CACHE": "0", **environment})
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -232,7 +227,7 @@ def test_broken_orbax_checkpoint(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "orbax" / "ocdbt.process_0")
     # in a process of its own: orbax leaves reads behind that fail after it has given up
     code = "import sys, hfax; hfax.AutoModelForTPU.from_pretrained(sys.argv[1])"
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False)
+    done = processes.run(["-c", code, tmp_path])
     assert done.returncode == 1
     assert "CheckpointCorruptError" in done.stderr
     assert "could not be read" in done.stderr

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import processes
 import pytest
 import transformers
 
@@ -25,13 +26,16 @@ SOURCE = Path(hfax.__file__).parents[1]
 @contextlib.contextmanager
 def started(
     *arguments: str, flags: tuple[str, ...] = (), waits: bool = True, **variables: str
-) -> Iterator[tuple[subprocess.Popen, httpx.Client, list[str]]]:
+) -> Iterator[tuple[subprocess.Popen | processes.Started, httpx.Client, list[str]]]:
     """A server of its own, ready, with its lines on stderr."""
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "JAX_PLATFORMS": "cpu", **variables}
-    command = [sys.executable, *flags, "-m", "hfax", "serve", *arguments]
+    command = [*flags, "-m", "hfax", "serve", *arguments]
     if "--port" not in arguments and "HFAX_PORT" not in variables:
         command += ["--port", "0"]
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    if flags or "PYTHONPATH" in variables:
+        environment = {"PYTHONPATH": str(SOURCE), **os.environ, **variables}
+        process = subprocess.Popen([sys.executable, *command], env=environment, stderr=subprocess.PIPE, text=True)
+    else:
+        process = processes.Started(command, variables)
     lines: list[str] = []
     reader = threading.Thread(target=lambda: lines.extend(iter(process.stderr.readline, "")), daemon=True)
     reader.start()
@@ -116,14 +120,7 @@ def test_the_command_line_wins_over_variables_and_those_over_the_file(tmp_path):
     ],
 )  # fmt: skip
 def test_wrong_options_end_with_one_message(arguments, message):
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "hfax", "serve", *arguments, "--port", "0"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = processes.run(["-m", "hfax", "serve", *arguments, "--port", "0"])
     assert done.returncode in (1, 2)
     assert message in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
@@ -131,9 +128,7 @@ def test_wrong_options_end_with_one_message(arguments, message):
 
 def test_a_taken_port_is_an_error():
     with started("demo", waits=False) as (_, client, _lines):
-        environment = {**os.environ, "PYTHONPATH": str(SOURCE), "JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, "-m", "hfax", "serve", "demo", "--port", str(client.base_url.port)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+        done = processes.run(["-m", "hfax", "serve", "demo", "--port", client.base_url.port])
     assert done.returncode == 1
     assert "another --port" in " ".join(done.stderr.split())
 
@@ -301,9 +296,7 @@ def test_checkpoints_that_carry_code_run_none_of_it(tmp_path):
     (folder / "tokenizer_config.json").write_text(
         json.dumps({**tokenizer, "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}})
     )
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "hfax", "serve", str(folder), "--port", "0"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    done = processes.run(["-m", "hfax", "serve", folder, "--port", "0"])
     assert done.returncode == 1
     assert "trust" in done.stderr
     assert not canary.exists()
