@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
 import transformers
@@ -345,7 +346,7 @@ def test_ctrl_c_in_generation_ends_it_and_leaves_the_cache_usable(folder: Path, 
     assert b"KeyboardInterrupt" in errors or process.returncode == -signal.SIGINT
     assert not list(tmp_path.rglob(".writing-*"))
     again = _INTERRUPTED.partition("while True")[0]
-    done = subprocess.run([sys.executable, "-c", again, str(folder)], env=environment, capture_output=True, text=True)
+    done = processes.run(["-c", again, folder], {"HFAX_HOME": str(tmp_path)})
     assert done.stdout == "ready\n", done.stderr
 
 

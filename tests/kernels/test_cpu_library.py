@@ -5,18 +5,12 @@ import subprocess
 import sys
 
 import jax
+import processes
 import pytest
 
 from hfax.errors import InvalidInputError
 from hfax.kernels.cpu import library
 from hfax.programs.program_cache import environment_key
-
-
-def run(code, home, **variables):
-    environment = {**os.environ, "HFAX_HOME": str(home), **variables}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_programs_without_a_compiler_give_the_same(tmp_path):
@@ -25,14 +19,18 @@ def test_programs_without_a_compiler_give_the_same(tmp_path):
         "import hfax; m = hfax.AutoModelForTPU.from_pretrained('demo', dtype='float32');"
         "print(m.generate([[1, 5, 6, 9]], max_new_tokens=12, do_sample=False).tolist())"
     )
-    texts = {run(code, tmp_path / setting, HFAX_CPU_KERNELS=setting) for setting in ("1", "0")}
-    assert len(texts) == 1
+    with_and_without = ({"HFAX_HOME": str(tmp_path / setting), "HFAX_CPU_KERNELS": setting} for setting in ("1", "0"))
+    runs = [processes.run(["-c", code], variables) for variables in with_and_without]
+    assert [run.returncode for run in runs] == [0, 0], runs
+    assert runs[0].stdout == runs[1].stdout
 
 
 def test_a_compiler_that_fails_is_reported_not_raised(tmp_path):
     code = "from hfax.kernels.cpu import library; print(library.problem())"
-    said = run(code, tmp_path, CXX=sys.executable, HFAX_CPU_KERNELS="1")  # a program, but no compiler
-    assert "could not build them" in said
+    no_compiler = {"HFAX_HOME": str(tmp_path), "CXX": sys.executable, "HFAX_CPU_KERNELS": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env={**os.environ, **no_compiler}, capture_output=True, text=True, timeout=300)
+    assert "could not build them" in done.stdout, done.stderr
 
 
 def test_processes_that_need_the_kernels_at_once_compile_them_once(tmp_path):
