@@ -20,7 +20,17 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "api.md"
 
 SECTIONS = {
-    "Models": ("AutoModelForTPU", "JaxModel", "pipeline", "inspect", "Diagnosis"),
+    "Models": (
+        "AutoModelForTPU",
+        "JaxModel",
+        "pipeline",
+        "inspect",
+        "Diagnosis",
+        "verify",
+        "Verification",
+        "PromptResult",
+        "Difference",
+    ),
     "Continuous batching": (
         "Engine",
         "EngineConfig",
@@ -67,6 +77,9 @@ SECTIONS = {
 BESIDE = {
     "JaxModel": "hfax.model",
     "Diagnosis": "hfax.doctor",
+    "Verification": "hfax.verification",
+    "PromptResult": "hfax.verification",
+    "Difference": "hfax.verification",
     "Request": "hfax.engine.engine",
     "RequestOutput": "hfax.engine.outputs",
     "CompletionOutput": "hfax.engine.outputs",

@@ -45,7 +45,7 @@ ORDER = [
     {"train", "flax_nnx"},
     {"evaluation"},
     {"matrix"},
-    {"doctor"},
+    {"doctor", "verification"},
     {"server"},
     {"cli", "__main__"},
 ]
@@ -151,6 +151,7 @@ def test_public_surface() -> None:
         "register_pytrees",
         "shrink_config",
         "to_nnx",
+        "verify",
     ]
     assert dir(hfax) == hfax.__all__
     assert (SOURCE / "py.typed").exists()

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hfax.train.arguments import TrainingArguments
     from hfax.train.step import make_train_step
     from hfax.train.trainer import Trainer
+    from hfax.verification import verify
 
 __version__ = "0.1.0"
 """The one place where the version is written; the build reads it here."""
@@ -68,6 +69,7 @@ _HOMES = {
     "register_pytrees": "hfax.backends.pytrees",
     "shrink_config": "hfax.shrink",
     "to_nnx": "hfax.flax_nnx",
+    "verify": "hfax.verification",
 }
 
 __all__ = [
@@ -97,6 +99,7 @@ __all__ = [
     "register_pytrees",
     "shrink_config",
     "to_nnx",
+    "verify",
 ]
 
 

@@ -101,12 +101,23 @@ def run(case: Case, kind: str, dtype: str, **options):
     return out[:, : sum(case.new)], by_sequences(case, keys, values, queries, **options), where
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"window": 20}, {"softcap": 5.0}, {"sinks": jnp.linspace(-1, 2, HEADS)}],
-    ids=["all", "window", "softcap", "sinks"],
-)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+OPTIONS = {
+    "all": {},
+    "window": {"window": 20},
+    "softcap": {"softcap": 5.0},
+    "sinks": {"sinks": jnp.linspace(-1, 2, HEADS)},
+}
+
+
+def cases_and_options():
+    """The richest case with every option, every other case with none; the sweep has all pairs."""
+    for case in CASES:
+        for name, options in OPTIONS.items():
+            marks = () if case == "parts of prompts between decoding" or not options else pytest.mark.sweep
+            yield pytest.param(CASES[case], options, marks=marks, id=f"{case}-{name}")
+
+
+@pytest.mark.parametrize(("case", "options"), list(cases_and_options()))
 @pytest.mark.parametrize("kind", ["kernel", "gathered", "joint"])
 def test_each_token_attends_to_its_own_sequence(kind, case, options, monkeypatch):
     if kind == "kernel":

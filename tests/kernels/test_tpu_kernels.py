@@ -199,7 +199,7 @@ def decode(traced: TracedModel, params, ids, mask, *, steps: int, capacity: int,
     return jax.jit(run)(params, ids, mask)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.sweep] if n == "wide" else []) for n in CONFIGS])
 def test_a_cache_in_pages_gives_the_same_text(name):
     model = AutoModelForTPU.from_config(CONFIGS[name], dtype="float32")
     ids = jnp.asarray(np.random.default_rng(0).integers(3, 60, (2, 380)), jnp.int32)

@@ -145,7 +145,7 @@ def test_an_engine_that_dies_ends_the_process_with_an_error(tmp_path):
         "    threading.Timer(0, break_it).start()\n"
     )
     variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{SOURCE}", "BREAK": "1"}
-    with started("demo", "--max-model-len", "128", **variables) as (process, client, lines):
+    with started("demo", "--max-model-len", "512", **variables) as (process, client, lines):
         answer = client.post("/v1/completions", json={"model": "demo", "prompt": "a"})
         assert answer.status_code in (500, 503)
         assert process.wait(20) == 1

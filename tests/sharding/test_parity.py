@@ -99,18 +99,13 @@ def outputs(model):
 
 
 ON_EVERY_CHANGE = {
-    ("dense", "tensor 2"),
     ("dense", "fsdp 2, tensor 2, data 2"),
-    ("two_kv_heads", "tensor 8"),
     ("two_kv_heads", "data 2, tensor 4"),
     ("windows", "tensor 4"),
-    ("windows", "tensor 8"),
     ("experts", "expert 2, tensor 4"),
     ("experts", "expert 4, data 2"),
     ("experts", "fsdp 8"),
-    ("state_space", "data 2, tensor 4"),
     ("state_space", "tensor 2"),
-    ("encoder_decoder", "tensor 4"),
     ("encoder_decoder", "fsdp 2, tensor 2, data 2"),
     ("learned_positions", "tensor 8"),
 }

@@ -46,8 +46,14 @@ def run(model, steps=10, **options):
     return losses, state, step
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
+        pytest.param(kind, mesh, marks=[pytest.mark.sweep] if (kind == "llama") == (mesh == "fsdp 8") else [])
+        for kind in CONFIGS
+        for mesh in MESHES
+    ],
+)
 def test_losses_are_those_of_one_device(kind, mesh):
     alone, _, _ = run(AutoModelForTPU.from_config(CONFIGS[kind]))
     split, _, _ = run(AutoModelForTPU.from_config(CONFIGS[kind], parallelism=MESHES[mesh]))

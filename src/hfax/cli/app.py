@@ -29,6 +29,7 @@ from hfax.cli.perplexity import perplexity
 from hfax.cli.plan import plan
 from hfax.cli.serve import serve
 from hfax.cli.train import train
+from hfax.cli.verify import verify
 from hfax.errors import HfaxError
 
 _EXAMPLES = """[bold]Examples[/bold]
@@ -39,6 +40,7 @@ _EXAMPLES = """[bold]Examples[/bold]
   hfax train sft.yaml
   hfax classify demo "What a lovely day" --labels POSITIVE,NEGATIVE
   hfax doctor Qwen/Qwen3-0.6B
+  hfax verify Qwen/Qwen3-0.6B
   hfax plan Qwen/Qwen3-0.6B --machines v5e:2x4
   hfax export Qwen/Qwen3-0.6B --out bundle --topology v5e:1x1
   hfax bench demo
@@ -76,7 +78,22 @@ def _top(
         typer.echo(context.get_help())
 
 
-for _verb in (generate, chat, serve, train, perplexity, classify, doctor, plan, export, convert, bench, matrix, env):
+for _verb in (
+    generate,
+    chat,
+    serve,
+    train,
+    perplexity,
+    classify,
+    doctor,
+    verify,
+    plan,
+    export,
+    convert,
+    bench,
+    matrix,
+    env,
+):
     app.command(epilog=sys.modules[_verb.__module__].EXAMPLES)(_verb)
 _BENCH_SERVE = "bench serve"
 app.command(name=_BENCH_SERVE, epilog=bench_serve.EXAMPLES)(bench_serve.bench_serve)

@@ -1,0 +1,113 @@
+"""`hfax verify`: a checkpoint beside plain transformers on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hfax.cli import model_options
+from hfax.cli.error_display import make_console, reporting
+from hfax.cli.phase_display import PhaseDisplay
+from hfax.errors import InvalidInputError
+
+EXAMPLES = """[bold]Examples[/bold]
+
+  hfax verify demo
+  hfax verify Qwen/Qwen3-0.6B --dtype float32
+  hfax verify ./my-model --prompts prompts.txt --max-new-tokens 200 --json"""
+
+_PROMPTS = (
+    "The",
+    "Return a new list with the elements of the first",
+    "In the beginning there was one processor, and it was slow. Then there were two, and people learned that waiting",
+    "def median(values):\n    values = sorted(values)\n    middle = len(values) // 2\n    if len(values) % 2:\n        return",
+)
+"""Four lengths, so that the batch of all has padding."""
+
+
+def verify(
+    model: model_options.ModelArgument,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Texts to try, one a line, in UTF-8; four of hfax's own if left out."),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Greedy tokens a prompt; 0 for forward passes alone.", min=0)
+    ] = 32,
+    dtype: model_options.DtypeOption = model_options.Dtype.AUTO,
+    revision: model_options.RevisionOption = None,
+    token: model_options.TokenOption = None,
+    trust_remote_code: model_options.TrustOption = False,
+    local_files_only: model_options.LocalOption = False,
+    json_output: model_options.JsonOption = False,
+    verbose: model_options.VerboseOption = False,
+) -> None:
+    """Run a checkpoint beside plain transformers: the same numbers and text, or where they part. Exit code 1 if they do.
+
+    Holds the weights three times: hfax's, those of transformers, and, where the two differ, a copy in a wider dtype.
+    """
+    with reporting(verbose):
+        texts = _PROMPTS if prompts is None else _read(prompts)
+        options = model_options.ModelOptions(
+            name=model,
+            dtype=dtype,
+            revision=revision,
+            token=token,
+            trust_remote_code=trust_remote_code,
+            local_files_only=local_files_only,
+        )
+        with PhaseDisplay(make_console()).following("comparing"):
+            checkpoint = model_options.open_checkpoint(options)
+            tokenizer = checkpoint.load_tokenizer()
+            loaded = checkpoint.load_model()
+            from hfax.verification import verify as compare
+
+            found = compare(loaded, tokenizer, texts, max_new_tokens=max_new_tokens)
+        typer.echo(json.dumps(dataclasses.asdict(found)) if json_output else _as_text(found))
+        if not found.agrees:
+            raise typer.Exit(1)
+
+
+def _read(file: Path) -> tuple[str, ...]:
+    try:
+        texts = tuple(line for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"{file} could not be read.", str(error), "Pass a text file in UTF-8.") from error
+    if not texts:
+        raise InvalidInputError(f"{file} has no prompts.", "It holds no line with text.", "Write one prompt a line.")
+    return texts
+
+
+def _as_text(found) -> str:  # noqa: ANN001 (its class would import jax)
+    verdict = "agrees with transformers" if found.agrees else "differs from transformers"
+    lines = [f"{found.class_name} in {found.dtype} {verdict}"]
+    for one in found.prompts:
+        written = f", {one.new_tokens} new tokens" if one.new_tokens else ""
+        lines.append(
+            f"  {one.prompt_tokens} tokens{written}: {one.outcome}, logits within {one.forward_error:.1e} of their scale"
+        )
+        if one.rounding is not None:
+            lines.append(f"    transformers' own rounding: {one.rounding:.1e}")
+        if one.parted_at is not None:
+            margin = f"; its two best logits differ by {one.margin:.1e}" if one.margin is not None else ""
+            lines.append(f"    the text parts at new token {one.parted_at}{margin}")
+    if found.padded_error is not None:
+        lines.append(f"  all in one batch, padded on the left: logits within {found.padded_error:.1e}")
+    if (where := found.difference) is not None:
+        lines.append(
+            f"  first part that differs: {where.part or 'the model itself'} ({where.part_class}), by {where.error:.1e}"
+        )
+        how = (
+            f"{where.operation}, by {where.operation_error:.1e}"
+            if where.operation
+            else "hfax runs other operations there"
+        )
+        lines.append(f"  first operation in it: {how}")
+    if found.patches:
+        lines.append(f"  patches: {', '.join(found.patches)}")
+    lines.append("  " + ", ".join(f"{name} {version}" for name, version in found.versions.items()))
+    return "\n".join(lines)

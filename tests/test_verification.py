@@ -1,0 +1,134 @@
+"""`verify` finds what differs from plain transformers, and where; each difference here is made on purpose."""
+
+import json
+from pathlib import Path
+
+import jax
+import processes
+import pytest
+import torch
+import transformers
+
+import hfax
+from hfax import AutoModelForTPU, UnsupportedModelError
+from hfax.backends.traced_model import TracedModel
+from hfax.matrix.case import draw_weights
+from hfax.verification import relative_error, verify
+
+PROMPTS = ("The", "Return a new list with the elements of the first")
+_TOKENIZER = Path(hfax.__file__).parent / "demo"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return transformers.AutoTokenizer.from_pretrained(_TOKENIZER)
+
+
+@pytest.fixture(scope="module")
+def folder(tokenizer, tmp_path_factory):
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=None,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    draw_weights(model)
+    folder = tmp_path_factory.mktemp("verified")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_model_that_is_right_agrees_in_numbers_and_text(folder, tokenizer):
+    found = verify(AutoModelForTPU.from_pretrained(folder), tokenizer, PROMPTS, max_new_tokens=12)
+    assert found.agrees
+    assert [(one.outcome, one.new_tokens, one.parted_at) for one in found.prompts] == [("agrees", 12, None)] * 2
+    assert max(one.forward_error for one in found.prompts) < 1e-4
+    assert found.padded_error is not None
+    assert found.padded_error < 1e-4
+    assert found.difference is None
+
+
+def test_rounding_of_bfloat16_is_no_difference(folder, tokenizer):
+    model = AutoModelForTPU.from_pretrained(folder, dtype="bfloat16")
+    found = verify(model, tokenizer, PROMPTS, max_new_tokens=0)
+    assert found.agrees
+    assert all(one.forward_error > 1e-4 and one.rounding is not None for one in found.prompts)
+
+
+def test_the_first_part_and_operation_that_differ_are_named(folder, tokenizer):
+    model = AutoModelForTPU.from_pretrained(folder)
+    name = "model.layers.1.mlp.up_proj.weight"
+    model.update({name: model.params[name] * 1.01})
+    found = verify(model, tokenizer, PROMPTS, max_new_tokens=4)
+    assert not found.agrees
+    assert {one.outcome for one in found.prompts} == {"forward differs"}
+    assert found.difference is not None
+    assert (found.difference.part, found.difference.part_class) == ("model.layers.1.mlp.up_proj", "Linear")
+    assert found.difference.operation == "torch.nn.functional.linear"
+    assert found.difference.operation_error == pytest.approx(0.01, rel=0.1)
+
+
+def test_steps_that_differ_are_told_from_forward_passes(folder, tokenizer, monkeypatch):
+    plain = TracedModel.decode_step
+
+    def shifted(self, *args, positions: jax.Array, **kwargs):
+        return plain(self, *args, positions=positions + 1, **kwargs)
+
+    monkeypatch.setattr(TracedModel, "decode_step", shifted)
+    monkeypatch.setenv("HFAX_PROGRAM_CACHE", "0")
+    found = verify(AutoModelForTPU.from_pretrained(folder), tokenizer, PROMPTS, max_new_tokens=12)
+    assert not found.agrees
+    assert "text differs" in {one.outcome for one in found.prompts}
+    assert found.difference is None
+
+
+def test_an_encoder_decoder_agrees(tokenizer, tmp_path):
+    config = transformers.T5Config(
+        vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    model = transformers.T5ForConditionalGeneration(config)
+    draw_weights(model)
+    model.save_pretrained(tmp_path)
+    found = verify(AutoModelForTPU.from_pretrained(tmp_path), tokenizer, PROMPTS, max_new_tokens=8)
+    assert found.agrees
+    assert found.padded_error is None
+    assert all(one.new_tokens > 0 for one in found.prompts)
+
+
+def test_what_cannot_be_compared_is_refused(folder, tokenizer, tmp_path):
+    with pytest.raises(UnsupportedModelError, match="without quantization"):
+        verify(AutoModelForTPU.from_pretrained(folder, quantization="int8"), tokenizer, PROMPTS)
+    config = transformers.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="reads pixel_values"):
+        verify(AutoModelForTPU.from_pretrained(tmp_path), tokenizer, PROMPTS)
+
+
+def test_errors_are_over_the_scale_and_of_real_tokens_alone():
+    theirs = torch.tensor([[[0.0, 4.0], [8.0, 1.0]]])
+    mine = theirs.clone()
+    mine[0, 0, 0] = 2.0
+    assert relative_error(mine, theirs) == 0.25
+    assert relative_error(mine, theirs, torch.tensor([[False, True]])) == 0
+    assert relative_error(mine[0], theirs) == float("inf")
+    assert relative_error(mine * float("inf"), theirs) == float("inf")
+
+
+def test_the_command_line_says_it_and_ends_with_its_exit_code(folder, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(PROMPTS) + "\n")
+    options = ["--prompts", file, "--max-new-tokens", "4"]
+    done = processes.run(["-m", "hfax", "verify", folder, *options, "--json"])
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["agrees"]
+    assert [one["prompt"] for one in found["prompts"]] == list(PROMPTS)
+    file.write_text("\n")
+    done = processes.run(["-m", "hfax", "verify", folder, *options])
+    assert done.returncode == 1
+    assert "has no prompts" in done.stderr
