@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -85,7 +84,7 @@ def test_the_demo_model_still_knows_its_text():
     texts = json.loads((Path(__file__).parent / "demo" / "held_out_sample.json").read_text())
     tokenizer = transformers.AutoTokenizer.from_pretrained(demo_folder())
 
-    rows = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+    rows = tokenizer(texts[:6], padding=True, padding_side="right", return_tensors="pt")
     labels = rows.input_ids.masked_fill(rows.attention_mask == 0, -100)
 
     def loss(kind):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -145,7 +146,7 @@ def verify(model: JaxModel, tokenizer: Any, prompts: Sequence[str], *, max_new_t
         if result.outcome == "forward differs" and first is None:
             first = inputs
     padded_error = None
-    if len(prompts) > 1 and model.can_generate() and not model.module.config.is_encoder_decoder:
+    if len(prompts) > 1 and model.can_generate() and not reference.plain.config.is_encoder_decoder:
         batch = _left_padded(encoded)
         error, rounding = _forward_error(model, reference, batch)
         padded_error = error
@@ -177,13 +178,11 @@ class _Reference:
                 "There is nothing to compare with; hfax doctor MODEL --check compares a small copy.",
             ) from error
         self.plain.generation_config = model.generation_config
-        self._wider: torch.nn.Module | None = None
 
+    @functools.cached_property
     def wider(self) -> torch.nn.Module:
         """The same weights in the next wider dtype."""
-        if self._wider is None:
-            self._wider = copy.deepcopy(self.plain).to(_WIDER[self.plain.dtype])
-        return self._wider
+        return copy.deepcopy(self.plain).to(_WIDER[self.plain.dtype])
 
 
 def _encode(tokenizer: Any, plain: Any, prompt: str) -> Inputs:
@@ -237,7 +236,7 @@ def _forward_error(model: JaxModel, reference: _Reference, inputs: Inputs) -> tu
     error = relative_error(_main_output(model(**inputs)), expected, mask)
     if error <= TOLERANCE:
         return error, None
-    return error, relative_error(expected, _run_plain(reference.wider(), inputs), mask)
+    return error, relative_error(expected, _run_plain(reference.wider, inputs), mask)
 
 
 def _is_rounding(error: float, rounding: float | None) -> bool:
@@ -315,7 +314,7 @@ def _first_difference(model: JaxModel, reference: _Reference, inputs: Inputs) ->
             plain(**inputs)
         return found
 
-    names, expected, wider = dict(reference.plain.named_modules()), reads(reference.plain), reads(reference.wider())
+    names, expected, wider = dict(reference.plain.named_modules()), reads(reference.plain), reads(reference.wider)
     mine = _traced_outputs(model, inputs, _part_outputs)
     for part, theirs in expected.items():
         if len(mine.get(part, ())) != len(theirs):
@@ -340,7 +339,7 @@ def _first_operation(model: JaxModel, reference: _Reference, inputs: Inputs, par
             plain(**inputs)
         return found
 
-    expected, wider = reads(reference.plain), reads(reference.wider())
+    expected, wider = reads(reference.plain), reads(reference.wider)
     mine = _traced_outputs(model, inputs, lambda module: _operation_outputs(module, part))
     for (name, theirs), (own, arrays), widest in zip(expected.items(), mine.items(), wider.values(), strict=False):
         if own != name or len(arrays) != len(theirs):
