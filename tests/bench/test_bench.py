@@ -69,6 +69,7 @@ def test_a_shape_with_random_weights_beside_its_peers(config, tmp_path):
     assert "static" in done.stdout
 
 
+@pytest.mark.sweep
 def test_a_subject_that_fails_is_reported_and_the_others_go_on(tmp_path):
     broken = tmp_path / "config.json"
     broken.write_text(json.dumps(CONFIG | {"model_type": "no-such-model"}))

@@ -79,15 +79,22 @@ def forward_positions(module: torch.nn.Module, inputs: Mapping[str, Any]) -> np.
     """
     if inputs.get("position_ids") is not None or not any(isinstance(v, HostArray) for v in inputs.values()):
         return None
-    holder = next((m for m in module.modules() if hasattr(m, "get_rope_index")), None)
+    holder: Any = next((m for m in module.modules() if hasattr(m, "compute_3d_position_ids")), None)
     if holder is None or inputs.get("input_ids") is None or is_traced(inputs["input_ids"]):
         return None
-    given = _as_torch(inputs)
-    names = inspect.signature(holder.get_rope_index).parameters  # type: ignore[operator]
-    if any(p.default is p.empty and n not in given and p.kind is not p.VAR_KEYWORD for n, p in names.items()):
-        return None
-    positions, _ = holder.get_rope_index(**{n: v for n, v in given.items() if n in names})  # type: ignore[operator]
-    return positions.numpy().astype(np.int32)
+    given = {"inputs_embeds": None, "past_key_values": None, **_as_torch(inputs)}
+    if given.get("feature_attention_mask") is not None:  # as the forward of these classes counts them
+        given["audio_feature_lengths"] = given["feature_attention_mask"].sum(dim=1)
+    names = inspect.signature(holder.compute_3d_position_ids).parameters
+    given |= {
+        n: None for n, p in names.items() if p.default is p.empty and n not in given and p.kind is not p.VAR_KEYWORD
+    }
+    before = holder.rope_deltas
+    try:
+        positions = holder.compute_3d_position_ids(**{n: v for n, v in given.items() if n in names})
+    finally:
+        holder.rope_deltas = before
+    return None if positions is None else positions.numpy().astype(np.int32)
 
 
 def prompt_positions(module: Any, inputs: Mapping[str, Any]) -> np.ndarray | None:

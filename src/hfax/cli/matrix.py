@@ -9,11 +9,13 @@ import typer
 
 from hfax.cli import model_options
 from hfax.cli.error_display import make_console, reporting
+from hfax.errors import InvalidInputError, UnsupportedOptionError
 
 EXAMPLES = """[bold]Examples[/bold]
 
   hfax matrix --mapping causal-lm --only llama,mamba
-  hfax matrix --json-file docs/support.json --markdown docs/support.md"""
+  hfax matrix --json-file docs/support.json --markdown docs/support.md
+  hfax matrix --draws 20 --seed 100 --mapping causal-lm --corpus failures.json"""
 
 
 def matrix(
@@ -26,10 +28,24 @@ def matrix(
     timeout_s: Annotated[float, typer.Option(help="Seconds for one architecture.")] = 300.0,
     json_file: Annotated[Path | None, typer.Option(help="Write every result here.", show_default=False)] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the table here.", show_default=False)] = None,
+    draws: Annotated[
+        int, typer.Option(help="Run so many variations drawn at random of each architecture instead.", min=0)
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Of the first variation; with --draws.", min=0)] = 0,
+    corpus: Annotated[
+        Path | None, typer.Option(help="Add the failures, minimised, to this file; with --draws.", show_default=False)
+    ] = None,
     verbose: model_options.VerboseOption = False,
 ) -> None:
     """Run a small random copy of every architecture in hfax and in plain transformers, and compare them."""
     with reporting(verbose):
+        if draws:
+            _draw(mapping, only, jobs, timeout_s, draws, seed, corpus, tensor, json_file, markdown)
+            return
+        if seed or corpus is not None:
+            raise InvalidInputError(
+                "--seed and --corpus need --draws.", "The matrix itself draws nothing.", "Add --draws 20."
+            )
         from hfax.matrix.command import run_matrix
 
         console = make_console()
@@ -45,3 +61,39 @@ def matrix(
         )
         if failed:
             raise typer.Exit(1)
+
+
+def _draw(
+    mapping: list[str] | None,
+    only: str | None,
+    jobs: int,
+    timeout_s: float,
+    draws: int,
+    seed: int,
+    corpus: Path | None,
+    tensor: int,
+    json_file: Path | None,
+    markdown: Path | None,
+) -> None:
+    if tensor > 1 or json_file is not None or markdown is not None:
+        raise UnsupportedOptionError(
+            "--draws goes with --mapping, --only, --jobs, --timeout-s, --seed and --corpus.",
+            "Variations run on one device, and are no rows of the support table.",
+            "Leave --tensor, --json-file and --markdown out.",
+        )
+    from hfax.matrix.command import HFAX_FAILS
+    from hfax.matrix.sweep import run_sweep
+
+    console = make_console()
+    counts = run_sweep(
+        draws=draws,
+        seed=seed,
+        mappings=mapping,
+        model_types=only.split(",") if only else None,
+        num_jobs=jobs,
+        timeout_s=timeout_s,
+        corpus=corpus,
+        say=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
+    )
+    if any(counts[outcome] for outcome in HFAX_FAILS):
+        raise typer.Exit(1)

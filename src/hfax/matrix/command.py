@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from hfax.errors import InvalidInputError
@@ -50,13 +50,7 @@ def run_matrix(
     Raises:
         InvalidInputError: no such mapping or model type.
     """
-    wrong = sorted(set(mappings or ()) - set(MAPPINGS))
-    if wrong:
-        raise InvalidInputError(
-            f"No mapping is called {', '.join(wrong)}.",
-            "The matrix goes by transformers' auto mappings.",
-            f"Use some of: {', '.join(MAPPINGS)}.",
-        )
+    check_mappings(mappings)
     results: list[CaseResult] = []
     for mapping in mappings or MAPPINGS:
         chosen = [a for a in architectures(mapping) if model_types is None or a.model_type in model_types]
@@ -79,16 +73,28 @@ def run_matrix(
     return sum(r.outcome in HFAX_FAILS for r in results)
 
 
+def check_mappings(mappings: Iterable[str] | None) -> None:
+    """Raise for names that `MAPPINGS` does not have."""
+    wrong = sorted(set(mappings or ()) - set(MAPPINGS))
+    if wrong:
+        raise InvalidInputError(
+            f"No mapping is called {', '.join(wrong)}.",
+            "The matrix goes by transformers' auto mappings.",
+            f"Use some of: {', '.join(MAPPINGS)}.",
+        )
+
+
 def _write(results: list[CaseResult], json_file: Path | None, markdown: Path | None) -> None:
     results.sort(key=lambda r: (list(MAPPINGS).index(r.mapping), r.model_type))
     if json_file is not None:
-        rows = [dataclasses.asdict(r) for r in results]
-        _replace(json_file, json.dumps({"versions": versions(), "results": rows}, indent=1))
+        rows = [{n: v for n, v in dataclasses.asdict(r).items() if n != "variation"} for r in results]
+        replace_file(json_file, json.dumps({"versions": versions(), "results": rows}, indent=1))
     if markdown is not None:
-        _replace(markdown, render(results))
+        replace_file(markdown, render(results))
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_text(text + "\n")

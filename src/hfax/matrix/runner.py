@@ -15,12 +15,16 @@ from typing import Any
 
 from hfax.matrix.architectures import Architecture
 from hfax.matrix.case import CaseResult, run_case
+from hfax.matrix.variations import Variation
 
 _PRELOADED = ["torch", "transformers", "jax", "hfax.matrix.case", "hfax.model", "hfax.programs.generate"]
+
+_Case = tuple[Architecture, Variation | None]
 
 
 def run_cases(
     architectures: Iterable[Architecture],
+    variations: Iterable[Variation] | None = None,
     *,
     num_jobs: int = 2,
     timeout_s: float = 300.0,
@@ -31,6 +35,7 @@ def run_cases(
 
     Args:
         architectures: which.
+        variations: one for each of them; None: their shrunken configs.
         num_jobs: processes at a time.
         timeout_s: for one architecture; then its process is ended.
         tensor: over how many virtual devices the weights are split.
@@ -38,18 +43,22 @@ def run_cases(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    waiting, running, results = list(architectures), {}, []
+    waiting: list[_Case] = (
+        [(a, None) for a in architectures] if variations is None else list(zip(architectures, variations, strict=True))
+    )
+    running: dict[Connection, Any] = {}
+    results: list[CaseResult] = []
     while waiting or running:
         while waiting and len(running) < num_jobs:
-            architecture = waiting.pop(0)
+            case = waiting.pop(0)
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(architecture, tensor, sender))
+            process = context.Process(target=_child, args=(*case, tensor, sender))
             process.start()
             sender.close()
-            running[receiver] = (architecture, process, time.monotonic() + timeout_s)
+            running[receiver] = (case, process, time.monotonic() + timeout_s)
         for receiver in _ready(running):
-            architecture, process, deadline = running.pop(receiver)
-            result = _take(receiver, process, architecture, is_late=time.monotonic() > deadline)
+            case, process, deadline = running.pop(receiver)
+            result = _take(receiver, process, case, is_late=time.monotonic() > deadline)
             results.append(result)
             on_result(result)
     return results
@@ -63,7 +72,8 @@ def _ready(running: dict[Connection, Any]) -> list[Connection]:
     return [r for r in found if isinstance(r, Connection)] + late
 
 
-def _take(receiver: Connection, process: Any, architecture: Architecture, *, is_late: bool) -> CaseResult:
+def _take(receiver: Connection, process: Any, case: _Case, *, is_late: bool) -> CaseResult:
+    architecture, variation = case
     try:
         result = receiver.recv() if receiver.poll() else None
     except EOFError:
@@ -81,10 +91,11 @@ def _take(receiver: Connection, process: Any, architecture: Architecture, *, is_
         class_name=architecture.class_name,
         outcome="forward fails",
         reason=reason,
+        variation=variation,
     )
 
 
-def _child(architecture: Architecture, tensor: int, sender: Connection) -> None:
+def _child(architecture: Architecture, variation: Variation | None, tensor: int, sender: Connection) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ["HFAX_PROGRAM_CACHE"] = "0"
     flags = f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={tensor}"
@@ -98,5 +109,5 @@ def _child(architecture: Architecture, tensor: int, sender: Connection) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    sender.send(run_case(architecture, tensor))
+    sender.send(run_case(architecture, tensor, variation))
     sender.close()

@@ -1,0 +1,212 @@
+"""Configurations drawn at random, and calls of random lengths: the matrix with other eyes than the shrinker's.
+
+Turns a shrunken config and a seed into a `Variation`: which of its fields have other values, and which prompts the model gets.
+Fields are changed by what their names mean; whether a model of the changed config can be built and run is for plain transformers
+to say. It builds no models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from hfax.example_inputs.fields import token_ids
+from hfax.example_inputs.inputs import GENERATING, CaseInputs
+
+_ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2", "silu", "tanh", "sigmoid")
+_SWITCH = re.compile(r"(^|_)(bias|norm|residual|rescale|scale|parallel|post|qk|clip|alibi|embeddings?)(_|$)")
+_NO_SWITCH = re.compile(r"cache|decoder|return|output|torch|dropout|training|gradient|vision|image|audio|quant|prenorm")
+_LENGTHS = (1, 2, 5, 9, 17, 20, 33)
+_NEW_TOKENS = (1, 2, 6, 16, 16, 40)
+_MOST_CHANGES = 6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variation:
+    """What a drawn case changes.
+
+    Args:
+        changes: field of the config ("sliding_window", "text_config.vocab_size") to its value.
+        lengths: real tokens of each row of text; () where the case's own inputs are kept.
+        padding: of the forward pass: "left", "right" or "holes" (left, and some tokens in the middle masked); texts are written
+            after padding on the left.
+        new_tokens: greedy tokens to write.
+        seed: of weights and prompts.
+    """
+
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    lengths: tuple[int, ...] = ()
+    padding: str = "left"
+    new_tokens: int = 16
+    seed: int = 0
+
+
+def draw(config: PretrainedConfig, mapping: str, seed: int) -> Variation:
+    """A random variation of a shrunken config; the same for the same seed."""
+    rng = random.Random(f"{config.model_type} {mapping} {seed}")
+    possible = list(_possible_changes(config, rng))
+    count = rng.randint(1, _MOST_CHANGES)
+    changes: dict[str, Any] = {}
+    for some in rng.sample(possible, min(count, len(possible))):
+        changes |= some
+    writes = mapping in GENERATING
+    lengths = tuple(rng.choice(_LENGTHS) for _ in range(rng.choice((1, 2, 3))))
+    return Variation(
+        changes=changes,
+        lengths=lengths if writes and mapping != "image-text-to-text" else (),
+        padding=rng.choice(("left", "left", "right", "holes")),
+        new_tokens=rng.choice(_NEW_TOKENS) if rng.random() > 0.05 else 300,
+        seed=rng.randrange(1 << 16),
+    )
+
+
+def apply_changes(config: Any, changes: dict[str, Any]) -> None:
+    """Give a config the values of a variation."""
+    for path, value in changes.items():
+        *parts, name = path.split(".")
+        holder = config
+        for part in parts:
+            holder = getattr(holder, part)
+        object.__setattr__(holder, name, value)
+
+
+def vary_inputs(model: Any, inputs: CaseInputs, variation: Variation) -> CaseInputs:
+    """The case's inputs with texts of the variation's lengths; others stay as they are."""
+    if not variation.lengths or set(inputs.forward) - {
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+        "decoder_input_ids",
+    }:
+        return inputs
+    width = max(variation.lengths)
+    rows = len(variation.lengths)
+    ids = token_ids(model, rows=rows, length=width, seed=variation.seed)
+    real = torch.tensor(variation.lengths)[:, None]
+    place = torch.arange(width)[None]
+    left = (place >= width - real).long()
+    if model.config.is_encoder_decoder:
+        mask = (place < real).long()
+        forward = {"input_ids": ids, "attention_mask": mask}
+        forward["decoder_input_ids"] = token_ids(model, rows=rows, length=min(width, 7), seed=variation.seed + 1)
+        return CaseInputs(forward=forward, generate={"input_ids": ids, "attention_mask": mask}, mask=None)
+    mask = (place < real).long() if variation.padding == "right" else left
+    if variation.padding == "holes":
+        mask = mask * ((place - width) % 5 != 2).long()
+        mask[:, -1] = 1
+    forward = {n: v for n, v in (("input_ids", ids * mask), ("attention_mask", mask)) if n in inputs.forward}
+    if "attention_mask" not in forward:  # nothing tells padding from text
+        forward, left, mask = {"input_ids": ids}, torch.ones_like(left), torch.ones_like(mask)
+    if "position_ids" in inputs.forward:
+        forward["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    generate = {"input_ids": ids * left, "attention_mask": left}
+    return CaseInputs(forward=forward, generate=generate, mask=mask.bool())
+
+
+def _possible_changes(config: PretrainedConfig, rng: random.Random) -> Iterator[dict[str, Any]]:
+    """One change each, of one field or of several that belong together."""
+    text: Any = config.get_text_config(decoder=True)
+    if "tie_word_embeddings" in vars(config):
+        yield {"tie_word_embeddings": not config.tie_word_embeddings}
+    prefix = (
+        "" if text is config else next((f"{n}." for n in config.sub_configs if getattr(config, n, None) is text), None)
+    )
+    if prefix is None:
+        return
+    for change in (*_heads(text, rng), *_rope(text, rng), *_layers(text, rng)):
+        yield {prefix + name: value for name, value in change.items()}
+    for name, value in vars(text).items():
+        if (choose := _RULES.get(name)) is not None and value is not None and not isinstance(value, bool):
+            yield {prefix + name: choose(value, rng)}
+        elif name.endswith(("activation", "hidden_act", "activation_function")) and value in _ACTIVATIONS:
+            yield {prefix + name: rng.choice(_ACTIVATIONS)}
+        elif (
+            isinstance(value, bool)
+            and _SWITCH.search(name)
+            and not _NO_SWITCH.search(name)
+            and name != "tie_word_embeddings"
+        ):
+            yield {prefix + name: not value}
+
+
+def _near(value: Any, rng: random.Random) -> int:
+    return max(1, int(value) + rng.choice((-3, -1, 1, 5)))
+
+
+def _one_of(*values: Any) -> Callable[[Any, random.Random], Any]:
+    return lambda value, rng: rng.choice(values)
+
+
+def _a_bit_more(value: Any, rng: random.Random) -> int:
+    return int(value) + rng.choice((0, 1, int(value)))
+
+
+_EPSILON = _one_of(1e-12, 1e-3, 0.1)
+_RULES: dict[str, Callable[[Any, random.Random], Any]] = {
+    name: choose
+    for choose, names in (
+        (
+            _one_of(1, 2, 3, 7, 19, 64),
+            ("sliding_window", "attention_window_size", "window_size", "attention_chunk_size"),
+        ),
+        (_near, ("intermediate_size", "ffn_dim", "d_ff", "ffn_hidden_size", "moe_intermediate_size")),
+        (_EPSILON, ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "layernorm_epsilon")),
+        (_one_of(None, 1.0, 5.0), ("final_logit_softcapping", "attn_logit_softcapping")),
+        (_one_of(0.5, 1.0, 3.0), ("logit_scale", "logits_scaling", "residual_multiplier", "embedding_multiplier")),
+        (_a_bit_more, ("num_experts", "num_local_experts", "n_routed_experts", "vocab_size")),
+        (_one_of(1, 2), ("num_experts_per_tok", "top_k_experts", "moe_top_k")),
+        (_one_of(2, 3, 4), ("conv_kernel", "d_conv", "mamba_d_conv", "conv_L_cache", "linear_conv_kernel_dim")),
+        (_one_of(3, 8, 16), ("state_size", "mamba_d_state", "d_state")),
+        (_one_of(1, 3, 8, 32), ("chunk_size", "mamba_chunk_size", "relative_attention_num_buckets")),
+        (_one_of(6, 20, 128), ("relative_attention_max_distance",)),
+        (_one_of(400, 1000), ("max_position_embeddings",)),
+    )
+    for name in names
+}
+
+
+def _heads(text: Any, rng: random.Random) -> Iterator[dict[str, Any]]:
+    """One head, many groups, odd numbers of heads where their width is a field of its own."""
+    heads, groups = getattr(text, "num_attention_heads", None), vars(text).get("num_key_value_heads")
+    if not isinstance(heads, int):
+        return
+    has_own_width = isinstance(vars(text).get("head_dim"), int)
+    wanted = rng.choice((1, 2, 3, 5, 6) if has_own_width else (1, 2, 4, 8))
+    change = {"num_attention_heads": wanted}
+    if groups is not None:
+        divisors = [n for n in range(1, wanted + 1) if wanted % n == 0]
+        change["num_key_value_heads"] = rng.choice(divisors)
+    yield change
+    if has_own_width and "mrope" not in str(vars(text).get("rope_parameters")):
+        yield {"head_dim": rng.choice((8, 24, 32))}
+
+
+def _rope(text: Any, rng: random.Random) -> Iterator[dict[str, Any]]:
+    """Other ways to stretch rotary embeddings, for texts shorter and longer than what they were made for."""
+    rope = vars(text).get("rope_parameters")
+    if not isinstance(rope, dict) or "rope_theta" not in rope or "mrope_section" in rope:
+        return
+    plain = {n: rope[n] for n in ("rope_theta", "partial_rotary_factor") if n in rope}
+    original = {"original_max_position_embeddings": 16}
+    kinds: list[dict[str, Any]] = [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, **original},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **original},
+    ]
+    yield {"rope_parameters": plain | rng.choice(kinds)}
+    yield {"rope_parameters": rope | {"rope_theta": rng.choice((10.0, 500000.0))}}
+
+
+def _layers(text: Any, rng: random.Random) -> Iterator[dict[str, Any]]:
+    """Another order of the kinds of layers that there are."""
+    kinds = vars(text).get("layer_types")
+    if isinstance(kinds, list) and len(set(kinds)) > 1:
+        drawn = [rng.choice(sorted(set(kinds))) for _ in kinds]
+        yield {"layer_types": drawn}

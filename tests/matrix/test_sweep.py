@@ -1,0 +1,116 @@
+"""Variations drawn at random, and the corpus of those that once failed."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, MistralConfig
+
+import hfax
+from hfax.errors import InvalidInputError
+from hfax.example_inputs.inputs import CaseInputs
+from hfax.matrix import sweep
+from hfax.matrix.architectures import Architecture, small_config
+from hfax.matrix.case import CaseResult, run_case
+from hfax.matrix.runner import run_cases
+from hfax.matrix.variations import Variation, apply_changes, draw, vary_inputs
+from hfax.shrink import shrink_config
+
+MISTRAL = Architecture(mapping="causal-lm", model_type="mistral", class_name="MistralForCausalLM")
+WINDOWED = Variation(changes={"sliding_window": 3}, lengths=(9, 2), new_tokens=6)
+CORPUS = sweep.read_corpus(Path(__file__).parent / "corpus.json")
+
+
+def names_of(case: tuple[Architecture, Variation]) -> str:
+    architecture, variation = case
+    return f"{architecture.mapping}/{architecture.model_type}-{'-'.join(variation.changes) or 'call'}"
+
+
+@pytest.mark.parametrize("case", CORPUS, ids=names_of)
+def test_what_once_failed_agrees(case: tuple[Architecture, Variation]) -> None:
+    (result,) = run_cases([case[0]], [case[1]])
+    assert sweep.outcome_of(result) in ("works", "refused"), result.reason
+
+
+def test_a_seed_draws_the_same_and_another_seed_something_else() -> None:
+    config = small_config(MISTRAL)
+    drawn = [draw(config, "causal-lm", seed) for seed in range(30)]
+    assert drawn == [draw(config, "causal-lm", seed) for seed in range(30)]
+    assert len({repr(one) for one in drawn}) == 30
+    changed = {name for one in drawn for name in one.changes}
+    assert {"sliding_window", "num_attention_heads", "num_key_value_heads", "rope_parameters", "hidden_act"} <= changed
+    assert {one.padding for one in drawn} == {"left", "right", "holes"}
+
+
+def test_changes_reach_parts_of_a_config() -> None:
+    config = shrink_config(LlamaConfig())
+    apply_changes(config, {"vocab_size": 300, "rope_parameters": {"rope_type": "default", "rope_theta": 10.0}})
+    assert (config.vocab_size, config.rope_parameters["rope_theta"]) == (300, 10.0)
+
+
+def test_a_call_has_the_rows_and_the_padding_that_were_drawn() -> None:
+    model = hfax.AutoModelForTPU.from_config(shrink_config(LlamaConfig(vocab_size=199))).module
+    ids = torch.ones(2, 4, dtype=torch.long)
+    inputs = CaseInputs(forward={"input_ids": ids, "attention_mask": ids, "position_ids": ids}, generate={}, mask=None)
+
+    def masks(padding: str) -> tuple[list[list[int]], list[list[int]]]:
+        varied = vary_inputs(model, inputs, Variation(lengths=(7, 3), padding=padding))
+        return varied.forward["attention_mask"].tolist(), varied.generate["attention_mask"].tolist()
+
+    left = [[1] * 7, [0] * 4 + [1] * 3]
+    assert masks("left") == (left, left)
+    assert masks("right") == ([[1] * 7, [1] * 3 + [0] * 4], left)
+    holes, whole = masks("holes")
+    assert whole == left
+    assert 0 in holes[0]
+    assert holes[0][-1] == holes[1][-1] == 1
+    assert vary_inputs(model, inputs, Variation()) is inputs
+
+
+def test_an_agreeing_variation_works_and_a_window_that_is_off_by_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_case(MISTRAL, variation=WINDOWED).outcome == "works"
+    plain = hfax.AutoModelForTPU.from_pretrained
+
+    def shifted(folder: str, **options: object) -> object:
+        config = MistralConfig.from_pretrained(folder)
+        config.sliding_window += 1
+        config.save_pretrained(folder)
+        return plain(folder, **options)
+
+    monkeypatch.setattr(hfax.AutoModelForTPU, "from_pretrained", shifted)
+    result = run_case(MISTRAL, variation=WINDOWED)
+    assert result.outcome == "forward differs"
+    assert result.variation == WINDOWED
+
+
+def test_a_failure_is_reduced_to_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(architectures, variations, **_):
+        fails = "sliding_window" in variations[0].changes and variations[0].new_tokens > 5
+        outcome = "generate differs" if fails else "works"
+        return [CaseResult(**dataclasses.asdict(architectures[0]), outcome=outcome, variation=variations[0])]
+
+    monkeypatch.setattr(sweep, "run_cases", run)
+    changes = {"vocab_size": 300, "sliding_window": 3, "hidden_act": "relu"}
+    drawn = Variation(changes=changes, lengths=(5, 2, 9), padding="holes", new_tokens=40)
+    failed = run([MISTRAL], [drawn])[0]
+    smallest = sweep.minimise(failed).variation
+    assert smallest == Variation(changes={"sliding_window": 3}, lengths=(5,), new_tokens=10)
+
+
+def test_the_corpus_keeps_each_case_once(tmp_path: Path) -> None:
+    file = tmp_path / "corpus.json"
+    result = CaseResult(**dataclasses.asdict(MISTRAL), outcome="generate differs", variation=WINDOWED)
+    sweep.add_to_corpus(file, [result, result])
+    sweep.add_to_corpus(file, [result])
+    assert sweep.read_corpus(file) == [(MISTRAL, WINDOWED)]
+    assert sweep.read_corpus(tmp_path / "nothing.json") == []
+
+
+def test_hfaxs_own_errors_are_no_defects() -> None:
+    fields = dataclasses.asdict(MISTRAL)
+    refused = CaseResult(**fields, outcome="forward fails", reason="UnsupportedModelError: it is so")
+    assert sweep.outcome_of(refused) == "refused"
+    assert sweep.outcome_of(CaseResult(**fields, outcome="forward fails", reason="TypeError: x")) == "forward fails"
+    with pytest.raises(InvalidInputError, match="No mapping is called nothing"):
+        sweep.run_sweep(draws=1, mappings=["nothing"])
