@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from hfax.kernels.attention import attention, causal_positions, key_padding
+from hfax.kernels.attention import attention, causal_mask, causal_positions, key_padding
 
 
 def _inputs(heads: int, kv_heads: int, queries: int, keys: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -72,11 +72,12 @@ def test_a_sink_takes_probability_and_gives_nothing() -> None:
     np.testing.assert_allclose(out, np.einsum("bhqs,bksd->bqhd", weights, v), atol=2e-6)
 
 
-@pytest.mark.parametrize("align_end", [True, False])
-def test_causal_positions_align_queries_with_the_end_or_the_start(align_end: bool) -> None:
-    mask = np.asarray(causal_positions(2, 4, align_end=align_end))[0, 0]
-    expected = np.tril(np.ones((2, 4), bool), k=2 if align_end else 0)
-    np.testing.assert_array_equal(mask, expected)
+def test_causal_positions_are_those_of_torch_for_more_keys_than_queries() -> None:
+    np.testing.assert_array_equal(np.asarray(causal_positions(2, 4))[0, 0], np.tril(np.ones((2, 4), bool)))
+    q, k, v = (torch.randn(1, 2, n, 8, generator=torch.Generator().manual_seed(n)) for n in (3, 7, 7))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
+    got, _ = attention(*map(jnp.asarray, (q, k, v)), causal_mask(3, 7), scale=0.3)
+    np.testing.assert_allclose(got.swapaxes(1, 2), expected, atol=1e-6)
 
 
 def test_key_padding_follows_positions_and_leaves_out_empty_slots() -> None:

@@ -9,7 +9,9 @@ import torch
 import transformers
 
 from hfax import AutoModelForTPU
-from hfax.errors import UnsupportedOptionError
+from hfax.backends import geometry
+from hfax.errors import UnsupportedModelError, UnsupportedOptionError
+from hfax.matrix.architectures import Architecture, small_config
 from hfax.matrix.case import draw_weights
 
 _VOCAB = 97
@@ -209,3 +211,76 @@ def test_inputs_that_steps_would_not_read_are_refused_by_name(t5: tuple[Any, Any
 
 def test_labels_are_left_out_as_in_transformers(t5: tuple[Any, Any]) -> None:
     _assert_same_text(*t5, {"input_ids": _ids(2, 7), "labels": _ids(2, 3)}, 2)
+
+
+def test_mllama_without_a_mask_for_its_images_masks_them_as_torch_does(tmp_path: Path) -> None:
+    """torch's causal attention puts the first query at the first key, where there are more keys as well."""
+    text = {"vocab_size": _VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 4, "intermediate_size": 37, "cross_attention_layers": [1], "pad_token_id": 0}
+    vision = {"image_size": 6, "patch_size": 2, "hidden_size": 16, "intermediate_layers_indices": [0]}
+    vision |= {"vision_output_dim": 32, "num_hidden_layers": 2, "num_global_layers": 1, "attention_heads": 4}
+    config = transformers.MllamaConfig(text_config=text, vision_config=vision, image_token_index=4)
+    plain, ours = _both(transformers.MllamaForConditionalGeneration, config, tmp_path)
+    inputs = {
+        "input_ids": _ids(2, 7),
+        "attention_mask": torch.ones(2, 7, dtype=torch.long),
+        "pixel_values": torch.randn(2, 1, 4, 3, 6, 6, generator=torch.Generator().manual_seed(0)),
+        "aspect_ratio_ids": torch.full((2, 1), 6),
+        "aspect_ratio_mask": torch.ones(2, 1, 4, dtype=torch.long),
+    }
+    with torch.no_grad():
+        expected = plain(**inputs).logits
+    assert (ours(**inputs).logits - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_boxes_of_udops_tokens_are_padded_as_the_tokens_are(tmp_path: Path) -> None:
+    size = {"d_model": 32, "d_ff": 37, "d_kv": 8, "num_layers": 2, "num_heads": 4}
+    config = transformers.UdopConfig(vocab_size=_VOCAB, **size, pad_token_id=0, decoder_start_token_id=0)
+    plain, ours = _both(transformers.UdopForConditionalGeneration, config, tmp_path)
+    corners = torch.rand(2, 7, 2, 2, generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": _ids(2, 7), "bbox": torch.sort(corners, dim=2).values.flatten(2)}
+    inputs["attention_mask"] = torch.tensor([[1] * 7, [1] * 5 + [0] * 2])
+    _assert_same_text(plain, ours, inputs, 6)
+
+
+def test_blip_2_over_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
+    size = {"d_model": 32, "d_ff": 37, "d_kv": 8, "num_layers": 1, "num_heads": 4}
+    text = transformers.T5Config(vocab_size=_VOCAB, **size, pad_token_id=0, decoder_start_token_id=0)
+    part = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 37}
+    config = transformers.Blip2Config(
+        vision_config={**part, "image_size": 6, "patch_size": 2},
+        qformer_config={**part, "encoder_hidden_size": 32},
+        text_config=text.to_dict(),
+        num_query_tokens=3,
+        image_token_index=4,
+    )
+    _, ours = _both(transformers.Blip2ForConditionalGeneration, config, tmp_path)
+    ids = torch.cat([torch.full((1, 3), 4), _ids(1, 4)], dim=1)
+    with pytest.raises(UnsupportedModelError, match=r"in a generate of its own"):
+        ours.generate(pixel_values=torch.zeros(1, 3, 6, 6), input_ids=ids, max_new_tokens=2)
+
+
+def test_positions_of_a_prompt_with_sound_and_an_image_are_those_of_the_thinkers_forward() -> None:
+    architecture = Architecture(
+        mapping="base", model_type="qwen2_5_omni_thinker", class_name="Qwen2_5OmniThinkerForConditionalGeneration"
+    )
+    config = small_config(architecture)
+    model = transformers.Qwen2_5OmniThinkerForConditionalGeneration(config).eval()
+    start, image, sound = config.vision_start_token_id, config.image_token_id, config.audio_token_id
+    merged = config.vision_config.spatial_merge_size**2
+    ids = torch.tensor(
+        [[5, config.audio_start_token_id, *[sound] * 4, config.audio_end_token_id, 6, start, *[image] * 4, 7]]
+    )
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "image_grid_thw": torch.tensor([[1, 4, merged]]),
+        "feature_attention_mask": torch.ones(1, 16, dtype=torch.long),
+    }
+    expected = model.model.compute_3d_position_ids(
+        ids, inputs["image_grid_thw"], None, None, inputs["attention_mask"], None, None, torch.tensor([16]), None
+    )
+    model.model.rope_deltas = None
+    found = geometry.forward_positions(model, geometry.keep_on_host({n: v.numpy() for n, v in inputs.items()}))
+    np.testing.assert_array_equal(found, expected)
+    assert model.model.rope_deltas is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 from transformers import GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 
-from hfax.errors import InvalidInputError
+from hfax.backends.forward_arguments import known_arguments
+from hfax.errors import InvalidInputError, UnsupportedModelError
 
 
 class EncoderOutputs(BaseModelOutputWithPooling, BaseModelOutput):
@@ -38,6 +38,7 @@ def run_encoder(module: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any
 
     Raises:
         InvalidInputError: an input that neither the encoder nor the decoder takes.
+        UnsupportedModelError: the class feeds its encoder in a way that is not followed.
     """
     left = {n: v for n, v in inputs.items() if n.startswith("decoder_") or n == "attention_mask"}
     if _feeds_encoder_itself(module):
@@ -48,10 +49,16 @@ def run_encoder(module: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any
         )
         return prepared["encoder_outputs"], left
     encoder = module.get_encoder()
-    names = inspect.signature(encoder.forward).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in names.values())
-    own = {n: v for n, v in inputs.items() if not n.startswith("decoder_") and (n in names or takes_all)}
-    if unread := sorted(set(inputs) - set(own) - set(left)):
+    names, beginnings = known_arguments(encoder)
+    own = {n: v for n, v in inputs.items() if not n.startswith("decoder_") and (n in names or n.startswith(beginnings))}
+    unread = sorted(set(inputs) - set(own) - set(left))
+    if module.main_input_name in unread:
+        raise UnsupportedModelError(
+            f"generate() does not support {type(module).__name__} with a {type(encoder).__name__}.",
+            f"The class feeds {module.main_input_name} to it in a generate of its own.",
+            "Call the model itself, or generate with plain transformers.",
+        )
+    if unread:
         raise InvalidInputError(
             f"generate() of {type(module).__name__} does not read {', '.join(unread)}.",
             f"{type(encoder).__name__} does not take it, and the decoder gets the encoder's output alone.",

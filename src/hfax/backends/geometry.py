@@ -105,7 +105,7 @@ def prompt_positions(module: Any, inputs: Mapping[str, Any]) -> np.ndarray | Non
         inputs: of the prompts: `input_ids` and `attention_mask`, [batch, length], padded on the left, and what else was given.
 
     Returns:
-        None if the class counts them as every text model does.
+        None if the class counts them as every text model does, or counts none.
     """
     from transformers import GenerationMixin
 
@@ -120,7 +120,7 @@ def prompt_positions(module: Any, inputs: Mapping[str, Any]) -> np.ndarray | Non
     finally:
         for part, value in zip(parts, before, strict=True):
             part.rope_deltas = value
-    return positions.numpy().astype(np.int32)
+    return None if positions is None else positions.numpy().astype(np.int32)
 
 
 def _as_torch(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -339,19 +339,17 @@ def _grouped(mask: jax.Array, kv_heads: int, num_queries: int, num_keys: int) ->
     return mask.reshape(mask.shape[0], kv_heads, mask.shape[1] // kv_heads, *mask.shape[2:])
 
 
-def causal_positions(num_queries: int, num_keys: int, *, align_end: bool = True) -> jax.Array:
-    """[1, 1, queries, keys] bool: each query sees the keys up to its own position.
+def causal_positions(num_queries: int, num_keys: int) -> jax.Array:
+    """[1, 1, queries, keys] bool: each query sees the keys up to its own position, the first query the first key.
 
-    `align_end`: the last query stands at the last key, as after a cache; else the first query at the first key, as torch has it.
+    That is what `is_causal` of torch's `scaled_dot_product_attention` means, also where there are more keys than queries.
     """
-    rows = jnp.arange(num_queries)[:, None] + (num_keys - num_queries if align_end else 0)
-    return (jnp.arange(num_keys)[None, :] <= rows)[None, None]
+    return (jnp.arange(num_keys)[None, :] <= jnp.arange(num_queries)[:, None])[None, None]
 
 
 def causal_mask(num_queries: int, num_keys: int) -> Mask:
     """`causal_positions` with its blocks."""
-    after = num_keys - num_queries
-    block = lambda rows, columns: (columns[None, :] <= rows[:, None] + after)[None, None]  # noqa: E731
+    block = lambda rows, columns: (columns[None, :] <= rows[:, None])[None, None]  # noqa: E731
     causal = Causal(window=None, is_real=None) if num_queries == num_keys else None
     return Mask(array=causal_positions(num_queries, num_keys), block=block, causal=causal)
 

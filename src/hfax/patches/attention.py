@@ -23,7 +23,7 @@ def scaled_dot_product_attention(
     four: list[jax.Array] = [a.reshape(-1, *((1,) * (3 - a.ndim) + a.shape)[-3:]) for a in (query, key, value)]
     mask = attn_mask
     if mask is None and is_causal:
-        mask = causal_positions(query.shape[-2], key.shape[-2], align_end=False)
+        mask = causal_positions(query.shape[-2], key.shape[-2])
     if mask is not None and mask.ndim > 4:
         mask = mask.reshape(-1, *mask.shape[-3:])
     factor: float = query.shape[-1] ** -0.5 if scale is None else scale

@@ -219,7 +219,7 @@ def _is_by_token(name: str, array: np.ndarray, shape: tuple[int, ...]) -> bool:
     """Whether an input has a value for each token of prompts of `shape`."""
     if name == "position_ids":
         return array.shape[-2:] == shape
-    return array.shape[:2] == shape and array.dtype.kind in "biu"
+    return array.shape[:2] == shape and (array.dtype.kind in "biu" or name == "bbox")
 
 
 def pad_encoder_inputs(
@@ -231,7 +231,7 @@ def pad_encoder_inputs(
     pad_token_id: int | None,
     buckets: Buckets,
 ) -> Prompts:
-    """Check an encoder's inputs and pad token ids on the right to their bucket; other inputs (audio, pixels) only in rows.
+    """Check an encoder's inputs and pad what it has of each token on the right to its bucket, other inputs (audio, pixels) in rows.
 
     Args:
         inputs: the encoder's inputs by name; `main_input` must be among them.
@@ -253,6 +253,8 @@ def pad_encoder_inputs(
         widths = ((0, 0), (0, bucket - ids.shape[1]))
         arrays["input_ids"] = np.pad(ids, widths, constant_values=pad_token_id or 0)
         arrays["attention_mask"] = np.pad(mask, widths)
+        for name in [n for n, a in arrays.items() if not n.startswith("decoder_") and _is_by_token(n, a, ids.shape)]:
+            arrays[name] = np.pad(arrays[name], (*widths, *[(0, 0)] * (arrays[name].ndim - 2)))
     rows, width = arrays[main_input].shape[:2]
     padded_rows, _ = buckets.prompt(rows, width)
     arrays["decoder_input_ids"] = decoder_input_ids.astype(np.int32)
