@@ -113,8 +113,9 @@ def test_sequences_that_lose_their_pages_write_the_same(name):
         assert engine.pages.num_held == 0
 
 
+@pytest.mark.usefixtures("cpu_kernels")
 def test_bfloat16_logits_are_the_same_bit_for_bit_in_any_batch():
-    """On CPU, where rows of a product are summed in one order however many there are."""
+    """By the C++ kernels, which sum the rows of a product in one order however many there are."""
     model = make_model("llama", "bfloat16")
     prompt, *others = some_prompts((40, 7, 60, 21, 33, 50))
     params = SamplingParams(temperature=0.0, max_tokens=24, logprobs=5, ignore_eos=True)

@@ -83,6 +83,7 @@ def test_encoder_decoders_and_padding_that_is_token_0():
     assert "compile" not in events
 
 
+@pytest.mark.usefixtures("cpu_kernels")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("options", [{}, {"prompt_lookup_num_tokens": 3}], ids=["plain", "guesses"])
 def test_a_decoding_program_copies_no_cache(dtype, options):
