@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ class ModelTraits:
         takes_decoder_mask: forward has `decoder_attention_mask`.
         takes_logits_to_keep: forward can compute the last positions' logits alone.
         has_recurrent_layers: some layers keep a state instead of keys and values.
-        counts_padding: positions are counted by the model itself, padding included, so prompts may not be padded further.
+        counts_padding: positions are counted by the model itself, or its states read what stands before the text, padding included,
+            so prompts may not be padded further.
         has_usable_cache: decoding keeps keys and values; without, every step runs the whole text again.
         repeated_inputs: inputs with a value for each token that new tokens take over from the last one.
         main_input: the name of its first input.
@@ -65,7 +67,8 @@ def read_traits(module: torch.nn.Module) -> ModelTraits:
         counts_padding=config.model_type in COUNTS_PADDING
         # prompts that see themselves in both directions do so only where nothing is padding
         or getattr(config.get_text_config(decoder=True), "use_bidirectional_attention", None) is True
-        or ("position_ids" not in names and (cache_argument in (None, "state") or _counts_positions(module))),
+        or ("position_ids" not in names and (cache_argument in (None, "state") or _counts_positions(module)))
+        or _padding_reaches_states(module),
         has_usable_cache=cache_argument is not None and config.model_type not in WITHOUT_CACHE,
         # beside pixels, token types say where images are, and new tokens are text
         repeated_inputs=("cross_attention_mask",) if "pixel_values" in names else ("token_type_ids",),
@@ -125,3 +128,20 @@ def _counts_positions(module: torch.nn.Module) -> bool:
     takes_mask = "attention_mask" in inspect.signature(module.forward).parameters
     names = (type(part).__name__ for part in module.modules())
     return not takes_mask or any("Position" in name and "Embedding" in name for name in names)
+
+
+def _padding_reaches_states(module: torch.nn.Module) -> bool:
+    """Whether a convolution over the text reads a projection with a bias.
+
+    Modelling code clears padding before such a projection and after the convolution; a bias between makes the first tokens read
+    padding as text. Configs can ask for one (`mamba_proj_bias`, `conv_bias` of LFM2).
+    """
+    mixers = (m for m in module.modules() if any(isinstance(c, torch.nn.Conv1d) for c in m.children()))
+    return any(
+        isinstance(part, torch.nn.Linear) and part.bias is not None and _INTO_CONVOLUTION.match(name)
+        for mixer in mixers
+        for name, part in mixer.named_children()
+    )
+
+
+_INTO_CONVOLUTION = re.compile(r"in_proj|linear_[xy]$|[qkv]_proj$|qkv")

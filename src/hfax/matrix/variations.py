@@ -122,7 +122,7 @@ def _possible_changes(config: PretrainedConfig, rng: random.Random) -> Iterator[
     for change in (*_heads(text, rng), *_rope(text, rng), *_layers(text, rng)):
         yield {prefix + name: value for name, value in change.items()}
     for name, value in vars(text).items():
-        if (choose := _RULES.get(name)) is not None and value is not None and not isinstance(value, bool):
+        if (choose := _RULES.get(name)) is not None and type(value) in (int, float):
             yield {prefix + name: choose(value, rng)}
         elif name.endswith(("activation", "hidden_act", "activation_function")) and value in _ACTIVATIONS:
             yield {prefix + name: rng.choice(_ACTIVATIONS)}
