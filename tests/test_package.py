@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.utils import canonicalize_name
 
 import hfax
 from hfax.programs.program_cache import LEAVES, version_of
@@ -121,6 +122,12 @@ def test_the_version_is_written_in_one_place() -> None:
     assert "version" in project["project"]["dynamic"]
     assert SOURCE.parents[1] / project["tool"]["hatch"]["version"]["path"] == SOURCE / "__init__.py"
     assert version_of("hfax") == hfax.__version__
+
+
+def test_extras_have_the_names_that_installers_compare() -> None:
+    """pip before 23.3 passes over an extra with an underscore, and installs the rest with no more than a warning."""
+    extras = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert [name for name in extras if canonicalize_name(name) != name] == []
 
 
 def test_public_surface() -> None:

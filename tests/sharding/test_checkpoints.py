@@ -1,13 +1,11 @@
 """Weights saved from one mesh are read onto another, and bundles start on the mesh that they were made for."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
+import processes
 import pytest
 import transformers
 
@@ -62,16 +60,15 @@ print(json.dumps({"tokens": tokens.tolist(), "compiled": compiled, "mesh": dict(
 def test_bundles_over_a_mesh(mesh: dict, tmp_path: Path) -> None:
     model = AutoModelForTPU.from_config(CONFIG, parallelism=mesh)
     hfax.export(model, tmp_path / "b", batch_sizes=[4], prompt_lengths=[16], max_new_tokens=6)
-    settings = {**os.environ, "HFAX_PROGRAM_CACHE": "0"}
-    command = [sys.executable, "-c", READER, str(tmp_path / "b"), json.dumps(IDS.tolist())]
-    done = subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
+    settings = {"HFAX_PROGRAM_CACHE": "0"}
+    command = ["-c", READER, tmp_path / "b", json.dumps(IDS.tolist())]
+    done = processes.run(command, settings)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["compiled"] == []
     assert found["mesh"] == dict(model.mesh.shape)
     assert found["tokens"] == np.asarray(model.generate(IDS, max_new_tokens=6)).tolist()
-    settings["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
-    done = subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
+    done = processes.run(command, settings | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"})
     assert done.returncode == 1
     assert "devices: 8 there, 4 here" in done.stderr
 

@@ -155,6 +155,7 @@ def test_attention_probabilities_are_dropped_in_train_mode(tmp_path):
     assert np.abs(np.mean(runs, axis=0) - steady).mean() < spread / 3
 
 
+@pytest.mark.sweep
 def test_rematerialised_layers_draw_the_same_dropout(tmp_path):
     _, model = make("t5", tmp_path, dropout_rate=0.3)
     inputs, key = batch("t5", 2), jax.random.key(3)

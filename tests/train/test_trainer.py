@@ -75,6 +75,7 @@ def test_losses_are_those_of_transformers_trainer(kind, tmp_path):
     assert found[-1] < found[0]
 
 
+@pytest.mark.sweep
 def test_rematerialised_layers_give_the_same_losses(tmp_path):
     losses = []
     for remat in (False, True):

@@ -43,7 +43,9 @@ from hfax.sharding.layout import Layout, describe
 logger = logging.getLogger(__name__)
 
 _VERSIONED = ("hfax", "jax", "jaxlib", "libtpu", "torch", "torchax", "transformers")
-LEAVES = frozenset({"__main__", "cli", "doctor", "evaluation", "exporting", "matrix", "pipelines", "server"})
+LEAVES = frozenset(
+    {"__main__", "cli", "doctor", "evaluation", "exporting", "matrix", "pipelines", "server", "verification"}
+)
 """Parts of hfax that call programs and trace none: nothing else imports them, and they may change without making programs stale."""
 _MAX_BYTES = 4 << 30
 """Size of the folder above which the programs unused for longest are removed."""
