@@ -12,7 +12,7 @@ from hfax.errors import InvalidInputError
 from hfax.example_inputs.inputs import CaseInputs
 from hfax.matrix import sweep
 from hfax.matrix.architectures import Architecture, small_config
-from hfax.matrix.case import CaseResult, run_case
+from hfax.matrix.case import CaseResult, _with_ties_in_order, run_case
 from hfax.matrix.runner import run_cases
 from hfax.matrix.variations import Variation, apply_changes, draw, vary_inputs
 from hfax.shrink import shrink_config
@@ -114,3 +114,10 @@ def test_hfaxs_own_errors_are_no_defects() -> None:
     assert sweep.outcome_of(CaseResult(**fields, outcome="forward fails", reason="TypeError: x")) == "forward fails"
     with pytest.raises(InvalidInputError, match="No mapping is called nothing"):
         sweep.run_sweep(draws=1, mappings=["nothing"])
+
+
+def test_one_reference_breaks_ties_by_their_order() -> None:
+    values, plain = torch.tensor([[1.0, 3.0, 2.0, 3.0, 3.0]]), torch.topk
+    assert _with_ties_in_order(lambda: values.topk(2)).indices.tolist() == [[1, 3]]
+    assert _with_ties_in_order(lambda: torch.topk(values, 2, largest=False)).values.tolist() == [[1.0, 2.0]]
+    assert torch.topk is plain

@@ -16,6 +16,7 @@ import re
 import tempfile
 import time
 import traceback
+import unittest.mock
 from typing import Any
 
 import numpy as np
@@ -360,12 +361,8 @@ def _with_ties_in_order(run: Any) -> Any:
         found = values.sort(dim=dim, descending=largest, stable=True)
         return torch.return_types.topk((found.values.narrow(dim, 0, k), found.indices.narrow(dim, 0, k)))
 
-    plain = torch.topk, torch.Tensor.topk
-    torch.topk = torch.Tensor.topk = topk
-    try:
+    with unittest.mock.patch.object(torch, "topk", topk), unittest.mock.patch.object(torch.Tensor, "topk", topk):
         return run()
-    finally:
-        torch.topk, torch.Tensor.topk = plain
 
 
 def takes(model: Any, name: str) -> bool:
