@@ -13,7 +13,7 @@ import hfax
 from hfax import AutoModelForTPU, UnsupportedModelError
 from hfax.backends.traced_model import TracedModel
 from hfax.matrix.case import draw_weights
-from hfax.verification import relative_error, verify
+from hfax.verification import _part_outputs, relative_error, verify
 
 PROMPTS = ("The", "Return a new list with the elements of the first")
 _TOKENIZER = Path(hfax.__file__).parent / "demo"
@@ -132,3 +132,18 @@ def test_the_command_line_says_it_and_ends_with_its_exit_code(folder, tmp_path):
     done = processes.run(["-m", "hfax", "verify", folder, *options])
     assert done.returncode == 1
     assert "has no prompts" in done.stderr
+
+
+def test_looking_at_parts_changes_none_of_their_outputs():
+    """A part that returns no tensor once had its output replaced by what was kept of it."""
+
+    class Silent(torch.nn.Module):
+        def forward(self, x):
+            return None
+
+    module = torch.nn.ModuleDict({"silent": Silent(), "linear": torch.nn.Linear(2, 2)})
+    with _part_outputs(module) as found:
+        assert module["silent"](torch.ones(2)) is None
+        out = module["linear"](torch.ones(2))
+    assert found["silent"] == []
+    assert torch.equal(found["linear"][0], out)

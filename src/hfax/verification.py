@@ -309,18 +309,13 @@ def _first_difference(model: JaxModel, reference: _Reference, inputs: Inputs) ->
     """The first part, by the order in which the reference's parts return, and the first operation in it."""
     inputs = _positions(reference.plain, inputs)
 
-    def reads(plain: Any) -> dict[str, list[torch.Tensor]]:
-        with torch.no_grad(), _part_outputs(plain) as found:
-            plain(**inputs)
-        return found
-
-    names, expected, wider = dict(reference.plain.named_modules()), reads(reference.plain), reads(reference.wider)
+    names = dict(reference.plain.named_modules())
+    expected, wider = (_plain_outputs(plain, inputs, _part_outputs) for plain in (reference.plain, reference.wider))
     mine = _traced_outputs(model, inputs, _part_outputs)
     for part, theirs in expected.items():
         if len(mine.get(part, ())) != len(theirs):
             continue  # a patch stands for what calls it
-        error = max((relative_error(a, b) for a, b in zip(mine[part], theirs, strict=True)), default=0.0)
-        rounding = max((relative_error(a, b) for a, b in zip(theirs, wider[part], strict=True)), default=0.0)
+        error, rounding = _largest_error(mine[part], theirs), _largest_error(theirs, wider[part])
         if not _is_rounding(error, rounding):
             operation = _first_operation(model, reference, inputs, part)
             return Difference(
@@ -334,21 +329,27 @@ def _first_difference(model: JaxModel, reference: _Reference, inputs: Inputs) ->
 
 
 def _first_operation(model: JaxModel, reference: _Reference, inputs: Inputs, part: str) -> tuple[str, float] | None:
-    def reads(plain: Any) -> dict[str, list[torch.Tensor]]:
-        with torch.no_grad(), _operation_outputs(plain, part) as found:
-            plain(**inputs)
-        return found
-
-    expected, wider = reads(reference.plain), reads(reference.wider)
-    mine = _traced_outputs(model, inputs, lambda module: _operation_outputs(module, part))
+    collecting = functools.partial(_operation_outputs, part=part)
+    expected, wider = (_plain_outputs(plain, inputs, collecting) for plain in (reference.plain, reference.wider))
+    mine = _traced_outputs(model, inputs, collecting)
     for (name, theirs), (own, arrays), widest in zip(expected.items(), mine.items(), wider.values(), strict=False):
         if own != name or len(arrays) != len(theirs):
             return None
-        error = max((relative_error(a, b) for a, b in zip(arrays, theirs, strict=True)), default=0.0)
-        rounding = max((relative_error(a, b) for a, b in zip(theirs, widest, strict=True)), default=0.0)
+        error, rounding = _largest_error(arrays, theirs), _largest_error(theirs, widest)
         if not _is_rounding(error, rounding):
             return name.partition(" ")[2], error
     return None
+
+
+def _largest_error(mine: Sequence[Any], theirs: Sequence[torch.Tensor]) -> float:
+    return max((relative_error(a, b) for a, b in zip(mine, theirs, strict=True)), default=0.0)
+
+
+def _plain_outputs(plain: Any, inputs: Inputs, collecting: Any) -> dict[str, list[torch.Tensor]]:
+    """What `collecting` finds in a forward pass of torch."""
+    with torch.no_grad(), collecting(plain) as found:
+        plain(**inputs)
+    return found
 
 
 def _traced_outputs(model: JaxModel, inputs: Inputs, collecting: Any) -> dict[str, list[jax.Array]]:
@@ -381,7 +382,11 @@ def _part_outputs(module: torch.nn.Module) -> Iterator[dict[str, list[torch.Tens
     found: dict[str, list[torch.Tensor]] = {}
 
     def keep(name: str) -> Any:
-        return lambda part, args, output: found.setdefault(name, _kept(output)) and None
+        def hook(part: torch.nn.Module, args: Any, output: Any) -> None:  # a result would stand for the output
+            if name not in found:
+                found[name] = _kept(output)
+
+        return hook
 
     hooks = [part.register_forward_hook(keep(name)) for name, part in module.named_modules()]
     try:
@@ -395,23 +400,23 @@ def _part_outputs(module: torch.nn.Module) -> Iterator[dict[str, list[torch.Tens
 def _operation_outputs(module: torch.nn.Module, part: str) -> Iterator[dict[str, list[torch.Tensor]]]:
     """The tensors that each operation in one part returns, in order, by number and name ("3 torch.nn.functional.linear")."""
     found: dict[str, list[torch.Tensor]] = {}
-    depth = 0
+    is_inside = False
 
     class Recorder(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **(kwargs or {}))
             name = resolve_name(func) or getattr(func, "__name__", str(func))
-            if depth and not name.endswith("__get__") and (kept := _kept(out)):
+            if is_inside and not name.endswith("__get__") and (kept := _kept(out)):
                 found[f"{len(found)} {name}"] = kept
             return out
 
     def enter(*_: Any) -> None:
-        nonlocal depth
-        depth += not found
+        nonlocal is_inside
+        is_inside = not found
 
     def leave(*_: Any) -> None:
-        nonlocal depth
-        depth = 0
+        nonlocal is_inside
+        is_inside = False
 
     target = module.get_submodule(part)
     hooks = [target.register_forward_pre_hook(enter), target.register_forward_hook(leave)]

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 
-from hfax.backends.forward_arguments import known_arguments
+from hfax.backends.forward_arguments import is_known, known_arguments
 from hfax.errors import InvalidInputError, UnsupportedModelError
 
 
@@ -49,8 +49,8 @@ def run_encoder(module: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any
         )
         return prepared["encoder_outputs"], left
     encoder = module.get_encoder()
-    names, beginnings = known_arguments(encoder)
-    own = {n: v for n, v in inputs.items() if not n.startswith("decoder_") and (n in names or n.startswith(beginnings))}
+    known = known_arguments(encoder)
+    own = {n: v for n, v in inputs.items() if not n.startswith("decoder_") and is_known(n, known)}
     unread = sorted(set(inputs) - set(own) - set(left))
     if module.main_input_name in unread:
         raise UnsupportedModelError(

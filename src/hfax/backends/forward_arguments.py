@@ -54,6 +54,12 @@ def known_arguments(module: torch.nn.Module) -> tuple[frozenset[str], tuple[str,
     return frozenset(names - {"kwargs", "self"}), tuple(sorted(beginnings))
 
 
+def is_known(name: str, known: tuple[frozenset[str], tuple[str, ...]]) -> bool:
+    """Whether a forward makes use of an argument of that name, from its `known_arguments`."""
+    names, beginnings = known
+    return name in names or any(name.startswith(b) and name.removeprefix(b) in names for b in beginnings)
+
+
 def reject_unknown(class_name: str, given: Iterable[str], known: tuple[frozenset[str], tuple[str, ...]]) -> None:
     """Raise for a keyword argument that forward makes no use of.
 
@@ -65,9 +71,9 @@ def reject_unknown(class_name: str, given: Iterable[str], known: tuple[frozenset
     Raises:
         InvalidInputError: naming it, with the nearest name that is known.
     """
-    names, beginnings = known
+    names, _ = known
     for name in given:
-        if name in names or any(name.startswith(b) and name.removeprefix(b) in names for b in beginnings):
+        if is_known(name, known):
             continue
         near = difflib.get_close_matches(name, sorted(names), n=1)
         raise InvalidInputError(

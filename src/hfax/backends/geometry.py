@@ -7,11 +7,12 @@ token ids are computed here too, by the model's own function, before anything is
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -89,11 +90,8 @@ def forward_positions(module: torch.nn.Module, inputs: Mapping[str, Any]) -> np.
     given |= {
         n: None for n, p in names.items() if p.default is p.empty and n not in given and p.kind is not p.VAR_KEYWORD
     }
-    before = holder.rope_deltas
-    try:
+    with _deltas_put_back(module):
         positions = holder.compute_3d_position_ids(**{n: v for n, v in given.items() if n in names})
-    finally:
-        holder.rope_deltas = before
     return None if positions is None else positions.numpy().astype(np.int32)
 
 
@@ -113,14 +111,21 @@ def prompt_positions(module: Any, inputs: Mapping[str, Any]) -> np.ndarray | Non
     if own is None or own is GenerationMixin._prepare_position_ids_for_generation:
         return None
     given = _as_torch(inputs)
-    parts = [m for m in module.modules() if hasattr(m, "rope_deltas")]
+    with _deltas_put_back(module):
+        positions = module._prepare_position_ids_for_generation(given["input_ids"], given)
+    return None if positions is None else positions.numpy().astype(np.int32)
+
+
+@contextlib.contextmanager
+def _deltas_put_back(module: torch.nn.Module) -> Iterator[None]:
+    """What modelling code keeps of the positions of one call, for the steps after it, is not kept."""
+    parts: list[Any] = [m for m in module.modules() if hasattr(m, "rope_deltas")]
     before = [m.rope_deltas for m in parts]
     try:
-        positions = module._prepare_position_ids_for_generation(given["input_ids"], given)
+        yield
     finally:
         for part, value in zip(parts, before, strict=True):
             part.rope_deltas = value
-    return None if positions is None else positions.numpy().astype(np.int32)
 
 
 def _as_torch(inputs: Mapping[str, Any]) -> dict[str, Any]:
