@@ -39,61 +39,30 @@ def matrix(
 ) -> None:
     """Run a small random copy of every architecture in hfax and in plain transformers, and compare them."""
     with reporting(verbose):
-        if draws:
-            _draw(mapping, only, jobs, timeout_s, draws, seed, corpus, tensor, json_file, markdown)
-            return
-        if seed or corpus is not None:
+        if draws and (tensor > 1 or json_file is not None or markdown is not None):
+            raise UnsupportedOptionError(
+                "--draws goes with --mapping, --only, --jobs, --timeout-s, --seed and --corpus.",
+                "Variations run on one device, and are no rows of the support table.",
+                "Leave --tensor, --json-file and --markdown out.",
+            )
+        if not draws and (seed or corpus is not None):
             raise InvalidInputError(
                 "--seed and --corpus need --draws.", "The matrix itself draws nothing.", "Add --draws 20."
             )
-        from hfax.matrix.command import run_matrix
+        from hfax.matrix.command import HFAX_FAILS, run_matrix
+        from hfax.matrix.sweep import run_sweep
 
         console = make_console()
-        failed = run_matrix(
-            mappings=mapping,
-            model_types=only.split(",") if only else None,
-            num_jobs=jobs,
-            timeout_s=timeout_s,
-            tensor=tensor,
-            json_file=json_file,
-            markdown=markdown,
-            say=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
-        )
+        which = {"mappings": mapping, "model_types": only.split(",") if only else None}
+        how = {"num_jobs": jobs, "timeout_s": timeout_s}
+
+        def say(line: str) -> None:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+        if draws:
+            counts = run_sweep(draws=draws, seed=seed, corpus=corpus, say=say, **which, **how)
+            failed = sum(counts[outcome] for outcome in HFAX_FAILS)
+        else:
+            failed = run_matrix(tensor=tensor, json_file=json_file, markdown=markdown, say=say, **which, **how)
         if failed:
             raise typer.Exit(1)
-
-
-def _draw(
-    mapping: list[str] | None,
-    only: str | None,
-    jobs: int,
-    timeout_s: float,
-    draws: int,
-    seed: int,
-    corpus: Path | None,
-    tensor: int,
-    json_file: Path | None,
-    markdown: Path | None,
-) -> None:
-    if tensor > 1 or json_file is not None or markdown is not None:
-        raise UnsupportedOptionError(
-            "--draws goes with --mapping, --only, --jobs, --timeout-s, --seed and --corpus.",
-            "Variations run on one device, and are no rows of the support table.",
-            "Leave --tensor, --json-file and --markdown out.",
-        )
-    from hfax.matrix.command import HFAX_FAILS
-    from hfax.matrix.sweep import run_sweep
-
-    console = make_console()
-    counts = run_sweep(
-        draws=draws,
-        seed=seed,
-        mappings=mapping,
-        model_types=only.split(",") if only else None,
-        num_jobs=jobs,
-        timeout_s=timeout_s,
-        corpus=corpus,
-        say=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
-    )
-    if any(counts[outcome] for outcome in HFAX_FAILS):
-        raise typer.Exit(1)
