@@ -329,6 +329,7 @@ while True:
 """
 
 
+@pytest.mark.multiprocess
 def test_ctrl_c_in_generation_ends_it_and_leaves_the_cache_usable(folder: Path, tmp_path: Path) -> None:
     environment = os.environ | {"HFAX_HOME": str(tmp_path)}
     command = [sys.executable, "-c", _INTERRUPTED, str(folder)]

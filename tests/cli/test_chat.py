@@ -6,6 +6,7 @@ import json
 import re
 import time
 
+import pytest
 from terminal import Terminal
 from tiny_checkpoints import CONTEXT, make_tokenizer, save_language_model
 
@@ -102,6 +103,7 @@ def test_unreadable_history_is_found_before_the_model_is(hfax_here, tmp_path):
     assert "talk.json could not be read" in done.err
 
 
+@pytest.mark.multiprocess
 def test_at_a_terminal_ctrl_c_stops_the_reply_and_ctrl_d_leaves(tmp_path):
     talk = tmp_path / "talk.json"
     endless = save_language_model(tmp_path / "endless", context=1 << 15)

@@ -51,9 +51,8 @@ SAMPLE = {
     "mistral with a window shorter than the prompt",
     "falcon with alibi",
     "mixtral",
-    "mamba",
 }
-"""One for each kind of attention, position, layer and cache; the rest is the sweep's."""
+"""One for each kind of attention, position, layer and cache of pages; the rest is the sweep's."""
 SMALL = EngineConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=128, page_size=16)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 

@@ -6,8 +6,13 @@ import pytest
 
 from hfax.kernels.cpu import library
 
-SETS = [s.name for s in library.available_instruction_sets()[:-1]] + [library.NATIVE.name]
+OLDER_SETS = [s.name for s in library.available_instruction_sets()[:-1]]
 """The processor's newest set is what "native" means."""
+SETS = [
+    library.NATIVE.name,
+    *OLDER_SETS[:1],
+    *(pytest.param(name, marks=pytest.mark.sweep) for name in OLDER_SETS[1:]),  # 20 s of compilation each
+]
 
 if library._compiler() is None:  # nobody has kernels there, and hfax works without: the rest of the tests shows it
     collect_ignore = ["test_cpu_kernels.py", "test_packed_products.py"]

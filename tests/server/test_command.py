@@ -60,6 +60,7 @@ def started(
         process.stderr.close()
 
 
+@pytest.mark.multiprocess
 def test_sigterm_under_load_completes_streams_and_exits_0():
     with started("demo", "--max-model-len", "512", "--json-logs") as (process, client, lines):
         texts: list[list[str]] = []
@@ -133,6 +134,7 @@ def test_a_taken_port_is_an_error():
     assert "another --port" in " ".join(done.stderr.split())
 
 
+@pytest.mark.multiprocess
 def test_an_engine_that_dies_ends_the_process_with_an_error(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import threading\n"
