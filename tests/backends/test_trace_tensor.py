@@ -8,28 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from traced import traced
 
 from hfax.backends import torchax as tracing
 from hfax.errors import UnsupportedModelError
 
 
-def _traced(function: Callable[..., Any], *arrays: np.ndarray) -> list[np.ndarray]:
-    """`function` of torch tensors, run inside a trace."""
-
-    def call(*values: jax.Array) -> list[jax.Array]:
-        def inside(_: torch.nn.Module) -> list[jax.Array]:
-            out = function(*(tracing.wrap(v) for v in values))
-            return [tracing.unwrap(o) for o in (out if isinstance(out, tuple) else (out,))]
-
-        return tracing.call_module(torch.nn.Identity(), {}, inside)
-
-    return [np.array(o) for o in jax.jit(call)(*arrays)]
-
-
 def _same(function: Callable[..., Any], *arrays: np.ndarray) -> None:
     out = function(*(torch.from_numpy(a.copy()) for a in arrays))
     expected = [o.numpy() for o in (out if isinstance(out, tuple) else (out,))]
-    for ours, theirs in zip(_traced(function, *arrays), expected, strict=True):
+    for ours, theirs in zip(traced(function, *arrays), expected, strict=True):
         assert ours.shape == theirs.shape
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
@@ -95,6 +83,35 @@ def test_reshape_of_a_transposed_tensor_is_a_copy() -> None:
     _same(function, _X)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x, x.t().contiguous().mul_(2)),
+        lambda x: (x, x.contiguous().mul_(2)),
+        lambda x: (x.t() + 1, (x.t() + 1).reshape(-1).mul_(2)),
+        lambda x: [(y := x.t() + 1), y.reshape(-1).mul_(2)],
+        lambda x: [(y := x.t().clone()), y.reshape(-1).mul_(2)],
+        lambda x: [(y := x.t().bfloat16()).flatten().mul_(2).float(), y.float()],
+        lambda x: [(y := x.transpose(0, 0)).view(-1), y.mul_(2)],
+        lambda x: [(y := x[:, ::2].t().reshape(3, 4).t()), y.mul_(2), x],
+        lambda x: [(y := x[:1].expand(3, 6).t()), y.contiguous().mul_(2), x],
+    ],
+)
+def test_what_is_a_copy_and_what_a_view_follows_torchs_strides(function: Callable[..., Any]) -> None:
+    """`contiguous()` of a transposed tensor was the tensor itself: writes to the copy reached the original."""
+    _same(lambda x: tuple(function(x + 0)), _X)
+
+
+def test_a_write_to_a_part_of_an_expanded_tensor_is_refused() -> None:
+    def function(x: Any) -> Any:
+        x = x + 0
+        x[0].expand(3, 6)[1] += 1
+        return x
+
+    with pytest.raises(UnsupportedModelError, match="expanded or overlapping tensor"):
+        traced(function, _X)
+
+
 def test_write_of_a_traced_value_into_a_constant_and_its_view() -> None:
     def function(x: Any) -> Any:
         made = torch.zeros(4, 6, device=x.device)
@@ -133,7 +150,7 @@ def test_a_scalar_tensor_does_not_promote(operation: Callable[..., Any]) -> None
         assert out.dtype == torch.bfloat16
         return out.float()
 
-    (ours,) = _traced(function, _X)
+    (ours,) = traced(function, _X)
     expected = function(torch.from_numpy(_X)).numpy()
     np.testing.assert_allclose(ours, expected, rtol=0.02)
 
@@ -145,7 +162,7 @@ def test_a_fully_masked_row_of_attention_is_zero() -> None:
         mask[:, :, 2] = False
         return torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
 
-    (ours,) = _traced(function, _X / 24)
+    (ours,) = traced(function, _X / 24)
     assert not np.isnan(ours).any()
     assert (ours[0, 0, 2] == 0).all()
 
@@ -186,7 +203,7 @@ def test_a_range_between_traced_bounds_of_known_distance() -> None:
         end = n + 3
         return torch.arange(n, end), x[n:end]
 
-    ours = _traced(function, _X[:, 0].copy(), np.int32(1))
+    ours = traced(function, _X[:, 0].copy(), np.int32(1))
     assert ours[0].tolist() == [1, 2, 3]
     assert ours[1].tolist() == _X[1:4, 0].tolist()
 
@@ -200,7 +217,7 @@ def test_bounds_of_a_traced_scalar_answer_comparisons() -> None:
         assert max(0, 1 - n) == 0
         return n
 
-    assert _traced(function, np.int32(5))[0] == 5
+    assert traced(function, np.int32(5))[0] == 5
 
 
 # Masks and indices
@@ -230,12 +247,12 @@ def test_writes_through_a_traced_mask() -> None:
 )
 def test_looking_at_a_traced_value_is_an_error_that_names_the_line(function: Callable[[Any], Any]) -> None:
     with pytest.raises(UnsupportedModelError, match=r"test_trace_tensor\.py:\d+ in <lambda>"):
-        _traced(function, _X)
+        traced(function, _X)
 
 
 def test_an_operation_without_a_lowering_is_an_error_that_names_it() -> None:
     with pytest.raises(UnsupportedModelError, match="aten"):
-        _traced(lambda x: torch.geqrf(x)[0], _X)
+        traced(lambda x: torch.geqrf(x)[0], _X)
 
 
 def test_in_place_forms_without_a_lowering_use_the_functional_one() -> None:
@@ -326,14 +343,14 @@ def test_places_of_a_mask_are_an_index_and_nothing_else() -> None:
 
     _same(function, _X)
     with pytest.raises(UnsupportedModelError, match="where"):
-        _traced(lambda x: torch.where(x > 3)[0], _X)
+        traced(lambda x: torch.where(x > 3)[0], _X)
 
 
 def test_runs_of_equal_values_can_be_counted() -> None:
     numbers = np.array([3, 3, 5, 5, 3], np.int32)
     _same(lambda x: x[0] * 0 + torch.unique_consecutive(x).numel(), numbers)
     with pytest.raises(UnsupportedModelError, match="unique_consecutive"):
-        _traced(lambda x: torch.unique_consecutive(x) + 1, numbers)
+        traced(lambda x: torch.unique_consecutive(x) + 1, numbers)
 
 
 def test_new_tensors_and_reshapes_in_place() -> None:
@@ -362,9 +379,9 @@ def test_buffers_of_whole_numbers_are_constants() -> None:
 
 def test_the_largest_whole_numbers_stay_the_largest() -> None:
     largest = torch.iinfo(torch.int64).max
-    (out,) = _traced(lambda x: torch.where(x > 3, torch.full_like(x, 5).long(), torch.tensor(largest)).min(), _X)
+    (out,) = traced(lambda x: torch.where(x > 3, torch.full_like(x, 5).long(), torch.tensor(largest)).min(), _X)
     assert out == 5
-    (out,) = _traced(lambda x: torch.where(x > 30, x.long(), torch.tensor(largest)).min(), _X)
+    (out,) = traced(lambda x: torch.where(x > 30, x.long(), torch.tensor(largest)).min(), _X)
     assert out == largest  # as in torch: what does not fit into 32 bits has 64
 
 

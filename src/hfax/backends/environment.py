@@ -21,6 +21,7 @@ import torchax.tensor
 from torchax.ops import mappings
 
 from hfax.backends import indexing, wide_integers
+from hfax.backends.lowerings import LOWERINGS
 from hfax.backends.masked_selection import DistinctRuns, MaskedSelection, MaskPlaces
 from hfax.backends.observations import note_missing, note_wide
 from hfax.backends.trace_tensor import (
@@ -31,7 +32,7 @@ from hfax.backends.trace_tensor import (
     is_in_64_bits,
     known_range,
 )
-from hfax.backends.views import VIEW_OPS, link_host_view, link_views, selects_leading
+from hfax.backends.views import VIEW_OPS, link_host_view, link_views, with_torch_strides
 
 _MAX_HOST_ELEMENTS = 1 << 16
 """Larger constants are computed by the program instead of being stored in it."""
@@ -79,6 +80,8 @@ class TraceEnvironment(torchax.tensor.Environment):
         super().__init__()
         self.used: set[str] = set()
         """Names of the lowerings of patches that ran since it was emptied."""
+        for op, function in LOWERINGS.items():
+            self.lower(op, function)
 
     def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Carry out one torch call."""
@@ -108,6 +111,8 @@ class TraceEnvironment(torchax.tensor.Environment):
             return self._to(args, kwargs)
         if func in _COPY:
             return self._copy(*args, **kwargs)
+        if func is torch.ops.aten.contiguous.default and isinstance(args[0], TraceTensor):
+            return args[0] if args[0].is_contiguous() else self.wrap(args[0].jax())
         if func is torch.Tensor.__getitem__:
             return self.get_item(args[0], args[1])
         tensors = list(_tensors((args, kwargs)))
@@ -213,6 +218,8 @@ class TraceEnvironment(torchax.tensor.Environment):
         if dtype in (torch.float64, torch.int64):
             note_wide(str(dtype).removeprefix("torch."))
         result = self.wrap(tensor.jax().astype(mappings.t2j_dtype(dtype)))
+        if not tensor.is_contiguous():
+            result = with_torch_strides(lambda t: t.to(dtype), (tensor,), {}, result)
         if dtype in (torch.int64, torch.int32):
             result.at_least, result.at_most = wide_integers.known_limits(tensor)
         return result
@@ -221,7 +228,8 @@ class TraceEnvironment(torchax.tensor.Environment):
         if tensor.host is not None:
             with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
                 return TraceTensor(tensor.host.clone(), self)
-        return self.wrap(tensor.jax())
+        result = self.wrap(tensor.jax())
+        return result if tensor.is_contiguous() else with_torch_strides(torch.clone, (tensor,), {}, result)
 
     def _copy(self, target: Any, source: Any, non_blocking: bool = False) -> Any:
         if not isinstance(target, torchax.tensor.Tensor):
@@ -271,8 +279,8 @@ class TraceEnvironment(torchax.tensor.Environment):
             return MaskedSelection(array, mask, self.wrap)
         result = self.wrap(indexing.read(array, static))
         if isinstance(tensor, TraceTensor) and indexing.is_basic(static):
+            result = with_torch_strides(lambda t: t[static], (tensor,), {}, result, is_linked_later=True)
             result.is_view_of(tensor, *indexing.make_reader(static))
-            result._is_contiguous = tensor._is_contiguous and selects_leading(static)
         return result
 
     def set_item(self, tensor: TraceTensor, index: Any, value: Any) -> None:
@@ -340,7 +348,12 @@ class TraceEnvironment(torchax.tensor.Environment):
             wrapped = _map(_is_tensor, self._as_trace_tensor, (args, kwargs))
             with self._dispatch_mode:
                 result = op.func(*wrapped[0], **wrapped[1])
-        if name in VIEW_OPS and isinstance(func, torch._ops.OpOverload) and isinstance(args[0], TraceTensor):
+        is_view = name in VIEW_OPS and isinstance(func, torch._ops.OpOverload) and isinstance(args[0], TraceTensor)
+        if is_view or (
+            isinstance(func, torch._ops.OpOverload) and ("memory_format" in kwargs or _lies_otherwise((args, kwargs)))
+        ):
+            result = with_torch_strides(func, args, kwargs, result, is_linked_later=is_view)
+        if is_view:
             link_views(result, name, op.func if op.is_jax_function else self._as_function(func), args, kwargs)
         if name in ("add", "sub", "rsub"):
             _note_sum(result, name, args)
@@ -435,6 +448,11 @@ def _tensors(value: Any) -> Iterator[Any]:
             yield from _tensors(item)
     elif isinstance(value, slice):
         yield from _tensors((value.start, value.stop, value.step))
+
+
+def _lies_otherwise(value: Any) -> bool:
+    """Whether a traced tensor in it is not contiguous, in torch."""
+    return any(isinstance(t, TraceTensor) and not t.is_contiguous() for t in _tensors(value))
 
 
 def _is_tensor(value: Any) -> bool:

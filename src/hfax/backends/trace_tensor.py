@@ -27,8 +27,10 @@ import torchax.tensor
 from torchax.ops import mappings
 
 from hfax.backends.observations import note_read
+from hfax.errors import UnsupportedModelError
 from hfax.kernels.quantized import QuantizedArray
 from hfax.load.host_arrays import to_numpy
+from hfax.modelling_line import running_line
 
 Array = Any
 Forward = Callable[[Array], Array]
@@ -45,17 +47,27 @@ class TraceTensor(torchax.tensor.Tensor):
             that do not know it see the numbers.
         env: the environment that it belongs to.
         requires_grad: as in torch; unused, gradients are JAX's.
+        strides: those that torch's tensor would have, in elements; None: a contiguous one's, or the constant's own. They decide, in
+            torch's own code, what of `reshape`, `contiguous` and `view` is a copy.
     """
 
     _array: Array | None
     _host: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls: Any, elem: Any, env: Any, requires_grad: bool = False) -> TraceTensor:
-        dtype = elem.dtype if isinstance(elem, torch.Tensor) else mappings.j2t_dtype(elem.dtype)
-        return torch.Tensor._make_wrapper_subclass(cls, tuple(elem.shape), dtype=dtype, device="meta")  # type: ignore[attr-defined]
+    def __new__(
+        cls: Any, elem: Any, env: Any, requires_grad: bool = False, strides: tuple[int, ...] | None = None
+    ) -> TraceTensor:
+        is_constant = isinstance(elem, torch.Tensor)
+        dtype = elem.dtype if is_constant else mappings.j2t_dtype(elem.dtype)
+        strides = elem.stride() if is_constant else strides
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, tuple(elem.shape), strides=strides, dtype=dtype, device="meta"
+        )
 
-    def __init__(self, elem: Any, env: Any, requires_grad: bool = False) -> None:
+    def __init__(
+        self, elem: Any, env: Any, requires_grad: bool = False, strides: tuple[int, ...] | None = None
+    ) -> None:
         self._env = env
         self._quantized: QuantizedArray | None = None
         if isinstance(elem, torch.Tensor):
@@ -68,7 +80,6 @@ class TraceTensor(torchax.tensor.Tensor):
         self._forward: Forward | None = None
         self._write_back: WriteBack | None = None
         self._views: list[weakref.ref[TraceTensor]] = []
-        self._is_contiguous = True
         self._sum: tuple[TraceTensor, int] | None = None
         self.at_least: int | None = None
         self.at_most: int | None = None
@@ -257,6 +268,12 @@ class TraceTensor(torchax.tensor.Tensor):
 
     # Shared storage
 
+    def with_strides(self, strides: tuple[int, ...]) -> TraceTensor:
+        """The same array as a new tensor that lies otherwise, and shares its storage with no other."""
+        other = TraceTensor(self._array, self._env, strides=strides)
+        other._sum, other.at_least, other.at_most = self._sum, self.at_least, self.at_most
+        return other
+
     def is_view_of(self, base: TraceTensor, forward: Forward, write_back: WriteBack | None) -> None:
         """Remember that this tensor shares its storage with `base`.
 
@@ -348,7 +365,13 @@ def _by_index(forward: Forward) -> WriteBack:
 
     def write_back(base: Array, new: Array) -> Array:
         with jax.ensure_compile_time_eval():
-            indices = forward(jnp.arange(base.size, dtype=jnp.int32).reshape(base.shape))
-        return base.reshape(-1).at[np.asarray(indices).reshape(-1)].set(new.reshape(-1)).reshape(base.shape)
+            indices = np.asarray(forward(jnp.arange(base.size, dtype=jnp.int32).reshape(base.shape))).reshape(-1)
+        if indices.size and np.bincount(indices).max() > 1:
+            raise UnsupportedModelError(
+                f"{running_line()}: a part of an expanded or overlapping tensor is written in place.",
+                "The tensor shows elements of its storage several times, and XLA's arrays have no strides to write through.",
+                "Write to a copy (clone()) or to the tensor before expand(); for a model of others, register a patch.",
+            )
+        return base.reshape(-1).at[indices].set(new.reshape(-1)).reshape(base.shape)
 
     return write_back

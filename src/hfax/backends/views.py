@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import torch
 import torch.utils._mode_utils as mode_utils
+from torch.utils._pytree import tree_map
 
 from hfax.backends.trace_tensor import TraceTensor
 
@@ -24,11 +25,6 @@ _REARRANGED = frozenset(
 _OTHERS = frozenset({"diagonal", "unfold", "as_strided"})
 VIEW_OPS = _RESHAPES | _REARRANGED | _OTHERS
 """Names of the aten operations whose result shares its first argument's storage."""
-
-
-def keeps_order(name: str) -> bool:
-    """Whether a contiguous tensor's view by this operation is contiguous."""
-    return name in _RESHAPES
 
 
 def write_back(name: str, args: tuple[Any, ...]) -> Callable[[Array, Array], Array] | None:
@@ -64,8 +60,6 @@ def link_views(result: Any, name: str, lowering: Callable[..., Any], args: Any, 
         kwargs: its named arguments.
     """
     base: TraceTensor = args[0]
-    if name in ("view", "reshape") and not base._is_contiguous:
-        return  # only reshape() gets here with such a tensor, and it copies
     rest = tuple(args[1:])
     outputs = [result] if isinstance(result, TraceTensor) else list(result)
     for position, view in enumerate(outputs):
@@ -76,15 +70,7 @@ def link_views(result: Any, name: str, lowering: Callable[..., Any], args: Any, 
             out = lowering(array, *rest, **kwargs)
             return out if single else out[position]
 
-        back = write_back(name, rest)
-        view.is_view_of(base, forward, back)
-        leading = name in ("slice", "select", "split", "split_with_sizes", "unbind") and _axis(name, rest, kwargs) == 0
-        view._is_contiguous = base._is_contiguous and (keeps_order(name) or leading)
-
-
-def _axis(name: str, rest: tuple[Any, ...], kwargs: Any) -> int:
-    position = 1 if name in ("split", "split_with_sizes") else 0
-    return rest[position] if len(rest) > position else kwargs.get("dim", 0)
+        view.is_view_of(base, forward, write_back(name, rest))
 
 
 def link_host_view(view: TraceTensor, inputs: list[TraceTensor]) -> None:
@@ -116,7 +102,47 @@ def _by_strides(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -
     return forward
 
 
-def selects_leading(index: Any) -> bool:
-    """Whether an index changes the first axis alone, so that what it selects of a contiguous tensor is contiguous."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return all(p is None or p is Ellipsis or p == slice(None) for p in parts[1:])
+def with_torch_strides(
+    call: Callable[..., Any], args: Any, kwargs: Any, result: Any, *, is_linked_later: bool = False
+) -> Any:
+    """The result of a call with the strides that torch gives it: fresh tensors take the places of those that lie otherwise.
+
+    Args:
+        call: torch's own operation, run on tensors without values.
+        args: what the call was given.
+        kwargs: its named arguments.
+        result: what came of it in the trace: a tensor, several, or anything else.
+        is_linked_later: its tensors will be linked with their base; else those that are views already stay as they are.
+    """
+    outputs = [result] if isinstance(result, TraceTensor) else result
+    if not isinstance(outputs, (tuple, list)) or not any(isinstance(o, TraceTensor) and o.ndim for o in outputs):
+        return result
+    with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+        try:
+            theirs = call(*tree_map(_without_values, args), **tree_map(_without_values, kwargs))
+        except (RuntimeError, NotImplementedError, TypeError):  # torch itself must compute it, or has it another way
+            return result
+        plain = [theirs] if isinstance(theirs, torch.Tensor) else theirs
+        places = [(tuple(t.shape), t.stride()) if isinstance(t, torch.Tensor) else None for t in plain]
+
+    def restrided(ours: Any, place: Any) -> Any:
+        if not isinstance(ours, TraceTensor) or ours.array is None or place is None:
+            return ours
+        if (tuple(ours.shape), ours.stride()) == place or tuple(ours.shape) != place[0]:
+            return ours
+        if ours.has_shared_storage and not is_linked_later:
+            return ours
+        return ours.with_strides(place[1])
+
+    changed = [restrided(o, p) for o, p in zip(outputs, places, strict=False)]
+    if all(new is old for new, old in zip(changed, outputs, strict=False)):
+        return result
+    if isinstance(result, TraceTensor):
+        return changed[0]
+    return type(result)(*changed) if hasattr(result, "_fields") else type(result)(changed)
+
+
+def _without_values(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device="meta")
+    return value

@@ -1,0 +1,186 @@
+"""Lowerings of torch operations whose numbers or dtypes in torchax's table are not torch's, in plain JAX.
+
+`LOWERINGS` goes into the environment's table before any patch. What each entry does otherwise stands in its docstring; the
+comparison with torch that found them is docs/lowerings.md.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torchax.ops import mappings, ops_registry
+
+_aten = torch.ops.aten
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether it is an integer or a truth value, in Python or in an array."""
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return jnp.issubdtype(value.dtype, jnp.integer) or value.dtype == jnp.bool_
+    return isinstance(value, int)
+
+
+def _is_truth(value: Any) -> bool:
+    return value.dtype == jnp.bool_ if isinstance(value, (jax.Array, np.ndarray)) else isinstance(value, bool)
+
+
+def _of_one_dtype(*values: Any) -> list[jax.Array]:
+    dtype = jnp.result_type(*values)
+    return [jnp.asarray(v, dtype) for v in values]
+
+
+def _float_dtype(array: Any) -> Any:
+    """torch's dtype for a function of real numbers: a float's own, else the default one."""
+    return array.dtype if jnp.issubdtype(array.dtype, jnp.inexact) else jnp.float32
+
+
+def _torchax(op: Any) -> Callable[..., Any]:
+    """torchax's lowering of an operation."""
+    return ops_registry.all_aten_ops[op].func
+
+
+def _add(input: Any, other: Any, *, alpha: Any = 1) -> jax.Array:
+    """The sum of two truth values is one, not 2."""
+    if _is_truth(input) and _is_truth(other):
+        return jnp.logical_or(input, jnp.logical_and(other, bool(alpha)))
+    return _torchax(_aten.add.Tensor)(input, other, alpha=alpha)
+
+
+def _div(input: Any, other: Any, rounding_mode: str | None = None) -> jax.Array:
+    """A quotient of integers that is cut to an integer is never a float32, which holds no integer above 2^24 exactly."""
+    if rounding_mode and _is_whole(input) and _is_whole(other):
+        if rounding_mode == "floor":
+            return jnp.floor_divide(input, other)
+        return jax.lax.div(*jnp.broadcast_arrays(*_of_one_dtype(input, other)))
+    return _torchax(_aten.div)(input, other, rounding_mode=rounding_mode or "")
+
+
+def _fmod(input: Any, other: Any) -> jax.Array:
+    """The exact remainder; a quotient rounded to bfloat16 gives another."""
+    return jnp.fmod(*_of_one_dtype(input, other))
+
+
+def _pow(input: Any, exponent: Any) -> jax.Array:
+    """Powers of integers are integers, never float32s."""
+    if not (_is_whole(input) and _is_whole(exponent)):
+        return _torchax(_aten.pow)(input, exponent)
+    base, exponent = _of_one_dtype(input, exponent)
+    if base.dtype == jnp.bool_:
+        base, exponent = base.astype(jnp.int32), exponent.astype(jnp.int32)
+    power = jnp.power(base, jnp.maximum(exponent, 0))
+    of_negative = jnp.where(base == 1, 1, jnp.where(base == -1, 1 - 2 * (exponent % 2), 0)).astype(power.dtype)
+    return jnp.where(exponent >= 0, power, of_negative)
+
+
+def _hardtanh(input: jax.Array, min_val: float = -1.0, max_val: float = 1.0) -> jax.Array:
+    """Integers stay integers."""
+    return jnp.clip(input, jnp.asarray(min_val, input.dtype), jnp.asarray(max_val, input.dtype))
+
+
+def _vector_norm(
+    input: jax.Array, ord: float = 2, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
+) -> jax.Array:
+    """Computed in float32 from 16-bit floats; `dtype` and the count of an order of 0 give floats."""
+    out_dtype = mappings.t2j_dtype(dtype) if dtype is not None else _float_dtype(input)
+    if jnp.issubdtype(input.dtype, jnp.complexfloating):
+        out_dtype = jnp.zeros((), out_dtype).real.dtype
+    size = jnp.abs(input.astype(jnp.promote_types(input.dtype, jnp.float32)))
+    size = size.astype(jnp.promote_types(size.dtype, out_dtype))
+    axes = None if dim is None or dim == [] or dim == () else dim if isinstance(dim, int) else tuple(dim)
+    add = functools.partial(jnp.sum, axis=axes, keepdims=keepdim)
+    if ord == 0:
+        out = add((size != 0).astype(size.dtype))
+    elif ord in (float("inf"), float("-inf")):
+        out = (jnp.max if ord > 0 else jnp.min)(size, axis=axes, keepdims=keepdim)
+    elif ord == 2:
+        out = jnp.sqrt(add(size * size))
+    elif ord == 1:
+        out = add(size)
+    else:
+        out = add(size**ord) ** (1.0 / ord)
+    return out.astype(out_dtype)
+
+
+def _prod(
+    input: jax.Array, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> jax.Array:
+    """A product in `dtype`, which may be bool."""
+    out = _torchax(_aten.prod)(input, dim, keepdim, dtype=dtype)
+    return out.astype(mappings.t2j_dtype(dtype)) if dtype is not None else out
+
+
+def _sort(input: jax.Array, dim: int = -1, descending: bool = False, stable: bool = False) -> tuple[Any, Any]:
+    """Equal elements keep their order, as in torch on CPU, where falling, too."""
+    if not input.ndim:
+        return input, jnp.zeros((), jnp.int32)
+    order = jnp.argsort(input, axis=dim, stable=True, descending=descending)
+    return jnp.take_along_axis(input, order, axis=dim), order
+
+
+def _scatter_reduce(
+    input: jax.Array, dim: int, index: jax.Array, src: Any, reduce: str, *, include_self: bool = True
+) -> jax.Array:
+    """Integers and truth values have no infinity to begin a maximum with: they begin with their least number."""
+    lower = _torchax(_aten.scatter_reduce)
+    if not _is_whole(input) or not isinstance(src, jax.Array):
+        return lower(input, dim, index, src, reduce, include_self=include_self)
+    wide, src = (
+        input.astype(jnp.promote_types(input.dtype, jnp.int32)),
+        src.astype(jnp.promote_types(src.dtype, jnp.int32)),
+    )
+    if not include_self and reduce in ("amax", "amin"):
+        limits = jnp.iinfo(wide.dtype)
+        worst = jnp.full_like(src, limits.min if reduce == "amax" else limits.max)
+        wide = lower(wide, dim, index, worst, None)
+        include_self = True
+    return lower(wide, dim, index, src, reduce, include_self=include_self).astype(input.dtype)
+
+
+def _in_its_dtype(op: Any, input: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+    """A function that torchax gives in float32 whatever it is of: in the dtype of its floats."""
+    dtype = _float_dtype(input)
+    return _torchax(op)(input.astype(jnp.float32), *args, **kwargs).astype(dtype)
+
+
+def _refused(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """JAX's function is another below zero."""
+    raise NotImplementedError(f"{op} has no lowering that holds for negative numbers")
+
+
+def _of_floats(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """A special function, of integers as of the floats that they are."""
+    wide = (
+        a.astype(jnp.float32) if isinstance(a, jax.Array) and _is_whole(a) else float(a) if isinstance(a, int) else a
+        for a in args
+    )
+    return _torchax(op)(*wide, **kwargs)
+
+
+_SPECIAL = (
+    _aten.special_bessel_j0,
+    _aten.special_bessel_y0,
+    _aten.special_chebyshev_polynomial_u,
+    _aten.special_hermite_polynomial_h,
+)
+LOWERINGS: dict[Any, Callable[..., Any]] = {
+    _aten.add.Tensor: _add,
+    _aten.add.Scalar: _add,
+    _aten.div: _div,
+    _aten.fmod: _fmod,
+    _aten.pow: _pow,
+    _aten.hardtanh: _hardtanh,
+    _aten.linalg_vector_norm: _vector_norm,
+    _aten.prod: _prod,
+    _aten.sort: _sort,
+    _aten.scatter_reduce: _scatter_reduce,
+    **{op: functools.partial(_refused, op) for op in (_aten.polygamma, _aten.special_zeta)},
+    **{op: functools.partial(_in_its_dtype, op) for op in (_aten.lgamma, _aten.digamma, _aten.mvlgamma, _aten.logit)},
+    **{op: functools.partial(_of_floats, op) for op in _SPECIAL},
+}
+"""Operations of torch, or their overloads, to functions of arrays."""
