@@ -1,0 +1,95 @@
+"""Operations in a trace give what torch gives, or an error: hfax's own lowerings here, all others on docs/lowerings.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from traced import traced
+
+from hfax.backends.environment import TraceEnvironment
+from hfax.errors import UnsupportedModelError
+
+PAGE = Path(__file__).parents[2] / "docs" / "lowerings.md"
+_TRUTHS = np.array([[True, False, True], [True, True, False]])
+_WHOLE = np.array([[5, -7, 16777219], [0, 2, -33554435]])
+_FLOATS = np.array([[0.25, -1.5, 3.0], [7.0, 0.5, -2.25]], np.float32)
+_INDEX = np.array([[0, 2, 0], [1, 1, 2]])
+
+
+@pytest.mark.parametrize(
+    ("function", "arrays"),
+    [
+        (lambda t: t + t, [_TRUTHS]),
+        (lambda t: t.add(True), [_TRUTHS]),
+        (lambda t: torch.div(t, 7, rounding_mode="trunc"), [_WHOLE]),
+        (lambda t: torch.div(t, torch.tensor(-7), rounding_mode="floor"), [_WHOLE]),
+        (lambda t: (t % 10) ** 8, [_WHOLE]),
+        (lambda t: torch.pow(3, t % 19), [_WHOLE]),
+        (lambda t: (t % 3 - 1) ** (t % 5 - 2), [_WHOLE]),
+        (lambda t: t.square(), [_TRUTHS]),
+        (lambda t: torch.fmod(t.bfloat16() * 37, 2.3).float(), [_FLOATS]),
+        (lambda t: torch.nn.functional.hardtanh(t), [_WHOLE]),
+        (lambda t: t.prod(dim=0, dtype=torch.bool), [_WHOLE]),
+        (lambda t: t.float().bfloat16().logit(0.2).dtype.itemsize * t, [_FLOATS]),
+        (lambda t: t.abs().lgamma(), [_FLOATS]),
+        (lambda t: torch.linalg.vector_norm(t, 0, dim=1), [_FLOATS]),
+        (lambda t: torch.linalg.vector_norm(t.bfloat16(), 3, dtype=torch.float32), [_FLOATS]),
+        (lambda t: torch.linalg.vector_norm(t, float("-inf"), dim=(0, 1), keepdim=True), [_FLOATS]),
+        (lambda t: t.sort(dim=1, descending=True, stable=True), [np.array([[1, 2, 1, 2, 2]])]),
+        (lambda t, i: t.scatter_reduce(1, i, t + 1, "amax", include_self=False), [_WHOLE, _INDEX]),
+        (lambda t, i: t.scatter_reduce(1, i, ~t, "amin", include_self=False), [_TRUTHS, _INDEX]),
+        (lambda t, i: t.scatter_reduce(1, i, t, "sum"), [_WHOLE, _INDEX]),
+    ],
+)
+def test_lowerings_of_our_own_give_what_torch_gives(function: Callable[..., Any], arrays: list[np.ndarray]) -> None:
+    """In torchax's table each of these is another number, or a number of another dtype."""
+    expected = function(*map(torch.from_numpy, arrays))
+    expected = list(expected) if isinstance(expected, tuple) else [expected]
+    for ours, theirs in zip(traced(function, *arrays), expected, strict=True):
+        assert str(ours.dtype) in (str(theirs.dtype)[6:], {"int64": "int32"}.get(str(theirs.dtype)[6:]))
+        np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_functions_that_jax_has_for_positive_numbers_alone_are_refused() -> None:
+    for function in (lambda t: torch.polygamma(2, t), lambda t: torch.special.zeta(t, t)):
+        with pytest.raises(UnsupportedModelError, match="negative numbers"):
+            traced(function, _FLOATS)
+
+
+@pytest.fixture(scope="module")
+def comparison() -> Any:
+    import lowerings
+
+    return lowerings
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, str]:
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    return {found[1]: line for line in lines if (found := re.match(r"\| `([^`]+)` \|", line))}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("part", range(16))
+def test_each_row_of_the_page_is_so(part: int, comparison: Any, rows: dict[str, str]) -> None:
+    chosen = list(comparison.operations())[part::16]
+    assert chosen
+    for operation in chosen:
+        row, wrong = comparison.row_of(operation)
+        assert not wrong
+        assert row == rows[comparison.name_of(operation)], "run: python tests/support/lowerings.py"
+
+
+@pytest.mark.sweep
+def test_a_wrong_lowering_is_seen(comparison: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = TraceEnvironment()
+    environment.lower(torch.ops.aten.fmod, lambda input, other: input - other)
+    monkeypatch.setattr(comparison.tracing, "_environment", lambda: environment)
+    operation = next(o for o in comparison.operations() if o.name == "fmod")
+    assert comparison.row_of(operation)[1]
