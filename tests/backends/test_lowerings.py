@@ -41,6 +41,8 @@ _INDEX = np.array([[0, 2, 0], [1, 1, 2]])
         (lambda t: torch.linalg.vector_norm(t, 0, dim=1), [_FLOATS]),
         (lambda t: torch.linalg.vector_norm(t.bfloat16(), 3, dtype=torch.float32), [_FLOATS]),
         (lambda t: torch.linalg.vector_norm(t, float("-inf"), dim=(0, 1), keepdim=True), [_FLOATS]),
+        (lambda t: torch.linalg.eigvalsh(t[:, :2], UPLO="U"), [_FLOATS]),
+        (lambda t: torch.linalg.eigvalsh(t[:, :2]), [_FLOATS]),
         (lambda t: t.sort(dim=1, descending=True, stable=True), [np.array([[1, 2, 1, 2, 2]])]),
         (lambda t, i: t.scatter_reduce(1, i, t + 1, "amax", include_self=False), [_WHOLE, _INDEX]),
         (lambda t, i: t.scatter_reduce(1, i, ~t, "amin", include_self=False), [_TRUTHS, _INDEX]),
@@ -56,10 +58,21 @@ def test_lowerings_of_our_own_give_what_torch_gives(function: Callable[..., Any]
         np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-5, atol=1e-6)
 
 
-def test_functions_that_jax_has_for_positive_numbers_alone_are_refused() -> None:
-    for function in (lambda t: torch.polygamma(2, t), lambda t: torch.special.zeta(t, t)):
-        with pytest.raises(UnsupportedModelError, match="negative numbers"):
-            traced(function, _FLOATS)
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda t: torch.polygamma(2, t), "negative numbers"),
+        (lambda t: torch.special.zeta(t, t), "negative numbers"),
+        (lambda t: _sampled(t[None, None, None], torch.zeros(1, 1, 2, 3, 3)), "reflected at the border"),
+    ],
+)
+def test_what_would_be_wrong_is_refused(function: Callable[..., Any], why: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=why):
+        traced(function, _FLOATS)
+
+
+def _sampled(volume: Any, grid: Any) -> Any:
+    return torch.nn.functional.grid_sample(volume, grid, padding_mode="reflection", align_corners=False)
 
 
 @pytest.fixture(scope="module")

@@ -58,6 +58,7 @@ KNOWN: dict[tuple[str, torch.dtype | None], str] = {
         "cholesky_inverse",
         torch.float32,
     ): "the inverse of an ill-conditioned matrix in float32: off by 5e-6 of its scale",
+    ("histc", torch.bfloat16): "of a single number, in which of the bins about it it falls",
     ("igamma", torch.float32): "off by 1e-6 of its scale",
     ("igammac", torch.float32): "off by 1e-6 of its scale",
     ("lgamma", torch.bool): "at 1, where it is 0, float32 is off by 5e-7",
@@ -301,8 +302,8 @@ bits for torch's 64) and numbers. Integers and booleans are equal; floats differ
 scale of the result, or by four times torch's own difference from float64. "{refused}" is an error of the trace: nothing is
 computed. A dash: torch has no samples of that dtype, or they say nothing (random numbers, or torch fails on them).
 
-`python tests/support/lowerings.py` makes this page; a test of the sweep compares each row. Random programs of views, indices and
-writes in place are tested beside it (`tests/backends/test_random_programs.py`).
+`python tests/support/lowerings.py` makes this page (with names behind it, their rows); a test of the sweep compares each row.
+Random programs of views, indices and writes in place are tested beside it (`tests/backends/test_random_programs.py`).
 
 """
 
@@ -323,7 +324,7 @@ def row_of(operation: Any) -> tuple[str, dict[str, list[str]]]:
 
 
 def main() -> None:
-    """Write the page, or print the rows of the operations that are named."""
+    """Write the page, or the rows of the operations that are named."""
     rows, failures = [], 0
     with lowerings_used() as used:
         for operation in operations():
@@ -335,7 +336,10 @@ def main() -> None:
             for dtype, lines in wrong.items():
                 print(name_of(operation), dtype, *sorted(set(lines))[:3], sep="\n    ", flush=True)
     if sys.argv[1:]:
-        print(*rows, sep="\n")
+        lines = _PAGE.read_text().splitlines()
+        new = {row.split("`")[1]: row for row in rows}
+        lines = [new.get(line.split("`")[1], line) if line.startswith("| `") else line for line in lines]
+        _PAGE.write_text("\n".join(lines) + "\n")
         return
     names = " | ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
     heading = _HEADING.format(most=MOST_SAMPLES, roundings=_ROUNDINGS, refused="n refused")

@@ -21,7 +21,7 @@ import torchax.tensor
 from torchax.ops import mappings
 
 from hfax.backends import indexing, wide_integers
-from hfax.backends.lowerings import LOWERINGS
+from hfax.backends.lowerings import LOWERINGS, REFUSED
 from hfax.backends.masked_selection import DistinctRuns, MaskedSelection, MaskPlaces
 from hfax.backends.observations import note_missing, note_wide
 from hfax.backends.trace_tensor import (
@@ -317,6 +317,8 @@ class TraceEnvironment(torchax.tensor.Environment):
             return DistinctRuns(as_array(args[0]), self.wrap)
         if func is torch.Tensor.new_tensor:
             return self._construct(torch.tensor, args[1:], {"dtype": args[0].dtype, **kwargs, "device": None})
+        if name in REFUSED and (reason := REFUSED[name](*args, **kwargs)):
+            raise NotImplementedError(f"{name} has no lowering for this call: {reason}")
         if name in _RESHAPED_IN_PLACE and isinstance(func, torch._ops.OpOverload):
             args[0]._elem = as_array(self.dispatch(_functional_form(func, name), (), args, kwargs))
             return args[0]

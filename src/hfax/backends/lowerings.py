@@ -148,9 +148,33 @@ def _in_its_dtype(op: Any, input: jax.Array, *args: Any, **kwargs: Any) -> jax.A
     return _torchax(op)(input.astype(jnp.float32), *args, **kwargs).astype(dtype)
 
 
-def _refused(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """JAX's function is another below zero."""
-    raise NotImplementedError(f"{op} has no lowering that holds for negative numbers")
+def _of_triangle(input: jax.Array, is_lower: bool) -> jax.Array:
+    """The Hermitian matrix whose one triangle it is."""
+    triangle = jnp.tril(input, -1) if is_lower else jnp.triu(input, 1)
+    diagonal = jnp.where(jnp.eye(input.shape[-1], dtype=bool), input, 0)
+    return triangle + jnp.swapaxes(triangle, -1, -2).conj() + diagonal
+
+
+def _eigh(input: jax.Array, UPLO: str = "L", compute_v: bool = True) -> tuple[jax.Array, jax.Array]:
+    """One triangle is read; JAX takes the mean of both."""
+    values, vectors = jnp.linalg.eigh(_of_triangle(input, UPLO.upper() == "L"), symmetrize_input=False)
+    return values, vectors
+
+
+def _pinv(input: jax.Array, *, atol: Any = None, rtol: Any = None, hermitian: bool = False) -> jax.Array:
+    """`atol` and `hermitian` are honoured."""
+    if hermitian:
+        values, vectors = _eigh(input)
+        left, right = vectors, jnp.swapaxes(vectors, -1, -2).conj()
+    else:
+        u, values, vh = jnp.linalg.svd(input, full_matrices=False)
+        left, right = jnp.swapaxes(vh, -1, -2).conj(), jnp.swapaxes(u, -1, -2).conj()
+    size = jnp.abs(values)
+    largest = jnp.max(size, axis=-1, initial=0, keepdims=True)
+    rtol = jnp.finfo(size.dtype).eps * max(input.shape[-2:]) if rtol is None else jnp.asarray(rtol)[..., None]
+    cut = jnp.maximum(0 if atol is None else jnp.asarray(atol)[..., None], rtol * largest)
+    inverse = jnp.where(size > cut, 1 / jnp.where(size > cut, values, 1), 0)
+    return (left * inverse[..., None, :]) @ right
 
 
 def _of_floats(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -179,8 +203,25 @@ LOWERINGS: dict[Any, Callable[..., Any]] = {
     _aten.prod: _prod,
     _aten.sort: _sort,
     _aten.scatter_reduce: _scatter_reduce,
-    **{op: functools.partial(_refused, op) for op in (_aten.polygamma, _aten.special_zeta)},
+    _aten._linalg_eigh: _eigh,
+    _aten.linalg_pinv.atol_rtol_tensor: _pinv,
     **{op: functools.partial(_in_its_dtype, op) for op in (_aten.lgamma, _aten.digamma, _aten.mvlgamma, _aten.logit)},
     **{op: functools.partial(_of_floats, op) for op in _SPECIAL},
 }
 """Operations of torch, or their overloads, to functions of arrays."""
+
+
+def _positive_alone(*args: Any, **kwargs: Any) -> str:
+    return "JAX's function is another for negative numbers"
+
+
+def _reflected_grid(input: Any, grid: Any, interpolation_mode: int, padding_mode: int, align_corners: bool) -> str:
+    return "of three axes, with places reflected at the border" if padding_mode == 2 else ""
+
+
+REFUSED: dict[str, Callable[..., str]] = {
+    "polygamma": _positive_alone,
+    "special_zeta": _positive_alone,
+    "grid_sampler_3d": _reflected_grid,
+}
+"""Names of operations whose lowering elsewhere gives wrong numbers, to what says for which arguments, and why ("": for none)."""
