@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import LlamaConfig, MistralConfig
 
 import hfax
 from hfax.errors import InvalidInputError
-from hfax.example_inputs.inputs import CaseInputs
+from hfax.example_inputs.inputs import CaseInputs, make_inputs
 from hfax.matrix import sweep
-from hfax.matrix.architectures import Architecture, small_config
+from hfax.matrix.architectures import Architecture, architectures, small_config
 from hfax.matrix.case import CaseResult, _with_ties_in_order, run_case
 from hfax.matrix.runner import run_cases
 from hfax.matrix.variations import Variation, apply_changes, draw, vary_inputs
@@ -68,6 +69,19 @@ def test_a_call_has_the_rows_and_the_padding_that_were_drawn() -> None:
     assert vary_inputs(model, inputs, Variation()) is inputs
 
 
+def test_images_have_the_sizes_that_were_drawn() -> None:
+    (architecture,) = (a for a in architectures("image-text-to-text") if a.model_type == "qwen2_vl")
+    config = small_config(architecture)
+    drawn = [draw(config, "image-text-to-text", seed) for seed in range(10)]
+    assert len({one.image_sizes for one in drawn}) > 5
+    model = transformers.Qwen2VLForConditionalGeneration(config).eval()
+    inputs = make_inputs(model, "image-text-to-text")
+    varied = vary_inputs(model, inputs, Variation(image_sizes=((1, 3), (4, 2)), around=(2, 6)))
+    merge = config.vision_config.spatial_merge_size
+    assert varied.forward["image_grid_thw"].tolist() == [[1, merge, 3 * merge], [1, 4 * merge, 2 * merge]]
+    assert varied.forward["attention_mask"].sum(1).tolist() == [2 + 3 + 6, 2 + 8 + 5]
+
+
 def test_an_agreeing_variation_works_and_a_window_that_is_off_by_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_case(MISTRAL, variation=WINDOWED).outcome == "works"
     plain = hfax.AutoModelForTPU.from_pretrained
@@ -101,9 +115,10 @@ def test_a_failure_is_reduced_to_what_it_needs(monkeypatch: pytest.MonkeyPatch) 
 def test_the_corpus_keeps_each_case_once(tmp_path: Path) -> None:
     file = tmp_path / "corpus.json"
     result = CaseResult(**dataclasses.asdict(MISTRAL), outcome="generate differs", variation=WINDOWED)
-    sweep.add_to_corpus(file, [result, result])
+    other = dataclasses.replace(result, variation=Variation(image_sizes=((1, 2), (3, 1)), around=(1, 2)))
+    sweep.add_to_corpus(file, [result, other])
     sweep.add_to_corpus(file, [result])
-    assert sweep.read_corpus(file) == [(MISTRAL, WINDOWED)]
+    assert sweep.read_corpus(file) == [(MISTRAL, WINDOWED), (MISTRAL, other.variation)]
     assert sweep.read_corpus(tmp_path / "nothing.json") == []
 
 

@@ -32,7 +32,7 @@ from hfax.backends.trace_tensor import (
     is_in_64_bits,
     known_range,
 )
-from hfax.backends.views import VIEW_OPS, link_host_view, link_views, with_torch_strides
+from hfax.backends.views import VIEW_OPS, keeps_order, link_host_view, link_views, with_torch_strides
 
 _MAX_HOST_ELEMENTS = 1 << 16
 """Larger constants are computed by the program instead of being stored in it."""
@@ -351,7 +351,7 @@ class TraceEnvironment(torchax.tensor.Environment):
             with self._dispatch_mode:
                 result = op.func(*wrapped[0], **wrapped[1])
         is_view = name in VIEW_OPS and isinstance(func, torch._ops.OpOverload) and isinstance(args[0], TraceTensor)
-        if is_view or (
+        if (is_view and not keeps_order(name)) or (
             isinstance(func, torch._ops.OpOverload) and ("memory_format" in kwargs or _lies_otherwise((args, kwargs)))
         ):
             result = with_torch_strides(func, args, kwargs, result, is_linked_later=is_view)

@@ -27,6 +27,11 @@ VIEW_OPS = _RESHAPES | _REARRANGED | _OTHERS
 """Names of the aten operations whose result shares its first argument's storage."""
 
 
+def keeps_order(name: str) -> bool:
+    """Whether a contiguous tensor's view by this operation is contiguous."""
+    return name in _RESHAPES
+
+
 def write_back(name: str, args: tuple[Any, ...]) -> Callable[[Array, Array], Array] | None:
     """How a write through the view gets into the base; None where only the index of each element tells.
 

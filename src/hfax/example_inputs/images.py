@@ -14,8 +14,11 @@ from typing import Any
 import torch
 
 IMAGES = 2
-_BEFORE, _AFTER = 3, 5
-"""Tokens of text around a row's image."""
+AROUND = (3, 5)
+"""Tokens of text before and after a row's image."""
+ImageSizes = tuple[tuple[int, int], tuple[int, int]]
+"""Height and width of each image, in patches that become one feature (two patches a side where nothing says how many do)."""
+SIZES: ImageSizes = ((2, 2), (2, 4))
 
 
 def vision_config(config: Any) -> Any:
@@ -27,8 +30,12 @@ def vision_config(config: Any) -> Any:
     return vision_config(thinker) if thinker is not None else config
 
 
-def image_inputs(model: Any) -> dict[str, torch.Tensor]:
+def image_inputs(model: Any, sizes: ImageSizes = SIZES) -> dict[str, torch.Tensor]:
     """Two images in the layout of the model's forward.
+
+    Args:
+        model: of plain transformers, or a skeleton's module.
+        sizes: of the images, where the layout has any.
 
     Raises:
         NotImplementedError: no layout fits.
@@ -36,13 +43,13 @@ def image_inputs(model: Any) -> dict[str, torch.Tensor]:
     names = set(inspect.signature(model.forward).parameters)
     config = vision_config(model.config)
     if own := LAYOUTS.get(model.config.model_type.removesuffix("_vision")):
-        return own(model)
+        return own(model, sizes)
     if names & {"image_grid_thw", "grid_thw"}:
-        return _patches_with_grid(config)
+        return _patches_with_grid(config, sizes)
     if "target_sizes" in names:
-        return _packed_columns(config)
+        return _packed_columns(config, sizes)
     if "spatial_shapes" in names:
-        return _padded_patches(config)
+        return _padded_patches(config, sizes)
     if "pixel_attention_mask" in names:
         return _masked_tiles(config)
     found = {"pixel_values": draw(IMAGES, _channels(config), *image_size(config))}
@@ -88,36 +95,37 @@ def image_size(config: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
-def _patches_with_grid(config: Any) -> dict[str, torch.Tensor]:
+def _patches_with_grid(config: Any, sizes: ImageSizes) -> dict[str, torch.Tensor]:
     """Patches of all images in one row, [patches, values], and how they lie, [images, 3] (time, height, width)."""
     merge = image_number(config, "spatial_merge_size", "merge_size", "merge_kernel_size", default=2)
     patch = image_number(config, "patch_size", default=14)
     frames = image_number(config, "temporal_patch_size", "patch_temporal", default=1)
-    grid = torch.tensor([[1, 2 * merge, 2 * merge], [1, 2 * merge, 4 * merge]])
+    grid = torch.tensor([[1, height * merge, width * merge] for height, width in sizes])
     values = _channels(config) * frames * patch * patch
     return {"pixel_values": draw(int(grid.prod(1).sum()), values), "image_grid_thw": grid}
 
 
-def _square_patches_with_grid(model: Any) -> dict[str, torch.Tensor]:
+def _square_patches_with_grid(model: Any, sizes: ImageSizes) -> dict[str, torch.Tensor]:
     """The same with each patch as a small image, [patches, channels, patch, patch]."""
     config = vision_config(model.config)
-    found = _patches_with_grid(config)
+    found = _patches_with_grid(config, sizes)
     patch = image_number(config, "patch_size", default=14)
     pixels = found["pixel_values"]
     return found | {"pixel_values": pixels.reshape(len(pixels), _channels(config), patch, patch)}
 
 
-def _packed_columns(config: Any) -> dict[str, torch.Tensor]:
+def _packed_columns(config: Any, sizes: ImageSizes) -> dict[str, torch.Tensor]:
     """Patches of all images side by side, [1, channels, patch, patches · patch], and their sizes in patches, [images, 2]."""
     patch = image_number(config, "patch_size", default=14)
-    sizes = torch.tensor([[4, 4], [4, 8]])
-    return {"pixel_values": draw(1, _channels(config), patch, int(sizes.prod(1).sum()) * patch), "target_sizes": sizes}
+    patches = 2 * torch.tensor(sizes)
+    pixels = draw(1, _channels(config), patch, int(patches.prod(1).sum()) * patch)
+    return {"pixel_values": pixels, "target_sizes": patches}
 
 
-def _padded_patches(config: Any) -> dict[str, torch.Tensor]:
+def _padded_patches(config: Any, sizes: ImageSizes) -> dict[str, torch.Tensor]:
     """Patches of each image, padded to the longest, [images, patches, values], their sizes, [images, 2], and a mask."""
     patch = image_number(config, "patch_size", default=14)
-    shapes = torch.tensor([[4, 4], [4, 6]])
+    shapes = torch.tensor([[2 * height, width + 2] for height, width in sizes])
     counts = shapes.prod(1)
     mask = torch.arange(int(counts.max()))[None] < counts[:, None]
     pixels = draw(IMAGES, int(counts.max()), _channels(config) * patch * patch) * mask[..., None]
@@ -131,23 +139,23 @@ def _masked_tiles(config: Any) -> dict[str, torch.Tensor]:
     return {"pixel_values": draw(IMAGES, 1, _channels(config), height, width), "pixel_attention_mask": mask}
 
 
-def _merged_patches(model: Any) -> dict[str, torch.Tensor]:
+def _merged_patches(model: Any, sizes: ImageSizes) -> dict[str, torch.Tensor]:
     """A small image for each token, [tokens, merge · patch, merge · patch, channels]; the grid counts tokens."""
     config = vision_config(model.config)
     side = image_number(config, "spatial_merge_size", default=2) * image_number(config, "patch_size", default=14)
-    grid = torch.tensor([[1, 2, 2], [1, 2, 4]])
+    grid = torch.tensor([[1, height, width] for height, width in sizes])
     return {"pixel_values": draw(int(grid.prod(1).sum()), side, side, _channels(config)), "image_grid_thw": grid}
 
 
-def _patches_with_heights(model: Any) -> dict[str, torch.Tensor]:
+def _patches_with_heights(model: Any, sizes: ImageSizes) -> dict[str, torch.Tensor]:
     """As `_patches_with_grid` with heights and widths alone, [images, 2]."""
     config = vision_config(model.config)
-    grid = torch.tensor([[4, 4], [4, 8]])
+    grid = 2 * torch.tensor(sizes)
     values = _channels(config) * image_number(config, "patch_size", default=14) ** 2
     return {"pixel_values": draw(int(grid.prod(1).sum()), values), "image_grid_hw": grid}
 
 
-def _patches_with_positions(model: Any) -> dict[str, torch.Tensor]:
+def _patches_with_positions(model: Any, _: ImageSizes) -> dict[str, torch.Tensor]:
     """Patches of each image, [images, patches, values], and where each lies, [images, patches, 2] (x, y)."""
     config = vision_config(model.config)
     side = 2 * image_number(config, "pooling_kernel_size", default=1)
@@ -157,7 +165,7 @@ def _patches_with_positions(model: Any) -> dict[str, torch.Tensor]:
     return {"pixel_values": pixels, "image_position_ids": places[None].repeat(IMAGES, 1, 1)}
 
 
-def _crops_with_pooling(model: Any) -> dict[str, torch.Tensor]:
+def _crops_with_pooling(model: Any, _: ImageSizes) -> dict[str, torch.Tensor]:
     """Patches of one crop an image, [crops, patches, values], and the four patches behind each token, [tokens, 4]."""
     config = vision_config(model.config)
     patch, side = (
@@ -174,7 +182,7 @@ def _crops_with_pooling(model: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def _tiles_with_ratios(model: Any) -> dict[str, torch.Tensor]:
+def _tiles_with_ratios(model: Any, _: ImageSizes) -> dict[str, torch.Tensor]:
     """Tiles of one image a row, [rows, images, tiles, channels, height, width], with a number for their arrangement."""
     config = vision_config(model.config)
     tiles = config.max_num_tiles
@@ -187,14 +195,14 @@ def _tiles_with_ratios(model: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def _masked_by_tile(model: Any) -> dict[str, torch.Tensor]:
+def _masked_by_tile(model: Any, _: ImageSizes) -> dict[str, torch.Tensor]:
     """Tiles of one image a row, [rows, tiles, channels, height, width], and which are real, [rows, tiles]."""
     config = vision_config(model.config)
     mask = torch.ones(IMAGES, 2, dtype=torch.bool)
     return {"pixel_values": draw(IMAGES, 2, _channels(config), *image_size(config)), "pixel_attention_mask": mask}
 
 
-def _flat_patches(model: Any) -> dict[str, torch.Tensor]:
+def _flat_patches(model: Any, _: ImageSizes) -> dict[str, torch.Tensor]:
     """[images, patches, row and column and values], places counted from 1."""
     config = vision_config(model.config)
     patch = image_number(config, "patch_size", default=16)
@@ -202,11 +210,11 @@ def _flat_patches(model: Any) -> dict[str, torch.Tensor]:
     return {"flattened_patches": torch.cat([places, draw(IMAGES, 9, _channels(config) * patch * patch)], dim=-1)}
 
 
-LAYOUTS: dict[str, Callable[[Any], dict[str, torch.Tensor]]] = {
+LAYOUTS: dict[str, Callable[[Any, ImageSizes], dict[str, torch.Tensor]]] = {
     "kimi_k25": _square_patches_with_grid,
     "paddleocr_vl": _square_patches_with_grid,
     "inkling2": _merged_patches,
-    "inkling_mm_model": lambda model: {
+    "inkling_mm_model": lambda model, _: {
         "pixel_values": draw(
             IMAGES, vision_config(model.config).temporal_patch_size, *[vision_config(model.config).patch_size] * 2, 3
         )
@@ -218,19 +226,21 @@ LAYOUTS: dict[str, Callable[[Any], dict[str, torch.Tensor]]] = {
     "mllama": _tiles_with_ratios,
     "granite_docling": _masked_by_tile,
     "pix2struct": _flat_patches,
-    "deepseek_vl_hybrid": lambda model: {
+    "deepseek_vl_hybrid": lambda model, _: {
         "pixel_values": draw(IMAGES, 3, *image_size(vision_config(model.config))),
         "high_res_pixel_values": draw(IMAGES, 3, *image_size(model.config.high_res_vision_config)),
     },
-    "emu3": lambda model: {
+    "emu3": lambda model, _: {
         "pixel_values": draw(IMAGES, 3, 64, 64),
         "image_sizes": torch.tensor([[64, 64]] * IMAGES),
     },
-    "instructblipvideo": lambda model: {"pixel_values": draw(IMAGES, 4, 3, *image_size(vision_config(model.config)))},
-    "neomme": lambda model: {"pixel_values": draw(4 * IMAGES, model.config.patch_dim)},
-    "fuyu": lambda model: {"pixel_values": draw(IMAGES, 4, 3 * model.config.patch_size**2)},
-    "video_llama_3": lambda model: (
-        _patches_with_grid(vision_config(model.config)) | {"image_merge_sizes": torch.tensor([1, 2])}
+    "instructblipvideo": lambda model, _: {
+        "pixel_values": draw(IMAGES, 4, 3, *image_size(vision_config(model.config)))
+    },
+    "neomme": lambda model, _: {"pixel_values": draw(4 * IMAGES, model.config.patch_dim)},
+    "fuyu": lambda model, _: {"pixel_values": draw(IMAGES, 4, 3 * model.config.patch_size**2)},
+    "video_llama_3": lambda model, sizes: (
+        _patches_with_grid(vision_config(model.config), sizes) | {"image_merge_sizes": torch.tensor([1, 2])}
     ),
 }
 """Model types whose images have a layout that few others have."""
@@ -240,26 +250,35 @@ CountFeatures = Callable[[Any, dict[str, Any]], list[int]]
 """Gets a model and its images, and says how many features each image gives."""
 
 
-def prompts_with_images(model: Any, ordinary: torch.Tensor, count_features: CountFeatures) -> dict[str, Any]:
+def prompts_with_images(
+    model: Any,
+    ordinary: torch.Tensor,
+    count_features: CountFeatures,
+    sizes: ImageSizes = SIZES,
+    around: tuple[int, int] = AROUND,
+) -> dict[str, Any]:
     """Arguments of forward: pixels, and two rows of ids, padded on the left, with an image in each.
 
     Args:
         model: of plain transformers, or a skeleton's module.
         ordinary: [2, n] ids of text.
         count_features: `feature_counts`, or what asks a model without weights.
+        sizes: of the images.
+        around: tokens of text before an image and after it; the second row has one less after it.
     """
-    images = image_inputs(model)
+    before, last = around
+    images = image_inputs(model, sizes)
     names = inspect.signature(model.forward).parameters
     if "qformer_input_ids" in names:
-        images["qformer_input_ids"] = ordinary[:, -_AFTER:] % model.config.qformer_config.vocab_size
+        images["qformer_input_ids"] = ordinary[:, -last:] % model.config.qformer_config.vocab_size
         images["qformer_attention_mask"] = torch.ones_like(images["qformer_input_ids"])
     token = image_token(model.config)
     counts = count_features(model, images) if token is not None else [0] * IMAGES
-    length = _BEFORE + _AFTER + max(count - row for row, count in enumerate(counts))
+    length = before + last + max(count - row for row, count in enumerate(counts))
     ids, mask, is_image = (torch.zeros(IMAGES, length, dtype=torch.long) for _ in range(3))
     for row, count in enumerate(counts):
-        text, after = ordinary[row], _AFTER - row
-        values = torch.cat([text[:_BEFORE], torch.full((count,), token or 0), text[_BEFORE : _BEFORE + after]])
+        text, after = ordinary[row], last - row
+        values = torch.cat([text[:before], torch.full((count,), token or 0), text[before : before + after]])
         ids[row, length - len(values) :], mask[row, length - len(values) :] = values, 1
         is_image[row, length - after - count : length - after] = 1
     found = {"input_ids": ids, "attention_mask": mask, **images}
@@ -274,7 +293,7 @@ def prompts_with_images(model: Any, ordinary: torch.Tensor, count_features: Coun
     if "cross_attention_mask" in names:  # every token after the image sees its first tile
         tiles = images["pixel_values"].shape[2]
         found["cross_attention_mask"] = torch.zeros(IMAGES, length, 1, tiles, dtype=torch.long)
-        found["cross_attention_mask"][:, _BEFORE:, :, 0] = 1
+        found["cross_attention_mask"][:, before:, :, 0] = 1
     return found
 
 

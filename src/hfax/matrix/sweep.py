@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hfax.example_inputs.images import AROUND, SIZES
 from hfax.example_inputs.inputs import GENERATING
 from hfax.matrix.architectures import Architecture, architectures, small_config
 from hfax.matrix.case import CaseResult
@@ -116,6 +117,13 @@ def _smaller(variation: Variation) -> Iterable[Variation]:
     if len(variation.lengths) > 1:
         for length in variation.lengths:
             yield dataclasses.replace(variation, lengths=(length,))
+    if variation.image_sizes:
+        yield dataclasses.replace(variation, image_sizes=(), around=AROUND)
+        for number, size in enumerate(variation.image_sizes):
+            if size != SIZES[number]:
+                sizes = [*variation.image_sizes]
+                sizes[number] = SIZES[number]
+                yield dataclasses.replace(variation, image_sizes=tuple(sizes))
     if variation.padding != "left":
         yield dataclasses.replace(variation, padding="left")
     if variation.new_tokens > 2:
@@ -140,5 +148,8 @@ def read_corpus(corpus: Path) -> list[tuple[Architecture, Variation]]:
     found = []
     for row in json.loads(corpus.read_text()):
         fields = row.pop("variation")
-        found.append((Architecture(**row), Variation(**fields | {"lengths": tuple(fields["lengths"])})))
+        fields["lengths"] = tuple(fields["lengths"])
+        fields["image_sizes"] = tuple(map(tuple, fields.get("image_sizes", ())))
+        fields["around"] = tuple(fields.get("around", AROUND))
+        found.append((Architecture(**row), Variation(**fields)))
     return found

@@ -17,6 +17,7 @@ import torch
 from transformers import PretrainedConfig
 
 from hfax.example_inputs.fields import token_ids
+from hfax.example_inputs.images import AROUND, feature_counts, prompts_with_images
 from hfax.example_inputs.inputs import GENERATING, CaseInputs
 
 _ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2", "silu", "tanh", "sigmoid")
@@ -24,6 +25,7 @@ _SWITCH = re.compile(r"(^|_)(bias|norm|residual|rescale|scale|parallel|post|qk|c
 _NO_SWITCH = re.compile(r"cache|decoder|return|output|torch|dropout|training|gradient|vision|image|audio|quant|prenorm")
 _LENGTHS = (1, 2, 5, 9, 17, 20, 33)
 _NEW_TOKENS = (1, 2, 6, 16, 16, 40)
+_SIDES = (1, 2, 3, 4, 6)
 _MOST_CHANGES = 6
 
 
@@ -38,6 +40,8 @@ class Variation:
             after padding on the left.
         new_tokens: greedy tokens to write.
         seed: of weights and prompts.
+        image_sizes: of the two images, as `ImageSizes`; () where the case's own are kept.
+        around: tokens of text before and after each image.
     """
 
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -45,6 +49,8 @@ class Variation:
     padding: str = "left"
     new_tokens: int = 16
     seed: int = 0
+    image_sizes: tuple[tuple[int, int], ...] = ()
+    around: tuple[int, int] = AROUND
 
 
 def draw(config: PretrainedConfig, mapping: str, seed: int) -> Variation:
@@ -57,12 +63,17 @@ def draw(config: PretrainedConfig, mapping: str, seed: int) -> Variation:
         changes |= some
     writes = mapping in GENERATING
     lengths = tuple(rng.choice(_LENGTHS) for _ in range(rng.choice((1, 2, 3))))
+    with_images = mapping == "image-text-to-text"
+    image_sizes = tuple((rng.choice(_SIDES), rng.choice(_SIDES)) for _ in range(2)) if with_images else ()
+    around = (rng.choice((1, 3, 9)), rng.choice((2, 5, 14))) if with_images else AROUND
     return Variation(
         changes=changes,
-        lengths=lengths if writes and mapping != "image-text-to-text" else (),
+        lengths=lengths if writes and not with_images else (),
         padding=rng.choice(("left", "left", "right", "holes")),
         new_tokens=rng.choice(_NEW_TOKENS) if rng.random() > 0.05 else 300,
         seed=rng.randrange(1 << 16),
+        image_sizes=image_sizes,
+        around=around,
     )
 
 
@@ -77,7 +88,12 @@ def apply_changes(config: Any, changes: dict[str, Any]) -> None:
 
 
 def vary_inputs(model: Any, inputs: CaseInputs, variation: Variation) -> CaseInputs:
-    """The case's inputs with texts of the variation's lengths; others stay as they are."""
+    """The case's inputs with texts of the variation's lengths, or images of its sizes; others stay as they are."""
+    if variation.image_sizes and "pixel_values" in inputs.forward and not model.config.is_encoder_decoder:
+        text = token_ids(model, rows=2, length=sum(variation.around), seed=variation.seed)
+        one, two = variation.image_sizes
+        forward = prompts_with_images(model, text, feature_counts, (one, two), variation.around)
+        return CaseInputs(forward=forward, generate=dict(forward), mask=forward["attention_mask"].bool())
     if not variation.lengths or set(inputs.forward) - {
         "input_ids",
         "attention_mask",
