@@ -82,21 +82,23 @@ def comparison() -> Any:
     return lowerings
 
 
-@pytest.fixture(scope="module")
-def rows() -> dict[str, str]:
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
-    return {found[1]: line for line in lines if (found := re.match(r"\| `([^`]+)` \|", line))}
+def agreeing(row: str) -> list[bool]:
+    """For each dtype, whether a row of the page says that results agree."""
+    return [re.match(r"\d+(,|$)", cell.strip()) is not None for cell in row.split(" | ")[1:5]]
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("part", range(16))
-def test_each_row_of_the_page_is_so(part: int, comparison: Any, rows: dict[str, str]) -> None:
+def test_each_row_of_the_page_is_so(part: int, comparison: Any) -> None:
+    """Which results agree, not how many: for some samples torch's own result differs from run to run."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    rows = {found[1]: line for line in lines if (found := re.match(r"\| `([^`]+)` \|", line))}
     chosen = list(comparison.operations())[part::16]
     assert chosen
     for operation in chosen:
         row, wrong = comparison.row_of(operation)
         assert not wrong
-        assert row == rows[comparison.name_of(operation)], "run: python tests/support/lowerings.py"
+        assert agreeing(row) == agreeing(rows[comparison.name_of(operation)]), f"run lowerings.py again: {row}"
 
 
 @pytest.mark.sweep

@@ -322,7 +322,7 @@ def test_a_program_of_views_and_writes_gives_what_torch_gives(shape: list[int], 
 
 
 @pytest.mark.sweep
-@hypothesis.settings(max_examples=3000, **_SETTINGS)
+@hypothesis.settings(max_examples=1000, **_SETTINGS)
 @hypothesis.given(_SHAPES, _STEPS)
 def test_many_programs_of_views_and_writes_give_what_torch_gives(shape: list[int], steps: list[Named]) -> None:
     _agrees(shape, steps)

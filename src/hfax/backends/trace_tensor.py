@@ -32,6 +32,7 @@ from hfax.kernels.quantized import QuantizedArray
 from hfax.load.host_arrays import to_numpy
 from hfax.modelling_line import running_line
 
+_META = torch.device("meta")
 Array = Any
 Forward = Callable[[Array], Array]
 """From a base's array to its view's."""
@@ -62,7 +63,7 @@ class TraceTensor(torchax.tensor.Tensor):
         dtype = elem.dtype if is_constant else mappings.j2t_dtype(elem.dtype)
         strides = elem.stride() if is_constant else strides
         return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, tuple(elem.shape), strides=strides, dtype=dtype, device="meta"
+            cls, tuple(elem.shape), strides=strides, dtype=dtype, device=_META
         )
 
     def __init__(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hfax.example_inputs.images import LAYOUTS, draw, image_inputs, vision_config
+from hfax.example_inputs.images import LAYOUTS, SIZES, draw, image_inputs, vision_config
 
 LENGTH = 20
 """Tokens of a text."""
@@ -285,9 +285,9 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "future_values": _future,
     "future_time_features": lambda model: _future(model, "num_time_features"),
     "inputs": lambda model: _byte_inputs(model),
-    "pixel_position_ids": lambda model: LAYOUTS["gemma4"](model)["image_position_ids"],
+    "pixel_position_ids": lambda model: LAYOUTS["gemma4"](model, SIZES)["image_position_ids"],
     "freq": lambda model: torch.zeros(ROWS, 1, dtype=torch.long),
-    "flattened_patches": lambda model: LAYOUTS["pix2struct"](model)["flattened_patches"],
+    "flattened_patches": lambda model: LAYOUTS["pix2struct"](model, SIZES)["flattened_patches"],
 }
 
 
