@@ -17,7 +17,13 @@ from traced import traced
 from hfax.errors import UnsupportedModelError
 
 Step = Callable[[list[Any]], Any]
-_SETTINGS = {"deadline": None, "derandomize": True, "database": None, "print_blob": False}
+_SETTINGS = {
+    "deadline": None,
+    "derandomize": True,
+    "database": None,
+    "print_blob": False,
+    "suppress_health_check": list(hypothesis.HealthCheck),  # how long drawing takes is the machine's business
+}
 
 
 @dataclasses.dataclass(frozen=True)
