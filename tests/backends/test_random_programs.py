@@ -74,6 +74,9 @@ _VIEWS = [
     "movedim",
     "mT",
     "detach",
+    "contiguous",
+    "float",
+    "clone",
 ]
 _WRITES = [
     "mul_",
