@@ -13,6 +13,8 @@ import hfax
 
 COMMAND = [sys.executable, "-W", "error", "-m", "hfax.cli"]
 """Every warning is an error."""
+INTERRUPTIBLE_COMMAND = [*COMMAND[:3], "-W", "ignore::ResourceWarning", *COMMAND[3:]]
+"""Ctrl-C in the middle of an import leaves importlib's own files to the garbage collector, which would warn of them."""
 
 
 @dataclass(frozen=True)

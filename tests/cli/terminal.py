@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Self
 
-from command_line import COMMAND, process_environment
+from command_line import INTERRUPTIBLE_COMMAND, process_environment
 
 _TAKE_TERMINAL = (
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
@@ -30,7 +30,7 @@ class Terminal:
 
     def __init__(self, *arguments: object) -> None:
         self._fd, theirs = pty.openpty()
-        command = [sys.executable, "-c", _TAKE_TERMINAL, *COMMAND, *map(str, arguments)]
+        command = [sys.executable, "-c", _TAKE_TERMINAL, *INTERRUPTIBLE_COMMAND, *map(str, arguments)]
         streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
         self._process = subprocess.Popen(command, **streams, env=process_environment(), start_new_session=True)
         os.close(theirs)

@@ -1,1 +1,0 @@
-"""From what a user says about devices to where a model's weights go."""
