@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import threading
 import time
@@ -14,9 +15,16 @@ import pytest
 import transformers
 
 from hfax import AutoModelForTPU, Engine, EngineConfig, SamplingParams
-from hfax.engine.engine import EngineBusyError, EngineDeadError
+from hfax.engine.core import EngineCore, Entry
 from hfax.engine.sampling_params import Grammar
-from hfax.errors import InvalidInputError, UnsupportedModelError, UnsupportedOptionError
+from hfax.engine.scheduler import Limits, Scheduler
+from hfax.errors import (
+    EngineBusyError,
+    EngineDeadError,
+    InvalidInputError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
 
 
 def _causal_models():
@@ -225,7 +233,7 @@ def test_an_aborted_request_frees_its_room_and_harms_nobody(name):
         written += [token for delta in deltas for token in delta.token_ids]
         assert written == expected
         assert long.output.outputs[0].finish_reason == "abort"
-        assert engine.core.num_unfinished == 0
+        assert not engine.core.scheduler.has_work
         assert engine.core.scheduler.running == []
         assert engine.pages is None or engine.pages.num_held == 0
 
@@ -380,12 +388,33 @@ def test_the_queue_is_bounded_and_a_closed_engine_says_so(llama):
     while not engine.core.scheduler.running and time.monotonic() < deadline:
         time.sleep(0.01)
     requests.append(engine.submit([5], GREEDY))
-    with pytest.raises(EngineBusyError, match="1 sequences wait"):
+    with pytest.raises(EngineBusyError, match="waiting queue is full"):
         engine.submit([5], GREEDY)
     engine.close()
     assert [r.output.outputs[0].finish_reason for r in requests] == ["abort", "abort"]
     with pytest.raises(EngineDeadError, match="closed"):
         engine.submit([5], GREEDY)
+
+
+def test_threads_together_do_not_exceed_the_waiting_queue():
+    """The queue's length was compared with its bound under another lock than the one under which the queue grew."""
+    limits = Limits(max_num_seqs=1, max_num_batched_tokens=1, max_model_len=8, max_waiting=None)
+    core = EngineCore(Scheduler(limits, None), runner=None, drawer=None, vocab_size=8)
+    accepted = []
+
+    def add_many():
+        for index in range(100):
+            entry = Entry(sequence=object(), listener=print, detokenizer=None, matcher=None)
+            with contextlib.suppress(EngineBusyError):
+                core.add([entry] * (1 + index % 2), max_waiting=50)
+                accepted.append(1 + index % 2)
+
+    threads = [threading.Thread(target=add_many) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(accepted) == core.num_waiting == 50
 
 
 def test_a_loop_that_fails_tells_everyone(llama):

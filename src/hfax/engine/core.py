@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from hfax.engine.sampler import MAX_HELD_BACK, Draw
 from hfax.engine.sampling_params import SamplingParams
 from hfax.engine.scheduler import Part, Scheduler
 from hfax.engine.sequence import FinishReason, Sequence, TokenLogprob
-from hfax.errors import HfaxError
+from hfax.errors import EngineBusyError, HfaxError
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ Listener = Callable[[Update], None]
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class _Entry:
+class Entry:
     """A sequence, and what the loop needs to know of its text."""
 
     sequence: Sequence
@@ -93,8 +93,8 @@ class EngineCore:
         self._runner, self._drawer = runner, drawer
         self._vocab_size = vocab_size
         self._on_step = on_step
-        self._entries: dict[Sequence, _Entry] = {}
-        self._new: collections.deque[_Entry] = collections.deque()
+        self._entries: dict[Sequence, Entry] = {}
+        self._new: collections.deque[Entry] = collections.deque()
         self._aborted: collections.deque[Sequence] = collections.deque()
         self._wake = threading.Condition()
         self._is_closing = False
@@ -117,22 +117,25 @@ class EngineCore:
         return self._thread.is_alive()
 
     @property
-    def num_unfinished(self) -> int:
-        """Sequences that wait or run."""
-        return len(self._entries) + len(self._new)
-
-    @property
     def num_waiting(self) -> int:
         """Sequences that do not run yet."""
         return len(self.scheduler.waiting) + len(self._new)
 
-    def add(
-        self, sequence: Sequence, listener: Listener, *, detokenizer: Detokenizer | None, matcher: Matcher | None
-    ) -> None:
-        """Run a sequence; `listener` gets its updates, in the loop's thread."""
-        entry = _Entry(sequence=sequence, listener=listener, detokenizer=detokenizer, matcher=matcher)
+    def add(self, entries: Collection[Entry], *, max_waiting: int | None = None) -> None:
+        """Run sequences, all or none of them; their listeners get their updates, in the loop's thread.
+
+        Raises:
+            EngineBusyError: more than `max_waiting` sequences would wait.
+        """
         with self._wake:
-            self._new.append(entry)
+            waiting = self.num_waiting
+            if max_waiting is not None and waiting + len(entries) > max_waiting:
+                raise EngineBusyError(
+                    "The waiting queue is full.",
+                    f"{waiting} sequences wait, and the limit is {max_waiting}.",
+                    "Try again later, or raise max_waiting.",
+                )
+            self._new.extend(entries)
             self._wake.notify()
 
     def abort(self, sequence: Sequence) -> None:
@@ -175,10 +178,11 @@ class EngineCore:
             return not self._is_closing
 
     def _take_new(self) -> None:
-        while self._new:
-            entry = self._new.popleft()
-            self._entries[entry.sequence] = entry
-            self.scheduler.add(entry.sequence)
+        with self._wake:  # `add` counts what waits: nothing may be in neither place
+            while self._new:
+                entry = self._new.popleft()
+                self._entries[entry.sequence] = entry
+                self.scheduler.add(entry.sequence)
         while self._aborted:
             sequence = self._aborted.popleft()
             if sequence in self._entries:
@@ -365,7 +369,7 @@ class EngineCore:
         shown = error if isinstance(error, Exception) or error is None else RuntimeError(str(error))
         self._tell(Update(sequence=sequence, text=text, error=shown), entry)
 
-    def _tell(self, update: Update, entry: _Entry | None = None) -> None:
+    def _tell(self, update: Update, entry: Entry | None = None) -> None:
         """A listener that fails harms nobody else."""
         entry = entry or self._entries.get(update.sequence)
         if entry is None:

@@ -19,8 +19,9 @@ from typing import Any
 
 import jax
 
-from hfax.base_model import as_ids_tuple
-from hfax.engine.core import EngineCore, Update
+from hfax.backends.base_model import as_ids_tuple
+from hfax.backends.jax.model import JaxModel
+from hfax.engine.core import EngineCore, Entry, Update
 from hfax.engine.detokenizer import Detokenizer
 from hfax.engine.grammar import GrammarCompiler
 from hfax.engine.outputs import CompletionOutput, Delta, RequestOutput
@@ -32,14 +33,12 @@ from hfax.engine.scheduler import Limits, Scheduler
 from hfax.engine.sequence import Sequence
 from hfax.engine.slot_runner import SlotRunner
 from hfax.errors import (
-    EngineBusyError,
     EngineDeadError,
     InvalidInputError,
     UnsupportedModelError,
     UnsupportedOptionError,
 )
-from hfax.model import JaxModel
-from hfax.programs.own_generate import has_own_generate
+from hfax.generation.overrides import has_own_generate
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +215,7 @@ class Engine:
 
         Raises:
             InvalidInputError: the prompt is empty, too long, or has ids outside of the vocabulary.
-            EngineBusyError: as many wait as may.
+            EngineBusyError: the waiting queue is full.
             EngineDeadError: the engine is closed or failed.
         """
         params = params or SamplingParams()
@@ -233,11 +232,6 @@ class Engine:
             matcher = self.grammars.compile(params.grammar)
         with self._lock:
             self._require_alive()
-            most = self.limits.max_waiting
-            if most is not None and self.core.num_waiting + params.n > most:
-                raise EngineBusyError(
-                    f"{self.core.num_waiting} sequences wait.", f"At most {most} may.", "Try again later."
-                )
             number = next(self._numbers)
         name = request_id or f"request-{number}"
         seed = random.getrandbits(32) if params.seed is None else params.seed
@@ -272,13 +266,16 @@ class Engine:
             if listener is not None:
                 listener(delta)
 
-        for sequence in sequences:
-            self.core.add(
-                sequence,
-                hear,
+        entries = [
+            Entry(
+                sequence=sequence,
+                listener=hear,
                 detokenizer=self._detokenizer(sequence),
                 matcher=None if matcher is None else matcher.copy(),
             )
+            for sequence in sequences
+        ]
+        self.core.add(entries, max_waiting=self.limits.max_waiting)
         if not self.core.is_alive:  # it ended in between, and hears nobody
             request.abort()
             raise _dead(self.core.failure)
