@@ -23,7 +23,7 @@ def measure(who: str) -> dict:
     import transformers
 
     from hfax import AutoModelForTPU
-    from hfax.torch_xla import runtime
+    from hfax.backends.torch_xla import runtime
 
     config = transformers.LlamaConfig(
         vocab_size=256,

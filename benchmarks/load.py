@@ -131,7 +131,7 @@ def run_case(name: str, folder: Path, repeats: int) -> dict[str, float | str]:
         import jax
         import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
-        import hfax.model  # noqa: F401
+        import hfax.backends.jax.model  # noqa: F401
 
         jax.devices()
     imported = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

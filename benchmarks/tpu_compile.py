@@ -20,7 +20,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import transformers
 
-from hfax.topology import compile_for
+from hfax.planning.topology import compile_for
 
 LLAMA = transformers.LlamaConfig(
     architectures=["LlamaForCausalLM"],

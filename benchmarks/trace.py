@@ -26,9 +26,9 @@ import jax.numpy as jnp
 import torch
 import transformers
 
-from hfax.backends.traced_model import TracedModel
-from hfax.jax_backend import make_skeleton
 from hfax.load.placement import to_numpy
+from hfax.tracing.abstract import open_skeleton
+from hfax.tracing.traced_model import TracedModel
 
 _GROUPS = {"jax": ("/jax/", "/jaxlib/"), "torch": ("/torch/",), "torchax": ("/torchax/",), "hfax": ("/hfax/",)}
 
@@ -44,7 +44,7 @@ def make_tracer(layers: int, tokens: int) -> Any:
         vocab_size=128256,
         architectures=["LlamaForCausalLM"],
     )
-    skeleton = make_skeleton(config, None, torch.bfloat16, None, None)
+    skeleton = open_skeleton(config, dtype="bfloat16")
     buffers = {name: jnp.asarray(to_numpy(buffer)) for name, buffer in skeleton.buffers.items()}
     params = {name: jax.ShapeDtypeStruct(tuple(t.shape), jnp.bfloat16) for name, t in skeleton.shapes.items()}
     ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32)

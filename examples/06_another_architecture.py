@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from hfax import AutoModelForTPU
-from hfax.shrink import shrink_config
+from hfax.synthetic.shrink import shrink_config
 
 ids = torch.tensor([[5, 17, 40, 8, 61, 33, 90, 12]])
 for model_type in sys.argv[1:] or ["gpt2", "qwen3_moe", "mamba", "gemma3_text"]:

@@ -75,11 +75,11 @@ SECTIONS = {
 """Every name of `hfax.__all__` (but `__version__`), and those of `BESIDE`."""
 
 BESIDE = {
-    "JaxModel": "hfax.model",
+    "JaxModel": "hfax.backends.jax.model",
     "Diagnosis": "hfax.doctor",
-    "Verification": "hfax.verification",
-    "PromptResult": "hfax.verification",
-    "Difference": "hfax.verification",
+    "Verification": "hfax.evaluation.verification",
+    "PromptResult": "hfax.evaluation.verification",
+    "Difference": "hfax.evaluation.verification",
     "Request": "hfax.engine.engine",
     "RequestOutput": "hfax.engine.outputs",
     "CompletionOutput": "hfax.engine.outputs",

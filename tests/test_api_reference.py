@@ -43,7 +43,7 @@ def test_a_new_public_name_without_a_section_is_an_error(script: ModuleType, mon
 
 def test_every_public_member_of_a_model_is_there(script: ModuleType) -> None:
     """The page is read from the source; Python itself says which members there are."""
-    from hfax.model import JaxModel
+    from hfax.backends.jax.model import JaxModel
 
     headings = set(script.render().splitlines())
     public = {name for name in dir(JaxModel) if not name.startswith("_")}

@@ -18,6 +18,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from hfax import AutoModelForTPU
+from hfax.backends.jax.model import JaxModel
 from hfax.errors import (
     BackendNotAvailableError,
     CheckpointCorruptError,
@@ -28,7 +29,6 @@ from hfax.errors import (
     UnsupportedModelError,
     UnsupportedOptionError,
 )
-from hfax.model import JaxModel
 
 _IDS = [[5, 17, 40, 8]]
 

@@ -1,8 +1,7 @@
-"""The package as a whole: what importing it costs and changes, what it exports, and which way its imports point."""
+"""The package as a whole: what importing it costs and changes, what it exports."""
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import subprocess
@@ -14,43 +13,9 @@ import pytest
 from packaging.utils import canonicalize_name
 
 import hfax
-from hfax.programs.program_cache import LEAVES, version_of
+from hfax.programs.program_cache import version_of
 
 SOURCE = Path(hfax.__file__).parent
-
-ORDER = [
-    {"errors", "home", "modelling_line", "phases", "demo"},
-    {"portable"},
-    {"launch"},
-    {"specs"},
-    {"shrink", "mesh", "example_inputs"},
-    {"kernels"},
-    {"kv_cache"},
-    {"sharding"},
-    {"load"},
-    {"patches"},
-    {"backends"},
-    {"programs"},
-    {"parallelism"},
-    {"lora"},
-    {"base_model"},
-    {"backend", "model"},
-    {"jax_backend", "torch_xla"},
-    {"auto"},
-    {"engine"},
-    {"topology"},
-    {"exporting"},
-    {"planning"},
-    {"pipelines"},
-    {"bench"},
-    {"train", "flax_nnx"},
-    {"evaluation"},
-    {"matrix"},
-    {"doctor", "verification"},
-    {"server"},
-    {"cli", "__main__"},
-]
-"""The way of the data: a module imports from its own row and from those above it."""
 
 STATE_OF_OTHERS = """
 import json, os, sys
@@ -84,23 +49,6 @@ def run_python(code: str, tmp_path: Path) -> str:
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def imported_modules(path: Path) -> set[str]:
-    """First parts below `hfax` of everything that a file imports from it, at any depth of its code."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    parts = (name.split(".") for name in found)
-    return {p[1] for p in parts if p[0] == "hfax" and len(p) > 1}
-
-
-def rank(name: str) -> int | None:
-    return next((i for i, row in enumerate(ORDER) if name in row), None)
 
 
 def test_importing_hfax_imports_no_framework(tmp_path: Path) -> None:
@@ -172,26 +120,6 @@ def test_every_exported_name_exists(name: str) -> None:
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'AutoModelForGPU'"):
         _ = hfax.AutoModelForGPU
-
-
-@pytest.mark.parametrize(
-    "path",
-    sorted(p for p in SOURCE.rglob("*.py") if p != SOURCE / "__init__.py"),
-    ids=lambda p: str(p.relative_to(SOURCE)),
-)
-def test_imports_point_one_way(path: Path) -> None:
-    own = rank(path.relative_to(SOURCE).parts[0].removesuffix(".py"))
-    assert own is not None, f"{path.name} has no place in ORDER"
-    later = {name for name in imported_modules(path) if (there := rank(name)) is not None and there > own}
-    assert not later
-
-
-def test_what_programs_do_not_depend_on_is_imported_by_nothing_that_traces() -> None:
-    """Else programs on disk would outlive an edit that changes them."""
-    for path in SOURCE.rglob("*.py"):
-        own = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-        if own not in LEAVES and path != SOURCE / "__init__.py":
-            assert not imported_modules(path) & LEAVES, path
 
 
 def test_importing_and_generating_change_nothing_for_other_code(tmp_path: Path) -> None:

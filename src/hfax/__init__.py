@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hfax.auto import AutoModelForTPU
-    from hfax.backends.pytrees import register_pytrees
     from hfax.doctor import inspect
     from hfax.engine.engine import Engine, EngineConfig
     from hfax.engine.sampling_params import SamplingParams
@@ -28,17 +27,18 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UnsupportedOptionError,
     )
+    from hfax.evaluation.verification import verify
     from hfax.exporting.bundle import export
     from hfax.exporting.stablehlo import export_stablehlo
     from hfax.flax_nnx import to_nnx
     from hfax.lora.config import LoraConfig
     from hfax.patches.registry import register_patch
     from hfax.pipelines import pipeline
-    from hfax.shrink import shrink_config
+    from hfax.synthetic.shrink import shrink_config
+    from hfax.tracing.pytrees import register_pytrees
     from hfax.train.arguments import TrainingArguments
     from hfax.train.step import make_train_step
     from hfax.train.trainer import Trainer
-    from hfax.verification import verify
 
 __version__ = "0.1.0"
 """The one place where the version is written; the build reads it here."""
@@ -66,10 +66,10 @@ _HOMES = {
     "make_train_step": "hfax.train.step",
     "pipeline": "hfax.pipelines",
     "register_patch": "hfax.patches.registry",
-    "register_pytrees": "hfax.backends.pytrees",
-    "shrink_config": "hfax.shrink",
+    "register_pytrees": "hfax.tracing.pytrees",
+    "shrink_config": "hfax.synthetic.shrink",
     "to_nnx": "hfax.flax_nnx",
-    "verify": "hfax.verification",
+    "verify": "hfax.evaluation.verification",
 }
 
 __all__ = [

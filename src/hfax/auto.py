@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hfax.backend import LoadOptions, choose_backend, require_capabilities
+from hfax.backends.choice import choose_backend, require_capabilities
+from hfax.backends.protocol import LoadOptions
 from hfax.errors import InvalidInputError
 from hfax.phases import phase
 
@@ -13,8 +14,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
-    from hfax.model import JaxModel
-    from hfax.parallelism.choose import Parallelism
+    from hfax.backends.jax.model import JaxModel
+    from hfax.parallelism import Parallelism
 
 
 class AutoModelForTPU:

@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import transformers
 from transformers import PretrainedConfig
 
-from hfax.backends.abstract import example_inputs, without_weights
-from hfax.backends.observations import Observations, observing
-from hfax.backends.traced_model import TracedModel
 from hfax.errors import HfaxError, UnsupportedModelError
 from hfax.kernels.target import compiling_for
 from hfax.load.config import read_any_config
 from hfax.patches import registry
+from hfax.tracing.abstract import example_inputs, open_skeleton, without_weights
+from hfax.tracing.observations import Observations, observing
+from hfax.tracing.traced_model import TracedModel
 
 _PROMPT, _CAPACITIES = 64, (128, 256)
 
@@ -99,13 +99,9 @@ def inspect(
     Raises:
         HfaxError: there is no such config, or it names no class.
     """
-    from hfax.backend import resolve_dtype
-    from hfax.jax_backend import make_skeleton
-
     config = read_any_config(model, trust_remote_code)
     code_folder = str(model) if trust_remote_code and not isinstance(model, PretrainedConfig) else None
-    dtype = resolve_dtype("auto", config, None)
-    skeleton = make_skeleton(config, task, dtype, code_folder, None)
+    skeleton = open_skeleton(config, task=task, code_folder=code_folder)
     traced, params = without_weights(skeleton)
     look = _Look(traced, params)
     look.run()
@@ -131,7 +127,7 @@ def inspect(
         state_bytes=look.state_bytes,
         operations_per_token=look.operations_per_token,
         static_arguments=_static_arguments(skeleton.module),
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=str(skeleton.dtype).removeprefix("torch."),
         checked=checked,
         versions={"transformers": transformers.__version__, "jax": jax.__version__},
     )

@@ -6,6 +6,9 @@ of hfax, are left to surface as they are.
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Iterable
+
 
 class HfaxError(Exception):
     """An error a user can act on.
@@ -57,7 +60,7 @@ class OutOfMemoryError(HfaxError):
 
 
 class EngineBusyError(HfaxError):
-    """As many requests wait as may."""
+    """The waiting queue is full."""
 
 
 class EngineDeadError(HfaxError):
@@ -66,3 +69,21 @@ class EngineDeadError(HfaxError):
 
 class BackendNotAvailableError(HfaxError):
     """The backend's packages are missing, of the wrong version, or its device does not come up."""
+
+
+_OTHERS = ("/torch/", "/torchax/", "/jax/", "/hfax/", "/transformers/utils/", "contextlib", "/functools")
+
+
+def line_of_error(error: BaseException) -> str:
+    """The innermost line of modelling code in an error's traceback: "/…/modeling_llama.py:123 in forward"; "" if there is none."""
+    return _innermost(traceback.extract_tb(error.__traceback__))
+
+
+def running_line() -> str:
+    """The innermost line of modelling code that is running now."""
+    return _innermost(traceback.extract_stack())
+
+
+def _innermost(frames: Iterable[traceback.FrameSummary]) -> str:
+    theirs = [f for f in frames if not any(part in f.filename for part in _OTHERS)]
+    return f"{theirs[-1].filename}:{theirs[-1].lineno} in {theirs[-1].name}" if theirs else ""

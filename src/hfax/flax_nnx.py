@@ -11,12 +11,12 @@ from typing import Any
 
 import jax
 
-from hfax.backends.traced_model import TracedModel
-from hfax.backends.training import Training
+from hfax.backends.jax.model import JaxModel
 from hfax.errors import BackendNotAvailableError, UnsupportedOptionError
 from hfax.kernels.quantized import QuantizedArray
 from hfax.load.nnx_state import weights_of
-from hfax.model import JaxModel
+from hfax.tracing.traced_model import TracedModel
+from hfax.tracing.training import Training
 
 try:
     from flax import nnx

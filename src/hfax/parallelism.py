@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from hfax.errors import InvalidInputError
 from hfax.load.placement import free_bytes
 from hfax.load.quantize import Quantization, bytes_of, columns_together, weights_to_quantize
 from hfax.load.skeleton import Skeleton
-from hfax.mesh import make_mesh
 from hfax.sharding.layout import Layout
-from hfax.sharding.plan import ShardingPlan, make_plan
-from hfax.sharding.role import Role
+from hfax.sharding.mesh import make_mesh
+from hfax.sharding.partition import Role, ShardingPlan, make_plan
+from hfax.sharding.structure import find_roles
+from hfax.tracing.abstract import example_inputs, without_weights
 
 Parallelism = str | Mapping[str, int] | Mesh | Mapping[str, PartitionSpec | str | Mapping[str, int] | Mesh] | None
 
@@ -55,12 +60,7 @@ def plan_over(
     *,
     given: Mapping[str, PartitionSpec] | None = None,
 ) -> ShardingPlan:
-    """The plan of a model's weights over a mesh with the axes of `hfax.mesh`."""
-
-    def roles() -> Mapping[str, Role]:
-        from hfax.parallelism.roles import roles_of
-
-        return roles_of(skeleton)
+    """The plan of a model's weights over a mesh with the axes of `hfax.sharding.mesh`."""
 
     together: dict[str, int] = {}
     if quantization:
@@ -70,7 +70,7 @@ def plan_over(
         skeleton.module,
         skeleton.shapes,
         mesh,
-        roles=roles,
+        roles=lambda: roles_of(skeleton),
         given=given,
         granularity=together,
         num_bytes=weight_bytes(skeleton, quantization),
@@ -88,3 +88,58 @@ def weight_bytes(skeleton: Skeleton, quantization: Quantization | None) -> dict[
         else t.numel() * t.element_size()
         for name, t in skeleton.shapes.items()
     }
+
+
+logger = logging.getLogger(__name__)
+
+
+def roles_of(skeleton: Skeleton) -> dict[str, Role]:
+    """See `find_roles`; empty, with a warning, where the forward pass cannot be traced. Asked again, the same."""
+    if "roles" not in skeleton.derived:
+        skeleton.derived["roles"] = _traced_roles(skeleton)
+    return skeleton.derived["roles"]
+
+
+def _traced_roles(skeleton: Skeleton) -> dict[str, Role]:
+    module = skeleton.module
+    traced, params = without_weights(skeleton)
+    try:
+        arrays, rest = example_inputs(traced, params)
+
+        def forward(params: dict[str, Any], arrays: dict[str, Any]) -> list[jax.Array]:
+            out = traced.apply(params, (), {**arrays, **rest})
+            return [leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)]
+
+        closed = jax.make_jaxpr(forward)(params, arrays)
+    except Exception as error:
+        kind = type(module).__name__
+        logger.warning("%s could not be traced, so no roles are known (%s: %s)", kind, type(error).__name__, error)
+        return {}
+    names = sorted(params)  # dicts are flattened in the order of their keys
+    return find_roles(closed.jaxpr, [*names, *[None] * len(arrays)])
+
+
+def read_plan(path: str | Path) -> tuple[dict[str, int], Any]:
+    """Mesh and quantization of the first plan for as many devices as there are here.
+
+    Raises:
+        InvalidInputError: the file holds no plan, or none for so many devices.
+    """
+    try:
+        plans = json.loads(Path(path).read_text())["plans"]
+        found = [(p["machine"], p["num_devices"], dict(p["mesh"]), p["quantization"]) for p in plans]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidInputError(
+            f"{path} holds no plan of hfax.",
+            f"{type(error).__name__}: {error}",
+            "Write one with hfax plan --json-file.",
+        ) from error
+    count = jax.device_count()
+    for _, num_devices, mesh, quantization in found:
+        if num_devices == count:
+            return mesh, quantization
+    raise InvalidInputError(
+        f"{path} has no plan for {count} devices.",
+        f"Its plans are for {', '.join(sorted({f'{machine} ({n})' for machine, n, _, _ in found}))}.",
+        "Plan for this machine's topology.",
+    )

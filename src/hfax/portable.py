@@ -22,18 +22,13 @@ import jax.export
 import numpy as np
 
 from hfax.errors import BackendNotAvailableError, CheckpointCorruptError, CheckpointNotFoundError, InvalidInputError
+from hfax.programs.compiler_options import DECODE_OPTIONS
 
 MANIFEST = "stablehlo.json"
 WEIGHTS = "weights.safetensors"
 FORMAT = 1
 REQUEST = "request."
 """Before the names of constants of the requests that programs were made for: this, the number of the programs, a name."""
-_DECODE_OPTIONS: dict[str, dict[str, str | bool]] = {
-    "cpu": {
-        "xla_disable_hlo_passes": "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion",
-    }
-}
-"""As programs of `generate` are compiled, by platform: XLA would keep all weights a second time, in float32."""
 
 
 def load(folder: str | Path) -> PortableModel:
@@ -99,7 +94,7 @@ class _Loop:
 
     @functools.cached_property
     def run_loop(self) -> Any:
-        options = _DECODE_OPTIONS.get(jax.default_backend())
+        options = DECODE_OPTIONS.get(jax.default_backend())
         return jax.jit(self.decode.call, donate_argnums=1, compiler_options=options)
 
 

@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 import hfax
 from hfax import AutoModelForTPU
-from hfax.model import JaxModel
+from hfax.backends.jax.model import JaxModel
 
 _WORDS = [f"w{i}" for i in range(97)]
 

@@ -10,12 +10,11 @@ import transformers
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hfax.backend import resolve_dtype
-from hfax.backends.abstract import without_weights
-from hfax.jax_backend import make_skeleton
 from hfax.kernels import pool, target
-from hfax.mesh import make_mesh
-from hfax.topology import plan_over, topology_devices
+from hfax.kernels.rows import Rows
+from hfax.planning.topology import plan_over, topology_devices
+from hfax.sharding.mesh import make_mesh
+from hfax.tracing.abstract import open_skeleton, without_weights
 
 CONFIG = transformers.LlamaConfig(
     architectures=["LlamaForCausalLM"],
@@ -36,7 +35,7 @@ CONFIG = transformers.LlamaConfig(
 @pytest.mark.parametrize("num_rows", [16, 128])
 def test_a_step_reads_the_pool_by_the_ragged_kernel_and_copies_none_of_it(topology, num_rows):
     devices = topology_devices(topology)
-    skeleton = make_skeleton(CONFIG, None, resolve_dtype("auto", CONFIG, None), None, None)
+    skeleton = open_skeleton(CONFIG)
     plan = plan_over(skeleton, make_mesh({"tensor": len(devices)}, CONFIG, devices))
     model, weights = without_weights(skeleton)
 
@@ -51,7 +50,7 @@ def test_a_step_reads_the_pool_by_the_ragged_kernel_and_copies_none_of_it(topolo
         for name, shape in shapes.items()
     }
     counts = {"starts": (17,), "lengths": (16,), "tables": (16, 16), "count": (1,)}
-    rows = pool.Rows(**{name: there(shape, jnp.int32, P()) for name, shape in counts.items()})
+    rows = Rows(**{name: there(shape, jnp.int32, P()) for name, shape in counts.items()})
     tokens, wanted = there((num_rows,), jnp.int32, P()), there((16,), jnp.int32, P())
     with target.compiling_for("tpu", mesh=plan.mesh) as where:
         lowered = jax.jit(model.run_rows, donate_argnums=1).lower(params, pools, tokens, rows, wanted)

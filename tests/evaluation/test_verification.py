@@ -11,9 +11,9 @@ import transformers
 
 import hfax
 from hfax import AutoModelForTPU, UnsupportedModelError
-from hfax.backends.traced_model import TracedModel
+from hfax.evaluation.verification import _part_outputs, relative_error, verify
 from hfax.matrix.case import draw_weights
-from hfax.verification import _part_outputs, relative_error, verify
+from hfax.tracing.traced_model import TracedModel
 
 PROMPTS = ("The", "Return a new list with the elements of the first")
 _TOKENIZER = Path(hfax.__file__).parent / "demo"

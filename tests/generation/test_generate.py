@@ -15,8 +15,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from hfax import AutoModelForTPU
+from hfax.backends.jax.model import JaxModel
 from hfax.errors import InvalidInputError, UnsupportedOptionError
-from hfax.model import JaxModel
 
 _IDS = torch.tensor([[5, 17, 40, 8, 61, 33]])
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from hfax.programs.logits_processors import PROCESSORS
-from hfax.programs.sampling import init_sampling_state, process_logits, update_sampling_state
-from hfax.programs.sampling_config import make_sampling_spec
+from hfax.generation.logits_processors import PROCESSORS
+from hfax.generation.sampling import init_sampling_state, process_logits, update_sampling_state
+from hfax.generation.sampling_config import make_sampling_spec
 
 VOCAB = 40
 EOS = [5, 11]

@@ -11,8 +11,14 @@ from scipy import stats
 from transformers import GenerationConfig
 from transformers.generation import logits_process as reference
 
-from hfax.programs.sampling import _draw_index, choose_token, init_sampling_state, process_logits, update_sampling_state
-from hfax.programs.sampling_config import SamplingSpec, make_sampling_spec
+from hfax.generation.sampling import (
+    _draw_index,
+    choose_token,
+    init_sampling_state,
+    process_logits,
+    update_sampling_state,
+)
+from hfax.generation.sampling_config import SamplingSpec, make_sampling_spec
 
 DRAWS = 20_000
 VOCAB = 48

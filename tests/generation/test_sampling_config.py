@@ -9,8 +9,8 @@ import pytest
 from transformers import GenerationConfig
 
 from hfax.errors import InvalidInputError, UnsupportedOptionError
-from hfax.programs.sampling_checks import NEUTRAL_VALUES, WITHOUT_EFFECT
-from hfax.programs.sampling_config import SamplingSpec, make_sampling_spec
+from hfax.generation.sampling_checks import NEUTRAL_VALUES, WITHOUT_EFFECT
+from hfax.generation.sampling_config import SamplingSpec, make_sampling_spec
 
 
 def make(*, presence_penalty: float = 0.0, frequency_penalty: float = 0.0, **options: Any):
@@ -213,5 +213,5 @@ def test_end_of_sequence_ids_outside_the_vocabulary_are_left_out():
 
 
 def test_options_are_checked_without_jax():
-    code = "import sys, hfax.programs.sampling_config; assert 'jax' not in sys.modules"
+    code = "import sys, hfax.generation.sampling_config; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from hfax.kernels.attention import attention, causal_mask, causal_positions, key_padding
+from hfax.kernels.attention import attention, causal_mask, causal_positions
 
 
 def _inputs(heads: int, kv_heads: int, queries: int, keys: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -78,9 +78,3 @@ def test_causal_positions_are_those_of_torch_for_more_keys_than_queries() -> Non
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
     got, _ = attention(*map(jnp.asarray, (q, k, v)), causal_mask(3, 7), scale=0.3)
     np.testing.assert_allclose(got.swapaxes(1, 2), expected, atol=1e-6)
-
-
-def test_key_padding_follows_positions_and_leaves_out_empty_slots() -> None:
-    padding = jnp.asarray([[0, 1, 1], [1, 1, 1]])
-    mask = np.asarray(key_padding(padding, jnp.asarray([2, 0, -1, 5])))[:, 0, 0]
-    np.testing.assert_array_equal(mask, [[True, False, False, False], [True, True, False, False]])

@@ -12,6 +12,7 @@ import pytest
 from hfax.kernels import pool, target
 from hfax.kernels.attention import attention
 from hfax.kernels.cpu import library
+from hfax.kernels.rows import Rows
 
 PAGE, HEADS, KV_HEADS, WIDTH = 16, 8, 2, 32
 
@@ -24,7 +25,7 @@ class Case:
     new: list[int]
     num_rows: int
 
-    def rows(self) -> tuple[pool.Rows, int]:
+    def rows(self) -> tuple[Rows, int]:
         """Pages dealt out in an order that is not theirs, and how many there are."""
         places = np.random.default_rng(1).permutation(np.arange(1, 64))
         tables = np.zeros((len(self.lengths) + 2, 8), np.int32)
@@ -37,7 +38,7 @@ class Case:
         starts[: len(self.new) + 1] = np.concatenate([[0], np.cumsum(self.new)])
         lengths = np.array([*self.lengths, 0, 0], np.int32)
         count = np.array([len(self.lengths)], np.int32)
-        return pool.Rows(starts=starts, lengths=lengths, tables=tables, count=count), 64  # pyright: ignore
+        return Rows(starts=starts, lengths=lengths, tables=tables, count=count), 64  # pyright: ignore
 
 
 CASES = {

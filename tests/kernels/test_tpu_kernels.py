@@ -9,7 +9,6 @@ import transformers
 from jax.experimental.pallas import tpu as pallas_tpu
 
 from hfax import AutoModelForTPU
-from hfax.backends.traced_model import TracedModel
 from hfax.kernels import paged
 from hfax.kernels.attention import attention, causal_positions
 from hfax.kernels.target import compiling_for
@@ -17,6 +16,7 @@ from hfax.kernels.tpu import quantized
 from hfax.kernels.tpu.attention import paged_attention, ragged_attention, splash_attention
 from hfax.kernels.tpu.experts import grouped_linear
 from hfax.load.quantize import quantize
+from hfax.tracing.traced_model import TracedModel
 
 
 def normal(*shape, seed=0):

@@ -237,7 +237,7 @@ def test_launchers_of_two_machines_end_together(folder, script, tmp_path):
         assert all(run.poll() is None for run in runs)
         time.sleep(0.5)
     child = subprocess.run(
-        ["pgrep", "-P", str(runs[1].pid), "-f", "hfax.cli.launch_child"], capture_output=True, text=True, check=True
+        ["pgrep", "-P", str(runs[1].pid), "-f", "hfax.launch.child"], capture_output=True, text=True, check=True
     ).stdout.split()
     os.kill(int(child[0]), signal.SIGKILL)
     started = time.monotonic()

@@ -10,13 +10,13 @@ from transformers import LlamaConfig, MistralConfig
 
 import hfax
 from hfax.errors import InvalidInputError
-from hfax.example_inputs.inputs import CaseInputs, make_inputs
 from hfax.matrix import sweep
 from hfax.matrix.architectures import Architecture, architectures, small_config
 from hfax.matrix.case import CaseResult, _with_ties_in_order, run_case
 from hfax.matrix.runner import run_cases
 from hfax.matrix.variations import Variation, apply_changes, draw, vary_inputs
-from hfax.shrink import shrink_config
+from hfax.synthetic.inputs import CaseInputs, make_inputs
+from hfax.synthetic.shrink import shrink_config
 
 MISTRAL = Architecture(mapping="causal-lm", model_type="mistral", class_name="MistralForCausalLM")
 WINDOWED = Variation(changes={"sliding_window": 3}, lengths=(9, 2), new_tokens=6)

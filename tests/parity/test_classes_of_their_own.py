@@ -9,10 +9,10 @@ import torch
 import transformers
 
 from hfax import AutoModelForTPU
-from hfax.backends import geometry
 from hfax.errors import UnsupportedModelError, UnsupportedOptionError
 from hfax.matrix.architectures import Architecture, small_config
 from hfax.matrix.case import draw_weights
+from hfax.tracing import geometry
 
 _VOCAB = 97
 _GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}

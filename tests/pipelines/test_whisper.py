@@ -12,8 +12,8 @@ from transformers.generation import logits_process as reference_processors
 
 import hfax
 from hfax.errors import UnsupportedModelError, UnsupportedOptionError
-from hfax.programs.sampling import init_sampling_state, process_logits
-from hfax.programs.sampling_config import make_sampling_spec
+from hfax.generation.sampling import init_sampling_state, process_logits
+from hfax.generation.sampling_config import make_sampling_spec
 
 from .checkpoints import RATE, save_whisper, sound
 

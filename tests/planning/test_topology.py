@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from hfax.errors import BackendNotAvailableError
-from hfax.topology import compile_for
+from hfax.planning.topology import compile_for
 
 SIZES = {
     "vocab_size": 1024,

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import transformers
 
-from hfax.backends.traits import read_traits
 from hfax.errors import InvalidInputError
 from hfax.programs.checks import raise_unread
+from hfax.tracing.traits import read_traits
 
 _PIXELS, _IDS = np.zeros((1, 3, 2, 2), np.float32), np.zeros((1, 4), np.int32)
 

@@ -17,7 +17,7 @@ from hfax.kernels.experts import grouped_linear
 from hfax.kernels.target import compiling_for
 from hfax.kernels.tpu import quantized as kernels
 from hfax.load.quantize import quantize
-from hfax.mesh import EXPERT_AXES, HEAD_AXES, make_mesh
+from hfax.sharding.mesh import EXPERT_AXES, HEAD_AXES, make_mesh
 
 CONFIG = transformers.LlamaConfig(num_attention_heads=8, num_key_value_heads=8)
 

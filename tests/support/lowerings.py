@@ -22,8 +22,8 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
-from hfax.backends import environment
-from hfax.backends import torchax as tracing
+from hfax.tracing import environment
+from hfax.tracing import torchax as tracing
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 MOST_SAMPLES = 24
@@ -303,7 +303,7 @@ scale of the result, or by four times torch's own difference from float64. "{ref
 computed. A dash: torch has no samples of that dtype, or they say nothing (random numbers, or torch fails on them).
 
 `python tests/support/lowerings.py` makes this page (with names behind it, their rows); a test of the sweep compares each row.
-Random programs of views, indices and writes in place are tested beside it (`tests/backends/test_random_programs.py`).
+Random programs of views, indices and writes in place are tested beside it (`tests/tracing/test_random_programs.py`).
 
 """
 

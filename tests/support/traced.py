@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import torch
 
-from hfax.backends import torchax as tracing
+from hfax.tracing import torchax as tracing
 
 
 def traced(function: Callable[..., Any], *arrays: np.ndarray) -> list[np.ndarray]:

@@ -8,9 +8,9 @@ import pytest
 import transformers
 
 import hfax
+from hfax.backends.torch_xla import runtime
+from hfax.backends.torch_xla.diagnosis import diagnose
 from hfax.errors import BackendNotAvailableError
-from hfax.torch_xla import runtime
-from hfax.torch_xla.diagnosis import diagnose
 
 
 def command(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess:

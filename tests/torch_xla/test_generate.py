@@ -16,8 +16,8 @@ import transformers
 
 import hfax
 from hfax import AutoModelForTPU
+from hfax.backends.torch_xla import runtime
 from hfax.errors import InvalidInputError, UnsupportedModelError, UnsupportedOptionError
-from hfax.torch_xla import runtime
 
 NEW = 12
 SIZES = {
@@ -300,7 +300,7 @@ def test_what_this_backend_lacks_names_the_other(llama: tuple) -> None:
 
 
 def test_a_device_that_does_not_come_up(tmp_path: Path) -> None:
-    code = "from hfax.torch_xla import runtime; runtime.device()"
+    code = "from hfax.backends.torch_xla import runtime; runtime.device()"
     settings = {**os.environ, "PJRT_DEVICE": "NONSENSE"}
     done = subprocess.run([sys.executable, "-c", code], env=settings, capture_output=True, text=True, check=False)
     assert done.returncode == 1

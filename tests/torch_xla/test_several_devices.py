@@ -72,7 +72,7 @@ def test_what_each_device_holds(tmp_path: Path) -> None:
 
 
 def _parts(plan: object, name: str) -> list[int]:
-    from hfax.mesh import size_of
+    from hfax.sharding.mesh import size_of
 
     return [size_of(plan.mesh, axes) for axes in plan.weights[name].spec]
 

@@ -8,8 +8,8 @@ import torch
 import transformers
 
 from hfax import AutoModelForTPU, shrink_config
-from hfax.backends.forward_arguments import known_arguments, reject_unknown
 from hfax.errors import InvalidInputError
+from hfax.tracing.forward_arguments import known_arguments, reject_unknown
 
 _IDS = np.array([[3, 4, 5, 6]])
 

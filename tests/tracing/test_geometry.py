@@ -6,7 +6,7 @@ import torch
 import transformers
 
 import hfax
-from hfax.backends.geometry import HostArray, forward_positions, is_geometry, keep_on_host
+from hfax.tracing.geometry import HostArray, forward_positions, is_geometry, keep_on_host
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import pytest
 import torch
 from traced import traced
 
-from hfax.backends.environment import TraceEnvironment
 from hfax.errors import UnsupportedModelError
+from hfax.tracing.environment import TraceEnvironment
 
 PAGE = Path(__file__).parents[2] / "docs" / "lowerings.md"
 _TRUTHS = np.array([[True, False, True], [True, True, False]])

@@ -10,8 +10,8 @@ import pytest
 import torch
 from traced import traced
 
-from hfax.backends import torchax as tracing
 from hfax.errors import UnsupportedModelError
+from hfax.tracing import torchax as tracing
 
 
 def _same(function: Callable[..., Any], *arrays: np.ndarray) -> None:

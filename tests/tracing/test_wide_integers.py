@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from hfax.backends import torchax as tracing
-from hfax.backends.wide_integers import limits
 from hfax.errors import InvalidInputError, UnsupportedModelError
+from hfax.tracing import torchax as tracing
+from hfax.tracing.wide_integers import limits
 
 _IDS = np.array([[250, 3, 77, 254, 9, 1], [1, 2, 251, 4, 5, 255]])
 _PRIME = 5754853343

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from hfax import InvalidInputError
 from hfax.cli.app import run
-from hfax.train.plan import make_train_plans
+from hfax.train.memory_plan import make_train_plans
 
 LLAMA_8B = LlamaConfig(
     hidden_size=4096,

@@ -16,18 +16,18 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PretrainedConfig
 
-from hfax.backends import geometry
-from hfax.backends.forward_arguments import known_arguments, reject_unknown
-from hfax.backends.structure import flatten, has_torch, is_array, is_of_jax, unflatten
-from hfax.backends.traits import ModelTraits
 from hfax.errors import InvalidInputError, UnsupportedOptionError
+from hfax.generation import generation_request as requests
+from hfax.generation.generation_request import GenerationOptions
+from hfax.generation.overrides import without_dropped
 from hfax.load.host_arrays import narrow, to_numpy
 from hfax.load.skeleton import Skeleton
 from hfax.patches import registry
-from hfax.programs import generation_request as requests
 from hfax.programs.buckets import Buckets
-from hfax.programs.generation_request import GenerationOptions
-from hfax.programs.own_inputs import without_dropped
+from hfax.tracing import geometry
+from hfax.tracing.forward_arguments import known_arguments, reject_unknown
+from hfax.tracing.structure import flatten, has_torch, is_array, is_of_jax, unflatten
+from hfax.tracing.traits import ModelTraits
 
 _ID_INPUTS = ("input_ids", "decoder_input_ids")
 _SAMPLING_EXTRAS = ("presence_penalty", "frequency_penalty")

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from hfax import AutoModelForTPU
+from hfax.backends.jax.model import JaxModel
 from hfax.bench.spec import Case, SubjectSpec, random_prompt
-from hfax.model import JaxModel
 
 
 def load(spec: SubjectSpec) -> JaxModel:

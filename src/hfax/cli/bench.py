@@ -11,7 +11,7 @@ import typer
 
 from hfax.cli import model_options
 from hfax.cli.error_display import reporting
-from hfax.cli.numbers import positive_numbers
+from hfax.cli.option_types import positive_numbers
 from hfax.errors import InvalidInputError
 
 EXAMPLES = """[bold]Examples[/bold]

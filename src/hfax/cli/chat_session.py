@@ -28,7 +28,7 @@ from hfax.cli.writing import Answer, write_answer
 from hfax.errors import HfaxError, InvalidInputError
 
 if TYPE_CHECKING:
-    from hfax.model import JaxModel
+    from hfax.backends.jax.model import JaxModel
 
 _DEFAULT_LENGTH = 1024
 _HELP = """\

@@ -61,15 +61,13 @@ def convert(
             model.save_pretrained(target, format=str(to))
             copy_companions(found.folder, target)
         else:
-            import torch
-
-            from hfax.jax_backend import make_skeleton
             from hfax.load.config import read_config
             from hfax.load.convert import convert_weights
             from hfax.load.store import open_store
+            from hfax.tracing.abstract import open_skeleton
 
             config = read_config(found, trust_remote_code=trust_remote_code)
             code = str(found.folder) if trust_remote_code else None
-            skeleton = make_skeleton(config, None, torch.float32, code, None)
+            skeleton = open_skeleton(config, dtype="float32", code_folder=code)
             convert_weights(found, open_store(found), skeleton, target, str(to))
         typer.echo(f"{target}: {to}")

@@ -33,7 +33,7 @@ def doctor(
     """Say whether a model works, which patches it gets, and what it costs. Loads no weights. Exit code 1 if it fails."""
     with reporting(verbose):
         if backend == "torch_xla":
-            from hfax.torch_xla.diagnosis import diagnose
+            from hfax.backends.torch_xla.diagnosis import diagnose
 
             seen = diagnose(model, task=task, trust_remote_code=trust_remote_code)
             typer.echo(json.dumps(dataclasses.asdict(seen), indent=2) if json_output else str(seen))

@@ -11,12 +11,11 @@ import typer
 
 from hfax.cli import model_options
 from hfax.cli.error_display import reporting
-from hfax.cli.mesh_option import parallelism_of
-from hfax.cli.numbers import positive_numbers
+from hfax.cli.option_types import parallelism_of, positive_numbers
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 
 if TYPE_CHECKING:
-    from hfax.model import JaxModel
+    from hfax.backends.jax.model import JaxModel
 
 EXAMPLES = """[bold]Examples[/bold]
 

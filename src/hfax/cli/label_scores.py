@@ -17,7 +17,7 @@ from hfax.errors import InvalidInputError
 from hfax.programs.buckets import prompt_bucket
 
 if TYPE_CHECKING:
-    from hfax.model import JaxModel
+    from hfax.backends.jax.model import JaxModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfax.cli.mesh_option import parallelism_of
+from hfax.cli.option_types import parallelism_of
 from hfax.errors import CheckpointNotFoundError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from hfax.backends.jax.model import JaxModel
     from hfax.load.source import CheckpointSource
-    from hfax.model import JaxModel
 
 
 class Dtype(StrEnum):

@@ -12,8 +12,7 @@ import typer
 
 from hfax.cli import model_options
 from hfax.cli.error_display import reporting
-from hfax.cli.mesh_option import mesh_sizes
-from hfax.cli.numbers import positive_numbers
+from hfax.cli.option_types import mesh_sizes, positive_numbers
 from hfax.errors import InvalidInputError
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -138,7 +137,7 @@ def _plan_training(
     json_output: bool,
 ) -> None:
     """Fine-tuning: which machines it fits on."""
-    from hfax.train.plan import ASSUMPTIONS, make_train_plans
+    from hfax.train.memory_plan import ASSUMPTIONS, make_train_plans
 
     plans = []
     with console.status("planning"):

@@ -64,7 +64,7 @@ def verify(
             checkpoint = model_options.open_checkpoint(options)
             tokenizer = checkpoint.load_tokenizer()
             loaded = checkpoint.load_model()
-            from hfax.verification import verify as compare
+            from hfax.evaluation.verification import verify as compare
 
             found = compare(loaded, tokenizer, texts, max_new_tokens=max_new_tokens)
         typer.echo(json.dumps(dataclasses.asdict(found)) if json_output else _as_text(found))

@@ -19,7 +19,7 @@ from hfax.cli.phase_display import PhaseDisplay
 from hfax.cli.text_stream import TextStream, decode_answer
 
 if TYPE_CHECKING:
-    from hfax.model import JaxModel
+    from hfax.backends.jax.model import JaxModel
 
 FinishReason = Literal["eos", "stop_string", "length", "interrupted"]
 

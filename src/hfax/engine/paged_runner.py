@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding, Sharding
 from hfax.engine.runner import Logits
 from hfax.engine.scheduler import Limits, Part
 from hfax.errors import HfaxError, OutOfMemoryError, UnsupportedModelError
-from hfax.kernels.pool import Rows, pool_shapes, pool_spec
+from hfax.kernels.pool import pool_shapes, pool_spec
+from hfax.kernels.rows import Rows
 from hfax.load.placement import free_bytes
 from hfax.programs.model_parts import ModelParts
 from hfax.programs.program_cache import Program

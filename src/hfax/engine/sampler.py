@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from hfax.engine.sampling_params import MAX_BIASES, MAX_LOGPROBS, MAX_SUPPRESSED, SamplingParams
-from hfax.programs import logits_processors as processors
-from hfax.programs.sampling import first_maximum, invert, uniform_numbers
-from hfax.programs.sampling_config import SamplingSpec
+from hfax.generation import logits_processors as processors
+from hfax.generation.sampling import first_maximum, invert, uniform_numbers
+from hfax.generation.sampling_config import SamplingSpec
 
 KINDS = ("greedy", "narrowed", "general")
 NUM_CANDIDATES = 64

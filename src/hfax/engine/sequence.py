@@ -58,7 +58,7 @@ class Sequence:
         num_computed: tokens whose keys and values are in the cache, or will be when the steps that were started are done.
         num_pending: tokens that were drawn and not yet read from the device, 0 or 1.
         pages: places of its pages in the pool.
-        num_hashed: pages whose contents the prefix cache knows.
+        page_hashes: of its full pages, by which the prefix cache knows them.
         slot: of the running sequences; None while waiting.
         num_cached: tokens of the prompt that were found in the prefix cache.
         prompt_logprobs: of each token of the prompt but the first, as far as they are known.

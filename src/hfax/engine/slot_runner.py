@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hfax.base_model import BaseModel
+from hfax.backends.base_model import BaseModel
 from hfax.engine.runner import Logits
 from hfax.engine.scheduler import Limits, Part
 from hfax.errors import InvalidInputError
+from hfax.generation.decoding import read_prompts
+from hfax.generation.generation_request import Prompts
 from hfax.kernels import target
 from hfax.programs.buckets import Buckets, prompt_bucket
 from hfax.programs.checks import raise_failed, raise_unread
-from hfax.programs.decoding import read_prompts
-from hfax.programs.generation_request import Prompts
 from hfax.programs.model_parts import ModelParts
 
 _SMALLEST = 16

@@ -17,9 +17,9 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from tqdm import tqdm
 
+from hfax.backends.jax.model import JaxModel
 from hfax.errors import InvalidInputError
 from hfax.evaluation.scoring import score
-from hfax.model import JaxModel
 
 _DEFAULT_CONTEXT = 2048
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from hfax.backends.jax.model import JaxModel
 from hfax.errors import InvalidInputError
 from hfax.evaluation.scoring import score
-from hfax.model import JaxModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

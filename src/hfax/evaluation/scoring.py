@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hfax.backends.jax.model import JaxModel
 from hfax.errors import InvalidInputError, UnsupportedOptionError
-from hfax.model import JaxModel
 
 _ROUNDED_TO = 64
 

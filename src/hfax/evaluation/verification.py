@@ -21,11 +21,11 @@ import torch
 import transformers
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from hfax.backends.geometry import HostArray
-from hfax.backends.torchax import as_array, is_tensor
+from hfax.backends.jax.model import JaxModel
 from hfax.errors import UnsupportedModelError
 from hfax.kernels.target import compiling_for
-from hfax.model import JaxModel
+from hfax.tracing.geometry import HostArray
+from hfax.tracing.torchax import as_array, is_tensor
 
 TOLERANCE = 1e-4
 """Of an output's largest value: float32 sums in another order."""

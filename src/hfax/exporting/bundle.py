@@ -15,17 +15,18 @@ from typing import Any
 
 import jax
 
+from hfax.backends.jax.backend import load_saved
+from hfax.backends.jax.model import JaxModel
+from hfax.backends.protocol import LoadOptions
 from hfax.errors import UnsupportedModelError, UnsupportedOptionError
 from hfax.exporting.folders import replacing
-from hfax.jax_backend import load_saved
 from hfax.load.save_pretrained import save_model
 from hfax.load.source import resolve_checkpoint
-from hfax.mesh import make_mesh, size_of
-from hfax.model import JaxModel
-from hfax.parallelism.choose import plan_over
+from hfax.parallelism import plan_over
 from hfax.phases import phase
 from hfax.programs.bundle import FILE, PROGRAMS, Bundle, runtime_of, sizes_of, specs_of
 from hfax.sharding.layout import Layout
+from hfax.sharding.mesh import make_mesh, size_of
 
 _TOKENIZER_FILES = (
     "*token*",
@@ -79,9 +80,8 @@ def export(
         with phase("load", "weights into the bundle"):
             _write_checkpoint(model, writing, layout)
         source = resolve_checkpoint(writing)
-        described = load_saved(
-            source, lambda skeleton, packed: layout.described(), task=model.task, attn_implementation=_attention(model)
-        )
+        loading = LoadOptions(task=model.task, attn_implementation=_attention(model))
+        described = load_saved(source, lambda skeleton, packed: layout.described(), loading)
         warmed = []
         if described.can_generate() and described.main_input_name == "input_ids":
             given = {"max_new_tokens": max_new_tokens, **options}
@@ -131,7 +131,7 @@ def _check(model: JaxModel) -> None:
 
 def _layout_of(model: JaxModel, topology: str, parallelism: Any) -> Layout:
     """Of a topology's devices, nothing of which is there."""
-    from hfax.topology import topology_devices
+    from hfax.planning.topology import topology_devices
 
     devices = topology_devices(topology)
     # a mesh even of one: from it Pallas learns which chip a kernel is for

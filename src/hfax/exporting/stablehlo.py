@@ -16,15 +16,15 @@ import jax
 import jax.export
 import numpy as np
 
-from hfax.backends.structure import Leaf, Node, Structure, flatten, is_array
+from hfax.backends.jax.model import JaxModel
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.exporting.folders import replacing
 from hfax.load.save import save_safetensors
-from hfax.model import JaxModel
 from hfax.phases import phase
 from hfax.portable import FORMAT, MANIFEST, REQUEST, WEIGHTS, require_serialization
 from hfax.programs.program_cache import Program, ProgramCache, inputs_without
 from hfax.sharding.layout import Layout, describe
+from hfax.tracing.structure import Leaf, Node, Structure, flatten, is_array
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hfax.backends.traced_model import TracedModel
-from hfax.programs.sampling import choose_token, init_sampling_state, process_logits, update_sampling_state
-from hfax.programs.sampling_config import SamplingSpec
+from hfax.generation.sampling import choose_token, init_sampling_state, process_logits, update_sampling_state
+from hfax.generation.sampling_config import SamplingSpec
+from hfax.tracing.traced_model import TracedModel
 
 State = dict[str, Any]
 """Keys: tokens [batch, capacity] int32, length () int32 (tokens in the cache), step () int32 (tokens drawn), positions [batch] or

@@ -14,18 +14,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from hfax.backends.traced_model import TracedModel
 from hfax.errors import InvalidInputError
+from hfax.generation.decoding import LoopSpec, State, advance, start
+from hfax.generation.generation_request import GenerationOptions, Prompts
+from hfax.generation.host_loop import Generated, StopCheck, Streamer, ended, for_streamer, next_chunk
+from hfax.generation.sampling_config import make_sampling_spec
+from hfax.generation.speculation import advance_with_guesses
 from hfax.launch.together import agree
 from hfax.programs.buckets import Buckets
 from hfax.programs.checks import raise_failed, raise_unread
-from hfax.programs.decoding import LoopSpec, State, advance, start
-from hfax.programs.driving import Generated, StopCheck, Streamer, ended, for_streamer, next_chunk
-from hfax.programs.generation_request import GenerationOptions, Prompts
 from hfax.programs.program_cache import Program, ProgramCache
-from hfax.programs.sampling_config import make_sampling_spec
-from hfax.programs.speculation import advance_with_guesses
 from hfax.sharding.layout import Layout, to_host
+from hfax.tracing.traced_model import TracedModel
 
 
 def run_generation(

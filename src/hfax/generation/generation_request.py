@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from transformers import GenerationConfig
 
-from hfax.backends.geometry import HostArray, keep_on_host
-from hfax.backends.traits import ModelTraits
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.load.host_arrays import narrow
 from hfax.programs.buckets import Buckets
+from hfax.tracing.geometry import HostArray, keep_on_host
+from hfax.tracing.traits import ModelTraits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

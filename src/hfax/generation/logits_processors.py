@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 
-from hfax.programs.sampling_config import SamplingSpec
+from hfax.generation.sampling_config import SamplingSpec
 
 _NEVER = -jnp.inf
 _INT32 = jnp.iinfo(jnp.int32)

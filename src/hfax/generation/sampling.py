@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from hfax.programs.logits_processors import PROCESSORS, DecodeStep
-from hfax.programs.sampling_config import SamplingSpec
+from hfax.generation.logits_processors import PROCESSORS, DecodeStep
+from hfax.generation.sampling_config import SamplingSpec
 
 SamplingState = dict[str, jax.Array]
 

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from transformers import GenerationConfig
 
-from hfax.programs.buckets import power_of_two
-from hfax.programs.sampling_checks import (
+from hfax.generation.sampling_checks import (
     check_biases,
     check_decay,
     check_ids,
@@ -24,6 +23,7 @@ from hfax.programs.sampling_checks import (
     check_words,
     reject_unsupported,
 )
+from hfax.programs.buckets import power_of_two
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hfax.backends.traced_model import TracedModel
-from hfax.programs.decoding import LoopSpec, State, draw, is_unfinished
-from hfax.programs.sampling import choose_token, process_logits
+from hfax.generation.decoding import LoopSpec, State, draw, is_unfinished
+from hfax.generation.sampling import choose_token, process_logits
+from hfax.tracing.traced_model import TracedModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

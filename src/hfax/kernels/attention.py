@@ -352,19 +352,3 @@ def causal_mask(num_queries: int, num_keys: int) -> Mask:
     block = lambda rows, columns: (columns[None, :] <= rows[:, None])[None, None]  # noqa: E731
     causal = Causal(window=None, is_real=None) if num_queries == num_keys else None
     return Mask(array=causal_positions(num_queries, num_keys), block=block, causal=causal)
-
-
-def key_padding(padding_mask: jax.Array, positions: jax.Array) -> jax.Array:
-    """Which keys are real tokens.
-
-    Args:
-        padding_mask: [batch, length], nonzero for tokens.
-        positions: [keys], the position of each key in the sequence; below zero for a slot that holds nothing.
-
-    Returns:
-        [batch, 1, 1, keys] bool; positions past the mask's end are False.
-    """
-    length = padding_mask.shape[-1]
-    inside = (positions >= 0) & (positions < length)
-    picked = jnp.take(padding_mask != 0, jnp.clip(positions, 0, length - 1), axis=1)
-    return (picked & inside)[:, None, None, :]

@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hfax.kernels import paged, target
-from hfax.mesh import TENSOR, batch_axes, size_of
+from hfax.sharding.mesh import TENSOR, batch_axes, size_of
 
 _HEADS_SECOND = ("keys", "values")
 
@@ -16,7 +16,7 @@ def cache_spec(mesh: jax.sharding.Mesh, name: str, shape: tuple[int, ...]) -> P:
     """How an array of a cache is split: by heads, if there are heads and they divide, and by rows of the batch.
 
     Args:
-        mesh: has the axes of `hfax.mesh`.
+        mesh: has the axes of `hfax.sharding.mesh`.
         name: of the array, "layers.0.keys" for instance.
         shape: of it.
     """

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from hfax.kernels import target
 from hfax.kernels.cpu import calls, library
 from hfax.kernels.quantized import QuantizedArray
-from hfax.mesh import HEAD_AXES, batch_axes, expert_axes, size_of
+from hfax.sharding.mesh import HEAD_AXES, batch_axes, expert_axes, size_of
 
 
 def grouped_linear(

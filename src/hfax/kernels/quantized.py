@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from hfax.kernels import target
 from hfax.kernels.cpu import calls, library
-from hfax.mesh import BATCH_AXES, batch_axes, size_of
+from hfax.sharding.mesh import BATCH_AXES, batch_axes, size_of
 
 INT4_GROUP = 128
 """Columns that share a scale, and a word layout, in 4-bit weights."""

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 
 import jax
 
-from hfax.mesh import HEAD_AXES, TENSOR, size_of
+from hfax.sharding.mesh import HEAD_AXES, TENSOR, size_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class Target:
 
     Args:
         platform: "cpu", "gpu" or "tpu".
-        mesh: the devices, with the axes of `hfax.mesh`; None: one device.
+        mesh: the devices, with the axes of `hfax.sharding.mesh`; None: one device.
         pages: caches are kept in pages, as TPU's kernel reads them.
         is_differentiated: gradients are taken through the program, so kernels without one are left out.
         chosen: gets a line for each way of computing that was chosen; shown by `hfax doctor`.

@@ -1,7 +1,7 @@
 """What `hfax launch` starts: joins the run, then does what it was asked to, a script's work or a verb's of hfax.
 
-python -m hfax.cli.launch_child script.py arguments…
-python -m hfax.cli.launch_child hfax generate …
+python -m hfax.launch.child script.py arguments…
+python -m hfax.launch.child hfax generate …
 """
 
 from __future__ import annotations
@@ -26,8 +26,14 @@ def _patience() -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # noqa: PTH123 (pathlib is slower to import)
+        yield
+
+
 def main(arguments: list[str]) -> int:
-    """Returns the exit code."""
+    """Returns the exit code, unless the program itself exits."""
     from hfax.errors import HfaxError
     from hfax.launch.cluster import join, member_from
 
@@ -43,14 +49,12 @@ def main(arguments: list[str]) -> int:
         with _patience():
             runpy.run_path(program, run_name="__main__")
         return 0
-    from hfax.cli.app import run
-
+    sys.argv = ["hfax", *rest]
     member = member_from(os.environ)
-    if member is None or member.process_id == 0:
-        with _patience():
-            return run(rest)
-    with _patience(), open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # noqa: PTH123 (process 0 speaks for all)
-        return run(rest)
+    is_silent = member is not None and member.process_id != 0  # process 0 speaks for all
+    with _patience(), _silence() if is_silent else contextlib.nullcontext():
+        runpy.run_module("hfax", run_name="__main__")
+    return 0
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def supervise(
 
     Args:
         members: those processes.
-        command: what each runs, after the interpreter.
+        command: what each runs: a script, or hfax and a verb, and its arguments.
         environment: of all of them.
         start_s: how long to wait for the other machines.
     """
@@ -112,7 +112,7 @@ class _Supervisor:
     async def _start(self, member: Member) -> asyncio.subprocess.Process:
         environment = {**self.environment, **member.environment()}
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "hfax.cli.launch_child", *self.command, env=environment, start_new_session=True
+            sys.executable, "-m", "hfax.launch.child", *self.command, env=environment, start_new_session=True
         )
 
     async def _watch(self, member: Member, process: asyncio.subprocess.Process) -> None:

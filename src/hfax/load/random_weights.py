@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 
 import jax
-import torch
 from transformers import PretrainedConfig
 
 from hfax.kernels.quantized import QuantizedArray
@@ -18,7 +17,6 @@ from hfax.sharding.layout import Layout
 def draw_weights(
     skeleton: Skeleton,
     config: PretrainedConfig,
-    dtype: torch.dtype,
     layout: Layout,
     quantization: Quantization | None = None,
 ) -> dict[str, jax.Array | QuantizedArray]:
@@ -30,7 +28,7 @@ def draw_weights(
     needed = sum(t.numel() * t.element_size() for t in skeleton.shapes.values())
     needed = needed if layout.plan is None else layout.plan.bytes_per_device
     check_fits(needed, layout.device, "The model", "Use a smaller configuration or dtype, or more devices.")
-    module = type(skeleton.module)._from_config(copy.deepcopy(config), dtype=dtype)
+    module = type(skeleton.module)._from_config(copy.deepcopy(config), dtype=skeleton.dtype)
     state = module.state_dict()
     del module
     packed = weights_to_quantize(skeleton.module, skeleton.shapes, skeleton.tied) if quantization else set()

@@ -18,7 +18,7 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from hfax.errors import UnsupportedModelError, UnsupportedOptionError
+from hfax.errors import InvalidInputError, UnsupportedModelError, UnsupportedOptionError
 
 TASK_TO_AUTO_CLASS: dict[str, tuple[str, ...]] = {
     "text-generation": ("AutoModelForCausalLM",),
@@ -54,21 +54,28 @@ TASK_TO_AUTO_CLASS: dict[str, tuple[str, ...]] = {
 """transformers' pipeline task names, and the auto classes that each stands for."""
 
 
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Skeleton:
     """A module without weights.
 
     Args:
         module: in eval mode; every parameter is on the meta device, every buffer holds its real values on the CPU.
+        dtype: that its floating-point weights are to have.
         shapes: name to meta tensor, for everything a checkpoint is expected to hold, tied names left out.
         tied: alias to the name in `shapes` whose array it shares.
         buffers: name to value, for the buffers that a checkpoint does not hold.
+        derived: what was computed from the module and is not to be computed twice, by name.
     """
 
     module: PreTrainedModel
+    dtype: torch.dtype
     shapes: dict[str, torch.Tensor]
     tied: dict[str, str]
     buffers: dict[str, torch.Tensor]
+    derived: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def resolve_model_class(
@@ -142,6 +149,26 @@ def _remote_class(
     return get_class_from_dynamic_module((own or references)[0], code_folder)
 
 
+def resolve_dtype(dtype: str | torch.dtype, config: PretrainedConfig, stored: torch.dtype | None) -> torch.dtype:
+    """The dtype asked for; for "auto" the config's, else that of the stored weights, else float32.
+
+    Raises:
+        InvalidInputError: it is none that every XLA device has.
+    """
+    if dtype == "auto":
+        chosen: Any = getattr(config, "dtype", None) or stored or torch.float32
+    else:
+        chosen = dtype
+    name = str(chosen).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise InvalidInputError(
+            f"dtype={dtype!r} is not available.",
+            "Models run in one of the floating-point types that every XLA device has.",
+            f"Use 'auto' or one of {', '.join(_DTYPES)}.",
+        )
+    return getattr(torch, name)
+
+
 def build_skeleton(
     model_class: type[PreTrainedModel],
     config: PretrainedConfig,
@@ -186,7 +213,7 @@ def build_skeleton(
     persistent = module.state_dict(keep_vars=True)
     held = {name: t for name, t in persistent.items() if name not in tied and isinstance(t, torch.Tensor)}
     buffers = {name: b for name, b in module.named_buffers(remove_duplicate=False) if name not in persistent}
-    return Skeleton(module=module, shapes=held, tied=tied, buffers=buffers)
+    return Skeleton(module=module, dtype=dtype, shapes=held, tied=tied, buffers=buffers)
 
 
 def _rename_attention(module: PreTrainedModel, names: Mapping[str, str]) -> None:

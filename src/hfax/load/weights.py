@@ -41,7 +41,6 @@ def load_weights(
     skeleton: Skeleton,
     store: TensorStore,
     layout: Layout,
-    dtype: torch.dtype,
     *,
     strict: bool,
     quantization: Quantization | None = None,
@@ -52,7 +51,6 @@ def load_weights(
         skeleton: what is wanted.
         store: what there is.
         layout: where the arrays go.
-        dtype: the floating-point dtype asked for; modules that transformers keeps in float32 stay so.
         strict: missing and unexpected tensors are errors.
         quantization: of the linear layers' matrices.
 
@@ -77,7 +75,7 @@ def load_weights(
         "Loading the weights",
         "Use a smaller dtype (dtype='bfloat16'), or more or larger devices.",
     )
-    target_dtype = dtype_rule(skeleton.module, dtype)
+    target_dtype = dtype_rule(skeleton.module, skeleton.dtype)
     expected = {**skeleton.shapes, **{alias: skeleton.shapes[name] for alias, name in skeleton.tied.items()}}
 
     def load_slices(step: ConversionStep) -> list[tuple[str, Weight]] | None:
@@ -132,7 +130,7 @@ def load_weights(
     return weights, tied
 
 
-def load_quantized(skeleton: Skeleton, store: TensorStore, layout: Layout, dtype: torch.dtype) -> dict[str, Weight]:
+def load_quantized(skeleton: Skeleton, store: TensorStore, layout: Layout) -> dict[str, Weight]:
     """The weights of a checkpoint that `save_pretrained` wrote from a quantized model: its own names, integers and scales.
 
     Raises:
@@ -141,7 +139,7 @@ def load_quantized(skeleton: Skeleton, store: TensorStore, layout: Layout, dtype
     names = set(store.names)
     scales = {name + SCALE_SUFFIX for name in skeleton.shapes} & names
     _check_names(set(skeleton.shapes), names - scales)
-    target_dtype = dtype_rule(skeleton.module, dtype)
+    target_dtype = dtype_rule(skeleton.module, skeleton.dtype)
     weights: dict[str, Weight] = {}
     for name, meta in skeleton.shapes.items():
         tensor, wanted, where = store.read(name), target_dtype(name, meta), layout.weight(name)
@@ -153,9 +151,7 @@ def load_quantized(skeleton: Skeleton, store: TensorStore, layout: Layout, dtype
     return weights
 
 
-def load_arrays(
-    skeleton: Skeleton, store: OrbaxStore, layout: Layout, dtype: torch.dtype
-) -> tuple[dict[str, Weight], dict[str, str]]:
+def load_arrays(skeleton: Skeleton, store: OrbaxStore, layout: Layout) -> tuple[dict[str, Weight], dict[str, str]]:
     """The weights of a checkpoint that `save_pretrained(format="orbax")` wrote: under the module's own names, quantized or not.
 
     Returns:
@@ -170,7 +166,7 @@ def load_arrays(
     expected = {**skeleton.shapes, **{a: skeleton.shapes[name] for a, name in skeleton.tied.items() if a in stored}}
     scales = {name + SCALE_SUFFIX for name in expected} & set(stored)
     _check_names(set(expected), set(stored) - scales)
-    target_dtype = dtype_rule(skeleton.module, dtype)
+    target_dtype = dtype_rule(skeleton.module, skeleton.dtype)
     weight_dtypes = {name: jnp.dtype(str(target_dtype(name, meta)).split(".")[-1]) for name, meta in expected.items()}
 
     def wanted(name: str, weight: str) -> jax.ShapeDtypeStruct:

@@ -1,6 +1,6 @@
 """The adapters of one model: which there are, which one is in force, and what of the model's own weights they stand for.
 
-An adapter in force is arrays among the model's weights (see `hfax.backends.adapters`), so programs take it as an argument: another
+An adapter in force is arrays among the model's weights (see `hfax.tracing.adapters`), so programs take it as an argument: another
 adapter of the same layers needs no other program. To that end all adapters are padded with zeros to the largest rank of each layer.
 """
 
@@ -19,7 +19,14 @@ from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from transformers.pytorch_utils import Conv1D
 
-from hfax.backends.adapters import (
+from hfax.errors import InvalidInputError, UnsupportedOptionError
+from hfax.kernels.quantized import QuantizedArray
+from hfax.load.host_arrays import to_numpy
+from hfax.lora.config import LoraConfig
+from hfax.lora.files import read_adapter, write_adapter
+from hfax.sharding.layout import Layout, to_host
+from hfax.sharding.mesh import FSDP
+from hfax.tracing.adapters import (
     EMBEDDING_A,
     EMBEDDING_B,
     LORA_A,
@@ -30,13 +37,6 @@ from hfax.backends.adapters import (
     column_norms,
     split_adapters,
 )
-from hfax.errors import InvalidInputError, UnsupportedOptionError
-from hfax.kernels.quantized import QuantizedArray
-from hfax.load.host_arrays import to_numpy
-from hfax.lora.config import LoraConfig
-from hfax.lora.files import read_adapter, write_adapter
-from hfax.mesh import FSDP
-from hfax.sharding.layout import Layout, to_host
 
 Params = dict[str, jax.Array]
 _BASE_TABLE = ".base_layer.weight"

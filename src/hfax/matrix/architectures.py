@@ -14,7 +14,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, ResNetConfig, SwinConfig
 from transformers.models.auto import modeling_auto
 
-from hfax.shrink import shrink_config
+from hfax.synthetic.shrink import shrink_config
 
 MAPPINGS: dict[str, str] = {
     "causal-lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 import transformers
 
-from hfax.example_inputs.inputs import GENERATING, CaseInputs, make_inputs
 from hfax.matrix.architectures import Architecture, small_config
 from hfax.matrix.variations import Variation, apply_changes, vary_inputs
+from hfax.synthetic.inputs import GENERATING, CaseInputs, make_inputs
 
 NEW_TOKENS = 16
 TOLERANCE = 1e-4

@@ -67,13 +67,12 @@ def _summary(results: list[CaseResult]) -> Iterable[str]:
 
 
 def _patch_section(results: list[CaseResult]) -> str:
-    from hfax import shrink
-    from hfax.backends import traits
-    from hfax.example_inputs import images
+    from hfax.generation import overrides as own_generate
     from hfax.matrix import architectures
     from hfax.patches import registry
     from hfax.patches.patch import ForwardPatch, FunctionPatch, InputPatch
-    from hfax.programs import own_generate
+    from hfax.synthetic import images, shrink
+    from hfax.tracing import traits
 
     patches = registry.all_patches()
     used = Counter(name for r in results if r.outcome == "works" for name in r.patches)

@@ -17,7 +17,7 @@ from hfax.matrix.architectures import Architecture
 from hfax.matrix.case import CaseResult, run_case
 from hfax.matrix.variations import Variation
 
-_PRELOADED = ["torch", "transformers", "jax", "hfax.matrix.case", "hfax.model", "hfax.programs.generate"]
+_PRELOADED = ["torch", "transformers", "jax", "hfax.matrix.case", "hfax.backends.jax.model", "hfax.generation.generate"]
 
 _Case = tuple[Architecture, Variation | None]
 

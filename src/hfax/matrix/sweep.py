@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hfax.example_inputs.images import AROUND, SIZES
-from hfax.example_inputs.inputs import GENERATING
 from hfax.matrix.architectures import Architecture, architectures, small_config
 from hfax.matrix.case import CaseResult
 from hfax.matrix.command import HFAX_FAILS, check_mappings, replace_file
 from hfax.matrix.runner import run_cases
 from hfax.matrix.variations import Variation, draw
+from hfax.synthetic.images import AROUND, SIZES
+from hfax.synthetic.inputs import GENERATING
 
 REFUSALS = ("UnsupportedModelError", "UnsupportedOptionError", "InvalidInputError")
 """hfax's errors that say what to do instead: no defects."""

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from hfax.example_inputs.fields import token_ids
-from hfax.example_inputs.images import AROUND, feature_counts, prompts_with_images
-from hfax.example_inputs.inputs import GENERATING, CaseInputs
+from hfax.synthetic.fields import token_ids
+from hfax.synthetic.images import AROUND, feature_counts, prompts_with_images
+from hfax.synthetic.inputs import GENERATING, CaseInputs
 
 _ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2", "silu", "tanh", "sigmoid")
 _SWITCH = re.compile(r"(^|_)(bias|norm|residual|rescale|scale|parallel|post|qk|clip|alibi|embeddings?)(_|$)")

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from hfax.modelling_line import running_line
+from hfax.errors import running_line
 from hfax.patches.patch import ForwardPatch, FunctionPatch, OpPatch, Patch
 
 _local = threading.local()

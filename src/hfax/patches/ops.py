@@ -14,9 +14,9 @@ from torch.utils._mode_utils import no_dispatch
 
 from hfax.kernels import norms, quantized
 from hfax.kernels import target as where
+from hfax.kernels.constraints import split_by_rows
 from hfax.kernels.linear import linear
 from hfax.patches.patch import OpPatch, Patch
-from hfax.sharding.constraints import split_by_rows
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> jax.Array:

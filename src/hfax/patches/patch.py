@@ -8,13 +8,14 @@ anything is traced, where shapes depend on their values. What exists and what is
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import importlib
 import importlib.metadata
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -267,3 +268,20 @@ def _torch_op(name: str) -> Any:
         if found is None:
             return None
     return found
+
+
+@contextlib.contextmanager
+def forwards_replaced(replaced: Iterable[tuple[torch.nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """For the block, each module's `forward` is the function given for it; then what it was before."""
+    given = list(replaced)
+    before = [module.__dict__.get("forward") for module, _ in given]
+    try:
+        for module, forward in given:
+            module.__dict__["forward"] = forward
+        yield
+    finally:
+        for (module, _), forward in zip(given, before, strict=True):
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = forward

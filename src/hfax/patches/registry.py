@@ -98,11 +98,6 @@ def all_patches(backend: str = "jax") -> list[Patch]:
         return [p for p in _registered.values() if backend in p.backends and p.is_needed()]
 
 
-def patches_for(module: torch.nn.Module, backend: str = "jax") -> list[Patch]:
-    """The patches that concern a model."""
-    return [p for p in all_patches(backend) if p.matches(module)]
-
-
 def refusals(module: torch.nn.Module, backend: str = "jax") -> dict[str, str]:
     """Patches that leave out parts of a model which look as if they were for them: name to why.
 

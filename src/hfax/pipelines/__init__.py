@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import Pipeline
 
-    from hfax.model import JaxModel
+    from hfax.backends.jax.model import JaxModel
 
 _PARTS = {
     "tokenizer": "AutoTokenizer",
@@ -174,7 +174,7 @@ def _require_vocabulary(tokenizer: Any, folder: Path) -> None:
 
 
 def _checked(model: Any) -> JaxModel:
-    from hfax.model import JaxModel
+    from hfax.backends.jax.model import JaxModel
 
     if not isinstance(model, JaxModel):
         raise InvalidInputError(

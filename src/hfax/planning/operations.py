@@ -6,7 +6,7 @@ from typing import Any
 
 from hfax.load.quantize import weights_to_quantize
 from hfax.load.skeleton import Skeleton
-from hfax.mesh import num_experts
+from hfax.sharding.mesh import num_experts
 
 
 def used_numbers(skeleton: Skeleton) -> dict[str, float]:

@@ -18,16 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 from transformers import PretrainedConfig
 
-from hfax.backends.abstract import without_weights
 from hfax.errors import HfaxError, InvalidInputError, UnsupportedOptionError
+from hfax.kernels.constraints import cache_spec
 from hfax.load.quantize import Quantization
 from hfax.load.skeleton import Skeleton
-from hfax.mesh import DATA, EXPERT, HEAD_AXES, TENSOR, attention_heads, fitting_sizes, make_mesh, size_of
-from hfax.parallelism.choose import plan_over
+from hfax.parallelism import plan_over
 from hfax.planning.chips import TPUS, Chip, chip_of, count_of
 from hfax.planning.operations import operations_per_token, used_numbers
-from hfax.sharding.constraints import cache_spec
-from hfax.sharding.plan import ShardingPlan
+from hfax.sharding.mesh import DATA, EXPERT, HEAD_AXES, TENSOR, attention_heads, fitting_sizes, make_mesh, size_of
+from hfax.sharding.partition import ShardingPlan
+from hfax.tracing.abstract import open_skeleton, without_weights
 
 ASSUMPTIONS = (
     "Times are limits: memory is read at the chip's published bandwidth, matrices multiply at its published bfloat16 peak, "
@@ -153,10 +153,7 @@ def make_plans(
 
 
 def _read(name: str, config: PretrainedConfig, quantization: Quantization | None, context: int) -> _Model:
-    from hfax.backend import resolve_dtype
-    from hfax.jax_backend import make_skeleton
-
-    skeleton = make_skeleton(config, None, resolve_dtype("auto", config, None), None, None)
+    skeleton = open_skeleton(config)
     module = skeleton.module
     traced, params = without_weights(skeleton)
     if not module.can_generate() or traced.traits.is_encoder_decoder or traced.traits.main_input != "input_ids":
@@ -214,7 +211,7 @@ def _plan(
     sizes, plan, limits = max(ranked, key=merit)
     programs: list[Any] = []
     if compiles and not problem and chip.name in TPUS:
-        from hfax.topology import compile_programs
+        from hfax.planning.topology import compile_programs
 
         try:
             programs = compile_programs(
@@ -353,7 +350,7 @@ def _largest(fits: Any, most: int) -> int:
 def devices_of(machine: str) -> tuple[list[Any], str]:
     """The devices of a machine; of those that no compiler describes, stand-ins. And why there is no compiler."""
     if chip_of(machine).name in TPUS:
-        from hfax.topology import topology_devices
+        from hfax.planning.topology import topology_devices
 
         return topology_devices(machine), ""
     return [_StandIn(i) for i in range(count_of(machine))], "compiled for TPU topologies alone; memory by arithmetic"

@@ -21,18 +21,18 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from transformers import GenerationConfig, PretrainedConfig
 
-from hfax.backends.abstract import without_weights
 from hfax.errors import BackendNotAvailableError
+from hfax.generation.decoding import LoopSpec, advance, start
+from hfax.generation.sampling_config import make_sampling_spec
+from hfax.kernels.constraints import cache_spec
 from hfax.kernels.quantized import QuantizedArray
 from hfax.kernels.target import compiling_for
 from hfax.load.quantize import Quantization, bits_and_group, weights_to_quantize
 from hfax.load.skeleton import Skeleton
-from hfax.mesh import batch_axes, make_mesh
-from hfax.parallelism.choose import plan_over
-from hfax.programs.decoding import LoopSpec, advance, start
-from hfax.programs.sampling_config import make_sampling_spec
-from hfax.sharding.constraints import cache_spec
-from hfax.sharding.plan import ShardingPlan
+from hfax.parallelism import plan_over
+from hfax.sharding.mesh import batch_axes, make_mesh
+from hfax.sharding.partition import ShardingPlan
+from hfax.tracing.abstract import open_skeleton, without_weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,11 +89,8 @@ def compile_for(
         BackendNotAvailableError: libtpu is not installed, or knows no such topology.
         InvalidInputError: the heads do not divide among the devices.
     """
-    from hfax.backend import resolve_dtype
-    from hfax.jax_backend import make_skeleton
-
     devices = topology_devices(topology)
-    skeleton = make_skeleton(config, None, resolve_dtype("auto", config, None), None, None)
+    skeleton = open_skeleton(config)
     plan = plan_over(skeleton, make_mesh({"tensor": len(devices)}, config, devices), quantization)
     sizes = {"batch_size": batch_size, "prompt_length": prompt_length, "capacity": capacity}
     return compile_programs(skeleton, plan, **sizes, quantization=quantization)

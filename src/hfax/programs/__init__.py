@@ -1,0 +1,1 @@
+"""Compiled programs, whatever they compute: their sizes, their keys, and where they are kept."""

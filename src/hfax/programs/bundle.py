@@ -23,10 +23,10 @@ from jax.sharding import PartitionSpec as P
 
 from hfax.errors import CheckpointCorruptError, InvalidInputError
 from hfax.kernels.cpu import library
-from hfax.mesh import AXES
 from hfax.programs.buckets import Size
 from hfax.programs.program_cache import kernels_digest, source_digest, version_of
 from hfax.sharding.layout import Layout
+from hfax.sharding.mesh import AXES
 
 FILE = "bundle.json"
 PROGRAMS = "programs"
@@ -43,7 +43,7 @@ class Bundle:
     Args:
         runtime: what the programs need of the process that runs them, by name.
         device_ids: the devices in the mesh's order.
-        mesh: sizes by the axes of `hfax.mesh.AXES`; None: one device.
+        mesh: sizes by the axes of `hfax.sharding.mesh.AXES`; None: one device.
         specs: how each weight is split over the mesh; for each axis of the array the mesh's axes that split it.
         attn_implementation: as `from_pretrained` was given it.
         task: likewise.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hfax.backends.traits import ModelTraits
 from hfax.errors import InvalidInputError
+from hfax.tracing.traits import ModelTraits
 
 
 def raise_failed(checks: Mapping[str, Any]) -> None:

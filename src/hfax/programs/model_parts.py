@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import jax
 
-from hfax.backends.traced_model import TracedModel
 from hfax.programs.program_cache import ProgramCache
 from hfax.sharding.layout import Layout
+from hfax.tracing.traced_model import TracedModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,7 @@ from hfax.kernels.cpu import library
 from hfax.kernels.target import compiling_for
 from hfax.load.placement import check_fits
 from hfax.phases import phase
+from hfax.programs.compiler_options import DECODE_OPTIONS
 from hfax.sharding.layout import Layout, describe
 
 logger = logging.getLogger(__name__)
@@ -56,12 +57,6 @@ _CHECKED_BYTES = 64 << 20
 _OUT_OF_MEMORY_FIX = (
     "Use a smaller batch, a shorter prompt, fewer max_new_tokens, or a smaller dtype (dtype='bfloat16')."
 )
-
-_CPU_DECODE_OPTIONS: dict[str, str | bool] = {
-    "xla_disable_hlo_passes": "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion"
-}
-"""Without it XLA hoists the conversion of all weights to float32 out of a decoding loop: twice the model's size in temporaries and
-half the speed, measured on CPU (docs/performance.md)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,7 +163,7 @@ class ProgramCache:
             trace = jax.jit(traced, donate_argnums=donate).trace(*args)
             unread = () if inputs_at is None else _unread(trace.jaxpr.jaxpr, args, inputs_at)
             lowered = trace.lower()
-        options = _CPU_DECODE_OPTIONS if is_loop and self._device.platform == "cpu" else None
+        options = DECODE_OPTIONS.get(self._device.platform) if is_loop else None
         with phase("compile", name):
             try:
                 compiled = lowered.compile(compiler_options=options)

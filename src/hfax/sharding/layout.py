@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from hfax.mesh import batch_axes
-from hfax.sharding.plan import ShardingPlan
+from hfax.sharding.mesh import batch_axes
+from hfax.sharding.partition import ShardingPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

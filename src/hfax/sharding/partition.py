@@ -19,9 +19,23 @@ import torch
 from transformers import PreTrainedModel
 
 from hfax.errors import InvalidInputError
-from hfax.mesh import FSDP, HEAD_AXES, TENSOR, expert_axes, size_of
-from hfax.sharding.role import Role
-from hfax.specs import Mesh, NamedSharding, P
+from hfax.sharding.mesh import FSDP, HEAD_AXES, TENSOR, Mesh, NamedSharding, P, expert_axes, size_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Role:
+    """How a weight can be split.
+
+    Args:
+        axis: of the weight.
+        units: into how many parts at most, for instance heads; every split's size must divide it.
+        is_output: the axis is what the weight makes, rather than what it reads.
+    """
+
+    axis: int
+    units: int
+    is_output: bool
+
 
 Roles = Callable[[], Mapping[str, Role]]
 """What the traced computation shows of weights, by name; asked only where a model has no plan of its own."""
@@ -61,7 +75,7 @@ class ShardingPlan:
     """All weights. Its text is a table.
 
     Args:
-        mesh: has the axes of `hfax.mesh.AXES`.
+        mesh: has the axes of `hfax.sharding.mesh.AXES`.
         weights: by name.
     """
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from jax.extend.core import Literal, Var
 
-from hfax.sharding.role import Role
+from hfax.sharding.partition import Role
 
 _SAME = "same along the axis"
 _MANY = "an axis of its own"

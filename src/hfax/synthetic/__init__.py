@@ -1,1 +1,1 @@
-"""Inputs for any model, from its forward's signature and its config: for the support matrix, the doctor and traces of structure."""
+"""Small configurations and inputs for any model: for tests, the doctor, the support matrix and traces of structure."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hfax.example_inputs.images import LAYOUTS, SIZES, draw, image_inputs, vision_config
+from hfax.synthetic.images import LAYOUTS, SIZES, draw, image_inputs, vision_config
 
 LENGTH = 20
 """Tokens of a text."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from hfax.example_inputs.fields import LENGTH, make_field, text_mask, token_ids
-from hfax.example_inputs.images import CountFeatures, feature_counts, image_token, prompts_with_images
+from hfax.synthetic.fields import LENGTH, make_field, text_mask, token_ids
+from hfax.synthetic.images import CountFeatures, feature_counts, image_token, prompts_with_images
 
 GENERATING = ("causal-lm", "image-text-to-text", "seq2seq-lm", "speech-seq2seq")
 """Mappings whose classes write text."""

@@ -1,4 +1,4 @@
-"""Models without weights: what a trace needs of a skeleton, and of inputs, where nothing is computed."""
+"""Models without weights: a config as a skeleton that can be traced, and the shapes that stand for its weights and inputs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,68 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
+from transformers import PretrainedConfig
 
-from hfax.backends import geometry
-from hfax.backends.traced_model import TracedModel
-from hfax.example_inputs.images import feature_counts
-from hfax.example_inputs.inputs import make_inputs
+from hfax.errors import UnsupportedModelError, UnsupportedOptionError
 from hfax.load.host_arrays import to_numpy
-from hfax.load.skeleton import Skeleton
+from hfax.load.skeleton import Skeleton, build_skeleton, resolve_dtype, resolve_model_class
+from hfax.synthetic.images import feature_counts
+from hfax.synthetic.inputs import make_inputs
+from hfax.tracing import geometry
+from hfax.tracing.torchax import ADDITIVE_NAME, ATTENTION_NAME, register_interfaces
+from hfax.tracing.traced_model import TracedModel
 
 _NARROW = {"int64": "int32", "float64": "float32"}
+
+
+def open_skeleton(
+    config: PretrainedConfig,
+    *,
+    task: str | None = None,
+    dtype: str | torch.dtype = "auto",
+    stored_dtype: torch.dtype | None = None,
+    attn_implementation: str | None = None,
+    code_folder: str | None = None,
+) -> Skeleton:
+    """The structure of a model without its weights, with hfax's attention and experts.
+
+    Args:
+        config: of the model.
+        task: as `AutoModelForTPU.from_pretrained` takes it.
+        dtype: likewise.
+        stored_dtype: of the checkpoint's floating-point tensors.
+        attn_implementation: as `AutoModelForTPU.from_pretrained` takes it.
+        code_folder: where to import custom modelling code from; None if such code is not trusted.
+
+    Raises:
+        InvalidInputError: no XLA device has this dtype.
+        UnsupportedModelError: the model has no class, or is quantized in another format than hfax's.
+        UnsupportedOptionError: the task does not fit the model, or hfax does not have the attention.
+    """
+    if attn_implementation not in (None, "eager"):
+        raise UnsupportedOptionError(
+            f"attn_implementation={attn_implementation!r} is not available.",
+            "Kernels written for torch devices do not run on XLA; hfax brings its own attention.",
+            'Leave it out, or pass "eager" for transformers\' reference implementation.',
+        )
+    if getattr(config, "quantization_config", None) is not None and not is_quantized_by_hfax(config):
+        raise UnsupportedModelError(
+            "The checkpoint is quantized.",
+            "Its weights are packed for a kernel library that does not run on XLA.",
+            "Use the unquantized checkpoint of the same model, with dtype='bfloat16'.",
+        )
+    register_interfaces()
+    model_class = resolve_model_class(config, task, code_folder=code_folder)
+    own = {"sdpa": ATTENTION_NAME, "eager": ADDITIVE_NAME}
+    resolved = resolve_dtype(dtype, config, stored_dtype)
+    return build_skeleton(model_class, config, resolved, attention=attn_implementation or own, experts=ATTENTION_NAME)
+
+
+def is_quantized_by_hfax(config: PretrainedConfig) -> bool:
+    """Whether a checkpoint holds integers and scales that hfax wrote."""
+    given = getattr(config, "quantization_config", None)
+    return isinstance(given, dict) and given.get("quant_method") == "hfax"
 
 
 def without_weights(skeleton: Skeleton) -> tuple[TracedModel, dict[str, jax.ShapeDtypeStruct]]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from hfax.backends.forwards import forwards_replaced
+from hfax.patches.patch import forwards_replaced
 
 LORA_A, LORA_B, SCALING, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_scaling", "lora_magnitude_vector.weight"
 EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"

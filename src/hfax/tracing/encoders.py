@@ -9,8 +9,8 @@ from typing import Any
 from transformers import GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 
-from hfax.backends.forward_arguments import is_known, known_arguments
 from hfax.errors import InvalidInputError, UnsupportedModelError
+from hfax.tracing.forward_arguments import is_known, known_arguments
 
 
 class EncoderOutputs(BaseModelOutputWithPooling, BaseModelOutput):

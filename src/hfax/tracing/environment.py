@@ -20,11 +20,11 @@ import torch.utils._mode_utils as mode_utils
 import torchax.tensor
 from torchax.ops import mappings
 
-from hfax.backends import indexing, wide_integers
-from hfax.backends.lowerings import LOWERINGS, REFUSED
-from hfax.backends.masked_selection import DistinctRuns, MaskedSelection, MaskPlaces
-from hfax.backends.observations import note_missing, note_wide
-from hfax.backends.trace_tensor import (
+from hfax.tracing import indexing, wide_integers
+from hfax.tracing.lowerings import LOWERINGS, REFUSED
+from hfax.tracing.masked_selection import DistinctRuns, MaskedSelection, MaskPlaces
+from hfax.tracing.observations import note_missing, note_wide
+from hfax.tracing.trace_tensor import (
     TraceTensor,
     ValueReadError,
     constant_array,
@@ -32,7 +32,7 @@ from hfax.backends.trace_tensor import (
     is_in_64_bits,
     known_range,
 )
-from hfax.backends.views import VIEW_OPS, keeps_order, link_host_view, link_views, with_torch_strides
+from hfax.tracing.views import VIEW_OPS, keeps_order, link_host_view, link_views, with_torch_strides
 
 _MAX_HOST_ELEMENTS = 1 << 16
 """Larger constants are computed by the program instead of being stored in it."""
@@ -56,7 +56,6 @@ _CONSTRUCTORS = frozenset(
         torch.from_numpy,
     }
 )
-_RANDOM_CONSTRUCTORS = frozenset({torch.randn, torch.rand, torch.randint, torch.randperm, torch.normal})
 _TO = frozenset(
     {torch.Tensor.to, torch.ops.aten.lift_fresh.default, torch.ops.aten._to_copy, torch.ops.aten._to_copy.default}
 )

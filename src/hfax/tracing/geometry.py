@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hfax.backends.structure import is_array, is_traced
+from hfax.tracing.structure import is_array, is_traced
 
 _GEOMETRY = re.compile(
     r"(^|_)(grid|grids|thw|sizes?|shapes|lengths?|lens|num|crops|grid_ts|width|height|target_sizes)(_|$)"

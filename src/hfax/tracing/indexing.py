@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from jax.core import Tracer
 
-from hfax.backends.masked_selection import MaskPlaces
-from hfax.backends.trace_tensor import TraceTensor, ValueReadError, known_range
 from hfax.load.host_arrays import to_numpy
+from hfax.tracing.masked_selection import MaskPlaces
+from hfax.tracing.trace_tensor import TraceTensor, ValueReadError, known_range
 
 Array = Any
 

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from hfax.backends.trace_tensor import TraceTensor, ValueReadError
-from hfax.modelling_line import running_line
+from hfax.errors import running_line
 from hfax.patches.control_flow import note_check
+from hfax.tracing.trace_tensor import TraceTensor, ValueReadError
 
 
 class MaskedSelection:

@@ -11,7 +11,7 @@ import dataclasses
 import threading
 from collections.abc import Iterator
 
-from hfax.modelling_line import running_line
+from hfax.errors import running_line
 
 _local = threading.local()
 

@@ -19,7 +19,7 @@ from transformers.cache_utils import (
 )
 from transformers.utils.generic import ModelOutput
 
-from hfax.backends.structure import Structure, flatten, make_model_output, unflatten
+from hfax.tracing.structure import Structure, flatten, make_model_output, unflatten
 
 _registered: set[type] = {dict, list, tuple, type(None)}
 _lock = threading.Lock()

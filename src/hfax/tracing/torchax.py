@@ -21,18 +21,17 @@ import torch
 from transformers import masking_utils, modeling_utils
 from transformers.integrations import moe
 
-from hfax.backends.adapters import adapted, split_adapters
-from hfax.backends.forwards import forwards_replaced
-from hfax.backends.geometry import HostArray
-from hfax.backends.training import Training, in_train_mode, rematerialised
-from hfax.errors import UnsupportedModelError
+from hfax.errors import UnsupportedModelError, line_of_error
 from hfax.kernels import attention as attention_math
 from hfax.kernels import paged, target
 from hfax.kernels import pool as pools
 from hfax.kernels.cache_write import cache_write
-from hfax.modelling_line import line_of_error
 from hfax.patches import masks, registry
 from hfax.patches.control_flow import collecting_checks
+from hfax.patches.patch import forwards_replaced
+from hfax.tracing.adapters import adapted, split_adapters
+from hfax.tracing.geometry import HostArray
+from hfax.tracing.training import Training, in_train_mode, rematerialised
 
 ATTENTION_NAME = "hfax"
 """The name under which hfax's functions stand in transformers' attention, mask and experts interfaces."""
@@ -43,14 +42,14 @@ ADDITIVE_NAME = "hfax_additive"
 def _import_environment() -> Any:
     """hfax's environment, without the switch that torchax's import throws for the whole process (torch's encoder fast path)."""
     fast_path = torch.backends.mha.get_fastpath_enabled()
-    from hfax.backends import environment
+    from hfax.tracing import environment
 
     torch.backends.mha.set_fastpath_enabled(fast_path)
     return environment
 
 
 _tracing = _import_environment()
-from hfax.backends.experts import experts_forward  # noqa: E402 (it needs the environment)
+from hfax.tracing.experts_interface import experts_forward  # noqa: E402 (it needs the environment)
 
 as_array = _tracing.as_array
 is_tensor = _tracing.is_tensor

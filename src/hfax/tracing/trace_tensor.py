@@ -26,11 +26,10 @@ import torch.utils._mode_utils as mode_utils
 import torchax.tensor
 from torchax.ops import mappings
 
-from hfax.backends.observations import note_read
-from hfax.errors import UnsupportedModelError
+from hfax.errors import UnsupportedModelError, running_line
 from hfax.kernels.quantized import QuantizedArray
 from hfax.load.host_arrays import to_numpy
-from hfax.modelling_line import running_line
+from hfax.tracing.observations import note_read
 
 _META = torch.device("meta")
 Array = Any
@@ -329,7 +328,7 @@ _in_64_bits: ContextVar[bool] = ContextVar("hfax_in_64_bits", default=False)
 
 
 def is_in_64_bits() -> bool:
-    """Whether whole numbers have 64 bits in the call that is carried out; see `backends/wide_integers.py`."""
+    """Whether whole numbers have 64 bits in the call that is carried out; see `tracing/wide_integers.py`."""
     return _in_64_bits.get()
 
 

@@ -7,8 +7,12 @@ of programs, devices or sampling.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import inspect
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,23 +22,23 @@ import torch
 from jax.core import Tracer
 from transformers.cache_utils import Cache
 
-from hfax.backends import geometry
-from hfax.backends import torchax as tracing
-from hfax.backends.encoders import EncoderOutputs, run_encoder
-from hfax.backends.pytrees import register_output_class
-from hfax.backends.structure import Leaf, Node, Static, flatten, is_array, unflatten
-from hfax.backends.training import Training
-from hfax.backends.traits import APPENDS_MASK, WRITES_OTHERWISE, read_traits
 from hfax.errors import UnsupportedModelError
 from hfax.kernels import paged, target
-from hfax.kernels.pool import Rows
+from hfax.kernels.constraints import constrain_cache
+from hfax.kernels.rows import Rows
 from hfax.kv_cache.cache import cache_arrays, make_cache
 from hfax.kv_cache.pooled import make_pooled_cache, pooled_arrays
 from hfax.load.host_arrays import narrow, to_numpy
 from hfax.load.skeleton import Skeleton
 from hfax.patches import registry
 from hfax.patches.masks import decoder_padding
-from hfax.sharding.constraints import constrain_cache
+from hfax.tracing import geometry
+from hfax.tracing import torchax as tracing
+from hfax.tracing.encoders import EncoderOutputs, run_encoder
+from hfax.tracing.pytrees import register_output_class
+from hfax.tracing.structure import Leaf, Node, Static, flatten, is_array, unflatten
+from hfax.tracing.training import Training
+from hfax.tracing.traits import APPENDS_MASK, WRITES_OTHERWISE, read_traits
 
 Arrays = dict[str, jax.Array]
 _ON_MODULES = "on_modules."
@@ -52,8 +56,6 @@ class TracedModel:
 
     def __init__(self, skeleton: Skeleton, tied: Mapping[str, str], buffers: Mapping[str, jax.Array]) -> None:
         self.module = skeleton.module
-        self.key = ""
-        """Identifies the module in the keys of programs; set by whoever knows what else they depend on."""
         self.traits = read_traits(skeleton.module)
         self.patches_used: set[str] = set()
         """Names of the patches that ran in any trace so far."""
@@ -61,6 +63,22 @@ class TracedModel:
         self._buffers = dict(buffers)
         self._constants = {n: b for n, b in skeleton.buffers.items() if not b.ndim and not b.is_floating_point()}
         """Whole numbers: sizes that modelling code keeps as buffers."""
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Everything about the module that a trace depends on: part of the keys of its programs."""
+        module = self.module
+        cls = type(module)
+        plain = {name: value for name, value in module.config.to_dict().items() if name != "_name_or_path"}
+        config = json.dumps(plain, sort_keys=True, default=str)
+        implementations = (module.config._attn_implementation, getattr(module.config, "_experts_implementation", None))
+        source = ""
+        if not cls.__module__.startswith("transformers."):
+            source = hashlib.sha256(Path(inspect.getfile(cls)).read_bytes()).hexdigest()
+        patches = registry.fingerprint()
+        return repr(
+            (cls.__module__, cls.__qualname__, config, implementations, sorted(self._tied.items()), source, patches)
+        )
 
     def use_buffers(self, buffers: Mapping[str, jax.Array]) -> None:
         """Take these, which lie on other devices, instead of those given before."""

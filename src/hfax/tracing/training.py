@@ -16,10 +16,10 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.output_capturing import _active_collector
 
-from hfax.backends.forwards import forwards_replaced
-from hfax.backends.structure import flatten, unflatten
 from hfax.errors import UnsupportedModelError, UnsupportedOptionError
 from hfax.patches.control_flow import collecting_checks, merge_checks
+from hfax.patches.patch import forwards_replaced
+from hfax.tracing.structure import flatten, unflatten
 
 _LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 _OF_MASKS = ("causal", "block", "all_real")

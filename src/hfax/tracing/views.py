@@ -14,7 +14,7 @@ import torch
 import torch.utils._mode_utils as mode_utils
 from torch.utils._pytree import tree_map
 
-from hfax.backends.trace_tensor import TraceTensor
+from hfax.tracing.trace_tensor import TraceTensor
 
 Array = Any
 

@@ -17,9 +17,8 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from hfax.backends.trace_tensor import TraceTensor
-from hfax.errors import UnsupportedModelError
-from hfax.modelling_line import running_line
+from hfax.errors import UnsupportedModelError, running_line
+from hfax.tracing.trace_tensor import TraceTensor
 
 _LOW, _HIGH = -(1 << 31), (1 << 31) - 1
 _SMALL = {

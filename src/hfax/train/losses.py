@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from hfax.backends.jax.model import JaxModel
 from hfax.errors import InvalidInputError
-from hfax.model import JaxModel
 
 Apply = Callable[..., Any]
 Loss = Callable[[Apply, Mapping[str, Any]], Any]

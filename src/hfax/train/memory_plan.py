@@ -16,15 +16,15 @@ import optax
 from jax.sharding import NamedSharding
 from transformers import GenerationConfig, PretrainedConfig
 
+from hfax.backends.jax.model import JaxModel
 from hfax.errors import HfaxError, InvalidInputError, UnsupportedOptionError
 from hfax.lora.config import LoraConfig
-from hfax.mesh import FSDP, TENSOR, attention_heads, make_mesh
-from hfax.model import JaxModel
-from hfax.parallelism.choose import plan_over
+from hfax.parallelism import plan_over
 from hfax.planning.chips import TPUS, Chip, chip_of
 from hfax.planning.operations import operations_per_token
 from hfax.planning.plan import USABLE, devices_of
 from hfax.sharding.layout import Layout
+from hfax.sharding.mesh import FSDP, TENSOR, attention_heads, make_mesh
 from hfax.train.step import TrainStep
 
 Kind = Literal["full", "lora"]
@@ -193,11 +193,9 @@ def _sizes(config: PretrainedConfig, count: int, rows: int) -> dict[str, int]:
 
 def _described(config: PretrainedConfig, devices: list[Any], sizes: dict[str, int]) -> JaxModel:
     """The model over these devices, without weights."""
-    from hfax.backend import resolve_dtype
-    from hfax.backends.abstract import without_weights
-    from hfax.jax_backend import make_skeleton
+    from hfax.tracing.abstract import open_skeleton, without_weights
 
-    skeleton = make_skeleton(config, None, resolve_dtype("bfloat16", config, None), None, None)
+    skeleton = open_skeleton(config, dtype="bfloat16")
     module = skeleton.module
     traced, shapes = without_weights(skeleton)
     if not module.can_generate() or traced.traits.is_encoder_decoder or traced.traits.main_input != "input_ids":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from hfax.backends.jax.model import JaxModel
 from hfax.errors import UnsupportedOptionError
-from hfax.model import JaxModel
 
 _LENGTHS = (5, 7)
 _TOLERANCE = 2e-2

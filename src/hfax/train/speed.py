@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from hfax.backends.jax.model import JaxModel
 from hfax.bench.limits import matrix_operations
-from hfax.model import JaxModel
 from hfax.planning.chips import chip_of_kind
 from hfax.planning.operations import operations_per_token, used_numbers
 from hfax.train.losses import IGNORED

@@ -21,14 +21,14 @@ import optax
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from hfax.backends.adapters import SCALING
-from hfax.backends.structure import flatten, is_array, unflatten
+from hfax.backends.jax.model import JaxModel
 from hfax.errors import InvalidInputError, OutOfMemoryError, UnsupportedOptionError
 from hfax.kernels.quantized import QuantizedArray
 from hfax.kernels.target import compiling_for
-from hfax.mesh import batch_axes
-from hfax.model import JaxModel
 from hfax.phases import phase
+from hfax.sharding.mesh import batch_axes
+from hfax.tracing.adapters import SCALING
+from hfax.tracing.structure import flatten, is_array, unflatten
 from hfax.train.losses import Apply, Loss, count_of_labels, models_own_loss
 from hfax.train.updates import apply_optimizer
 

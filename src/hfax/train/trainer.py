@@ -10,8 +10,8 @@ from typing import Any
 
 import optax
 
+from hfax.backends.jax.model import JaxModel
 from hfax.errors import HfaxError, InvalidInputError
-from hfax.model import JaxModel
 from hfax.train.arguments import TrainingArguments
 from hfax.train.checkpoints import Checkpoints
 from hfax.train.data import BatchOrder, Collator, PackedCollator, PaddingCollator, in_batches

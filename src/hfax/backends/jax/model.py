@@ -6,9 +6,6 @@ Ties together a traced module, its weights on a device and its compiled programs
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
@@ -18,11 +15,17 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
-from hfax.backends.structure import flatten, has_torch, is_array, unflatten
-from hfax.backends.traced_model import TracedModel
-from hfax.backends.training import Training
-from hfax.base_model import BaseModel, Request, as_ids_tuple
+from hfax.backends.base_model import BaseModel, Request, as_ids_tuple
 from hfax.errors import InvalidInputError, UnsupportedOptionError
+from hfax.generation import batches
+from hfax.generation import generation_request as requests
+from hfax.generation.generate import Loop, Streamer, open_loop, run_generation
+from hfax.generation.host_loop import make_stop_check
+from hfax.generation.outputs import as_sequences, as_torch_tree, give
+from hfax.generation.overrides import has_own_generate, run_own_generate
+from hfax.generation.sampling_config import make_sampling_spec
+from hfax.generation.speculation import Speculation
+from hfax.generation.warm_up import WarmedUp, warm_up
 from hfax.kernels.quantized import QuantizedArray
 from hfax.launch.driven import drive
 from hfax.launch.together import agree
@@ -31,24 +34,16 @@ from hfax.load.nnx_state import weights_of
 from hfax.load.skeleton import Skeleton
 from hfax.lora.adapters import Adapters
 from hfax.lora.methods import AdapterMethods
-from hfax.parallelism.choose import choose_layout
-from hfax.patches import registry
-from hfax.programs import batches
-from hfax.programs import generation_request as requests
+from hfax.parallelism import choose_layout
 from hfax.programs.buckets import Buckets, Size
 from hfax.programs.checks import raise_failed
-from hfax.programs.generate import Loop, Streamer, open_loop, run_generation
 from hfax.programs.model_parts import ModelParts
-from hfax.programs.own_generate import has_own_generate, run_own_generate
 from hfax.programs.program_cache import ProgramCache
-from hfax.programs.results import as_torch_tree, give
-from hfax.programs.sampling_config import make_sampling_spec
-from hfax.programs.sequences import as_sequences
-from hfax.programs.speculation import Speculation
-from hfax.programs.stop_strings import make_stop_check
-from hfax.programs.warm_up import WarmedUp, warm_up
 from hfax.sharding.layout import Layout
-from hfax.sharding.plan import ShardingPlan
+from hfax.sharding.partition import ShardingPlan
+from hfax.tracing.structure import flatten, has_torch, is_array, unflatten
+from hfax.tracing.traced_model import TracedModel
+from hfax.tracing.training import Training
 
 _ASSISTANT_TOKENS = 5
 """Guesses a round of an assistant model, where the call names no number."""
@@ -102,7 +97,6 @@ class JaxModel(AdapterMethods, BaseModel):
             buckets=buckets,
         )
         self.patches = self._traced.patches_used
-        self._traced.key = _model_key(skeleton, tied)
         self._programs = ProgramCache(self._traced.key, layout, bundled=programs)
 
     @property
@@ -592,17 +586,3 @@ def _is_described(value: Any) -> bool:
 def _until(tokens: list[int], ends: tuple[int, ...]) -> list[int]:
     """The tokens before the first that ends a text."""
     return tokens[: next((i for i, token in enumerate(tokens) if token in ends), len(tokens))]
-
-
-def _model_key(skeleton: Skeleton, tied: Mapping[str, str]) -> str:
-    """Everything about the module that a trace depends on."""
-    module = skeleton.module
-    cls = type(module)
-    plain = {name: value for name, value in module.config.to_dict().items() if name != "_name_or_path"}
-    config = json.dumps(plain, sort_keys=True, default=str)
-    implementations = (module.config._attn_implementation, getattr(module.config, "_experts_implementation", None))
-    source = ""
-    if not cls.__module__.startswith("transformers."):
-        source = hashlib.sha256(Path(inspect.getfile(cls)).read_bytes()).hexdigest()
-    patches = registry.fingerprint()
-    return repr((cls.__module__, cls.__qualname__, config, implementations, sorted(tied.items()), source, patches))

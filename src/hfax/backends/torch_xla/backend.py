@@ -7,23 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hfax.backend import LoadOptions, resolve_dtype
+from hfax.backends.protocol import LoadOptions
+from hfax.backends.torch_xla import runtime
 from hfax.errors import BackendNotAvailableError, UnsupportedModelError, UnsupportedOptionError
 from hfax.load.config import read_config, read_generation_config
-from hfax.load.skeleton import Skeleton, build_skeleton, resolve_model_class
+from hfax.load.skeleton import Skeleton, build_skeleton, resolve_dtype, resolve_model_class
 from hfax.load.store import open_store
-from hfax.torch_xla import runtime
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from hfax.backends.torch_xla.model import TorchXlaModel
+    from hfax.backends.torch_xla.sharding import Spread
     from hfax.load.source import CheckpointSource
-    from hfax.torch_xla.model import TorchXlaModel
-    from hfax.torch_xla.sharding import Spread
 
 
 class TorchXlaBackend:
-    """See `hfax.backend.Backend`."""
+    """See `hfax.backends.protocol.Backend`."""
 
     name = "torch_xla"
     capabilities: frozenset[str] = frozenset({"parallelism"})
@@ -42,7 +42,7 @@ class TorchXlaBackend:
 
     def load(self, source: CheckpointSource, options: LoadOptions) -> TorchXlaModel:
         """A model with the weights of a checkpoint."""
-        from hfax.torch_xla.weights import load_weights
+        from hfax.backends.torch_xla.weights import load_weights
 
         if source.format == "orbax":
             raise UnsupportedOptionError(
@@ -52,26 +52,23 @@ class TorchXlaBackend:
             )
         config = read_config(source, trust_remote_code=options.trust_remote_code)
         store = open_store(source)
-        code = str(source.folder) if options.trust_remote_code else None
-        dtype = resolve_dtype(options.dtype, config, store.float_dtype)
-        skeleton = _skeleton(config, options, dtype, code)
+        skeleton = _open_skeleton(config, options, source, store.float_dtype)
         spread = _spread(skeleton, options)
         device = runtime.device()
-        load_weights(skeleton, store, device, dtype, strict=options.strict, placed=_marker(spread))
+        load_weights(skeleton, store, device, strict=options.strict, placed=_marker(spread))
         return _finish(skeleton, device, spread, source.folder, str(source.name), options.task)
 
     def from_config(self, config: PretrainedConfig, options: LoadOptions, seed: int) -> TorchXlaModel:
         """A model with the random weights that transformers draws."""
-        from hfax.torch_xla.weights import put_in
+        from hfax.backends.torch_xla.weights import put_in
 
         config = copy.deepcopy(config)
-        dtype = resolve_dtype(options.dtype, config, None)
-        skeleton = _skeleton(config, options, dtype, None)
+        skeleton = _open_skeleton(config, options)
         spread = _spread(skeleton, options)
         device = runtime.device()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            drawn = type(skeleton.module)._from_config(copy.deepcopy(config), dtype=dtype)
+            drawn = type(skeleton.module)._from_config(copy.deepcopy(config), dtype=skeleton.dtype)
         held = drawn.state_dict(keep_vars=True)
         put_in(skeleton, {name: held[name].detach().to(device) for name in skeleton.shapes}, skeleton.tied, device)
         if spread is not None:
@@ -79,8 +76,14 @@ class TorchXlaBackend:
         return _finish(skeleton, device, spread, None, type(config).__name__, options.task)
 
 
-def _skeleton(config: PretrainedConfig, options: LoadOptions, dtype: torch.dtype, code: str | None) -> Skeleton:
-    from hfax.torch_xla.kernels import ADDITIVE_NAME, NAME, register_interfaces
+def _open_skeleton(
+    config: PretrainedConfig,
+    options: LoadOptions,
+    source: CheckpointSource | None = None,
+    stored_dtype: torch.dtype | None = None,
+) -> Skeleton:
+    """As `hfax.tracing.abstract.open_skeleton`, with torch_xla's attention and experts."""
+    from hfax.backends.torch_xla.kernels import ADDITIVE_NAME, NAME, register_interfaces
 
     if options.attn_implementation not in (None, "eager"):
         raise UnsupportedOptionError(
@@ -96,14 +99,16 @@ def _skeleton(config: PretrainedConfig, options: LoadOptions, dtype: torch.dtype
         )
     register_interfaces()
     attention: Any = options.attn_implementation or {"sdpa": NAME, "eager": ADDITIVE_NAME}
-    model_class = resolve_model_class(config, options.task, code_folder=code)
+    code_folder = str(source.folder) if source is not None and options.trust_remote_code else None
+    model_class = resolve_model_class(config, options.task, code_folder=code_folder)
+    dtype = resolve_dtype(options.dtype, config, stored_dtype)
     return build_skeleton(model_class, config, dtype, attention=attention, experts=NAME)
 
 
 def _spread(skeleton: Skeleton, options: LoadOptions) -> Spread | None:
     if options.parallelism is None:
         return None
-    from hfax.torch_xla.sharding import Spread
+    from hfax.backends.torch_xla.sharding import Spread
 
     return Spread(skeleton, options.parallelism)
 
@@ -115,7 +120,7 @@ def _marker(spread: Spread | None) -> Any:
 def _finish(
     skeleton: Skeleton, device: torch.device, spread: Spread | None, folder: Any, name: str, task: str | None
 ) -> TorchXlaModel:
-    from hfax.torch_xla.model import TorchXlaModel
+    from hfax.backends.torch_xla.model import TorchXlaModel
 
     # transformers' pipelines look at the class's name
     cls = type(type(skeleton.module).__name__, (TorchXlaModel,), {"__doc__": TorchXlaModel.__doc__})

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from hfax.backend import LoadOptions
+from hfax.backends.protocol import LoadOptions
+from hfax.backends.torch_xla import runtime
+from hfax.backends.torch_xla.backend import BACKEND
 from hfax.errors import HfaxError
-from hfax.example_inputs.inputs import make_inputs
 from hfax.load.config import read_any_config
 from hfax.patches import registry
-from hfax.shrink import shrink_config
-from hfax.torch_xla import runtime
-from hfax.torch_xla.backend import BACKEND
+from hfax.synthetic.inputs import make_inputs
+from hfax.synthetic.shrink import shrink_config
 
 _STEPS = 8
 _MOST_PROGRAMS = 3

@@ -15,18 +15,18 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
-from hfax.backends.encoders import EncoderOutputs, run_encoder
-from hfax.backends.traits import WRITES_OTHERWISE, ModelTraits
+from hfax.backends.torch_xla import runtime, sampling
+from hfax.backends.torch_xla.cache_ops import XlaCacheOps
 from hfax.errors import UnsupportedModelError
+from hfax.generation.generation_request import GenerationOptions, Prompts
+from hfax.generation.host_loop import Generated, StopCheck, Streamer, ended, for_streamer, next_chunk
+from hfax.generation.sampling_config import make_sampling_spec
 from hfax.kv_cache.cache import cache_arrays, make_cache
 from hfax.patches import registry
 from hfax.patches.masks import decoder_padding
 from hfax.programs.buckets import Buckets
-from hfax.programs.driving import Generated, StopCheck, Streamer, ended, for_streamer, next_chunk
-from hfax.programs.generation_request import GenerationOptions, Prompts
-from hfax.programs.sampling_config import make_sampling_spec
-from hfax.torch_xla import runtime, sampling
-from hfax.torch_xla.cache_ops import XlaCacheOps
+from hfax.tracing.encoders import EncoderOutputs, run_encoder
+from hfax.tracing.traits import WRITES_OTHERWISE, ModelTraits
 
 _CHUNK = 16
 """Steps after which the host asks whether every text has ended; it waits for the device there."""

@@ -9,18 +9,17 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
-from hfax.backends.structure import flatten, is_array, unflatten
-from hfax.backends.traits import read_traits
-from hfax.base_model import BaseModel
+from hfax.backends.base_model import BaseModel
+from hfax.backends.torch_xla import generation, runtime
+from hfax.backends.torch_xla.sharding import Spread
 from hfax.errors import InvalidInputError, UnsupportedModelError, UnsupportedOptionError
+from hfax.generation.host_loop import Streamer, make_stop_check
+from hfax.generation.outputs import as_sequences
+from hfax.generation.overrides import has_own_generate
 from hfax.load.skeleton import Skeleton
-from hfax.programs.driving import Streamer
-from hfax.programs.own_generate import has_own_generate
-from hfax.programs.sequences import as_sequences
-from hfax.programs.stop_strings import make_stop_check
-from hfax.sharding.plan import ShardingPlan
-from hfax.torch_xla import generation, runtime
-from hfax.torch_xla.sharding import Spread
+from hfax.sharding.partition import ShardingPlan
+from hfax.tracing.structure import flatten, is_array, unflatten
+from hfax.tracing.traits import read_traits
 
 _ONLY_JAX = ("apply", "params", "compile", "map", "drive", "mesh", "jax_device")
 

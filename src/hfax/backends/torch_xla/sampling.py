@@ -1,4 +1,4 @@
-"""From logits to the next token on torch_xla: the processors of `hfax.programs.logits_processors`, in torch.
+"""From logits to the next token on torch_xla: the processors of `hfax.generation.logits_processors`, in torch.
 
 Shapes depend on no value, and everything that changes from step to step is a tensor, so every step is the same program. Random
 numbers come from the host once a call: row by row of a stream of their own (Philox), so that a seed repeats on every device.
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from hfax.errors import UnsupportedOptionError
-from hfax.programs.sampling_config import SamplingSpec
+from hfax.generation.sampling_config import SamplingSpec
 
 _NEVER = -float("inf")
 Processor = Callable[[Any, Mapping[str, Any], Mapping[str, Any]], Any]

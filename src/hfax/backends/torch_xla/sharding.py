@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from hfax.backends.torch_xla import runtime
 from hfax.errors import BackendNotAvailableError, UnsupportedOptionError
 from hfax.load.skeleton import Skeleton
-from hfax.mesh import TENSOR, batch_axes, make_mesh, size_of
-from hfax.sharding.plan import ShardingPlan, make_plan
-from hfax.torch_xla import runtime
+from hfax.sharding.mesh import TENSOR, batch_axes, make_mesh, size_of
+from hfax.sharding.partition import ShardingPlan, make_plan
 
 
 class _Device:

@@ -16,7 +16,6 @@ def load_weights(
     skeleton: Skeleton,
     store: TensorStore,
     device: torch.device,
-    dtype: torch.dtype,
     *,
     strict: bool,
     placed: Callable[[str, torch.Tensor], None] | None = None,
@@ -27,7 +26,6 @@ def load_weights(
         skeleton: its module's meta parameters become parameters on the device.
         store: what there is.
         device: where.
-        dtype: of floating-point weights, but where transformers keeps float32.
         strict: missing and unexpected tensors are errors.
         placed: called with every weight that has come to the device, which says how it is split over several.
 
@@ -36,7 +34,7 @@ def load_weights(
     """
     plan = plan_conversion(skeleton, store.names)
     expected = {**skeleton.shapes, **{alias: skeleton.shapes[name] for alias, name in skeleton.tied.items()}}
-    rule, there = dtype_rule(skeleton.module, dtype), {}
+    rule, there = dtype_rule(skeleton.module, skeleton.dtype), {}
     for step in plan.steps:
         for name, tensor in run_step(step, store.read, skeleton.module):
             check_shape(name, tensor, expected[name], step)

@@ -21,8 +21,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import PartitionSpec as P
 
 from hfax.kernels.paged import JointPages, SeparatePages
-from hfax.kernels.pool import Rows
-from hfax.mesh import HEAD_AXES, TENSOR, batch_axes
+from hfax.kernels.rows import Rows
+from hfax.sharding.mesh import HEAD_AXES, TENSOR, batch_axes
 
 _LANES = 128
 """Head dimensions and lengths that the kernels take are multiples of it."""
@@ -59,7 +59,7 @@ def splash_attention(
         scale: multiplies the scores.
         window: how many tokens each sees, itself included; None: all before it.
         softcap: see `hfax.kernels.attention`.
-        mesh: has the axes of `hfax.mesh`; None: one device.
+        mesh: has the axes of `hfax.sharding.mesh`; None: one device.
         interpret: run the kernel by plain JAX.
 
     Returns:

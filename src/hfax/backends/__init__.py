@@ -1,0 +1,1 @@
+"""What runs a model: the protocol of backends, and those that hfax has."""

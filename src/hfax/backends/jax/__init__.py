@@ -1,0 +1,1 @@
+"""The backend "jax": transformers' modules traced into pure JAX functions."""
