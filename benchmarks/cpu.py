@@ -1,4 +1,4 @@
-"""Decoding, prompts and guesses on CPU beside what else a user could run, for two shapes with random weights.
+"""Decoding, prompts and speculative decoding on CPU beside what else a user could run, for two shapes with random weights.
 
     python benchmarks/cpu.py --shape qwen3-0.6b --json-file benchmarks/results/cpu-qwen3-0.6b.json     # about fifteen minutes
     python benchmarks/cpu.py --shape llama-3.2-1b --json-file benchmarks/results/cpu-llama-3.2-1b.json
@@ -23,7 +23,7 @@ from hfax.bench import report as reports
 from hfax.bench.run import Plan, run
 from hfax.bench.spec import Case, SubjectSpec
 
-GROUPS = ["weights", "peers", "recipe", "context", "guesses"]
+GROUPS = ["weights", "peers", "recipe", "context", "speculation"]
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
         "model_type": "qwen3",
@@ -73,7 +73,7 @@ def groups(model: str, *, is_tiny: bool, torch_backend: str) -> dict[str, list[P
     prompt = Case(kind="prefill", context=64 if is_tiny else 512)
     near, far = (Case(kind="decode", context=n, capacity=2 * long, tokens=32) for n in (128, long))
     repeating = Case(kind="decode", context=64, capacity=256, tokens=96, repeats=True)
-    guessing = Case(kind="decode", context=64, capacity=256, tokens=96, repeats=True, guesses=7)
+    speculative = Case(kind="decode", context=64, capacity=256, tokens=96, repeats=True, draft_tokens=7)
 
     def plan(name: str, *cases: Case, kind: Any = "hfax", dtype: str = "bfloat16", **options: Any) -> Plan:
         spec = SubjectSpec(name=name, kind=kind, model=model, dtype=dtype, torch_backend=torch_backend, **options)
@@ -94,7 +94,10 @@ def groups(model: str, *, is_tiny: bool, torch_backend: str) -> dict[str, list[P
         ],
         "recipe": [plan("hfax", few), plan("recipe", few, kind="recipe")],
         "context": [plan("hfax", near, far)],
-        "guesses": [plan("hfax", repeating, guessing), plan("hfax float32", repeating, guessing, dtype="float32")],
+        "speculation": [
+            plan("hfax", repeating, speculative),
+            plan("hfax float32", repeating, speculative, dtype="float32"),
+        ],
     }
 
 
@@ -150,7 +153,9 @@ def ratios(found: dict[str, Any]) -> list[str]:
         if plain and (other := rate(f"hfax {kind}", "decode 1 x 128")):
             lines.append(f"{kind} decodes {other / plain:.2f} times as fast as bfloat16")
     far = [
-        c for c in own.values() if c["kind"] == "decode" and c["capacity"] and not c["guesses"] and c["tokens"] == 32
+        c
+        for c in own.values()
+        if c["kind"] == "decode" and c["capacity"] and not c["draft_tokens"] and c["tokens"] == 32
     ]
     if len(far) == 2 and all(c.get("bytes_a_step") for c in far):
         grown = far[1]["median_seconds"] / far[0]["median_seconds"]
@@ -161,12 +166,16 @@ def ratios(found: dict[str, Any]) -> list[str]:
         )
     for name in ("hfax", "hfax float32"):
         cases = found["subjects"].get(name, {}).get("cases", {})
-        guessed = next((c for c in cases.values() if c.get("guesses") and c.get("seconds")), None)
-        plainly = next((c for c in cases.values() if c["tokens"] == 96 and not c["guesses"] and c.get("seconds")), None)
-        if guessed and plainly:
-            same = guessed["tokens_written"] == plainly["tokens_written"]
-            gain = plainly["median_seconds"] / guessed["median_seconds"]
-            lines.append(f"{name}: guesses decode {gain:.2f} times as fast; the same tokens: {'yes' if same else 'no'}")
+        drafted = next((c for c in cases.values() if c.get("draft_tokens") and c.get("seconds")), None)
+        plainly = next(
+            (c for c in cases.values() if c["tokens"] == 96 and not c["draft_tokens"] and c.get("seconds")), None
+        )
+        if drafted and plainly:
+            same = drafted["tokens_written"] == plainly["tokens_written"]
+            gain = plainly["median_seconds"] / drafted["median_seconds"]
+            lines.append(
+                f"{name}: speculative decode {gain:.2f} times as fast; the same tokens: {'yes' if same else 'no'}"
+            )
     return lines
 
 

@@ -98,7 +98,7 @@ def test_case_names_tell_cases_apart():
         Case(kind="decode", batch_size=2),
         Case(kind="decode", capacity=512),
         Case(kind="decode", capacity=512, repeats=True),
-        Case(kind="decode", capacity=512, repeats=True, guesses=3),
+        Case(kind="decode", capacity=512, repeats=True, draft_tokens=3),
         Case(kind="prefill"),
     ]
     assert len({c.name for c in cases}) == len(cases)
@@ -112,7 +112,7 @@ def test_shares_are_of_the_bandwidth_around_the_run():
             "context": 98,
             "capacity": 0,
             "tokens": 10,
-            "guesses": 0,
+            "draft_tokens": 0,
             "repeats": False,
         },
         **{"seconds": [1.0, 2.0], "read_bandwidth": [2000.0, 500.0]},
@@ -128,12 +128,12 @@ def test_shares_are_of_the_bandwidth_around_the_run():
 def test_the_cpu_benchmark_runs_on_a_tiny_shape(tmp_path):
     script = Path(__file__).parents[2] / "benchmarks" / "cpu.py"
     command = [sys.executable, str(script), "--shape", "tiny", "--rounds", "1", "--json-file", str(tmp_path / "b.json")]
-    command += ["--groups", "weights", "context", "guesses"]
+    command += ["--groups", "weights", "context", "speculation"]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=540, env=os.environ | {"JAX_PLATFORMS": "cpu"}
     )
     assert done.returncode == 0, done.stderr
     assert "int4 decodes" in done.stdout
-    assert "hfax float32: guesses decode" in done.stdout
-    assert "the same tokens: yes" in done.stdout.split("hfax float32: guesses")[1]
-    assert set(json.loads((tmp_path / "b.json").read_text())) == {"weights", "context", "guesses"}
+    assert "hfax float32: speculative decode" in done.stdout
+    assert "the same tokens: yes" in done.stdout.split("hfax float32: speculative")[1]
+    assert set(json.loads((tmp_path / "b.json").read_text())) == {"weights", "context", "speculation"}

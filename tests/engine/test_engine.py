@@ -16,7 +16,7 @@ import transformers
 
 from hfax import AutoModelForTPU, Engine, EngineConfig, SamplingParams
 from hfax.engine.core import EngineCore, Entry
-from hfax.engine.sampling_params import Grammar
+from hfax.engine.sampling_params import StructuredOutputsParams
 from hfax.engine.scheduler import Limits, Scheduler
 from hfax.errors import (
     EngineBusyError,
@@ -61,7 +61,7 @@ SAMPLE = {
     "mixtral",
 }
 """One for each kind of attention, position, layer and cache of pages; the rest is the sweep's."""
-SMALL = EngineConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=128, page_size=16)
+SMALL = EngineConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=128, block_size=16)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 
 
@@ -112,7 +112,7 @@ def test_sequences_that_lose_their_pages_write_the_same(name):
     model = make_model(name)
     prompts = some_prompts((30, 40, 35, 50, 20))
     expected = [by_generate(model, prompt, max_new_tokens=40) for prompt in prompts]
-    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=96, page_size=16, num_pages=8)
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=96, block_size=16, num_blocks=8)
     with Engine(model, config=config) as engine:
         written = tokens(engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=40)))
         assert engine.core.scheduler.num_preemptions > 0
@@ -130,7 +130,7 @@ def test_bfloat16_logits_are_the_same_bit_for_bit_in_any_batch():
         alone = engine.generate(prompt, params)[0].outputs[0]
         among = engine.generate([others[0], prompt, *others[1:]], params)[1].outputs[0]
     with Engine(
-        model, config=EngineConfig(max_num_batched_tokens=64, max_model_len=128, prefix_caching=False)
+        model, config=EngineConfig(max_num_batched_tokens=64, max_model_len=128, enable_prefix_caching=False)
     ) as engine:
         whole = engine.generate(prompt, params)[0].outputs[0]
     assert alone.token_ids == among.token_ids == whole.token_ids
@@ -330,7 +330,7 @@ def test_salts_keep_caches_apart(llama):
     with Engine(llama, config=SMALL) as engine:
         cached = []
         for salt in ("a", "b", "a"):
-            stream = engine.stream(prompt, GREEDY, salt=salt)
+            stream = engine.stream(prompt, GREEDY, cache_salt=salt)
             for _ in stream:
                 pass
             cached.append(engine.pages.counts.hits)
@@ -469,7 +469,7 @@ def test_bad_setups(llama):
     with pytest.raises(InvalidInputError, match="context of 256"):
         Engine(llama, config=EngineConfig(max_model_len=512))
     with pytest.raises(InvalidInputError, match="hold no sequence"):
-        Engine(llama, config=EngineConfig(max_model_len=128, page_size=16, num_pages=4))
+        Engine(llama, config=EngineConfig(max_model_len=128, block_size=16, num_blocks=4))
     with pytest.raises(InvalidInputError, match="max_num_seqs"):
         Engine(llama, config=EngineConfig(max_num_seqs=0))
     bert = AutoModelForTPU.from_config(
@@ -481,4 +481,4 @@ def test_bad_setups(llama):
     with pytest.raises(UnsupportedModelError, match="does not write"):
         Engine(bert)
     with pytest.raises(UnsupportedOptionError, match="without a tokenizer"), Engine(llama, config=SMALL) as engine:
-        engine.generate([5], SamplingParams(max_tokens=2, grammar=Grammar(kind="regex", text="a")))
+        engine.generate([5], SamplingParams(max_tokens=2, structured_outputs=StructuredOutputsParams(regex="a")))

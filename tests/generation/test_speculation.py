@@ -1,4 +1,4 @@
-"""Guessed tokens: the text is that of decoding without guesses, whoever guesses."""
+"""Speculative decoding: the text is that of decoding without drafts, whoever drafts."""
 
 import pytest
 import torch
@@ -44,9 +44,9 @@ def plain(model):
 
 
 @pytest.mark.parametrize("index", range(len(KINDS)))
-@pytest.mark.parametrize("guesses", [1, 4])
-def test_guesses_from_the_text_change_no_token(model, plain, index, guesses):
-    got = model.generate(PROMPT, max_new_tokens=50, prompt_lookup_num_tokens=guesses, **KINDS[index])
+@pytest.mark.parametrize("drafts", [1, 4])
+def test_prompt_lookup_changes_no_token(model, plain, index, drafts):
+    got = model.generate(PROMPT, max_new_tokens=50, prompt_lookup_num_tokens=drafts, **KINDS[index])
     assert torch.equal(got, plain[index])
 
 
@@ -59,8 +59,8 @@ def test_an_assistant_changes_no_token(model, plain, index, who):
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
-def test_a_model_that_guesses_for_itself_is_always_right(model, kind):
-    """So a round gives all its guesses and one token more."""
+def test_a_model_that_drafts_for_itself_is_always_right(model, kind):
+    """So a round gives all its drafts and one token more."""
     options = {**kind, "max_new_tokens": 41}
     seed = options.pop("seed", 0)
     request, _ = model._request(PROMPT, None, {**options, "num_assistant_tokens": 3}, seed, None, model)
@@ -113,7 +113,7 @@ def test_another_text_compiles_nothing(model):
     assert events == []
 
 
-def test_what_cannot_be_guessed_is_refused(model):
+def test_what_speculation_does_not_support_is_refused(model):
     mamba = AutoModelForTPU.from_config(
         transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4), dtype="float32"
     )
@@ -121,7 +121,7 @@ def test_what_cannot_be_guessed_is_refused(model):
         (model, PROMPT.repeat(2, 1), {"prompt_lookup_num_tokens": 3}, "one sequence"),
         (model, PROMPT, {"prompt_lookup_num_tokens": 3, "assistant_model": model}, "not from both"),
         (model, PROMPT, {"assistant_model": qwen(1, 0, vocab_size=65)}, "vocabularies"),
-        (mamba, PROMPT, {"prompt_lookup_num_tokens": 3}, "recurrent"),
+        (mamba, PROMPT, {"prompt_lookup_num_tokens": 3}, "Recurrent layers"),
     ]
     for subject, prompt, options, reason in cases:
         with pytest.raises(UnsupportedOptionError, match=reason):

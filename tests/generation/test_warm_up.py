@@ -85,7 +85,7 @@ def test_encoder_decoders_and_padding_that_is_token_0():
 
 @pytest.mark.usefixtures("cpu_kernels")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("options", [{}, {"prompt_lookup_num_tokens": 3}], ids=["plain", "guesses"])
+@pytest.mark.parametrize("options", [{}, {"prompt_lookup_num_tokens": 3}], ids=["plain", "speculation"])
 def test_a_decoding_program_copies_no_cache(dtype, options):
     """Its state is donated whole, and beside it the program needs less memory than one layer's keys."""
     model = qwen(dtype=dtype)

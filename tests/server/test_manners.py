@@ -12,7 +12,7 @@ import time
 import httpx
 import pytest
 
-from hfax.engine.sampling_params import Grammar
+from hfax.engine.sampling_params import StructuredOutputsParams
 from hfax.server import images
 from hfax.server.failures import ApiError
 
@@ -177,7 +177,7 @@ def test_a_schema_a_thousand_deep(server):
 
 def test_compiled_grammars_are_bounded(server):
     for size in range(1, 90):
-        server.engine.grammars.compile(Grammar(kind="regex", text="a" * size))
+        server.engine.grammars.compile(StructuredOutputsParams(regex="a" * size))
     assert len(server.engine.grammars._made) <= 64
 
 
@@ -532,7 +532,7 @@ def test_streams_never_cross(server):
 
 def test_bursts_and_leavers_leak_nothing(make_server):
     """Valid, malformed and left requests in bursts of several times the queue: every valid one is answered, no page stays held."""
-    with make_server(config={"max_num_seqs": 4, "max_waiting": 8, "num_pages": 40}) as running:
+    with make_server(config={"max_num_seqs": 4, "max_waiting": 8, "num_blocks": 40}) as running:
         statuses, lock = [], threading.Lock()
 
         def ask(index: int) -> None:

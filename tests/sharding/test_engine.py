@@ -38,7 +38,7 @@ def test_the_engine_writes_what_one_device_writes(name, mesh):
         np.asarray(one.generate(np.asarray([p]), max_new_tokens=8, do_sample=False))[0, len(p) :].tolist()
         for p in prompts
     ]
-    settings = EngineConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, page_size=16)
+    settings = EngineConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, block_size=16)
     with Engine(spread, config=settings) as engine:
         outputs = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8))
         assert [output.outputs[0].token_ids for output in outputs] == expected

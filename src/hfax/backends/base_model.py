@@ -218,11 +218,11 @@ class BaseModel:
         return {**dict(zip(names, args, strict=False)), **inputs}
 
     def _speculation(self, config: GenerationConfig, prompts: requests.Prompts, assistant_model: Any) -> Any:
-        """How tokens are guessed; None: they are not."""
+        """How draft tokens are made; None: there are none."""
         return None
 
     def _draft(self, assistant_model: Any) -> Any:
-        """What guesses them, if a model does."""
+        """The draft model, if there is one."""
         return None
 
     def read_prompt(self, prompt: Any, inputs: Mapping[str, Any], buckets: Buckets) -> requests.Prompts:

@@ -69,7 +69,7 @@ class Backend(Protocol):
 
     Attributes:
         name: as users write it.
-        capabilities: of "apply", "quantization", "parallelism", "plan", "processes", "export" and "guesses", those that it has.
+        capabilities: of "apply", "quantization", "parallelism", "plan", "processes", "export" and "speculation", those that it has.
     """
 
     name: str

@@ -43,10 +43,10 @@ class HfaxSubject:
         if case.kind == "prefill":
             return self._prefill(prompt)
         # room for the timed tokens and those before them; a capacity is asked for by asking for many tokens
-        most = max(case.capacity - prompt.shape[1] - case.guesses - 1, case.tokens + 2)
+        most = max(case.capacity - prompt.shape[1] - case.draft_tokens - 1, case.tokens + 2)
         options: dict[str, Any] = {"max_new_tokens": most, "do_sample": False}
-        if case.guesses:
-            options["prompt_lookup_num_tokens"] = case.guesses
+        if case.draft_tokens:
+            options["prompt_lookup_num_tokens"] = case.draft_tokens
         request, _ = self.model._request(prompt, None, options, 0, None, None)
         loop, inputs = self.model._open(request)
         first = jax.block_until_ready(loop.advance(loop.start(inputs), 2))
@@ -61,7 +61,7 @@ class HfaxSubject:
             at = request.prompts.padded_length
             steps = int(state["step"])
             tokens = np.array(state["tokens"])[0, at : at + before + case.tokens].tolist()
-            # a round of guesses may give more tokens than were asked for only up to the limit
+            # a round of drafts may give more tokens than were asked for only up to the limit
             return seconds * case.tokens / (steps - before), tokens
 
         run()

@@ -99,8 +99,8 @@ class Eager(_Peer):
     def generate(self, case: Case, ids: torch.Tensor, **options: Any) -> Callable[[int], list[int]]:
         """See `_Peer`."""
         mask = torch.ones_like(ids)
-        if case.guesses:
-            options["prompt_lookup_num_tokens"] = case.guesses
+        if case.draft_tokens:
+            options["prompt_lookup_num_tokens"] = case.draft_tokens
 
         def write(new_tokens: int) -> list[int]:
             out = self.model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **options)

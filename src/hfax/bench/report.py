@@ -91,7 +91,9 @@ def plot(report: dict[str, Any], path: Path) -> None:
     plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for name, entry in report["subjects"].items():
-        cases = [c for c in entry["cases"].values() if c["kind"] == "decode" and c.get("seconds") and not c["guesses"]]
+        cases = [
+            c for c in entry["cases"].values() if c["kind"] == "decode" and c.get("seconds") and not c["draft_tokens"]
+        ]
         _line(left, name, {c["batch_size"]: c["tokens_per_second"] for c in cases if c["context"] == _least(cases)})
         ones = {c["context"]: 1e3 * c["median_seconds"] / c["tokens"] for c in cases if c["batch_size"] == 1}
         _line(right, name, ones)

@@ -233,7 +233,7 @@ def _summarize(
     if case["kind"] == "decode":
         case["tokens_per_second"] = case["batch_size"] * case["tokens"] / median
         moved = entry.get("weight_bytes_a_step")
-        if moved is not None and entry.get("cache_bytes_a_token") is not None and not case["guesses"]:
+        if moved is not None and entry.get("cache_bytes_a_token") is not None and not case["draft_tokens"]:
             tokens = case["context"] + 2 + case["tokens"] / 2
             moved += case["batch_size"] * tokens * entry["cache_bytes_a_token"]
             case["bytes_a_step"] = moved

@@ -43,7 +43,7 @@ class Case:
         context: tokens before the first measured one.
         capacity: of the cache, tokens; 0: as `generate` chooses it.
         tokens: steps that are timed.
-        guesses: of prompt look-up a round; 0: none.
+        draft_tokens: of prompt lookup a round; 0: none.
         repeats: the prompt is a text that repeats itself.
     """
 
@@ -52,7 +52,7 @@ class Case:
     context: int = 128
     capacity: int = 0
     tokens: int = 32
-    guesses: int = 0
+    draft_tokens: int = 0
     repeats: bool = False
 
     @property
@@ -61,9 +61,9 @@ class Case:
         if self.kind == "prefill":
             return f"prefill {self.batch_size} x {self.context}"
         capacity = f" of {self.capacity}" if self.capacity else ""
-        guesses = f", {self.guesses} guesses" if self.guesses else ""
+        drafts = f", {self.draft_tokens} draft tokens" if self.draft_tokens else ""
         repeats = ", repeating" if self.repeats else ""
-        return f"decode {self.batch_size} x {self.context}{capacity}{repeats}{guesses}"
+        return f"decode {self.batch_size} x {self.context}{capacity}{repeats}{drafts}"
 
 
 def random_prompt(batch_size: int, length: int, vocab_size: int, *, repeats: bool = False) -> np.ndarray:

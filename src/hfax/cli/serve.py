@@ -93,20 +93,32 @@ def serve(
             rich_help_panel=_PANEL,
         ),
     ] = 512,
-    num_pages: Annotated[
+    block_size: Annotated[
         int | None,
         typer.Option(
-            help="Pages of the cache; what the memory holds if left out.",
-            envvar="HFAX_NUM_PAGES",
+            help="Tokens of a block of the KV cache; what fits the platform if left out.",
+            envvar="HFAX_BLOCK_SIZE",
             min=1,
             show_default=False,
             rich_help_panel=_PANEL,
         ),
     ] = None,
-    prefix_caching: Annotated[
+    num_blocks: Annotated[
+        int | None,
+        typer.Option(
+            help="Blocks of the KV cache; what the memory holds if left out.",
+            envvar="HFAX_NUM_BLOCKS",
+            min=1,
+            show_default=False,
+            rich_help_panel=_PANEL,
+        ),
+    ] = None,
+    enable_prefix_caching: Annotated[
         bool,
         typer.Option(
-            help="Compute equal beginnings of prompts once.", envvar="HFAX_PREFIX_CACHING", rich_help_panel=_PANEL
+            help="Compute equal beginnings of prompts once.",
+            envvar="HFAX_ENABLE_PREFIX_CACHING",
+            rich_help_panel=_PANEL,
         ),
     ] = True,
     step_timeout: Annotated[
@@ -208,8 +220,9 @@ def serve(
             "max_waiting": max_num_queued_reqs,
             "max_model_len": max_model_len,
             "max_num_batched_tokens": max_num_batched_tokens,
-            "num_pages": num_pages,
-            "prefix_caching": prefix_caching,
+            "block_size": block_size,
+            "num_blocks": num_blocks,
+            "enable_prefix_caching": enable_prefix_caching,
         }
         _log_to_stderr()
         _run(settings, run_server, lambda on_step: _load(options, engine, chat_template, on_step))

@@ -23,7 +23,7 @@ from hfax.backends.base_model import as_ids_tuple
 from hfax.backends.jax.model import JaxModel
 from hfax.engine.core import EngineCore, Entry, Update
 from hfax.engine.detokenizer import Detokenizer
-from hfax.engine.grammar import GrammarCompiler
+from hfax.engine.grammar import GrammarCompiler, Matcher
 from hfax.engine.outputs import CompletionOutput, Delta, RequestOutput
 from hfax.engine.paged_runner import PagedRunner
 from hfax.engine.pages import PageAllocator
@@ -57,18 +57,35 @@ class EngineConfig:
         max_model_len: tokens of a sequence, prompt and text; None: the model's context, at most 8,192.
         max_num_batched_tokens: tokens of a step; longer prompts are computed in parts.
         max_waiting: sequences that may wait; None: any number.
-        page_size: tokens of a page; None: what fits the platform.
-        num_pages: of the cache; None: what all sequences can need, or what the memory holds.
-        prefix_caching: equal beginnings of prompts are computed once.
+        block_size: tokens of a block of the KV cache; None: what fits the platform.
+        num_blocks: of the KV cache; None: what all sequences can need, or what the memory holds.
+        enable_prefix_caching: equal beginnings of prompts are computed once.
     """
 
     max_num_seqs: int = 32
     max_model_len: int | None = None
     max_num_batched_tokens: int = 512
     max_waiting: int | None = None
-    page_size: int | None = None
-    num_pages: int | None = None
-    prefix_caching: bool = True
+    block_size: int | None = None
+    num_blocks: int | None = None
+    enable_prefix_caching: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreparedPrompt:
+    """A prompt that can be submitted without further work; made by `Engine.prepare`.
+
+    Args:
+        token_ids: of the prompt.
+        params: how tokens are drawn.
+        inputs: further inputs of the model for the prompt, by name.
+        matcher: of structured outputs, at the beginning of the text.
+    """
+
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+    inputs: Mapping[str, Any]
+    matcher: Matcher | None
 
 
 class Request:
@@ -105,7 +122,7 @@ class Request:
         self.output.num_cached_tokens = max(self.output.num_cached_tokens, sequence.num_cached)
         if update.is_last:
             assert sequence.finish_reason is not None
-            completion.finish_reason = sequence.finish_reason.value
+            completion.finish_reason = sequence.finish_reason
             completion.stop_reason = update.stop
             if update.error is not None and self.error is None:
                 self.error = update.error
@@ -155,13 +172,13 @@ class Engine:
         self._runner: PagedRunner | SlotRunner
         self._is_encoder_decoder = parts.traced.traits.is_encoder_decoder
         try:
-            runner = PagedRunner(parts, self.limits, page_size=self.config.page_size, num_pages=self.config.num_pages)
-            pages = PageAllocator(runner.num_pages, runner.page_size, keeps_prefixes=self.config.prefix_caching)
+            runner = PagedRunner(parts, self.limits, page_size=self.config.block_size, num_pages=self.config.num_blocks)
+            pages = PageAllocator(runner.num_pages, runner.page_size, keeps_prefixes=self.config.enable_prefix_caching)
             if pages.num_pages * pages.page_size < self.limits.max_model_len:
                 raise InvalidInputError(
-                    f"num_pages={pages.num_pages} of {pages.page_size} tokens hold no sequence of {self.limits.max_model_len}.",
+                    f"num_blocks={pages.num_pages} of {pages.page_size} tokens hold no sequence of {self.limits.max_model_len}.",
                     "A sequence alone must fit.",
-                    "Pass more pages, or a smaller max_model_len.",
+                    "Pass more blocks, or a smaller max_model_len.",
                 )
             self._runner = runner
         except UnsupportedModelError as error:
@@ -191,45 +208,64 @@ class Engine:
         self.core.slowest_step_s = time.perf_counter() - started
         self._drawer.reset()
 
-    def submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        listener: Callable[[Delta], None] | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        salt: str = "",
-        inputs: Mapping[str, Any] | None = None,
-    ) -> Request:
-        """Start a request.
+    def prepare(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, inputs: Mapping[str, Any] | None = None
+    ) -> PreparedPrompt:
+        """Do what needs no device: tokenize the prompt, check it, compile the grammar. Safe from any thread; may take long.
 
         Args:
             prompt: text, or token ids; of encoder-decoders, what the encoder reads.
             params: how tokens are drawn; None: the defaults.
-            listener: called with each delta, in the engine's thread; the last delta of the last text ends the request.
-            request_id: a name for it.
-            priority: lower ones go first.
-            salt: requests with another one share no cached pages with it.
             inputs: further inputs of the model for the prompt (`pixel_values`, …), as its processor made them.
 
         Raises:
-            InvalidInputError: the prompt is empty, too long, or has ids outside of the vocabulary.
-            EngineBusyError: the waiting queue is full.
-            EngineDeadError: the engine is closed or failed.
+            InvalidInputError: the prompt is empty, too long, or has ids outside of the vocabulary; a schema cannot be used.
+            UnsupportedOptionError: the model or its tokenizer cannot do what `params` ask for.
         """
         params = params or SamplingParams()
         ids = self.encode(prompt)
         self._check(ids, params, inputs)
         matcher = None
-        if params.grammar is not None:
+        if params.structured_outputs is not None:
             if self.grammars is None:
                 raise UnsupportedOptionError(
-                    "A grammar was given to an engine without a tokenizer.",
-                    "Grammars are of texts.",
-                    "Pass a tokenizer.",
+                    "structured_outputs were given to an engine without a tokenizer.",
+                    "They constrain text, not token ids.",
+                    "Pass Engine(model, tokenizer).",
                 )
-            matcher = self.grammars.compile(params.grammar)
+            matcher = self.grammars.compile(params.structured_outputs)
+        return PreparedPrompt(token_ids=ids, params=params, inputs=dict(inputs or {}), matcher=matcher)
+
+    def submit(
+        self,
+        prompt: Prompt | PreparedPrompt,
+        params: SamplingParams | None = None,
+        listener: Callable[[Delta], None] | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        inputs: Mapping[str, Any] | None = None,
+    ) -> Request:
+        """Start a request.
+
+        Args:
+            prompt: text, or token ids, as `prepare` takes them; or what it made, which then has `params` and `inputs` in it.
+            params: how tokens are drawn; None: the defaults.
+            listener: called with each delta, in the engine's thread; the last delta of the last text ends the request.
+            request_id: a name for it.
+            priority: lower ones go first.
+            cache_salt: requests with different salts share no cached pages.
+            inputs: as of `prepare`.
+
+        Raises:
+            InvalidInputError: see `prepare`.
+            UnsupportedOptionError: likewise.
+            EngineBusyError: the waiting queue is full.
+            EngineDeadError: the engine is closed or failed.
+        """
+        prepared = prompt if isinstance(prompt, PreparedPrompt) else self.prepare(prompt, params, inputs=inputs)
+        ids, params, matcher = prepared.token_ids, prepared.params, prepared.matcher
         with self._lock:
             self._require_alive()
             number = next(self._numbers)
@@ -247,8 +283,8 @@ class Engine:
                 | (frozenset() if params.ignore_eos else frozenset(self.stop_token_ids)),
                 priority=priority,
                 arrival=number,
-                salt=salt,
-                inputs=dict(inputs or {}),
+                cache_salt=cache_salt,
+                inputs=prepared.inputs,
             )
             for index in range(params.n)
         ]
@@ -331,7 +367,9 @@ class Engine:
                 raise request.error
         return [request.output for request in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Iterator[Delta]:
+    def stream(
+        self, prompt: Prompt | PreparedPrompt, params: SamplingParams | None = None, **options: Any
+    ) -> Iterator[Delta]:
         """The deltas of one request as they come. Leaving the loop ends the request.
 
         Args:
@@ -353,7 +391,7 @@ class Engine:
             request.abort()
 
     async def astream(
-        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+        self, prompt: Prompt | PreparedPrompt, params: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[Delta]:
         """`stream` for asyncio."""
         loop = asyncio.get_running_loop()
@@ -518,7 +556,7 @@ def _limits(config: EngineConfig, context: int | None) -> Limits:
             "It has no positions beyond.",
             f"Pass at most {context}.",
         )
-    for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "page_size", "num_pages"):
+    for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks"):
         value = getattr(config, name)
         if value is not None and value < 1:
             raise InvalidInputError(f"{name}={value}.", "It must be positive.", f"Change {name}.")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hfax.engine.sampling_params import Grammar
+from hfax.engine.sampling_params import StructuredOutputsParams
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 
 COMPACT: Any = {"whitespace_flexible": False}
@@ -86,10 +86,10 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
         self._lock = threading.Lock()
-        self._made: OrderedDict[Grammar, Matcher] = OrderedDict()
+        self._made: OrderedDict[StructuredOutputsParams, Matcher] = OrderedDict()
         self._ll_tokenizer: Any = None
 
-    def compile(self, grammar: Grammar) -> Matcher:
+    def compile(self, wanted: StructuredOutputsParams) -> Matcher:
         """A matcher at the beginning.
 
         Raises:
@@ -97,36 +97,36 @@ class GrammarCompiler:
             UnsupportedOptionError: llguidance is not installed, or the tokenizer is not of the fast kind.
         """
         with self._lock:
-            if (found := self._made.get(grammar)) is not None:
-                self._made.move_to_end(grammar)
+            if (found := self._made.get(wanted)) is not None:
+                self._made.move_to_end(wanted)
                 return found.copy()
-        made = self._make(grammar)
+        made = self._make(wanted)
         with self._lock:
-            self._made[grammar] = made
+            self._made[wanted] = made
             while len(self._made) > _MAX_CACHED:
                 self._made.popitem(last=False)
         return made.copy()
 
-    def _make(self, grammar: Grammar) -> Matcher:
+    def _make(self, wanted: StructuredOutputsParams) -> Matcher:
         try:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError as error:
             raise UnsupportedOptionError(
-                "A grammar was given, and llguidance is not installed.", str(error), "pip install 'hfax[serve]'"
+                "Structured outputs were asked for, and llguidance is not installed.",
+                str(error),
+                "pip install 'hfax[serve]'",
             ) from error
-        _check_size(grammar)
-        text = "{}" if grammar.kind == "json_object" else grammar.text
+        _check_size(wanted)
         try:
-            if grammar.kind in ("json_schema", "json_object"):
-                if grammar.kind == "json_object":
-                    text = '{"type": "object"}'
-                made = LLMatcher.grammar_from_json_schema(text, overrides=COMPACT)
-            elif grammar.kind == "regex":
-                made = LLMatcher.grammar_from_regex(text)
-            elif grammar.kind == "lark":
-                made = LLMatcher.grammar_from_lark(text)
+            if wanted.regex is not None:
+                made = LLMatcher.grammar_from_regex(wanted.regex)
+            elif wanted.grammar is not None:
+                made = LLMatcher.grammar_from_lark(wanted.grammar)
+            elif wanted.choice is not None:
+                made = LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, wanted.choice)))
             else:
-                raise _refused(f"there is no kind of grammar {grammar.kind!r}")
+                schema = wanted.json if wanted.json is not None else {"type": "object"}
+                made = LLMatcher.grammar_from_json_schema(schema, overrides=COMPACT)
             limits = LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, step_lexer_fuel=_LEXER_FUEL)
             matcher = LLMatcher(self._tokens(), made, log_level=0, limits=limits)
         except ValueError as error:
@@ -145,17 +145,19 @@ class GrammarCompiler:
                     self._ll_tokenizer = from_tokenizer(self._tokenizer, n_vocab=size, eos_token=self._eos or None)
                 except (ValueError, TypeError) as error:
                     raise UnsupportedOptionError(
-                        "The model's tokenizer does not work with grammars.", str(error), "Leave the grammar out."
+                        "The model's tokenizer does not support structured outputs.",
+                        str(error),
+                        "Leave structured_outputs out.",
                     ) from error
             return self._ll_tokenizer
 
 
-def _check_size(grammar: Grammar) -> None:
-    if len(grammar.text) > _MAX_CHARACTERS:
-        raise _refused(f"it has {len(grammar.text)} characters; {_MAX_CHARACTERS} are read")
-    if grammar.kind == "json_schema":
+def _check_size(wanted: StructuredOutputsParams) -> None:
+    if len(wanted.text) > _MAX_CHARACTERS:
+        raise _refused(f"it has {len(wanted.text)} characters; {_MAX_CHARACTERS} are read")
+    if wanted.json is not None:
         try:
-            schema = json.loads(grammar.text)
+            schema = json.loads(wanted.text)
         except (ValueError, RecursionError) as error:
             raise _refused(f"it is not JSON that can be read ({type(error).__name__})") from error
         if _depth(schema) > _MAX_DEPTH:
@@ -177,7 +179,7 @@ def _depth(value: Any) -> int:
 
 def _refused(why: str) -> InvalidInputError:
     return InvalidInputError(
-        "The grammar cannot be used.",
+        "The schema, expression or grammar of structured outputs cannot be used.",
         why.strip().splitlines()[0] if why.strip() else "no reason given",
         "Change it, or make it simpler.",
     )

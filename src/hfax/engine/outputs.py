@@ -16,7 +16,7 @@ class CompletionOutput:
         text: what was written, as far as it is known; "" without a tokenizer.
         token_ids: the same as tokens, the one that ended it included.
         logprobs: of the tokens, if they were asked for.
-        finish_reason: "stop", "length", "abort" or "error"; None while it is being written.
+        finish_reason: equal to "stop", "length", "abort" or "error"; None while it is being written.
         stop_reason: the stop string or stop token that ended it.
     """
 
@@ -24,7 +24,7 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
 
@@ -61,7 +61,7 @@ class Delta:
         text: new text.
         token_ids: new tokens.
         logprobs: of these, if they were asked for.
-        finish_reason: set by the last delta of the text.
+        finish_reason: as of `CompletionOutput`; set by the last delta of the text.
         stop_reason: see `CompletionOutput`.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -17,16 +18,51 @@ MAX_STOPS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Grammar:
-    """What a text must be.
+class StructuredOutputsParams:
+    """The form that a text must have, with vLLM's names: exactly one of these.
 
     Args:
-        kind: "json_schema" (a JSON schema), "json_object", "regex" or "lark".
-        text: the schema as JSON, the expression, or the grammar; "" for "json_object".
+        json: a JSON schema, as text or as a mapping.
+        regex: a regular expression that the whole text matches.
+        choice: texts, one of which it is.
+        grammar: a context-free grammar in Lark's notation, as llguidance reads it.
+        json_object: any JSON object.
+
+    Raises:
+        InvalidInputError: none of them is given, or several are.
     """
 
-    kind: str
-    text: str
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+
+    def __post_init__(self) -> None:
+        given = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) not in (None, False)]
+        if len(given) != 1:
+            raise InvalidInputError(
+                f"Structured outputs were asked for by {' and '.join(given) or 'nothing'}.",
+                "One thing says what form a text has.",
+                "Pass one of json, regex, choice, grammar or json_object.",
+            )
+        if self.json is not None and not isinstance(self.json, str):
+            object.__setattr__(self, "json", json.dumps(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", tuple(self.choice))
+            if not self.choice or not all(isinstance(text, str) and text for text in self.choice):
+                raise InvalidInputError(
+                    f"choice={self.choice!r} is out of range.",
+                    "A text is one of them.",
+                    "Pass a list of strings that are not empty.",
+                )
+
+    @property
+    def text(self) -> str:
+        """The schema, expression or grammar itself; of choices all of them."""
+        if self.choice is not None:
+            return "".join(self.choice)
+        return str(self.json or self.regex or self.grammar or "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +90,7 @@ class SamplingParams:
         skip_special_tokens: special tokens are left out of the text.
         logprobs: with each token, its log-probability and those of the so many likeliest, at most 20.
         prompt_logprobs: the same of the prompt's tokens.
-        grammar: what the text must be.
+        structured_outputs: the form that the text must have.
     """
 
     n: int = 1
@@ -77,7 +113,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    grammar: Grammar | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -99,7 +135,7 @@ class SamplingParams:
             self.logit_bias
             or self.suppress_tokens
             or self.min_tokens
-            or self.grammar is not None
+            or self.structured_outputs is not None
             or self.repetition_penalty != 1
             or self.counts_tokens
         )

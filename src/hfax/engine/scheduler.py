@@ -213,7 +213,7 @@ class Scheduler:
     def _find_prefix(self, sequence: Sequence) -> None:
         if self.pages is None or sequence.params.prompt_logprobs is not None:
             return
-        places, hashes = self.pages.find(sequence.tokens(0, sequence.num_known), sequence.salt)
+        places, hashes = self.pages.find(sequence.tokens(0, sequence.num_known), sequence.cache_salt)
         sequence.pages, sequence.page_hashes = places, hashes
         sequence.num_computed = len(places) * self.pages.page_size
         if not sequence.num_preemptions:
@@ -228,4 +228,4 @@ class Scheduler:
         for index in range(len(sequence.page_hashes), full):
             before = sequence.page_hashes[-1] if sequence.page_hashes else None
             tokens = sequence.tokens(index * size, (index + 1) * size)
-            sequence.page_hashes.append(self.pages.remember(sequence.pages[index], tokens, before, sequence.salt))
+            sequence.page_hashes.append(self.pages.remember(sequence.pages[index], tokens, before, sequence.cache_salt))

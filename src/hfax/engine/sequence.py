@@ -10,7 +10,7 @@ from typing import Any
 from hfax.engine.sampling_params import SamplingParams
 
 
-class FinishReason(enum.Enum):
+class FinishReason(enum.StrEnum):
     """Why a text ended; the values are OpenAI's, where it has one."""
 
     STOP = "stop"
@@ -50,7 +50,7 @@ class Sequence:
         stop_ids: tokens that end the text.
         priority: lower ones go first.
         arrival: numbers the requests as they came.
-        salt: texts with another one share no pages.
+        cache_salt: texts with another one share no pages.
         inputs: further inputs of the model's forward pass for the prompt, by name.
 
     Attributes:
@@ -73,7 +73,7 @@ class Sequence:
     stop_ids: frozenset[int]
     priority: int = 0
     arrival: int = 0
-    salt: str = ""
+    cache_salt: str = ""
     inputs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     output: list[int] = dataclasses.field(default_factory=list)
     num_computed: int = 0

@@ -19,7 +19,7 @@ from hfax.generation.decoding import LoopSpec, State, advance, start
 from hfax.generation.generation_request import GenerationOptions, Prompts
 from hfax.generation.host_loop import Generated, StopCheck, Streamer, ended, for_streamer, next_chunk
 from hfax.generation.sampling_config import make_sampling_spec
-from hfax.generation.speculation import advance_with_guesses
+from hfax.generation.speculation import advance_with_drafts
 from hfax.launch.together import agree
 from hfax.programs.buckets import Buckets
 from hfax.programs.checks import raise_failed, raise_unread
@@ -95,9 +95,9 @@ def open_loop(
         max_new_tokens=options.max_new_tokens,
         **options.extra_sampling,
     )
-    guesses = 0 if options.speculation is None else options.speculation.num_tokens + 1
+    drafts = 0 if options.speculation is None else options.speculation.num_tokens + 1
     spec = LoopSpec(
-        capacity=buckets.capacity(*prompts.padded_shape, prompts.padded_length + options.max_new_tokens + guesses),
+        capacity=buckets.capacity(*prompts.padded_shape, prompts.padded_length + options.max_new_tokens + drafts),
         rolls_back=options.speculation is not None,
         num_return_sequences=repeats,
         max_steps=options.max_new_tokens if options.keep else 0,
@@ -178,7 +178,7 @@ class Loop:
         return state
 
     def _read_by_draft(self, inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """The cache of the model that guesses, after the prompts."""
+        """The draft model's cache after the prompts."""
         assert self._draft is not None
         draft, params = self._draft
         args = (dict(params), dict(inputs))
@@ -196,7 +196,7 @@ class Loop:
     def advance(self, state: State, limit: int) -> State:
         """Draw tokens until there are `limit`, or every sequence has ended."""
         if self._speculation is not None:
-            return self._advance_with_guesses(state, limit)
+            return self._advance_with_drafts(state, limit)
         args = (self._params, state, self._request, self._layout.put(np.int32(limit)))
         if self._advance is None:
             batch, capacity = state["tokens"].shape
@@ -213,7 +213,7 @@ class Loop:
             )
         return self._advance.run(*args)
 
-    def _advance_with_guesses(self, state: State, limit: int) -> State:
+    def _advance_with_drafts(self, state: State, limit: int) -> State:
         draft, draft_params = self._draft or (None, {})
         speculation = self._speculation
         assert speculation is not None
@@ -221,10 +221,10 @@ class Loop:
         args = (self._params, dict(draft_params), state, self._request, limit_array)
         if self._advance is None:
             self._advance = self._programs.get(
-                f"decode[1, {state['tokens'].shape[1]}], {speculation.num_tokens} guesses",
+                f"decode[1, {state['tokens'].shape[1]}], {speculation.num_tokens} draft tokens",
                 (self._spec, self._static, speculation, draft and draft.key),
                 lambda params, draft_params, state, request, limit: (
-                    advance_with_guesses(
+                    advance_with_drafts(
                         self._model,
                         self._spec,
                         speculation,

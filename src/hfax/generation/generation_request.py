@@ -60,8 +60,8 @@ class GenerationOptions:
         pad_token_id: follows a sequence's end.
         keep: records of `LoopSpec.keep`.
         extra_sampling: options that GenerationConfig lacks (presence_penalty, frequency_penalty, timestamps).
-        speculation: how tokens are guessed, a `Speculation`; None: they are not.
-        draft: the model that guesses, if one does, and its weights.
+        speculation: how draft tokens are made, a `Speculation`; None: there are none.
+        draft: the draft model, if there is one, and its weights.
     """
 
     config: GenerationConfig
@@ -279,31 +279,31 @@ def check_speculation(
     vocabularies: tuple[int, int] | None,
     is_both: bool,
 ) -> None:
-    """Raise if tokens cannot be guessed in this call.
+    """Raise if a call does not support speculative decoding.
 
     Args:
-        traits: of the model, and of the one that guesses if there is one.
+        traits: of the model, and of the draft model if there is one.
         sequences: that the call writes.
         inputs: names of what is given.
         vocabularies: logits of both models.
-        is_both: guesses were asked for from the text and from a model.
+        is_both: prompt lookup and an assistant model were both asked for.
 
     Raises:
         UnsupportedOptionError: saying why.
     """
     reasons = {
-        "It writes one sequence at a time; the call writes several.": sequences > 1,
-        "Guesses come from the text or from a model, not from both.": is_both,
+        "It supports one sequence; the call generates several.": sequences > 1,
+        "Draft tokens come from prompt lookup or from an assistant model, not from both.": is_both,
         "The two models have vocabularies of different sizes.": vocabularies is not None and len(set(vocabularies)) > 1,
-        "An encoder-decoder is not supported.": any(t.is_encoder_decoder for t in traits),
-        "A model with recurrent layers cannot take tokens back.": any(t.has_recurrent_layers for t in traits),
+        "Encoder-decoders are not supported.": any(t.is_encoder_decoder for t in traits),
+        "Recurrent layers cannot be rolled back to an earlier token.": any(t.has_recurrent_layers for t in traits),
         "The model keeps no cache that hfax can use.": any(not t.has_usable_cache for t in traits),
         "The assistant reads token ids alone.": len(traits) > 1 and not inputs <= {"input_ids", "attention_mask"},
     }
     for reason, holds in reasons.items():
         if holds:
             raise UnsupportedOptionError(
-                "Tokens cannot be guessed in this call (prompt_lookup_num_tokens or assistant_model).",
+                "Speculative decoding is not supported in this call (prompt_lookup_num_tokens or assistant_model).",
                 reason,
                 "Leave prompt_lookup_num_tokens and assistant_model out.",
             )

@@ -50,7 +50,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 WITHOUT_EFFECT = frozenset(
     {
         *("early_stopping", "length_penalty"),  # read by beam search alone
-        # of an assistant model: how many tokens it guesses at a time, which changes no token; hfax guesses num_assistant_tokens
+        # of an assistant model: how many tokens it drafts at a time, which changes no output; hfax drafts num_assistant_tokens
         *("num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_ensemble_weight"),
         *(
             "assistant_lookbehind",

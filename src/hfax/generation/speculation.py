@@ -1,10 +1,10 @@
-"""Decoding that guesses tokens and checks several at once, since a step reads every weight whether it computes one token or nine.
+"""Speculative decoding: draft tokens are verified several at a time, since a step reads every weight once for one token or nine.
 
-A round guesses some tokens, runs the model once over the current token and the guesses, and draws from the logits one position
-after the other, exactly as `advance` does, for as long as what is drawn is what was guessed. So the tokens are those of decoding
-without guesses, greedy or sampled with the same seed, whatever was guessed; guesses only decide how many a round gives. (A step of
-several tokens may round a sum otherwise than a step of one: where two tokens are equally likely to the last bit, either may
-come.) Guesses come from the text itself or from a smaller model; both run on the device.
+Each round drafts tokens, runs the model once over the current token and the drafts, and samples at one position after the other,
+exactly as `advance` does, for as long as the sampled token equals the draft. So the output is that of decoding without drafts,
+greedy or sampled with the same seed; drafts only decide how many tokens a round yields. (A step of several tokens may round a sum
+differently from a step of one: where two tokens tie to the last bit, either may come.) Drafts come from the text itself (prompt
+lookup) or from a smaller model (assisted decoding); both run on the device.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from hfax.tracing.traced_model import TracedModel
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """How tokens are guessed.
+    """How draft tokens are made.
 
     Args:
-        num_tokens: guesses a round.
-        max_ngram: for guesses from the text: how many of its last tokens are looked for earlier in it, at most; 0: a model guesses.
+        num_tokens: draft tokens a round.
+        max_ngram: for prompt lookup: the longest n-gram at the text's end that is looked for earlier in it; 0: a model drafts.
     """
 
     num_tokens: int
     max_ngram: int
 
 
-Guess = Callable[[State], tuple[jax.Array, State]]
-"""From the state to the guessed tokens, [n] int32, and the state with what the guesser keeps."""
+Drafter = Callable[[State], tuple[jax.Array, State]]
+"""From the state to the draft tokens, [n] int32, and the state with the drafter's own cache."""
 
 
-def advance_with_guesses(
+def advance_with_drafts(
     model: TracedModel,
     spec: LoopSpec,
     speculation: Speculation,
@@ -51,17 +51,17 @@ def advance_with_guesses(
     draft_params: Mapping[str, jax.Array],
 ) -> State:
     """As `decoding.advance`, for one sequence; `state["rounds"]` counts how often the model ran."""
-    guess = (
-        _from_the_text(speculation) if draft is None else _by_a_model(speculation, draft, draft_params, spec, request)
+    make_draft = (
+        _prompt_lookup(speculation) if draft is None else _assistant(speculation, draft, draft_params, spec, request)
     )
 
     def round(state: State) -> State:
-        guesses, state = guess(state)
+        drafts, state = make_draft(state)
         current = jax.lax.dynamic_slice_in_dim(state["tokens"], state["length"], 1, axis=1)
         logits, cache = model.decode_step(
             params,
             state["cache"],
-            jnp.concatenate([current, guesses[None]], axis=1),
+            jnp.concatenate([current, drafts[None]], axis=1),
             length=state["length"],
             positions=state["positions"],
             attention_mask=state["mask"],
@@ -78,8 +78,8 @@ def advance_with_guesses(
             at_index = jax.lax.dynamic_index_in_dim(logits, index, axis=1, keepdims=False)
             state = draw(spec, state, at_index, request)
             drawn = jax.lax.dynamic_index_in_dim(state["tokens"][0], state["length"], keepdims=False)
-            guessed = guesses[jnp.minimum(index, speculation.num_tokens - 1)]
-            goes_on = (index < speculation.num_tokens) & (drawn == guessed) & is_unfinished(state, limit)
+            drafted = drafts[jnp.minimum(index, speculation.num_tokens - 1)]
+            goes_on = (index < speculation.num_tokens) & (drawn == drafted) & is_unfinished(state, limit)
             return index + 1, state, goes_on
 
         _, state, _ = jax.lax.while_loop(lambda carry: carry[2], draw_next, (jnp.int32(0), state, jnp.bool_(True)))
@@ -88,10 +88,10 @@ def advance_with_guesses(
     return jax.lax.while_loop(lambda state: is_unfinished(state, limit), round, state)
 
 
-def _from_the_text(speculation: Speculation) -> Guess:
+def _prompt_lookup(speculation: Speculation) -> Drafter:
     """What followed the last tokens where they stood before: the longest run of them, at its latest place."""
 
-    def guess(state: State) -> tuple[jax.Array, State]:
+    def make_draft(state: State) -> tuple[jax.Array, State]:
         tokens, last = state["tokens"][0], state["length"]
         places = jnp.arange(tokens.shape[0])
         run = jnp.zeros_like(places)  # how many tokens up to each place are those up to the last one
@@ -107,19 +107,19 @@ def _from_the_text(speculation: Speculation) -> Guess:
         ahead = jnp.arange(speculation.num_tokens) % jnp.maximum(last - place, 1)
         return tokens[jnp.clip(place + 1 + ahead, 0, tokens.shape[0] - 1)], state
 
-    return guess
+    return make_draft
 
 
-def _by_a_model(
+def _assistant(
     speculation: Speculation,
     draft: TracedModel,
     draft_params: Mapping[str, jax.Array],
     spec: LoopSpec,
     request: Mapping[str, Any],
-) -> Guess:
+) -> Drafter:
     """What another model would draw, with the same random numbers; so where it is sure of the same tokens, it draws the same."""
 
-    def guess(state: State) -> tuple[jax.Array, State]:
+    def make_draft(state: State) -> tuple[jax.Array, State]:
         current = jax.lax.dynamic_index_in_dim(state["tokens"][0], state["length"], keepdims=False)
 
         def step(carry: tuple[jax.Array, Any, jax.Array], index: jax.Array) -> tuple[Any, jax.Array]:
@@ -142,9 +142,9 @@ def _by_a_model(
             tokens = jax.lax.dynamic_update_slice_in_dim(tokens, drawn[:, None], state["length"] + index + 1, axis=1)
             return (drawn[0], cache, tokens), drawn[0]
 
-        # one step more than guesses, so that the last guess is in the cache, should it be right
+        # one step more than drafts, so that the last draft is in the cache, should it be accepted
         steps = jnp.arange(speculation.num_tokens + 1, dtype=jnp.int32)
         (_, cache, _), drawn = jax.lax.scan(step, (current, state["draft_cache"], state["tokens"]), steps)
         return drawn[:-1], state | {"draft_cache": cache}
 
-    return guess
+    return make_draft

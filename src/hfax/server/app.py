@@ -14,7 +14,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
 
 from hfax import __version__
-from hfax.server.chat import grammar_of
+from hfax.server.chat import structured_outputs_of
 from hfax.server.failures import ApiError, as_api_error
 from hfax.server.guard import Guard
 from hfax.server.images import load_image
@@ -87,9 +87,6 @@ def _add_texts(app: FastAPI, served: Served) -> None:
             )
         if body.echo and body.stream and body.logprobs is not None:
             raise ApiError(400, "echo with logprobs cannot be streamed.", param="stream")
-        grammar = None if body.response_format is None else grammar_of(body.response_format)
-        await served.compile_grammar(grammar)
-        encoded = await served.in_thread(lambda: [engine.encode(p) for p in prompts], what="Tokenizing")
         params = served.sampling_params(
             body,
             max_tokens=body.max_tokens,
@@ -97,10 +94,11 @@ def _add_texts(app: FastAPI, served: Served) -> None:
             prompt_logprobs=(body.logprobs or 0)
             if body.echo and (body.logprobs is not None or body.max_tokens == 0)
             else None,
-            grammar=grammar,
+            structured_outputs=None if body.response_format is None else structured_outputs_of(body.response_format),
         )
+        prepared = await served.in_thread(lambda: [engine.prepare(p, params) for p in prompts], what="Tokenizing")
         request.state.request_id = name
-        answer = Answer(served, list(encoded), params, request_id=name, priority=body.priority, salt=request.state.key)
+        answer = Answer(served, prepared, request_id=name, priority=body.priority, cache_salt=request.state.key)
         writer = CompletionWriter(body, answer, name, lambda token: loaded.tokenizer.decode([token]), prompts)
         return await _respond(request, writer, bool(body.stream), answer)
 
@@ -108,14 +106,11 @@ def _add_texts(app: FastAPI, served: Served) -> None:
     async def chat(body: ChatRequest, request: Request) -> Any:
         """The next message of a conversation."""
         loaded, name = _begin(served, request, body.model, body.user), new_id("chatcmpl")
-        served.require_engine()
-        template = loaded.template
+        engine, template = served.require_engine(), loaded.template
         prompt = await served.in_thread(template.render, body, _fetch(served), what="The chat template")
-        grammar = template.grammar(body)
-        await served.compile_grammar(grammar)
         most = body.max_completion_tokens or body.max_tokens or loaded.max_new_tokens
         if body.max_completion_tokens is None and body.max_tokens is None and most is not None:
-            most = min(most, max(served.require_engine().limits.max_model_len - len(prompt.token_ids), 1))
+            most = min(most, max(engine.limits.max_model_len - len(prompt.token_ids), 1))
         more: dict[str, Any] = {}
         if template.keeps_special_tokens and body.tools:
             more["skip_special_tokens"] = False
@@ -123,18 +118,19 @@ def _add_texts(app: FastAPI, served: Served) -> None:
             body,
             max_tokens=most,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            grammar=grammar,
+            structured_outputs=template.structured_outputs(body),
             **more,
+        )
+        prepared = await served.in_thread(
+            lambda: engine.prepare(prompt.token_ids, params, inputs=prompt.inputs), what="The grammar"
         )
         request.state.request_id = name
         answer = Answer(
             served,
-            [prompt.token_ids],
-            params,
+            [prepared],
             request_id=name,
             priority=body.priority,
-            salt=request.state.key,
-            inputs=prompt.inputs,
+            cache_salt=request.state.key,
         )
         writer = ChatWriter(
             body, answer, name, lambda token: loaded.tokenizer.decode([token]), lambda: template.parser(body, prompt)

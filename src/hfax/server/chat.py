@@ -1,4 +1,4 @@
-"""Messages to a prompt, by the model's own chat template, and what else a conversation asks for: images, calls, grammars.
+"""Messages to a prompt, by the model's own chat template; and a conversation's images, tool calls and structured outputs.
 
 Templates come with the model, never with a request, and run in transformers' sandbox; the values that a request may give them are
 short. Whoever calls `render` does so in a thread and does not wait for ever.
@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 
 from hfax.engine.grammar import COMPACT
-from hfax.engine.sampling_params import Grammar
+from hfax.engine.sampling_params import StructuredOutputsParams
 from hfax.server.failures import ApiError
 from hfax.server.output_parser import OutputParser, ToolFormat, has_reasoning, tool_format_of
 from hfax.server.protocol import ChatRequest, Message, NamedTool, ResponseFormat
@@ -158,10 +158,10 @@ class ChatTemplate:
             starts_in_reasoning=self.has_reasoning and prompt.ends_in_reasoning,
         )
 
-    def grammar(self, request: ChatRequest) -> Grammar | None:
+    def structured_outputs(self, request: ChatRequest) -> StructuredOutputsParams | None:
         """What the answer must be."""
         if request.response_format is not None:
-            return grammar_of(request.response_format)
+            return structured_outputs_of(request.response_format)
         if not request.tools or request.tool_choice in (None, "auto", "none"):
             return None
         assert self.tools is not None
@@ -183,7 +183,9 @@ class ChatTemplate:
         schema["x-guidance"] = COMPACT
         begin, end = self._mark(self.tools.begin), self._mark(self.tools.end)
         space = r' "\n" ' if self.tools.end is not None else " "
-        return Grammar(kind="lark", text=f"start: {begin}{space}call{space}{end}\ncall: %json {json.dumps(schema)}\n")
+        return StructuredOutputsParams(
+            grammar=f"start: {begin}{space}call{space}{end}\ncall: %json {json.dumps(schema)}\n"
+        )
 
     def _mark(self, mark: str | None) -> str:
         """A mark in a grammar: as a token, if it is a special one, else as text."""
@@ -200,15 +202,15 @@ class ChatTemplate:
         return self.tools is not None and self._is_special(self.tools.begin)
 
 
-def grammar_of(wanted: ResponseFormat) -> Grammar | None:
+def structured_outputs_of(wanted: ResponseFormat) -> StructuredOutputsParams | None:
     """What a text of that format must be."""
     if wanted.type == "json_object":
-        return Grammar(kind="json_object", text="")
+        return StructuredOutputsParams(json_object=True)
     if wanted.type == "regex":
-        return Grammar(kind="regex", text=wanted.regex or "")
+        return StructuredOutputsParams(regex=wanted.regex or "")
     if wanted.type == "json_schema":
         assert wanted.json_schema is not None
-        return Grammar(kind="json_schema", text=json.dumps(wanted.json_schema.schema_ or {}))
+        return StructuredOutputsParams(json=json.dumps(wanted.json_schema.schema_ or {}))
     return None
 
 

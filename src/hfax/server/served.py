@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from hfax.engine.engine import Engine, EngineConfig, Prompt, Request
+from hfax.engine.engine import Engine, EngineConfig, PreparedPrompt, Request
 from hfax.engine.outputs import Delta
-from hfax.engine.sampling_params import MAX_SUPPRESSED, Grammar, SamplingParams
+from hfax.engine.sampling_params import MAX_SUPPRESSED, SamplingParams
 from hfax.server.chat import ChatTemplate
 from hfax.server.embeddings import Embedder
 from hfax.server.failures import ApiError
@@ -195,33 +195,24 @@ class Served:
             **{"skip_special_tokens": body.skip_special_tokens, **more},
         )
 
-    async def compile_grammar(self, grammar: Grammar | None) -> None:
-        """Find out whether a grammar can be used, outside of the loop; the engine finds it ready."""
-        if grammar is None:
-            return
-        engine = self.require_engine()
-        assert engine.grammars is not None
-        await self.in_thread(engine.grammars.compile, grammar, what="The grammar")
-
 
 class Answer:
     """The texts of one HTTP request: several prompts, each with several texts.
 
     Args:
         served: the model.
-        prompts: of the request.
-        params: for all of them.
+        prompts: of the request, all with the same sampling params.
         options: of `Engine.submit`.
     """
 
-    def __init__(self, served: Served, prompts: list[Prompt], params: SamplingParams, **options: Any) -> None:
+    def __init__(self, served: Served, prompts: list[PreparedPrompt], **options: Any) -> None:
         self._served = served
-        self._params = params
+        self._params = prompts[0].params
         self.requests: list[Request] = []
         self.decode: Callable[[list[int]], str] = served.loaded.tokenizer.decode
         self._deltas: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
         self._started = time.perf_counter()
-        self._span = served.tracing.start("llm_request", params, options.get("request_id", ""))
+        self._span = served.tracing.start("llm_request", self._params, options.get("request_id", ""))
         engine = served.require_engine()
         loop = asyncio.get_running_loop()
         try:
@@ -230,7 +221,7 @@ class Answer:
                 def hear(delta: Delta, index: int = index) -> None:
                     loop.call_soon_threadsafe(self._deltas.put_nowait, (index, delta))
 
-                self.requests.append(engine.submit(prompt, params, hear, **options))
+                self.requests.append(engine.submit(prompt, listener=hear, **options))
         except BaseException as error:
             self.close()
             self._span.fail(error)

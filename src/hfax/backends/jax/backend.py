@@ -33,7 +33,7 @@ class JaxBackend:
     """See `hfax.backends.protocol.Backend`."""
 
     name = "jax"
-    capabilities = frozenset({"apply", "quantization", "parallelism", "plan", "processes", "export", "guesses"})
+    capabilities = frozenset({"apply", "quantization", "parallelism", "plan", "processes", "export", "speculation"})
 
     def problem(self) -> BackendNotAvailableError | None:
         """Why it cannot be used here; None if it can."""

@@ -46,7 +46,7 @@ from hfax.tracing.traced_model import TracedModel
 from hfax.tracing.training import Training
 
 _ASSISTANT_TOKENS = 5
-"""Guesses a round of an assistant model, where the call names no number."""
+"""Draft tokens a round of an assistant model, where the call names no number."""
 _MAX_NGRAM = 3
 """Tokens at the text's end that prompt lookup looks for, at most, where the call names no number."""
 
@@ -243,9 +243,9 @@ class JaxModel(AdapterMethods, BaseModel):
             streamer: `TextStreamer` or `TextIteratorStreamer` of transformers, for one prompt.
             tokenizer: needed with `stop_strings`.
             seed: of the random draws; None draws one from torch's generator, so `transformers.set_seed` decides.
-            assistant_model: a smaller model of hfax with the same vocabulary, which guesses `num_assistant_tokens` at a time that
-                this one checks together. Speed changes, tokens do not; so with `prompt_lookup_num_tokens`, which takes guesses
-                from the text. For one sequence.
+            assistant_model: a smaller hfax model with the same vocabulary for speculative decoding: it drafts
+                `num_assistant_tokens` at a time, which this model verifies in one step. `prompt_lookup_num_tokens` drafts from the
+                text instead. Both change speed, not output. For one sequence.
             **options: any generation option by name, and the model's other inputs (`attention_mask`, `pixel_values`, …); beyond
                 transformers': `presence_penalty` and `frequency_penalty` (subtracted from the logits of tokens already written,
                 once and a time), and `output_log_probs=True` (the drawn tokens' log-probabilities as `log_probs`).

@@ -149,7 +149,7 @@ class TorchXlaModel(BaseModel):
         config = request.options.config
         if config.prompt_lookup_num_tokens is not None or options.get("assistant_model") is not None:
             raise UnsupportedOptionError(
-                "The backend torch_xla does not guess tokens.",
+                "The backend torch_xla does not support speculative decoding.",
                 "Its loop draws one token a step.",
                 'Leave prompt_lookup_num_tokens out, or use backend="jax".',
             )
