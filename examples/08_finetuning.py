@@ -27,7 +27,7 @@ data = tokenize_rows(rows, tokenizer, max_length=64)
 model.add_adapter(LoraConfig(r=8, lora_alpha=32, target_modules="all-linear"))
 with tempfile.TemporaryDirectory() as folder:
     arguments = TrainingArguments(
-        output_dir=folder, max_steps=60, train_batch_size=5, learning_rate=1e-2, lr_scheduler_type="cosine"
+        output_dir=folder, max_steps=60, per_device_train_batch_size=5, learning_rate=1e-2, lr_scheduler_type="cosine"
     )
     trainer = Trainer(model, arguments, data, data)
     before = trainer.evaluate()["eval_loss"]

@@ -23,8 +23,10 @@ SECTIONS = {
     "Models": (
         "AutoModelForTPU",
         "JaxModel",
+        "TorchXlaModel",
+        "ShardingPlan",
         "pipeline",
-        "inspect",
+        "diagnose",
         "Diagnosis",
         "verify",
         "Verification",
@@ -35,10 +37,14 @@ SECTIONS = {
         "Engine",
         "EngineConfig",
         "SamplingParams",
+        "StructuredOutputsParams",
+        "PreparedPrompt",
         "Request",
         "RequestOutput",
         "CompletionOutput",
-        "Delta",
+        "OutputDelta",
+        "TokenLogprob",
+        "FinishReason",
     ),
     "Training": (
         "LoraConfig",
@@ -49,7 +55,7 @@ SECTIONS = {
         "TrainState",
         "to_nnx",
     ),
-    "Exporting": ("export", "export_stablehlo"),
+    "Exporting": ("export", "Bundle", "export_stablehlo"),
     "Extending": (
         "register_patch",
         "Patch",
@@ -66,8 +72,11 @@ SECTIONS = {
         "CheckpointAccessError",
         "CheckpointCorruptError",
         "CheckpointNotFoundError",
+        "EngineBusyError",
+        "EngineDeadError",
         "InvalidInputError",
         "OutOfMemoryError",
+        "UnsupportedAttributeError",
         "UnsupportedModelError",
         "UnsupportedOptionError",
     ),
@@ -75,26 +84,18 @@ SECTIONS = {
 """Every name of `hfax.__all__` (but `__version__`), and those of `BESIDE`."""
 
 BESIDE = {
-    "JaxModel": "hfax.backends.jax.model",
-    "Diagnosis": "hfax.doctor",
-    "Verification": "hfax.evaluation.verification",
     "PromptResult": "hfax.evaluation.verification",
     "Difference": "hfax.evaluation.verification",
     "Request": "hfax.engine.engine",
-    "RequestOutput": "hfax.engine.outputs",
-    "CompletionOutput": "hfax.engine.outputs",
-    "Delta": "hfax.engine.outputs",
-    "TrainStep": "hfax.train.step",
-    "TrainState": "hfax.train.step",
     "Patch": "hfax.patches.patch",
-    "OpPatch": "hfax.patches.patch",
-    "FunctionPatch": "hfax.patches.patch",
-    "ForwardPatch": "hfax.patches.patch",
-    "InputPatch": "hfax.patches.patch",
 }
-"""Classes that public functions take or return, and their modules."""
+"""Classes that exported ones hold or derive from, and their modules."""
 
-NOT_MADE = (set(BESIDE) | {"AutoModelForTPU"}) - {"OpPatch", "FunctionPatch", "ForwardPatch", "InputPatch"}
+NOT_MADE = {
+    *BESIDE,
+    *("AutoModelForTPU", "JaxModel", "TorchXlaModel", "ShardingPlan", "Diagnosis", "Verification", "Bundle"),
+    *("PreparedPrompt", "RequestOutput", "CompletionOutput", "OutputDelta", "TokenLogprob", "TrainStep", "TrainState"),
+}
 """Classes of which users make no objects: their constructors are left out, and fields are shown as attributes."""
 
 INTRODUCTION = """# API reference

@@ -27,7 +27,7 @@ def _llama_8b() -> transformers.LlamaConfig:
 
 
 def test_figures_of_a_full_size_model_are_the_arithmetic() -> None:
-    found = hfax.inspect(_llama_8b())
+    found = hfax.diagnose(_llama_8b())
     assert found.verdict == "works with patches"
     assert found.num_parameters == 8_030_261_248
     assert found.weight_bytes == 2 * found.num_parameters
@@ -44,14 +44,14 @@ def test_figures_of_a_full_size_model_are_the_arithmetic() -> None:
 
 
 def test_windows_and_states_do_not_grow() -> None:
-    mamba = hfax.inspect(transformers.MambaConfig(hidden_size=64, num_hidden_layers=2, state_size=8, vocab_size=99))
+    mamba = hfax.diagnose(transformers.MambaConfig(hidden_size=64, num_hidden_layers=2, state_size=8, vocab_size=99))
     assert mamba.cache_bytes_per_token == 0
     assert mamba.state_bytes is not None
     assert mamba.state_bytes >= 2 * 128 * 8 * 4
 
 
 def test_what_fails_names_the_line() -> None:
-    found = hfax.inspect(hfax.shrink_config(transformers.LongformerConfig()), task="fill-mask")
+    found = hfax.diagnose(hfax.shrink_config(transformers.LongformerConfig()), task="fill-mask")
     assert found.verdict == "fails"
     assert "modeling_longformer.py" in found.problems[0]
 
@@ -91,7 +91,7 @@ def test_everything_in_the_way_is_listed_with_its_line(tmp_path: Path) -> None:
     auto_map = {"AutoConfig": "modeling_odd.OddConfig", "AutoModel": "modeling_odd.OddModel"}
     config = {"model_type": "odd", "architectures": ["OddModel"], "auto_map": auto_map}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = hfax.inspect(tmp_path, trust_remote_code=True)
+    found = hfax.diagnose(tmp_path, trust_remote_code=True)
     line = _ODD.splitlines().index("        if x.sum() > 0:") + 1
     assert found.verdict == "fails"
     assert list(found.unsupported_operations.values()) == ["geqrf", "geqrf"]
@@ -114,7 +114,7 @@ def test_everything_in_the_way_is_listed_with_its_line(tmp_path: Path) -> None:
     ],
 )
 def test_models_of_images_and_sound_are_traced_too(config: Any, task: str) -> None:
-    found = hfax.inspect(config, task=task)
+    found = hfax.diagnose(config, task=task)
     assert found.verdict == "works with patches", found.problems
     assert not found.unsupported_operations
     assert not found.value_reads
@@ -122,12 +122,12 @@ def test_models_of_images_and_sound_are_traced_too(config: Any, task: str) -> No
 
 def test_check_compares_a_small_copy_with_transformers() -> None:
     config = hfax.shrink_config(_llama_8b())
-    assert hfax.inspect(config, check=True).checked == "agrees"
+    assert hfax.diagnose(config, check=True).checked == "agrees"
 
 
 def test_no_config(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="config"):
-        hfax.inspect(tmp_path)
+        hfax.diagnose(tmp_path)
 
 
 def test_command_prints_json_and_its_exit_code_is_the_verdict(

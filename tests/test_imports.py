@@ -13,6 +13,7 @@ from hfax.programs.program_cache import LEAVES
 SOURCE = Path(hfax.__file__).parent
 ORDER = [
     {"errors", "home", "phases", "demo"},
+    {"known_words"},
     {"launch"},
     {"synthetic"},
     {"sharding"},

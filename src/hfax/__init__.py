@@ -13,31 +13,41 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hfax.auto import AutoModelForTPU
-    from hfax.doctor import inspect
-    from hfax.engine.engine import Engine, EngineConfig
-    from hfax.engine.sampling_params import SamplingParams
+    from hfax.backends.jax.model import JaxModel
+    from hfax.backends.torch_xla.model import TorchXlaModel
+    from hfax.doctor import Diagnosis, diagnose
+    from hfax.engine.engine import Engine, EngineConfig, PreparedPrompt
+    from hfax.engine.outputs import CompletionOutput, OutputDelta, RequestOutput
+    from hfax.engine.sampling_params import SamplingParams, StructuredOutputsParams
+    from hfax.engine.sequence import FinishReason, TokenLogprob
     from hfax.errors import (
         BackendNotAvailableError,
         CheckpointAccessError,
         CheckpointCorruptError,
         CheckpointNotFoundError,
+        EngineBusyError,
+        EngineDeadError,
         HfaxError,
         InvalidInputError,
         OutOfMemoryError,
+        UnsupportedAttributeError,
         UnsupportedModelError,
         UnsupportedOptionError,
     )
-    from hfax.evaluation.verification import verify
+    from hfax.evaluation.verification import Verification, verify
     from hfax.exporting.bundle import export
     from hfax.exporting.stablehlo import export_stablehlo
     from hfax.flax_nnx import to_nnx
     from hfax.lora.config import LoraConfig
+    from hfax.patches.patch import ForwardPatch, FunctionPatch, InputPatch, OpPatch
     from hfax.patches.registry import register_patch
     from hfax.pipelines import pipeline
+    from hfax.programs.bundle import Bundle
+    from hfax.sharding.partition import ShardingPlan
     from hfax.synthetic.shrink import shrink_config
     from hfax.tracing.pytrees import register_pytrees
     from hfax.train.arguments import TrainingArguments
-    from hfax.train.step import make_train_step
+    from hfax.train.step import TrainState, TrainStep, make_train_step
     from hfax.train.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -46,23 +56,45 @@ __version__ = "0.1.0"
 _HOMES = {
     "AutoModelForTPU": "hfax.auto",
     "BackendNotAvailableError": "hfax.errors",
+    "Bundle": "hfax.programs.bundle",
     "CheckpointAccessError": "hfax.errors",
     "CheckpointCorruptError": "hfax.errors",
     "CheckpointNotFoundError": "hfax.errors",
+    "CompletionOutput": "hfax.engine.outputs",
+    "Diagnosis": "hfax.doctor",
     "Engine": "hfax.engine.engine",
+    "EngineBusyError": "hfax.errors",
     "EngineConfig": "hfax.engine.engine",
+    "EngineDeadError": "hfax.errors",
+    "FinishReason": "hfax.engine.sequence",
+    "ForwardPatch": "hfax.patches.patch",
+    "FunctionPatch": "hfax.patches.patch",
     "HfaxError": "hfax.errors",
+    "InputPatch": "hfax.patches.patch",
     "InvalidInputError": "hfax.errors",
+    "JaxModel": "hfax.backends.jax.model",
     "LoraConfig": "hfax.lora.config",
+    "OpPatch": "hfax.patches.patch",
     "OutOfMemoryError": "hfax.errors",
+    "OutputDelta": "hfax.engine.outputs",
+    "PreparedPrompt": "hfax.engine.engine",
+    "RequestOutput": "hfax.engine.outputs",
     "SamplingParams": "hfax.engine.sampling_params",
+    "ShardingPlan": "hfax.sharding.partition",
+    "StructuredOutputsParams": "hfax.engine.sampling_params",
+    "TokenLogprob": "hfax.engine.sequence",
+    "TorchXlaModel": "hfax.backends.torch_xla.model",
+    "TrainState": "hfax.train.step",
+    "TrainStep": "hfax.train.step",
     "Trainer": "hfax.train.trainer",
     "TrainingArguments": "hfax.train.arguments",
+    "UnsupportedAttributeError": "hfax.errors",
     "UnsupportedModelError": "hfax.errors",
     "UnsupportedOptionError": "hfax.errors",
+    "Verification": "hfax.evaluation.verification",
+    "diagnose": "hfax.doctor",
     "export": "hfax.exporting.bundle",
     "export_stablehlo": "hfax.exporting.stablehlo",
-    "inspect": "hfax.doctor",
     "make_train_step": "hfax.train.step",
     "pipeline": "hfax.pipelines",
     "register_patch": "hfax.patches.registry",
@@ -75,24 +107,46 @@ _HOMES = {
 __all__ = [
     "AutoModelForTPU",
     "BackendNotAvailableError",
+    "Bundle",
     "CheckpointAccessError",
     "CheckpointCorruptError",
     "CheckpointNotFoundError",
+    "CompletionOutput",
+    "Diagnosis",
     "Engine",
+    "EngineBusyError",
     "EngineConfig",
+    "EngineDeadError",
+    "FinishReason",
+    "ForwardPatch",
+    "FunctionPatch",
     "HfaxError",
+    "InputPatch",
     "InvalidInputError",
+    "JaxModel",
     "LoraConfig",
+    "OpPatch",
     "OutOfMemoryError",
+    "OutputDelta",
+    "PreparedPrompt",
+    "RequestOutput",
     "SamplingParams",
+    "ShardingPlan",
+    "StructuredOutputsParams",
+    "TokenLogprob",
+    "TorchXlaModel",
+    "TrainState",
+    "TrainStep",
     "Trainer",
     "TrainingArguments",
+    "UnsupportedAttributeError",
     "UnsupportedModelError",
     "UnsupportedOptionError",
+    "Verification",
     "__version__",
+    "diagnose",
     "export",
     "export_stablehlo",
-    "inspect",
     "make_train_step",
     "pipeline",
     "register_patch",

@@ -8,7 +8,7 @@ a shrunken copy is also run beside plain transformers.
 from __future__ import annotations
 
 import dataclasses
-import inspect as python_inspect
+import inspect
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -78,7 +78,7 @@ class Diagnosis:
     versions: dict[str, str]
 
 
-def inspect(
+def diagnose(
     model: str | Path | PretrainedConfig,
     *,
     task: str | None = None,
@@ -242,7 +242,7 @@ def _ids(length: int) -> jax.ShapeDtypeStruct:
 def _static_arguments(module: Any) -> tuple[str, ...]:
     """Parameters of forward that take no arrays, by their annotations."""
     found = []
-    for name, parameter in python_inspect.signature(module.forward).parameters.items():
+    for name, parameter in inspect.signature(module.forward).parameters.items():
         text = str(parameter.annotation)
         if parameter.kind is parameter.VAR_KEYWORD or "Tensor" in text or "Cache" in text:
             continue

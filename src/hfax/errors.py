@@ -55,6 +55,10 @@ class UnsupportedOptionError(HfaxError):
     """A valid option of transformers that hfax, or this backend, does not implement."""
 
 
+class UnsupportedAttributeError(UnsupportedOptionError, AttributeError):
+    """An attribute or method of transformers' models that hfax's do not have; `hasattr` is False for it."""
+
+
 class OutOfMemoryError(HfaxError):
     """The weights, the cache or a program do not fit the device's memory."""
 

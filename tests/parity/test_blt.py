@@ -86,5 +86,5 @@ def test_patches_by_entropy_are_refused_and_not_guessed() -> None:
 
 
 def test_the_doctor_says_that_the_rotation_is_another() -> None:
-    found = hfax.inspect(_config(patching_mode="space", patch_in_forward=False))
+    found = hfax.diagnose(_config(patching_mode="space", patch_in_forward=False))
     assert found.refusals["llama-rotation"] == "rotate_half differs from Llama's"

@@ -100,11 +100,11 @@ def test_each_device_of_fsdp_holds_an_eighth():
         for shard in array.addressable_shards
         if shard.device == device
     )
-    assert held == pytest.approx(12 * model.num_parameters / 8, rel=0.1)
+    assert held == pytest.approx(12 * model.num_parameters() / 8, rel=0.1)
     ids = np.ones((8, 16), np.int32)
     compiled = step.compile(state, {"input_ids": ids, "labels": ids})
     arguments = compiled.memory_analysis().argument_size_in_bytes
-    assert arguments == pytest.approx(12 * model.num_parameters / 8, rel=0.1)
+    assert arguments == pytest.approx(12 * model.num_parameters() / 8, rel=0.1)
     text = compiled.as_text()
     assert "all-gather" in text
     state, _ = step(state, {"input_ids": ids, "labels": ids})
@@ -115,22 +115,22 @@ def test_each_device_of_fsdp_holds_an_eighth():
 def test_a_run_over_a_mesh_goes_on_over_another(tmp_path):
     data = [{"input_ids": row.tolist()} for row in IDS.reshape(-1, 12)]
 
-    def trainer(parallelism, steps):
+    def trainer(parallelism, rows, steps):
         model = AutoModelForTPU.from_config(CONFIGS["llama"], parallelism=parallelism)
         arguments = TrainingArguments(
             output_dir=tmp_path / "run",
             max_steps=steps,
-            train_batch_size=8,
+            per_device_train_batch_size=rows,
             lr_scheduler_type="constant",
             logging_steps=1,
         )
         return Trainer(model, arguments, data)
 
-    trainer({"fsdp": 8}, 3).train()
-    resumed = trainer({"data": 2, "tensor": 4}, 6).resume()
+    trainer({"fsdp": 8}, 1, 3).train()
+    resumed = trainer({"data": 2, "tensor": 4}, 4, 6).resume()
     model = AutoModelForTPU.from_config(CONFIGS["llama"])
     arguments = TrainingArguments(
-        output_dir=tmp_path / "alone", max_steps=6, train_batch_size=8, lr_scheduler_type="constant"
+        output_dir=tmp_path / "alone", max_steps=6, per_device_train_batch_size=8, lr_scheduler_type="constant"
     )
     alone = Trainer(model, arguments, data).train()
     assert resumed["loss"] == pytest.approx(alone["loss"], abs=1e-4)

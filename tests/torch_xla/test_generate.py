@@ -258,7 +258,7 @@ def test_random_weights_are_those_of_transformers() -> None:
     reference = transformers.Qwen3ForCausalLM._from_config(config).eval()
     ids = prompts()["input_ids"][1:]
     np.testing.assert_allclose(model(input_ids=ids).logits, reference(ids).logits.detach(), atol=2e-4)
-    assert model.num_parameters == sum(p.numel() for p in reference.parameters())
+    assert model.num_parameters() == sum(p.numel() for p in reference.parameters())
 
 
 def test_auto_takes_what_works() -> None:

@@ -22,7 +22,12 @@ def write(tmp_path):
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
 
     def make(**fields):
-        recipe = {"model": "demo", "train_data": str(data), "output_dir": str(tmp_path / "run"), "train_batch_size": 4}
+        recipe = {
+            "model": "demo",
+            "train_data": str(data),
+            "output_dir": str(tmp_path / "run"),
+            "per_device_train_batch_size": 4,
+        }
         recipe |= {
             "max_steps": 4,
             "max_length": 64,
@@ -71,10 +76,10 @@ def test_an_adapter_is_trained_evaluated_and_saved_for_peft(write, tmp_path, cap
 
 
 def test_a_run_goes_on_and_the_whole_model_is_saved(write, tmp_path, capsys):
-    assert run(["train", write(max_steps=2, packing=True, train_batch_size=1)]) == 0
-    assert run(["train", write(max_steps=4, packing=True, train_batch_size=1)]) == 1
+    assert run(["train", write(max_steps=2, packing=True, per_device_train_batch_size=1)]) == 0
+    assert run(["train", write(max_steps=4, packing=True, per_device_train_batch_size=1)]) == 1
     assert "has a checkpoint of step 2" in capsys.readouterr().err
-    assert run(["train", write(max_steps=4, packing=True, train_batch_size=1), "--resume"]) == 0
+    assert run(["train", write(max_steps=4, packing=True, per_device_train_batch_size=1), "--resume"]) == 0
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
     assert "saved to" in capsys.readouterr().out
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").num_parameters() > 1000
@@ -104,7 +109,7 @@ def test_data_sets_on_disk_are_read(write, tmp_path):
         ({"quantization": "int8"}, "given without lora"),
         ({"learning_rate": -1}, "too small"),
         ({"lora": {"r": 2, "target_modules": ["no_such"]}}, "matches no layer"),
-        ({"train_batch_size": 100}, "has 12 rows, and a step reads 100"),
+        ({"per_device_train_batch_size": 100}, "has 12 rows, and a step reads 100"),
         ({"trainable": ["*.nothing"]}, "matches no weight"),
     ],
 )

@@ -58,7 +58,9 @@ def plain_losses(plain, data, folder, **options) -> list[float]:
 
 def own_losses(model, data, folder, **options) -> list[float]:
     """Of hfax."""
-    arguments = TrainingArguments(output_dir=folder, train_batch_size=BATCH, shuffle=False, **{**OPTIONS, **options})
+    arguments = TrainingArguments(
+        output_dir=folder, per_device_train_batch_size=BATCH, shuffle=False, **{**OPTIONS, **options}
+    )
     Trainer(model, arguments, data, data_collator=PaddingCollator(pad_to_multiple_of=1)).train()
     return losses_of(folder)
 
@@ -93,7 +95,7 @@ from hfax import AutoModelForTPU, Trainer, TrainingArguments
 from train.small_models import rows
 model = AutoModelForTPU.from_pretrained(sys.argv[2])
 arguments = TrainingArguments(
-    output_dir=sys.argv[3], max_steps=30, train_batch_size=4, logging_steps=1, save_steps=5, learning_rate=1e-2,
+    output_dir=sys.argv[3], max_steps=30, per_device_train_batch_size=4, logging_steps=1, save_steps=5, learning_rate=1e-2,
     eval_steps=10, early_stopping_patience=50,
 )
 trainer = Trainer(model, arguments, rows("llama", 37), rows("llama", 6, seed=1))
@@ -153,7 +155,12 @@ def test_a_loss_that_is_no_number_stops_the_run_with_the_last_good_state(tmp_pat
         return jnp.where(is_bad.any(), jnp.nan, found)
 
     arguments = TrainingArguments(
-        output_dir=tmp_path / "run", train_batch_size=4, shuffle=False, save_steps=2, logging_steps=1, max_steps=10
+        output_dir=tmp_path / "run",
+        per_device_train_batch_size=4,
+        shuffle=False,
+        save_steps=2,
+        logging_steps=1,
+        max_steps=10,
     )
     trainer = Trainer(model, arguments, data, loss=loss)
     with pytest.raises(HfaxError, match=r"(?s)loss of step 6 is nan.*last checkpoint is kept"):
@@ -171,7 +178,7 @@ from hfax import AutoModelForTPU, HfaxError, Trainer, TrainingArguments
 from train.small_models import rows
 model = AutoModelForTPU.from_pretrained(sys.argv[2])
 def run(steps):
-    arguments = TrainingArguments(output_dir=sys.argv[3], max_steps=steps, train_batch_size=4, save_steps=2)
+    arguments = TrainingArguments(output_dir=sys.argv[3], max_steps=steps, per_device_train_batch_size=4, save_steps=2)
     return Trainer(model, arguments, rows("llama", 40)).train(resume_from_checkpoint=True)
 run(4)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
@@ -191,32 +198,34 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
     assert "could not be written" in done.stdout, done.stdout + done.stderr
     assert "step 4 is still there" in done.stdout
     _, model = make("llama", tmp_path / "model")
-    arguments = TrainingArguments(output_dir=tmp_path / "run", max_steps=6, train_batch_size=4, save_steps=2)
+    arguments = TrainingArguments(output_dir=tmp_path / "run", max_steps=6, per_device_train_batch_size=4, save_steps=2)
     assert Trainer(model, arguments, rows("llama", 40)).resume()["steps"] == 6
 
 
 def test_a_new_run_does_not_mix_with_an_earlier_one_and_resume_checks_the_model(tmp_path):
     _, model = make("llama", tmp_path / "model")
-    arguments = TrainingArguments(output_dir=tmp_path / "run", max_steps=2, train_batch_size=4)
+    arguments = TrainingArguments(output_dir=tmp_path / "run", max_steps=2, per_device_train_batch_size=4)
     Trainer(model, arguments, rows("llama", 8)).train()
     with pytest.raises(InvalidInputError, match="has a checkpoint of step 2"):
         Trainer(model, arguments, rows("llama", 8)).train()
     _, other = make("llama", tmp_path / "other", hidden_size=32)
-    longer = TrainingArguments(output_dir=tmp_path / "run", max_steps=4, train_batch_size=4)
+    longer = TrainingArguments(output_dir=tmp_path / "run", max_steps=4, per_device_train_batch_size=4)
     with pytest.raises(HfaxError, match="could not be restored"):
         Trainer(other, longer, rows("llama", 8)).resume()
 
 
 def test_rows_without_the_columns_are_named(tmp_path):
     _, model = make("llama", tmp_path / "model")
-    arguments = TrainingArguments(output_dir=tmp_path / "run", max_steps=2, train_batch_size=2)
+    arguments = TrainingArguments(output_dir=tmp_path / "run", max_steps=2, per_device_train_batch_size=2)
     with pytest.raises(
         InvalidInputError, match=r"(?s)no column that a model reads.*its columns are txt|Its columns are txt"
     ):
         Trainer(model, arguments, [{"txt": "a"}, {"txt": "b"}]).train()
     data = [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1, 2]}]
     with pytest.raises(InvalidInputError, match="no 'labels'"):
-        Trainer(model, TrainingArguments(output_dir=tmp_path / "b", train_batch_size=2, shuffle=False), data).train()
+        Trainer(
+            model, TrainingArguments(output_dir=tmp_path / "b", per_device_train_batch_size=2, shuffle=False), data
+        ).train()
     with pytest.raises(InvalidInputError, match="has 2 rows, and a step reads 8"):
         Trainer(model, TrainingArguments(output_dir=tmp_path / "c"), rows("llama", 2))
     with pytest.raises(InvalidInputError, match="generator gives its rows only once"):
@@ -234,7 +243,7 @@ def test_training_stops_early_and_evaluation_is_over_all_labels(tmp_path):
     arguments = TrainingArguments(
         output_dir=tmp_path / "run",
         max_steps=40,
-        train_batch_size=2,
+        per_device_train_batch_size=2,
         eval_steps=2,
         early_stopping_patience=2,
         learning_rate=0.0,
@@ -255,7 +264,7 @@ def test_packed_rows_have_the_losses_of_single_ones(tmp_path):
     )
     losses = []
     for name, data, size in (("packed", packed, 3), ("single", texts, 6)):
-        arguments = TrainingArguments(output_dir=tmp_path / name, train_batch_size=size)
+        arguments = TrainingArguments(output_dir=tmp_path / name, per_device_train_batch_size=size)
         losses.append(Trainer(model, arguments, data, data).evaluate()["eval_loss"])
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
@@ -269,7 +278,9 @@ def test_packing_is_refused_where_texts_would_mix(tmp_path):
     config.architectures = ["MambaForCausalLM"]
     model = AutoModelForTPU.from_config(config)
     with pytest.raises(UnsupportedOptionError, match="does not tell them apart"):
-        Trainer(model, TrainingArguments(output_dir=tmp_path, train_batch_size=1), pack(rows("llama", 4), 32))
+        Trainer(
+            model, TrainingArguments(output_dir=tmp_path, per_device_train_batch_size=1), pack(rows("llama", 4), 32)
+        )
 
 
 def test_the_order_of_rows_depends_on_the_seed_and_step_alone():
@@ -291,7 +302,7 @@ def test_metrics_go_to_tensorboard(tmp_path):
     arguments = TrainingArguments(
         output_dir=tmp_path / "run",
         max_steps=3,
-        train_batch_size=2,
+        per_device_train_batch_size=2,
         logging_steps=1,
         report_to=("jsonl", "tensorboard"),
     )

@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -20,8 +21,9 @@ from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.generation import generation_request as requests
 from hfax.generation.generation_request import GenerationOptions
 from hfax.generation.overrides import without_dropped
+from hfax.known_words import missing_attribute
 from hfax.load.host_arrays import narrow, to_numpy
-from hfax.load.skeleton import Skeleton
+from hfax.load.skeleton import FLOAT_DTYPES, Skeleton, resolve_dtype
 from hfax.patches import registry
 from hfax.programs.buckets import Buckets
 from hfax.tracing import geometry
@@ -93,19 +95,113 @@ class BaseModel:
         """Of the floating-point weights."""
         return self._skeleton.module.dtype
 
-    def to(self, device: Any) -> BaseModel:
-        """The model itself, for pipelines, which call it with `device`.
+    def to(self, device: Any = None, dtype: Any = None) -> Self:
+        """Cast the weights, in place.
+
+        Args:
+            device: "cpu", which changes nothing (torch tensors go in and out there, and pipelines ask for it); or a dtype.
+            dtype: "float32", "bfloat16" or "float16", or torch's.
+
+        Returns:
+            The model itself.
 
         Raises:
-            UnsupportedOptionError: for any device but the CPU; weights are placed when the model is loaded.
+            UnsupportedOptionError: another device: weights are placed when the model is loaded; or the model cannot be cast.
+            InvalidInputError: another dtype.
         """
-        if torch.device(device).type != "cpu":
+        if isinstance(device, torch.dtype) or device in FLOAT_DTYPES:
+            device, dtype = None, device
+        if device is not None and str(device).split(":")[0] != "cpu":
             raise UnsupportedOptionError(
                 f"A model of hfax cannot be moved to {device}.",
                 "Its weights are where they were loaded to; torch tensors go in and out on the CPU.",
                 "Leave device out; JAX_PLATFORMS or PJRT_DEVICE chooses the platform before the model is loaded.",
             )
+        if dtype is not None and (wanted := resolve_dtype(dtype, self.config, None)) != self._skeleton.dtype:
+            self._cast(wanted)
         return self
+
+    def half(self) -> Self:
+        """Cast the weights to float16, in place; see `to`."""
+        return self.to(dtype=torch.float16)
+
+    def bfloat16(self) -> Self:
+        """Cast the weights to bfloat16, in place; see `to`."""
+        return self.to(dtype=torch.bfloat16)
+
+    def float(self) -> Self:
+        """Cast the weights to float32, in place; see `to`."""
+        return self.to(dtype=torch.float32)
+
+    def _cast(self, dtype: torch.dtype) -> None:
+        raise UnsupportedOptionError(
+            f"The backend {self.backend} does not cast a model that is loaded.",
+            "Its weights are on the device.",
+            f'Load it with dtype="{str(dtype).removeprefix("torch.")}".',
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing_attribute(type(self).__name__, name)
+
+    def compute_transition_scores(
+        self, sequences: Any, scores: Any, beam_indices: Any = None, normalize_logits: bool = False
+    ) -> torch.Tensor:
+        """The score of each generated token, as `transformers.GenerationMixin.compute_transition_scores` computes it.
+
+        Args:
+            sequences: [batch, length] ids, of `generate(..., return_dict_in_generate=True, output_scores=True)`.
+            scores: of the same result: for each step [batch, vocab].
+            beam_indices: as of transformers.
+            normalize_logits: apply the log-softmax first.
+
+        Returns:
+            [batch, steps] float32 torch.
+        """
+        given = torch.from_numpy(np.array(sequences)).long()
+        steps = tuple(torch.from_numpy(np.array(step)) for step in scores)
+        return self._skeleton.module.compute_transition_scores(given, steps, beam_indices, normalize_logits)  # pyright: ignore[reportCallIssue]
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str | None = None,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        **options: Any,
+    ) -> str:
+        """Upload what `save_pretrained` writes to the Hugging Face Hub.
+
+        Args:
+            repo_id: "owner/name"; made if it is not there.
+            commit_message: of the commit.
+            private: visibility of a repository that is made; None: the account's default.
+            token: of the Hub; None uses the one of `hf auth login`.
+            revision: branch; None: the main one.
+            create_pr: open a pull request instead of committing to the branch.
+            **options: of `save_pretrained`.
+
+        Returns:
+            The address of the commit.
+
+        Raises:
+            CheckpointAccessError: the token may not write there, or the Hub cannot be reached.
+        """
+        from hfax.load.hub import upload_folder
+
+        with tempfile.TemporaryDirectory(prefix="hfax-upload-") as folder:
+            self.save_pretrained(folder, **options)
+            return upload_folder(
+                Path(folder),
+                repo_id,
+                commit_message=commit_message or f"Upload {type(self).__name__}",
+                private=private,
+                token=token,
+                revision=revision,
+                create_pr=create_pr,
+            )
 
     def eval(self) -> BaseModel:
         """The model itself: it is always in evaluation mode."""

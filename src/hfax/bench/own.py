@@ -92,7 +92,7 @@ class HfaxSubject:
         return {
             "device": f"{device.platform} {device.device_kind}",
             "dtype_of_weights": str(self.model.dtype).removeprefix("torch."),
-            "num_parameters": self.model.num_parameters,
+            "num_parameters": self.model.num_parameters(),
             "weight_bytes": sum(p.nbytes for p in self.model.params.values()),
             "weight_bytes_a_step": self._weight_bytes_a_step(),
             "cache_bytes_a_token": self._cache_bytes_per_token,

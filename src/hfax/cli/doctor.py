@@ -46,9 +46,9 @@ def doctor(
                 "It looks at models as a backend runs them.",
                 "Use --backend jax or torch_xla.",
             )
-        from hfax.doctor import inspect
+        from hfax.doctor import diagnose
 
-        found = inspect(model, task=task, check=check, trust_remote_code=trust_remote_code)
+        found = diagnose(model, task=task, check=check, trust_remote_code=trust_remote_code)
         typer.echo(json.dumps(dataclasses.asdict(found), indent=2) if json_output else _as_text(found))
         if found.verdict == "fails":
             raise typer.Exit(1)

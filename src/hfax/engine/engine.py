@@ -24,7 +24,7 @@ from hfax.backends.jax.model import JaxModel
 from hfax.engine.core import EngineCore, Entry, Update
 from hfax.engine.detokenizer import Detokenizer
 from hfax.engine.grammar import GrammarCompiler, Matcher
-from hfax.engine.outputs import CompletionOutput, Delta, RequestOutput
+from hfax.engine.outputs import CompletionOutput, OutputDelta, RequestOutput
 from hfax.engine.paged_runner import PagedRunner
 from hfax.engine.pages import PageAllocator
 from hfax.engine.runner import TokenDrawer
@@ -109,7 +109,7 @@ class Request:
             if not sequence.is_finished:
                 self._abort(sequence)
 
-    def take(self, update: Update) -> Delta:
+    def take(self, update: Update) -> OutputDelta:
         """Add a step's update to the output."""
         sequence = update.sequence
         completion = self.output.outputs[sequence.index]
@@ -126,7 +126,7 @@ class Request:
             completion.stop_reason = update.stop
             if update.error is not None and self.error is None:
                 self.error = update.error
-        return Delta(
+        return OutputDelta(
             index=sequence.index,
             text=update.text,
             token_ids=update.tokens,
@@ -240,7 +240,7 @@ class Engine:
         self,
         prompt: Prompt | PreparedPrompt,
         params: SamplingParams | None = None,
-        listener: Callable[[Delta], None] | None = None,
+        listener: Callable[[OutputDelta], None] | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -348,7 +348,7 @@ class Engine:
         done: queue.Queue[None] = queue.Queue()
         texts = sum(p.n for p in all_params)
 
-        def hear(delta: Delta) -> None:
+        def hear(delta: OutputDelta) -> None:
             if delta.finish_reason is not None:
                 done.put(None)
 
@@ -369,7 +369,7 @@ class Engine:
 
     def stream(
         self, prompt: Prompt | PreparedPrompt, params: SamplingParams | None = None, **options: Any
-    ) -> Iterator[Delta]:
+    ) -> Iterator[OutputDelta]:
         """The deltas of one request as they come. Leaving the loop ends the request.
 
         Args:
@@ -377,7 +377,7 @@ class Engine:
             params: likewise.
             **options: likewise.
         """
-        deltas: queue.Queue[Delta] = queue.Queue()
+        deltas: queue.Queue[OutputDelta] = queue.Queue()
         request = self.submit(prompt, params, deltas.put, **options)
         left = len(request.sequences)
         try:
@@ -392,12 +392,12 @@ class Engine:
 
     async def astream(
         self, prompt: Prompt | PreparedPrompt, params: SamplingParams | None = None, **options: Any
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncIterator[OutputDelta]:
         """`stream` for asyncio."""
         loop = asyncio.get_running_loop()
-        deltas: asyncio.Queue[Delta] = asyncio.Queue()
+        deltas: asyncio.Queue[OutputDelta] = asyncio.Queue()
 
-        def hear(delta: Delta) -> None:
+        def hear(delta: OutputDelta) -> None:
             loop.call_soon_threadsafe(deltas.put_nowait, delta)
 
         request = self.submit(prompt, params, hear, **options)

@@ -125,7 +125,7 @@ class GrammarCompiler:
             elif wanted.choice is not None:
                 made = LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, wanted.choice)))
             else:
-                schema = wanted.json if wanted.json is not None else {"type": "object"}
+                schema = wanted.text if wanted.json is not None else '{"type": "object"}'
                 made = LLMatcher.grammar_from_json_schema(schema, overrides=COMPACT)
             limits = LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, step_lexer_fuel=_LEXER_FUEL)
             matcher = LLMatcher(self._tokens(), made, log_level=0, limits=limits)

@@ -53,7 +53,7 @@ class RequestOutput:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Delta:
+class OutputDelta:
     """What one step added to one text.
 
     Args:

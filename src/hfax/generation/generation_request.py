@@ -15,6 +15,7 @@ import numpy as np
 from transformers import GenerationConfig
 
 from hfax.errors import InvalidInputError, UnsupportedOptionError
+from hfax.known_words import has_word, reject_arguments
 from hfax.load.host_arrays import narrow
 from hfax.programs.buckets import Buckets
 from hfax.tracing.geometry import HostArray, keep_on_host
@@ -421,13 +422,5 @@ def reject_unknown(unknown: Mapping[str, Any], known: set[str]) -> None:
     Raises:
         UnsupportedOptionError: naming them, with the nearest known name.
     """
-    import difflib
-
-    for name in unknown:
-        if name not in known:
-            near = difflib.get_close_matches(name, known | set(vars(GenerationConfig())), n=1)
-            raise UnsupportedOptionError(
-                f"generate() got an argument {name!r} that it does not know.",
-                "It is no generation option of transformers, and the model's forward does not take it.",
-                f"Did you mean {near[0]!r}?" if near else "Remove it, or correct its spelling.",
-            )
+    named = [name for name in unknown if name not in known or has_word("generate", name)]
+    reject_arguments("generate", named, known | set(vars(GenerationConfig())))

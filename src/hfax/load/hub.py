@@ -79,6 +79,40 @@ def fetch_checkpoint(
         raise _cannot_download(repo_id, cache_dir, error) from error
 
 
+def upload_folder(
+    folder: Path,
+    repo_id: str,
+    *,
+    commit_message: str,
+    private: bool | None,
+    token: str | bool | None,
+    revision: str | None,
+    create_pr: bool,
+) -> str:
+    """Commit a folder's files to a repository on the Hub, which is made if it is not there; returns the commit's address.
+
+    Raises:
+        CheckpointAccessError: the token may not write there, or the Hub cannot be reached.
+    """
+    api = huggingface_hub.HfApi(token=token)
+    try:
+        made = api.create_repo(repo_id, private=private, exist_ok=True)
+        commit = api.upload_folder(
+            folder_path=folder,
+            repo_id=made.repo_id,
+            commit_message=commit_message,
+            revision=revision,
+            create_pr=create_pr,
+        )
+    except (HfHubHTTPError, HTTPError, OfflineModeIsEnabled) as error:
+        raise CheckpointAccessError(
+            f"{repo_id!r} could not be uploaded to the Hub.",
+            _first_line(error),
+            "Check that the token may write there: `hf auth whoami`, `hf auth login`; then try again.",
+        ) from error
+    return str(commit.commit_url)
+
+
 class _Fetcher:
     """Files of one commit, from the cache or the Hub; the phase "download" begins with the first that is not cached."""
 

@@ -54,7 +54,7 @@ TASK_TO_AUTO_CLASS: dict[str, tuple[str, ...]] = {
 """transformers' pipeline task names, and the auto classes that each stands for."""
 
 
-_DTYPES = ("float32", "bfloat16", "float16")
+FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,11 +160,11 @@ def resolve_dtype(dtype: str | torch.dtype, config: PretrainedConfig, stored: to
     else:
         chosen = dtype
     name = str(chosen).removeprefix("torch.")
-    if name not in _DTYPES:
+    if name not in FLOAT_DTYPES:
         raise InvalidInputError(
             f"dtype={dtype!r} is not available.",
             "Models run in one of the floating-point types that every XLA device has.",
-            f"Use 'auto' or one of {', '.join(_DTYPES)}.",
+            f"Use 'auto' or one of {', '.join(FLOAT_DTYPES)}.",
         )
     return getattr(torch, name)
 
@@ -214,6 +214,27 @@ def build_skeleton(
     held = {name: t for name, t in persistent.items() if name not in tied and isinstance(t, torch.Tensor)}
     buffers = {name: b for name, b in module.named_buffers(remove_duplicate=False) if name not in persistent}
     return Skeleton(module=module, dtype=dtype, shapes=held, tied=tied, buffers=buffers)
+
+
+def with_dtype(skeleton: Skeleton, dtype: torch.dtype) -> Skeleton:
+    """The same module for weights of another floating-point dtype; modules that transformers keeps in float32 stay so.
+
+    The skeleton that is given must not be used any more: its module is changed.
+    """
+    from transformers.core_model_loading import build_glob_alternation
+
+    module = skeleton.module
+    plan = module._get_dtype_plan(dtype)
+    kept = build_glob_alternation(list(plan))[0] if plan else None
+    shapes = dict(skeleton.shapes)
+    for name, tensor in skeleton.shapes.items():
+        if tensor.dtype == skeleton.dtype and (kept is None or not kept.search(name)):
+            tensor.data = tensor.data.to(dtype)
+            shapes[name] = tensor
+    for part in module.modules():
+        if isinstance(part, PreTrainedModel):
+            part.config.dtype = dtype
+    return dataclasses.replace(skeleton, dtype=dtype, shapes=shapes, derived={})
 
 
 def _rename_attention(module: PreTrainedModel, names: Mapping[str, str]) -> None:

@@ -229,6 +229,20 @@ class Adapters:
         self.merged, self._replaced = None, {}
         return self.activate(name, base)
 
+    def forget(self) -> None:
+        """Keep none of the adapters; what one of them has changed in the weights stays.
+
+        Raises:
+            InvalidInputError: one is in force, and not merged.
+        """
+        if self.active is not None:
+            raise InvalidInputError(
+                f"The adapter {self.active!r} is in force.", "Its arrays are used.", "Merge it first, or disable it."
+            )
+        self.configs.clear()
+        self._arrays.clear()
+        self.merged, self._replaced = None, {}
+
     def move_to(self, layout: Layout) -> None:
         """Keep the adapters on other devices."""
         self._layout = layout
@@ -405,6 +419,13 @@ class Adapters:
                 f"There are: {', '.join(self.configs) or 'none'}.",
                 "Add it by load_adapter() or add_adapter().",
             )
+
+
+def trained_names(params: Mapping[str, Any]) -> list[str]:
+    """The weights that training changes where nobody says which: the active adapter's, else all floating-point ones."""
+    names = [name for name in params if not name.endswith(SCALING)]
+    low = [name for name in names if ".lora_" in name]
+    return low or [name for name in names if jnp.issubdtype(params[name].dtype, jnp.floating)]
 
 
 def _merged(weight: jax.Array, layer: torch.nn.Module, parts: Mapping[str, jax.Array], scaling: float) -> jax.Array:

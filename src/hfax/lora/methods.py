@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 
 from hfax.errors import InvalidInputError
-from hfax.lora.adapters import Adapters
+from hfax.lora.adapters import Adapters, trained_names
 from hfax.lora.config import LoraConfig
 from hfax.lora.files import find_adapter
+from hfax.tracing.adapters import SCALING
 
 
 class AdapterMethods:
@@ -133,6 +134,26 @@ class AdapterMethods:
             InvalidInputError: none is merged.
         """
         self.params = self.adapters.unmerge(self.params)
+
+    def merge_and_unload(self) -> Self:
+        """Merge the adapter in force for good, and forget all adapters; the model is then one of its own.
+
+        Raises:
+            InvalidInputError: none is in force.
+            UnsupportedOptionError: the weights are integers.
+        """
+        if self.adapters.merged is None:
+            self.merge_adapter()
+        self.adapters.forget()
+        return self
+
+    def print_trainable_parameters(self) -> None:
+        """Print how many of the weights training would change, in peft's words."""
+        total = sum(array.size for name, array in self.params.items() if not name.endswith(SCALING))
+        trained = sum(self.params[name].size for name in trained_names(self.params))
+        print(  # noqa: T201 (that is what it is for)
+            f"trainable params: {trained:,d} || all params: {total:,d} || trainable%: {100 * trained / total:.4f}"
+        )
 
     def _own_params(self) -> dict[str, Any]:
         """The model's weights as they are without adapters."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from hfax.engine.outputs import Delta
+from hfax.engine.outputs import OutputDelta
 from hfax.engine.sequence import TokenLogprob
 from hfax.server.failures import as_api_error
 from hfax.server.output_parser import OutputParser, Piece
@@ -277,7 +277,7 @@ class ChatWriter:
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             yield _usage_event({**self._head, "object": "chat.completion.chunk"}, self._answer)
 
-    def _last_chunk(self, index: int, delta: Delta, parser: OutputParser, logprobs: list[Json]) -> Json:
+    def _last_chunk(self, index: int, delta: OutputDelta, parser: OutputParser, logprobs: list[Json]) -> Json:
         assert delta.finish_reason is not None
         reason = delta.finish_reason.value
         if parser.num_calls and reason == "stop":

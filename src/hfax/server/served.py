@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from hfax.engine.engine import Engine, EngineConfig, PreparedPrompt, Request
-from hfax.engine.outputs import Delta
+from hfax.engine.outputs import OutputDelta
 from hfax.engine.sampling_params import MAX_SUPPRESSED, SamplingParams
 from hfax.server.chat import ChatTemplate
 from hfax.server.embeddings import Embedder
@@ -210,7 +210,7 @@ class Answer:
         self._params = prompts[0].params
         self.requests: list[Request] = []
         self.decode: Callable[[list[int]], str] = served.loaded.tokenizer.decode
-        self._deltas: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
+        self._deltas: asyncio.Queue[tuple[int, OutputDelta]] = asyncio.Queue()
         self._started = time.perf_counter()
         self._span = served.tracing.start("llm_request", self._params, options.get("request_id", ""))
         engine = served.require_engine()
@@ -218,7 +218,7 @@ class Answer:
         try:
             for index, prompt in enumerate(prompts):
 
-                def hear(delta: Delta, index: int = index) -> None:
+                def hear(delta: OutputDelta, index: int = index) -> None:
                     loop.call_soon_threadsafe(self._deltas.put_nowait, (index, delta))
 
                 self.requests.append(engine.submit(prompt, listener=hear, **options))
@@ -249,7 +249,7 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    async def deltas(self) -> AsyncIterator[tuple[int, Delta] | None]:
+    async def deltas(self) -> AsyncIterator[tuple[int, OutputDelta] | None]:
         """What comes, with the index of its text among all; None where nothing came for a while.
 
         Raises:
@@ -286,7 +286,7 @@ class Answer:
         finally:
             self.close()
 
-    def _count(self, request: Request, delta: Delta, now: float) -> None:
+    def _count(self, request: Request, delta: OutputDelta, now: float) -> None:
         metrics = self._served.metrics
         assert delta.finish_reason is not None
         metrics.finished(delta.finish_reason.value)

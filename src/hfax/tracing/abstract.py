@@ -46,6 +46,8 @@ def open_skeleton(
         UnsupportedModelError: the model has no class, or is quantized in another format than hfax's.
         UnsupportedOptionError: the task does not fit the model, or hfax does not have the attention.
     """
+    if attn_implementation == "sdpa":  # hfax's own stands for torch's
+        attn_implementation = None
     if attn_implementation not in (None, "eager"):
         raise UnsupportedOptionError(
             f"attn_implementation={attn_implementation!r} is not available.",

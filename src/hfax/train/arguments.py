@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import optax
 
 from hfax.errors import InvalidInputError
+from hfax.known_words import reject_arguments
 
+_REPORTERS = ("jsonl", "tensorboard")
 _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)", re.IGNORECASE)
 """Weights that AdamW leaves undiminished, by name, as transformers' Trainer has it."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class TrainingArguments:
     """Options of `Trainer`.
 
@@ -25,9 +27,10 @@ class TrainingArguments:
         output_dir: checkpoints, metrics and the trained model go there.
         num_train_epochs: passes over the data, if `max_steps` is not given.
         max_steps: steps of the optimizer.
-        train_batch_size: rows of a forward pass, over all devices.
-        eval_batch_size: likewise, of evaluation; None: the same.
-        gradient_accumulation_steps: forward passes a step; a step reads `train_batch_size` times as many rows.
+        per_device_train_batch_size: rows of a forward pass for each part of the mesh that has rows of its own (the axes "data" and
+            "fsdp"; 1 on one device).
+        per_device_eval_batch_size: likewise, of evaluation; None: the same.
+        gradient_accumulation_steps: forward passes a step.
         learning_rate: at its highest.
         lr_scheduler_type: how it falls after the warm-up: "linear" or "cosine" to 0, or "constant".
         warmup_steps: over which it rises from 0.
@@ -45,15 +48,16 @@ class TrainingArguments:
         early_stopping_patience: evaluations without a lower loss after which training ends; None: never.
         seed: of the order of rows and of dropout.
         shuffle: rows of each epoch in an order of its own.
-        report_to: "jsonl" (metrics.jsonl) and "tensorboard" (runs/).
+        report_to: "jsonl" (metrics.jsonl) and "tensorboard" (runs/): one, several, "all" or "none".
         progress: a bar, where stderr is a terminal.
     """
 
     output_dir: str | Path
+    _: dataclasses.KW_ONLY
     num_train_epochs: int = 1
     max_steps: int | None = None
-    train_batch_size: int = 8
-    eval_batch_size: int | None = None
+    per_device_train_batch_size: int = 8
+    per_device_eval_batch_size: int | None = None
     gradient_accumulation_steps: int = 1
     learning_rate: float = 5e-5
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
@@ -72,12 +76,18 @@ class TrainingArguments:
     early_stopping_patience: int | None = None
     seed: int = 42
     shuffle: bool = True
-    report_to: tuple[str, ...] = ("jsonl",)
+    report_to: str | tuple[str, ...] = ("jsonl",)
     progress: bool = True
 
+    def __new__(cls, *args: Any, **options: Any) -> TrainingArguments:
+        """Refuse names that mean nothing here, before `__init__` ends in a bare TypeError."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        reject_arguments("TrainingArguments", [name for name in options if name not in names], names)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
-        positive = ("num_train_epochs", "train_batch_size", "gradient_accumulation_steps", "logging_steps")
-        optional = ("max_steps", "eval_batch_size", "eval_steps", "save_steps", "save_total_limit")
+        positive = ("num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "logging_steps")
+        optional = ("max_steps", "per_device_eval_batch_size", "eval_steps", "save_steps", "save_total_limit")
         wrong = [n for n in positive if getattr(self, n) < 1]
         wrong += [n for n in optional if getattr(self, n) is not None and getattr(self, n) < 1]
         wrong += [n for n in ("warmup_steps", "learning_rate", "weight_decay") if getattr(self, n) < 0]
@@ -87,12 +97,15 @@ class TrainingArguments:
                 "Counts are 1 or more; rates are not negative.",
                 f"Pass another {wrong[0]}.",
             )
-        if unknown := set(self.report_to) - {"jsonl", "tensorboard"}:
+        words: dict[str, tuple[str, ...]] = {"all": _REPORTERS, "none": ()}
+        given = words.get(self.report_to, (self.report_to,)) if isinstance(self.report_to, str) else self.report_to
+        if unknown := set(given) - set(_REPORTERS):
             raise InvalidInputError(
-                f"report_to names {sorted(unknown)[0]!r}.",
+                f"report_to={self.report_to!r} names {sorted(unknown)[0]!r}.",
                 "Metrics go to JSON lines and to TensorBoard.",
-                'Pass report_to=("jsonl", "tensorboard"), or one of them, or ().',
+                'Pass report_to="jsonl", "tensorboard", "all" or "none".',
             )
+        object.__setattr__(self, "report_to", tuple(given))
 
     def schedule(self, steps: int) -> Callable[[Any], Any]:
         """The learning rate of each of `steps` steps, as transformers' schedulers give it."""

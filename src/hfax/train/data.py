@@ -174,7 +174,7 @@ class BatchOrder:
         if self.steps_per_epoch == 0:
             raise InvalidInputError(
                 f"The data set has {self.length} rows, and a step reads {rows_per_step}.",
-                "train_batch_size times gradient_accumulation_steps rows make a step.",
+                "A step reads per_device_train_batch_size rows a device, gradient_accumulation_steps times.",
                 "Use a smaller batch, or more data.",
             )
 

@@ -25,6 +25,7 @@ from hfax.backends.jax.model import JaxModel
 from hfax.errors import InvalidInputError, OutOfMemoryError, UnsupportedOptionError
 from hfax.kernels.quantized import QuantizedArray
 from hfax.kernels.target import compiling_for
+from hfax.lora.adapters import trained_names
 from hfax.phases import phase
 from hfax.sharding.mesh import batch_axes
 from hfax.tracing.adapters import SCALING
@@ -404,9 +405,8 @@ def choose_trainable(params: Mapping[str, Any], trainable: Trainable) -> tuple[s
         InvalidInputError: a pattern that matches nothing, or weights that are no floating-point numbers.
     """
     names = [name for name in params if not name.endswith(SCALING)]
-    adapters = [name for name in names if ".lora_" in name]
     if trainable is None:
-        chosen = adapters or [name for name in names if jnp.issubdtype(params[name].dtype, jnp.floating)]
+        chosen = trained_names(params)
     elif callable(trainable):
         chosen = [name for name in names if trainable(name)]
     else:

@@ -12,6 +12,8 @@ import optax
 
 from hfax.backends.jax.model import JaxModel
 from hfax.errors import HfaxError, InvalidInputError
+from hfax.known_words import reject_arguments
+from hfax.sharding.mesh import BATCH_AXES, size_of
 from hfax.train.arguments import TrainingArguments
 from hfax.train.checkpoints import Checkpoints
 from hfax.train.data import BatchOrder, Collator, PackedCollator, PaddingCollator, in_batches
@@ -39,6 +41,10 @@ class Trainer:
         loss: see `make_train_step`.
         trainable: likewise.
 
+    Raises:
+        InvalidInputError: the model cannot be trained so, or the data set has fewer rows than a step reads.
+        UnsupportedOptionError: an argument of transformers' Trainer that this one does not have; it says what to do instead.
+
     Example:
         >>> trainer = Trainer(model, TrainingArguments(output_dir="run", max_steps=100), rows)  # doctest: +SKIP
         >>> trainer.train()  # doctest: +SKIP
@@ -56,17 +62,22 @@ class Trainer:
         optimizer: optax.GradientTransformation | None = None,
         loss: Loss | None = None,
         trainable: Trainable = None,
+        **others: Any,
     ) -> None:
+        known = ("model", "args", "train_dataset", "eval_dataset", "data_collator", "optimizer", "loss", "trainable")
+        reject_arguments("Trainer", others, known)
         self.model, self.args = model, args
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._folder = Path(args.output_dir)
+        self._num_parts = 1 if model.mesh is None else size_of(model.mesh, BATCH_AXES)
+        """Parts of the mesh that have rows of their own."""
         first = next(iter(train_dataset if train_dataset is not None else eval_dataset or []), None)
         self._collate = data_collator or _choose_collator(model, first)
         if isinstance(self._collate, PackedCollator):
             check_packing(model)
         self._order: BatchOrder | None = None
         if train_dataset is not None:
-            rows = args.train_batch_size * args.gradient_accumulation_steps
+            rows = args.per_device_train_batch_size * self._num_parts * args.gradient_accumulation_steps
             self._order = BatchOrder(train_dataset, rows, args.seed, args.shuffle)
         self._total = self._count_steps()
         self._rate = None if optimizer is not None else args.schedule(self._total)
@@ -136,7 +147,8 @@ class Trainer:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         params = self.model.params if self.state is None else self.state.params
         total = weight = 0.0
-        for rows in in_batches(dataset or [], self.args.eval_batch_size or self.args.train_batch_size):
+        size = self.args.per_device_eval_batch_size or self.args.per_device_train_batch_size
+        for rows in in_batches(dataset or [], size * self._num_parts):
             metrics = self._step.evaluate(params, self._collate(rows))
             total += float(metrics["loss"]) * float(metrics["weight"])
             weight += float(metrics["weight"])

@@ -6,13 +6,16 @@ Ties together a traced module, its weights on a device and its compiled programs
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.core import Tracer
 from transformers import GenerationConfig
 
 from hfax.backends.base_model import BaseModel, Request, as_ids_tuple
@@ -31,8 +34,8 @@ from hfax.launch.driven import drive
 from hfax.launch.together import agree
 from hfax.load.host_arrays import to_numpy
 from hfax.load.nnx_state import weights_of
-from hfax.load.skeleton import Skeleton
-from hfax.lora.adapters import Adapters
+from hfax.load.skeleton import Skeleton, with_dtype
+from hfax.lora.adapters import Adapters, trained_names
 from hfax.lora.methods import AdapterMethods
 from hfax.parallelism import choose_layout
 from hfax.programs.buckets import Buckets, Size
@@ -123,13 +126,51 @@ class JaxModel(AdapterMethods, BaseModel):
         bits = {array.bits for array in self.params.values() if isinstance(array, QuantizedArray)}
         return f"int{min(bits)}" if bits else None
 
-    @property
-    def num_parameters(self) -> int:
-        """How many numbers the weights hold."""
-        return sum(p.size for p in self.params.values())
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """How many numbers the weights hold; tied ones once.
+
+        Args:
+            only_trainable: those of the active adapter alone, if there is one.
+            exclude_embeddings: leave the embedding tables out.
+        """
+        left_out = set[str]()
+        if only_trainable:
+            left_out |= set(self.params) - set(trained_names(self.params))
+        if exclude_embeddings:
+            modules = self._skeleton.module.named_modules()
+            left_out |= {f"{path}.weight" for path, part in modules if isinstance(part, torch.nn.Embedding)}
+        return sum(p.size for name, p in self.params.items() if name not in left_out)
+
+    def get_memory_footprint(self, return_buffers: bool = True) -> int:
+        """Bytes of the weights, over all devices together, each weight once.
+
+        Args:
+            return_buffers: count buffers that no checkpoint holds, too.
+        """
+        arrays = [*self.params.values(), *(self.buffers.values() if return_buffers else ())]
+        return sum(array.nbytes for array in arrays)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The weights as torch tensors on the CPU, under the names of transformers' module, tied ones under each of their names.
+
+        On a CPU device they share the arrays' memory: do not write to them.
+
+        Raises:
+            UnsupportedOptionError: weights are integers with scales, which no torch module loads.
+        """
+        if self.quantization is not None:
+            raise UnsupportedOptionError(
+                f"{type(self).__name__} has no state_dict(): its weights are quantized ({self.quantization}).",
+                "No module of torch loads integers with hfax's scales.",
+                "Use model.params, or load the checkpoint without quantization.",
+            )
+        own = self.params if self.adapters.active is None else self.adapters.without(self.params)
+        names = list(own)
+        found = dict(zip(names, as_torch_tree([own[name] for name in names]), strict=True))
+        return found | {alias: found[name] for alias, name in self._tied.items()}
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name_or_path!r}, {self.num_parameters:,} parameters, {self.dtype}, {self._where()})"
+        return f"{type(self).__name__}({self.name_or_path!r}, {self.num_parameters():,} parameters, {self.dtype}, {self._where()})"
 
     def _where(self) -> str:
         if self.mesh is None:
@@ -204,6 +245,12 @@ class JaxModel(AdapterMethods, BaseModel):
             OutOfMemoryError: the program does not fit the device.
         """
         inputs = self._by_name(args, inputs)
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(inputs)):
+            raise InvalidInputError(
+                f"{type(self).__name__} was called inside of a JAX transformation (jit, grad, vmap, …).",
+                "Calling the model runs a compiled program of its own, whose weights would become constants of yours.",
+                "Use the pure function: jax.jit(lambda params, ids: model.apply(params, input_ids=ids))(model.params, ids).",
+            )
         to_torch = has_torch(inputs)
         arrays, structure = flatten(self.prepare_inputs(inputs), is_array)
         arrays = self._layout.put_rows(arrays)
@@ -528,6 +575,25 @@ class JaxModel(AdapterMethods, BaseModel):
         self.buffers = {n: jax.device_put(b, self._layout.replicated) for n, b in self.buffers.items()}
         self._traced.use_buffers(self.buffers)
         self.adapters.move_to(self._layout)
+        self._programs = ProgramCache(self._traced.key, self._layout)
+
+    def _cast(self, dtype: torch.dtype) -> None:
+        if self.adapters.configs:
+            raise UnsupportedOptionError(
+                "A model with adapters cannot be cast.",
+                "Their arrays have dtypes of their own.",
+                "Cast it first, then add or load the adapters.",
+            )
+        self._skeleton = with_dtype(self._skeleton, dtype)
+        wanted = {name: jnp.dtype(str(t.dtype).removeprefix("torch.")) for name, t in self._skeleton.shapes.items()}
+        self.params = {
+            name: dataclasses.replace(a, dtype=wanted[name])
+            if isinstance(a, QuantizedArray)
+            else a.astype(wanted[name])
+            for name, a in self.params.items()
+        }
+        self._traced = TracedModel(self._skeleton, self._tied, self.buffers)
+        self.patches = self._traced.patches_used
         self._programs = ProgramCache(self._traced.key, self._layout)
 
     def _arrays(self) -> dict[str, jax.Array]:

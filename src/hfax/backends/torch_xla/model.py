@@ -16,6 +16,7 @@ from hfax.errors import InvalidInputError, UnsupportedModelError, UnsupportedOpt
 from hfax.generation.host_loop import Streamer, make_stop_check
 from hfax.generation.outputs import as_sequences
 from hfax.generation.overrides import has_own_generate
+from hfax.known_words import missing_attribute
 from hfax.load.skeleton import Skeleton
 from hfax.sharding.partition import ShardingPlan
 from hfax.tracing.structure import flatten, is_array, unflatten
@@ -63,22 +64,29 @@ class TorchXlaModel(BaseModel):
                 "It runs the torch module itself; there is no pure function of JAX's arrays behind it.",
                 f'Load the model with backend="jax" for {name}.',
             )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise missing_attribute(type(self).__name__, name)
 
     def __repr__(self) -> str:
         where = f"torch_xla {runtime.kind()}"
         return (
-            f"{type(self).__name__}({self.name_or_path!r}, {self.num_parameters:,} parameters, {self.dtype}, {where})"
+            f"{type(self).__name__}({self.name_or_path!r}, {self.num_parameters():,} parameters, {self.dtype}, {where})"
         )
 
     def sharding_plan(self) -> ShardingPlan | None:
         """How each weight is split over the devices, and why; its text is a table. None for one device."""
         return None if self._spread is None else self._spread.plan
 
-    @property
-    def num_parameters(self) -> int:
-        """How many numbers the weights hold; tied ones once."""
-        return sum(p.numel() for p in self.module.parameters())
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """How many numbers the weights hold; tied ones once. The arguments are transformers'."""
+        return self._skeleton.module.num_parameters(only_trainable, exclude_embeddings)
+
+    def get_memory_footprint(self, return_buffers: bool = True) -> int:
+        """Bytes of the weights, and of the buffers if they are counted."""
+        return self._skeleton.module.get_memory_footprint(return_buffers)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The weights as tensors on the CPU, under the names of transformers' module."""
+        return {name: tensor.detach().cpu() for name, tensor in self._skeleton.module.state_dict().items()}
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """One forward pass, as one program.
