@@ -225,6 +225,8 @@ def _is_class_variable(item: ast.AnnAssign) -> bool:
 
 def _field(item: ast.AnnAssign) -> str:
     assert isinstance(item.target, ast.Name)
+    if _source(item.annotation).endswith("KW_ONLY"):
+        return "*"
     text = f"{item.target.id}: {_source(item.annotation)}"
     if item.value is None:
         return text
@@ -257,7 +259,7 @@ def _member(node: ast.ClassDef, item: ast.stmt, following: ast.stmt | None) -> M
     if not isinstance(item, Function) or (item.name.startswith("_") and item.name != "__call__"):
         return None
     marks = {_source(decorator) for decorator in item.decorator_list}
-    if any(mark.endswith(".setter") for mark in marks):
+    if "overload" in marks or any(mark.endswith(".setter") for mark in marks):
         return None
     text = _docstring(item)
     if marks & {"property", "functools.cached_property"}:

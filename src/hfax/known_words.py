@@ -27,7 +27,7 @@ def reject_arguments(call: str, given: Iterable[str], known: Collection[str]) ->
         UnsupportedOptionError: for the first of `given`.
     """
     for name in given:
-        if (word := _words()["arguments"].get(call, {}).get(name)) is not None:
+        if (word := words()["arguments"].get(call, {}).get(name)) is not None:
             raise UnsupportedOptionError(f"{call}() does not take {name}.", word["why"], word["fix"])
         near = difflib.get_close_matches(name, known, n=1)
         raise UnsupportedOptionError(
@@ -44,16 +44,17 @@ def missing_attribute(kind: str, name: str) -> AttributeError:
         kind: of the object, such as "JaxModel".
         name: of the attribute.
     """
-    if (word := _words()["attributes"].get(name)) is None:
+    if (word := words()["attributes"].get(name)) is None:
         return AttributeError(f"{kind!r} object has no attribute {name!r}")
     return UnsupportedAttributeError(f"{kind} has no {name}.", word["why"], word["fix"])
 
 
 def has_word(call: str, name: str) -> bool:
     """Whether there is a word for an argument that a call does not take."""
-    return name in _words()["arguments"].get(call, {})
+    return name in words()["arguments"].get(call, {})
 
 
 @functools.cache
-def _words() -> dict[str, Any]:
+def words() -> dict[str, Any]:
+    """The table: under "arguments" by call and name, under "attributes" by name; each with "why" and "fix"."""
     return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))

@@ -157,8 +157,8 @@ class BaseModel:
         Returns:
             [batch, steps] float32 torch.
         """
-        given = torch.from_numpy(np.array(sequences)).long()
-        steps = tuple(torch.from_numpy(np.array(step)) for step in scores)
+        given = torch.from_numpy(self._host_array("sequences", sequences)).long()
+        steps = tuple(torch.from_numpy(np.array(self._host_array("scores", step))) for step in scores)
         return self._skeleton.module.compute_transition_scores(given, steps, beam_indices, normalize_logits)  # pyright: ignore[reportCallIssue]
 
     def push_to_hub(
