@@ -216,7 +216,8 @@ def _constructor(node: ast.ClassDef, home: str) -> str:
         for item in owner.body:
             if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and not _is_class_variable(item):
                 fields[item.target.id] = _field(item)
-    return _call(node.name, ["*", *fields.values()])
+    is_keyword_only = any("kw_only=True" in _source(decorator) for decorator in node.decorator_list)
+    return _call(node.name, [*(["*"] if is_keyword_only else []), *fields.values()])
 
 
 def _is_class_variable(item: ast.AnnAssign) -> bool:

@@ -1,4 +1,5 @@
-"""A Hub on loopback: the routes that huggingface_hub uses to look a model up and to download its files, over real HTTP.
+"""A Hub on loopback: the routes that huggingface_hub uses to look a model up, to download its files and to upload others, over
+real HTTP.
 
 Behaves as huggingface.co does where it matters here: ETag and commit headers, ranges, error codes in `X-Error-Code`;
 redirects are left out. What it can be told to do: gate a repository, break connections, fail.
@@ -6,6 +7,7 @@ redirects are left out. What it can be told to do: gate a repository, break conn
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import hashlib
 import http.server
@@ -59,6 +61,9 @@ def serve_hub(**repositories: Repository) -> Iterator[Hub]:
         def do_GET(self) -> None:
             answer(self, hub)
 
+        def do_POST(self) -> None:
+            take(self, hub)
+
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
@@ -97,6 +102,30 @@ def answer(handler: http.server.BaseHTTPRequestHandler, hub: Hub) -> None:
     if repository.is_gated and not granted:
         return send(handler, 403 if authorization else 401, code="GatedRepo", message="Access is restricted")
     return send_file(handler, hub, repository, "/".join(parts[4:]))
+
+
+def take(handler: http.server.BaseHTTPRequestHandler, hub: Hub) -> None:
+    """What an upload asks: to make the repository, how to send each file (inside of the commit), and the commit."""
+    path = unquote(urlsplit(handler.path).path)
+    body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+    if handler.headers.get("Authorization") != f"Bearer {TOKEN}":
+        return send(handler, 401, message="Invalid credentials in Authorization header")
+    if path == "/api/repos/create":
+        given = json.loads(body)
+        name = f"{given['organization']}/{given['name']}"
+        hub.repositories.setdefault(name, Repository(files={}, is_private=given.get("visibility") == "private"))
+        return send(handler, 200, json.dumps({"url": f"{hub.url}/{name}", "name": name, "id": "1"}).encode())
+    name = "/".join(path.split("/")[3:5])
+    if "/preupload/" in path:
+        modes = [
+            {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in json.loads(body)["files"]
+        ]
+        return send(handler, 200, json.dumps({"files": modes}).encode())
+    for line in map(json.loads, body.splitlines()):
+        if line["key"] == "file":
+            hub.repositories[name].files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+    made = {"commitUrl": f"{hub.url}/{name}/commit/{'c' * 40}", "commitOid": "c" * 40, "success": True}
+    return send(handler, 200, json.dumps(made).encode())
 
 
 def model_info(name: str, repository: Repository) -> bytes:

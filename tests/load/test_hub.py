@@ -134,6 +134,39 @@ def test_only_the_model_in_one_format_is_downloaded(hub: Hub, client: Client) ->
     assert found["events"] == [["download", "acme/small", False], ["download", "acme/small", True]]
 
 
+UPLOAD = """
+import sys, warnings
+import transformers
+from hfax import AutoModelForTPU
+from hfax.errors import HfaxError
+config = transformers.LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+model = AutoModelForTPU.from_config(config, dtype="float32")
+try:
+    print(model.push_to_hub("acme/new", token=sys.argv[1], private=True, commit_message="First"))
+    again = AutoModelForTPU.from_pretrained("acme/new", token=sys.argv[1])
+    assert all((again.params[name] == array).all() for name, array in model.params.items())
+except HfaxError as error:
+    print(type(error).__name__, error.fix)
+"""
+
+
+def test_a_model_is_uploaded_and_loaded_again(hub: Hub, client: Client) -> None:
+    environment = {**client.environment, "JAX_PLATFORMS": "cpu"}
+
+    def upload(token: str) -> str:
+        command = [sys.executable, "-c", UPLOAD, token]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "CheckpointAccessError Check that the token may write there" in upload("hf_other")
+    assert "acme/new" not in hub.repositories
+    assert upload(TOKEN).strip() == f"{hub.url}/acme/new/commit/{'c' * 40}"
+    made = hub.repositories["acme/new"]
+    assert made.is_private
+    assert sorted(made.files) == ["config.json", "generation_config.json", "model.safetensors"]
+
+
 def test_a_terminal_sees_progress_bars(hub: Hub, client: Client) -> None:
     import fcntl
     import pty
