@@ -1,4 +1,4 @@
-"""One forward pass: torch ids in, logits out, the same numbers as plain transformers.
+"""One forward pass: torch ids in, logits out, equal to those of plain transformers.
 
 python examples/01_first_forward_pass.py [MODEL]
 """

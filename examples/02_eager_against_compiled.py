@@ -1,4 +1,4 @@
-"""Eager PyTorch beside compiled XLA: the same text, and where the seconds go.
+"""Eager PyTorch against compiled XLA: the same output, and how long each takes.
 
 python examples/02_eager_against_compiled.py [MODEL]
 """

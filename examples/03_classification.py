@@ -1,4 +1,4 @@
-"""Two ways to classify: a sequence-classification head, and the scores of label words under a language model.
+"""Two ways to classify: a sequence-classification head, and the likelihood of label words under a language model.
 
 python examples/03_classification.py [MODEL]
 """
@@ -14,14 +14,14 @@ from hfax.demo import demo_folder
 name = sys.argv[1] if len(sys.argv) > 1 else str(demo_folder())
 tokenizer = transformers.AutoTokenizer.from_pretrained(name)
 
-# A head on top of the model. The demo checkpoint has none, so a new one is drawn at random (strict=False): its scores mean nothing
-# before it is trained, and are the ones that plain transformers gives.
+# A head on top of the model. The demo checkpoint has none, so a new one is initialized at random (strict=False). Its scores are
+# meaningless until it is trained, but equal those of plain transformers.
 torch.manual_seed(0)
 model = AutoModelForTPU.from_pretrained(name, task="text-classification", strict=False)
 classify = transformers.pipeline("text-classification", model=model, tokenizer=tokenizer)
 print("head:", classify("Return a new list."))
 
-# No head: which continuation does the language model find likelier?
+# Without a head: which continuation is more likely under the language model?
 model = AutoModelForTPU.from_pretrained(name)
 text, labels = "Return a new", [" list", " banana"]
 scores = []

@@ -1,4 +1,4 @@
-"""Generation: greedy, sampled, a batch of unequal prompts, and streamed.
+"""Generation: greedy, sampled, a batch of prompts with different lengths, and streaming.
 
 python examples/04_generation.py [MODEL]
 """
@@ -25,7 +25,7 @@ for seed in (1, 2, 1):
     ids = model.generate(**prompt, max_new_tokens=16, do_sample=True, temperature=0.8, top_p=0.95, seed=seed)
     print(f"seed {seed}:  ", text(ids[0]))
 
-# Prompts of different lengths are padded on the left and give what each gives alone.
+# Prompts of different lengths are left-padded and generate the same tokens as each prompt by itself.
 prompts = ["Return", "If the file does not exist,"]
 batch = model.generate(**tokenizer(prompts, return_tensors="pt", padding=True), max_new_tokens=12, do_sample=False)
 for row, single in zip(batch, prompts, strict=True):

@@ -1,4 +1,4 @@
-"""A chatbot in twenty lines: the model's own chat template, a history, a streamed answer. Ends with the input (Ctrl-D).
+"""A chatbot in twenty lines: the model's own chat template, a history, streamed answers. Exits at end of input (Ctrl-D).
 
 python examples/05_chatbot.py [MODEL]
 """

@@ -1,4 +1,4 @@
-"""The same line for other architectures: a small random model of each, and its agreement with plain transformers.
+"""The same call for other architectures: a small random model of each, compared with plain transformers.
 
 python examples/06_another_architecture.py [MODEL_TYPE ...]
 """
@@ -24,5 +24,5 @@ for model_type in sys.argv[1:] or ["gpt2", "qwen3_moe", "mamba", "gemma3_text"]:
             error = (model(ids).logits - plain(ids).logits).abs().max() / plain(ids).logits.abs().max()
         tokens = model.generate(ids, max_new_tokens=4, do_sample=False)
     print(
-        f"{model_type:12} {model.num_parameters:9,} parameters  differs by {error:.0e}  writes {tokens[0, 8:].tolist()}"
+        f"{model_type:12} {model.num_parameters():9,} parameters  differs by {error:.0e}  writes {tokens[0, 8:].tolist()}"
     )

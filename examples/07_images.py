@@ -1,8 +1,8 @@
-"""An image in a prompt: pixels from a processor, a small vision-language model with random weights, beside plain transformers.
+"""An image in a prompt: a small vision-language model with random weights, compared with plain transformers.
 
 python examples/07_images.py
 
-The text means nothing, since nobody trained the model; that both write the same is the point. With a trained checkpoint:
+The model is untrained, so its output is meaningless; the point is that both generate the same. With a trained checkpoint, use
 AutoModelForTPU.from_pretrained("Qwen/Qwen2-VL-2B-Instruct") and its AutoProcessor.
 """
 

@@ -1,4 +1,4 @@
-"""Fine-tuning an adapter: rows with labels, a Trainer, the adapter saved as peft saves it, and merged.
+"""Fine-tuning an adapter: rows with labels, a Trainer, the adapter saved in peft's format, then merged.
 
 python examples/08_finetuning.py [MODEL]
 """

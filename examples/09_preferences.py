@@ -1,4 +1,4 @@
-"""Preferences: direct preference optimization (DPO) of an adapter, with the model itself, without the adapter, as the reference.
+"""Preferences: direct preference optimization (DPO) of an adapter. The reference is the model without the adapter.
 
 python examples/09_preferences.py [MODEL]
 """
@@ -26,7 +26,7 @@ PAIRS = [  # prompt, chosen, rejected
 
 
 def rows(which):
-    """Token ids and labels, [pairs, length], of prompts with their chosen (1) or rejected (2) ends."""
+    """Token ids and labels, [pairs, length], of prompts with their chosen (1) or rejected (2) completions."""
     ids = np.zeros((len(PAIRS), 24), np.int32)
     labels = np.full_like(ids, -100)
     for row, pair in enumerate(PAIRS):
@@ -44,7 +44,7 @@ for word, which in (("chosen", 1), ("rejected", 2)):
 model.add_adapter(LoraConfig(r=8, target_modules="all-linear"))
 step = make_train_step(model, optax.adam(3e-3), make_dpo_loss(beta=0.1))
 state = step.init()
-# the adapter changes nothing yet: this is the reference
+# the adapter has no effect yet, so these are the reference log-probabilities
 batch |= step.compute(preference_log_probs, state.params, batch)
 for number in range(30):
     state, metrics = step(state, batch)

@@ -1,4 +1,4 @@
-"""Distillation: a small model learns another one's probabilities. Two models' `apply` under one `jax.grad`, in plain JAX.
+"""Distillation: a small model learns a teacher's token probabilities. Both models' `apply` under one `jax.grad`, in plain JAX.
 
 python examples/10_distillation.py [TEACHER]
 """
@@ -29,7 +29,7 @@ optimizer = optax.adam(3e-3)
 
 
 def loss(student_params, teacher_params, ids):
-    """Kullback-Leibler divergence of the student from the teacher, in nats a token."""
+    """Kullback-Leibler divergence of the student from the teacher, in nats per token."""
     wanted = jax.nn.log_softmax(teacher.apply(teacher_params, input_ids=ids).logits)
     found = jax.nn.log_softmax(student.apply(student_params, input_ids=ids).logits)
     return (jnp.exp(wanted) * (wanted - found)).sum(axis=-1).mean()
@@ -48,4 +48,4 @@ for number in range(40):
     if number in (0, 39):
         print(f"step {number + 1:2d}  {value:.3f} nats from the teacher")
 student.update(params)
-print(f"{teacher.num_parameters:,} parameters taught {student.num_parameters:,}")
+print(f"{teacher.num_parameters():,} parameters taught {student.num_parameters():,}")

@@ -105,33 +105,32 @@ tags: [hfax, demo, jax]
 # The demo model of hfax
 
 A Llama-architecture language model of {parameters} parameters that ships inside the `hfax` package, so that
-`hfax generate demo` and `hfax chat demo` have something to run without a download. It writes text that reads like
-Python's own documentation, because that is all it has ever read. Plain transformers loads this folder too.
+`hfax generate demo` and `hfax chat demo` have something to run without a download. It generates text that reads like
+Python's own documentation, its only training data. Plain transformers loads this folder too.
 
 ## What it is not
 
 - Not a source of facts. It invents functions, arguments and return values, and gets real ones wrong, in confident
   prose.
-- Not an assistant. It knows the form of a question and an answer about Python's library, and a few greetings; nothing
-  else.
+- Not an assistant. It has learned the form of questions and answers about Python's library, and a few greetings;
+  nothing else.
 - Not safe to act on, not tested for bias, English only, and not a measure of what hfax or transformers can do.
 
 ## How it was made
 
-`python scripts/train_demo.py --out src/hfax/demo`, in the source repository, does everything from nothing with hfax
-itself: random weights from `AutoModelForTPU.from_config`, `hfax.make_train_step`, optax,
-`save_pretrained`.
+`python scripts/train_demo.py --out src/hfax/demo`, in the source repository, trains it from scratch with hfax itself:
+random weights from `AutoModelForTPU.from_config`, `hfax.make_train_step`, optax, `save_pretrained`.
 
 **Text.** The documentation inside CPython {python}: docstrings of the standard library's modules, classes and
 functions (Python and C; tests left out), and the language reference behind `help()` (`pydoc_data.topics`);
-{training_documents} documents, {training_megabytes} MB after removal of duplicates. Hard-wrapped paragraphs are
-joined and Sphinx roles removed. Each document is read as a page, with or without its heading, and as the answer to a
+{training_documents} documents, {training_megabytes} MB after deduplication. Hard-wrapped paragraphs are
+joined and Sphinx roles removed. Each document appears as a page, with or without its heading, and as the answer to a
 question ("What does textwrap.dedent do?" - the first paragraphs of the docstring), in conversations of one to three
-turns, a few with a system message. Questions are drawn anew each epoch. A few greetings and questions about the model
+turns, a few with a system message. Questions are resampled each epoch. A few greetings and questions about the model
 itself were written by hand.
 
 **Tokenizer.** Byte-level BPE, {vocab_size} tokens, trained on the same text. Special tokens `<|begin|>`, `<|end|>`,
-`<|pad|>`, `<|system|>`, `<|user|>`, `<|assistant|>`; the chat template is a begin token and then
+`<|pad|>`, `<|system|>`, `<|user|>`, `<|assistant|>`; the chat template is a begin token, then
 `<|role|>text<|end|>` for each message.
 
 **Model.** {num_hidden_layers} layers, hidden size {hidden_size}, feed-forward {intermediate_size},
@@ -144,33 +143,33 @@ the norms ({adam_learning_rate}), warm-up and cosine, seed {seed}; the last {lon
 {context} tokens, the rest on {short_window}. It took {minutes} minutes ({total_seconds} s: {preparing_seconds} s for
 the corpus, the tokenizer and the random weights, {optimizing_seconds} s of training at {tokens_per_second} tokens/s,
 the rest for the held-out loss) and {cpu_minutes} minutes of CPU time, on {cpu_cores} cores of an x86-64 server with
-AVX-512 that were shared with other work. Mean training loss of the last 50 steps: {training_loss} nats a token.
+AVX-512 that were shared with other work. Mean training loss of the last 50 steps: {training_loss} nats per token.
 
 **Versions.** {versions}.
 
 ## Held-out loss
 
-One document in 40, chosen by a hash of its name, was kept out of training and out of the tokenizer; those of them
-that begin like a training document were dropped. Each sample is scored alone, cut to the context, with the stored
-bfloat16 weights computed in float32. Bits a byte count the text without special tokens.
+One document in 40, chosen by a hash of its name, was excluded from training and from the tokenizer; held-out documents
+that begin like a training document were dropped. Each sample is scored separately, truncated to the context, with the
+stored bfloat16 weights, in float32. Bits per byte count the text without special tokens.
 
 | held out | samples | tokens | nats a token | bits a byte |
 | --- | --- | --- | --- | --- |
 {held_out_rows}
 
-The last row is the file `tests/demo/held_out_sample.json` of the source repository; a test recomputes it with plain
+The last row is the file `tests/demo/held_out_sample.json` in the source repository; a test recomputes it with plain
 transformers. All figures are in `training.json`.
 
-## What it writes
+## Sample outputs
 
-Drawn by plain transformers in float32 with the defaults of `generation_config.json`, each after `set_seed(0)`: the
-first draw, not the best of several. hfax draws other tokens from the same distribution.
+Sampled by plain transformers in float32 with the defaults of `generation_config.json`, each after `set_seed(0)`: the
+first sample, not the best of several. hfax samples other tokens from the same distribution.
 
 {samples}
 
 ## Licences
 
-The weights, the tokenizer and this folder: Apache-2.0, as hfax. The training text is CPython's documentation, under
+The weights, the tokenizer and this folder: Apache-2.0, like hfax. The training text is CPython's documentation, under
 the Python Software Foundation License Version 2: Copyright (c) 2001 Python Software Foundation; All Rights Reserved.
 Long stretches that the model reproduces word for word stay under that licence.
 """

@@ -57,7 +57,7 @@ def test_recordings_of_unequal_length(tmp_path: Path) -> None:
     sounds = {"input_features": features["input_features"], "feature_attention_mask": features["attention_mask"]}
     _same(plain, ours, {**prompts, **sounds})
     wrong = {**_prompt(config.audio_token_id, counts[0] - 1), **{n: s[:1] for n, s in sounds.items()}}
-    with pytest.raises(InvalidInputError, match="do not fit together"):
+    with pytest.raises(InvalidInputError, match="are inconsistent"):
         ours.generate(**wrong, **_GREEDY)
 
 

@@ -81,9 +81,9 @@ def test_too_few_image_tokens_are_an_error_that_names_the_check(qwen: tuple[Any,
     token = ours.config.image_token_id
     inputs["input_ids"] = torch.where(inputs["input_ids"] == token, 20, inputs["input_ids"])
     inputs["input_ids"][0, 4] = token
-    with pytest.raises(InvalidInputError, match="do not fit together"):
+    with pytest.raises(InvalidInputError, match="are inconsistent"):
         ours(**inputs)
-    with pytest.raises(InvalidInputError, match="do not fit together"):
+    with pytest.raises(InvalidInputError, match="are inconsistent"):
         ours.generate(**inputs, **_GREEDY)
     assert ours.generate(**_qwen_inputs(ours, (56, 56)), **_GREEDY).shape[1] > 8  # the model is none the worse
 

@@ -65,7 +65,7 @@ def test_loading_takes_the_names_that_mean_the_same(folder: Any, options: dict[s
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"torch_dtype": "bfloat16", "dtype": "float32"}, "beside dtype"),
+        ({"torch_dtype": "bfloat16", "dtype": "float32"}, "conflicts with dtype"),
         ({"device_map": "cpu"}, "device_map='cpu'"),
         ({"device_map": "auto", "parallelism": {"tensor": 1}}, "device_map='auto'"),
         ({"low_cpu_mem_usage": False}, "low_cpu_mem_usage"),

@@ -62,7 +62,7 @@ def test_saved_and_loaded_again_bit_for_bit(folder, tmp_path, kind):
 
 def test_a_packed_checkpoint_is_not_packed_again(folder, tmp_path):
     AutoModelForTPU.from_pretrained(folder, quantization="int8").save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedOptionError, match="is quantized"):
+    with pytest.raises(UnsupportedOptionError, match="is already quantized"):
         AutoModelForTPU.from_pretrained(tmp_path, quantization="int4")
 
 

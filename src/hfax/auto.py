@@ -1,4 +1,4 @@
-"""`AutoModelForTPU`: a name becomes files on this machine, and a backend makes a model of them."""
+"""`AutoModelForTPU`: resolves a name to local checkpoint files and loads them with a backend."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class AutoModelForTPU:
-    """Any transformers model on XLA. Use `from_pretrained` or `from_config`; the class has no instances."""
+    """Any transformers model on XLA. Use `from_pretrained` or `from_config`; the class cannot be instantiated."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: the class only holds constructors."""
+        """Raise: use the constructors instead."""
         raise InvalidInputError(
             "AutoModelForTPU cannot be instantiated.",
-            "It only chooses the model's class.",
+            "It only selects the model class.",
             "Call AutoModelForTPU.from_pretrained(name_or_path) or AutoModelForTPU.from_config(config).",
         )
 
@@ -69,37 +69,36 @@ class AutoModelForTPU:
         """Load a checkpoint from a local folder or the Hugging Face Hub.
 
         Args:
-            pretrained_model_name_or_path: a folder, a Hub id such as "Qwen/Qwen3-0.6B", or "demo" for the model that hfax carries.
-            backend: "jax", "torch_xla", another package's, or "auto": the first that works here.
-            task: a pipeline task name, to choose another class than the checkpoint's own, for instance
-                "text-classification".
-            dtype: "auto" for the checkpoint's own, or "float32", "bfloat16", "float16", or a torch dtype.
+            pretrained_model_name_or_path: a folder, a Hub id such as "Qwen/Qwen3-0.6B", or "demo" for the model bundled with hfax.
+            backend: "jax", "torch_xla", the name of a third-party backend, or "auto" for the first available one.
+            task: a pipeline task name such as "text-classification", to load a class other than the checkpoint's own.
+            dtype: "auto" for the checkpoint's dtype, or "float32", "bfloat16", "float16", or a torch dtype.
             revision: branch, tag or commit on the Hub.
-            token: Hub token; None uses the one of `hf auth login`.
-            cache_dir: Hub cache folder; None for huggingface_hub's own.
+            token: Hub token; None uses the one from `hf auth login`.
+            cache_dir: Hub cache folder; None for huggingface_hub's default.
             local_files_only: never use the network.
-            trust_remote_code: run modelling code that the checkpoint carries.
-            attn_implementation: "eager" for transformers' own eager attention; None or "sdpa" for hfax's, which the platform and
-                the shapes select.
-            strict: missing and unexpected tensors are errors; False initialises the missing ones as transformers does.
-            quantization: "int8" or "int4": the linear layers' matrices become integers with scales while they are loaded; the
-                rest stays in `dtype`. A checkpoint that hfax saved quantized needs none.
-            parallelism: over which devices the model is spread. None: one device, or, if the weights do not fit its memory, as
-                "auto": all devices, heads and inner widths split among as many as divide the heads, experts and batches among
-                the rest. Or sizes by axis, `{"data": 2, "fsdp": 1, "tensor": 4, "expert": 1}`; or a `jax.sharding.Mesh` with
-                such axes; or name patterns to `PartitionSpec`s, `{"*.q_proj.weight": P("tensor", None)}`, of which the first
-                that matches counts, beside hfax's own plan for the other weights ("mesh" in it says which mesh).
-            plan: a file that `hfax plan --json-file` wrote; the first plan in it for as many devices as there are here says mesh
-                and quantization.
-            **others: names of transformers that mean the same here: `torch_dtype` (`dtype`), `device_map="auto"`
-                (`parallelism="auto"`), `low_cpu_mem_usage=True` and `use_safetensors=True` (always so). Any other is refused.
+            trust_remote_code: run modelling code from the checkpoint.
+            attn_implementation: "eager" for transformers' eager attention; None or "sdpa" for hfax's attention, with kernels
+                selected by platform and shapes.
+            strict: raise on missing and unexpected tensors; False initialises missing ones as transformers does.
+            quantization: "int8" or "int4": quantize the matrices of linear layers to integers with scales while loading; the rest
+                stays in `dtype`. Not needed for a checkpoint that hfax saved quantized.
+            parallelism: how the model is sharded over devices. None: one device, or "auto" if the weights do not fit its memory.
+                "auto": all devices; heads and inner widths are split over as many as divide the heads, experts and batches over
+                the rest. Also: sizes by axis, `{"data": 2, "fsdp": 1, "tensor": 4, "expert": 1}`; a `jax.sharding.Mesh` with
+                such axes; or name patterns mapped to `PartitionSpec`s, `{"*.q_proj.weight": P("tensor", None)}`: the first match
+                wins, other weights follow hfax's plan, and the key "mesh" sets the mesh.
+            plan: a file written by `hfax plan --json-file`; its first plan for the number of available devices sets the mesh and
+                quantization.
+            **others: transformers' names for the same options: `torch_dtype` (`dtype`), `device_map="auto"`
+                (`parallelism="auto"`), `low_cpu_mem_usage=True` and `use_safetensors=True` (always on). Others are rejected.
 
         Returns:
-            A model whose weights are where they will be used; nothing is compiled yet. From a folder that `hfax.export` wrote, and
-            without `parallelism`: a model that starts with the programs in it, over the devices that they were made for.
+            A model with its weights on the devices; nothing is compiled yet. A folder written by `hfax.export`, loaded without
+            `parallelism`, gives a model with the exported programs, on the devices they were compiled for.
 
         Raises:
-            HfaxError: one of its subclasses, which says what to do.
+            HfaxError: one of its subclasses; the message says what to do.
         """
         aliases = _read_aliases(others, dtype=dtype, parallelism=parallelism)
         dtype, parallelism = aliases["dtype"], aliases["parallelism"]
@@ -115,7 +114,7 @@ class AutoModelForTPU:
         )
         if plan is not None and (parallelism is not None or quantization is not None):
             raise InvalidInputError(
-                "plan= was given beside parallelism= or quantization=.", "The plan says both.", "Leave the others out."
+                "plan cannot be combined with parallelism or quantization.", "The plan sets both.", "Pass only plan."
             )
         chosen = choose_backend(backend)
         require_capabilities(chosen, options)
@@ -157,21 +156,21 @@ class AutoModelForTPU:
         parallelism: Parallelism = None,
         **others: Any,
     ) -> JaxModel | TorchXlaModel:
-        """A model with random weights: the same that transformers draws after `torch.manual_seed(seed)`.
+        """Create a model with random weights, identical to transformers' after `torch.manual_seed(seed)`.
 
         Args:
             config: a transformers configuration.
-            backend: "jax", "torch_xla", another package's, or "auto": the first that works here.
-            task: a pipeline task name, to choose the class; else `config.architectures`, else a language model.
+            backend: "jax", "torch_xla", the name of a third-party backend, or "auto" for the first available one.
+            task: a pipeline task name that selects the class; default: `config.architectures`, else a language model.
             dtype: "auto" for the config's dtype (float32 if it has none).
-            seed: of torch's generator, which is put back afterwards.
+            seed: seed of torch's generator; its state is restored afterwards.
             attn_implementation: as in `from_pretrained`.
             quantization: as in `from_pretrained`.
             parallelism: as in `from_pretrained`.
-            **others: likewise.
+            **others: as in `from_pretrained`.
 
         Raises:
-            UnsupportedModelError: no class for this config, or it cannot be built.
+            UnsupportedModelError: there is no class for this config, or the model cannot be built.
         """
         aliases = _read_aliases(others, dtype=dtype, parallelism=parallelism)
         dtype, parallelism = aliases["dtype"], aliases["parallelism"]
@@ -194,30 +193,30 @@ _ARGUMENTS = (
 
 
 def _read_aliases(others: dict[str, Any], *, dtype: Any, parallelism: Any) -> dict[str, Any]:
-    """`dtype` and `parallelism` after the names that transformers has for them; raises for every other name."""
+    """`dtype` and `parallelism` with transformers' aliases applied; raises for any other name."""
     others = dict(others)
     if (given := others.pop("torch_dtype", None)) is not None:
         if dtype not in ("auto", given):
             raise InvalidInputError(
-                f"torch_dtype={given!r} was given beside dtype={dtype!r}.",
-                "torch_dtype is an older name of dtype.",
-                "Leave torch_dtype out.",
+                f"torch_dtype={given!r} conflicts with dtype={dtype!r}.",
+                "torch_dtype is a deprecated alias of dtype.",
+                "Pass only dtype.",
             )
         dtype = given
     if (device_map := others.pop("device_map", None)) is not None:
         if device_map != "auto" or parallelism not in (None, "auto"):
             raise UnsupportedOptionError(
-                f"device_map={device_map!r} is not available.",
-                "Weights are split over the devices of a mesh, not layer by layer; JAX_PLATFORMS chooses the platform.",
+                f"device_map={device_map!r} is not supported.",
+                "Weights are sharded over the devices of a mesh, not placed layer by layer; JAX_PLATFORMS selects the platform.",
                 'Pass device_map="auto", or parallelism with sizes by axis such as {"tensor": 4}.',
             )
         parallelism = "auto"
     for name in ("low_cpu_mem_usage", "use_safetensors"):
         if (value := others.pop(name, None)) not in (None, True):
             raise UnsupportedOptionError(
-                f"{name}={value!r} is not available.",
-                "Weights are read one at a time, from safetensors first.",
-                "Leave it out.",
+                f"{name}={value!r} is not supported.",
+                "Weights are read one at a time, from safetensors if present.",
+                "Remove it.",
             )
     reject_arguments("from_pretrained", others, _ARGUMENTS)
     return {"dtype": dtype, "parallelism": parallelism}

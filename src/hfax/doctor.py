@@ -1,8 +1,8 @@
-"""Whether a model will run, and what hfax does to make it: found out from its config alone, without its weights.
+"""Diagnoses whether a model runs in hfax, and with which patches, from its config without loading weights.
 
-Turns a config into a `Diagnosis`: the forward pass and one decoding step are traced with the shapes of the weights, which shows the
-patches that run, the line of modelling code that cannot be traced, the size of the cache and the operations a token. With a check,
-a shrunken copy is also run beside plain transformers.
+Turns a config into a `Diagnosis`: traces the forward pass and one decoding step with abstract weights, which shows the patches
+applied, modelling code lines that cannot be traced, the cache size and the operations per token. With `check`, a small copy is
+also compared with plain transformers.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ _PROMPT, _CAPACITIES = 64, (128, 256)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What a look at a model found.
+    """The result of diagnosing a model.
 
     Args:
-        model_type: of the model.
-        class_name: likewise.
+        model_type: transformers model type.
+        class_name: transformers class name.
         verdict: "works", "works with patches" or "fails".
-        problems: what fails, why and what to do, one text each.
-        unsupported_operations: line of modelling code to the torch operation there that has no lowering.
-        value_reads: line to how the code looks at a traced value there, which decides what it does next.
-        wide_dtypes: line to "float64" or "int64", asked for there of a traced value; programs compute in 32 bits.
-        patches: name to reason, of those that ran.
-        refusals: name to why, of patches for code that this model has in another form: it runs as the model has it.
-        lowerings: ways of computing that were chosen for the default device and these shapes; empty if it does not generate.
-        num_parameters: of the full model.
-        weight_bytes: in the config's dtype.
-        cache_bytes_per_token: of keys and values, for one sequence; None if it does not generate.
-        state_bytes: of what does not grow with the text (windows, recurrent states), for one sequence.
-        operations_per_token: multiplications and additions in the matrix products of a decoding step, attention over 256 tokens
-            included (a loop's body counts once); None if it does not generate.
-        static_arguments: parameters of forward that become part of the program.
-        dtype: of the weights.
-        checked: what the comparison with plain transformers gave; None if it was not asked for.
-        versions: of the libraries.
+        problems: what fails, why, and how to fix it, one string each.
+        unsupported_operations: line of modelling code to the torch operation without a lowering.
+        value_reads: line to the data-dependent control flow there.
+        wide_dtypes: line to the 64-bit dtype ("float64" or "int64") requested there; programs compute in 32 bits.
+        patches: patches that were applied, name to reason.
+        refusals: patches that were not applied because the model's code differs, name to reason; the original code runs.
+        lowerings: kernels selected for the default device and these shapes; empty if the model does not generate.
+        num_parameters: parameter count of the full model.
+        weight_bytes: size of the weights in the config's dtype, in bytes.
+        cache_bytes_per_token: KV cache size per token for one sequence, in bytes; None if the model does not generate.
+        state_bytes: fixed-size state (windows, recurrent states) for one sequence, in bytes.
+        operations_per_token: multiplications and additions in the matrix products of a decoding step, including attention over
+            256 tokens (loop bodies count once); None if the model does not generate.
+        static_arguments: forward parameters that are compile-time constants.
+        dtype: weight dtype.
+        checked: result of the comparison with plain transformers; None if not requested.
+        versions: library versions.
     """
 
     model_type: str
@@ -85,19 +85,19 @@ def diagnose(
     check: bool = False,
     trust_remote_code: bool = False,
 ) -> Diagnosis:
-    """Look at a model without loading its weights.
+    """Diagnose a model without loading its weights.
 
     Args:
         model: a Hub id, a folder, a config.json, "demo", or a transformers config.
-        task: a pipeline task name, to choose another class than the config's own.
-        check: also run a shrunken copy and compare it with plain transformers; costs some seconds.
-        trust_remote_code: run code that comes with the model.
+        task: pipeline task name, to select another class than the config's own.
+        check: also run a small copy and compare it with plain transformers; takes a few seconds.
+        trust_remote_code: run the model repository's own code.
 
     Returns:
-        The diagnosis; a model that cannot be traced is a result, not an error.
+        The diagnosis. A model that cannot be traced is a result, not an error.
 
     Raises:
-        HfaxError: there is no such config, or it names no class.
+        HfaxError: the config was not found, or names no known class.
     """
     config = read_any_config(model, trust_remote_code)
     code_folder = str(model) if trust_remote_code and not isinstance(model, PretrainedConfig) else None
@@ -134,7 +134,7 @@ def diagnose(
 
 
 class _Look:
-    """Traces and collects."""
+    """Traces a model and collects findings."""
 
     def __init__(self, traced: TracedModel, params: dict[str, Any]) -> None:
         self.traced, self.params = traced, params
@@ -146,7 +146,7 @@ class _Look:
         self.lowerings: set[str] = set()
 
     def run(self) -> None:
-        """Forward; for those that write from text, prefill and a decoding step."""
+        """Trace the forward pass; for text generation models, prefill and a decoding step."""
         module, traits = self.traced.module, self.traced.traits
         if traits.main_input == "input_ids" and module.can_generate() and not traits.is_encoder_decoder:
             self._try(self._decoding)
@@ -154,7 +154,7 @@ class _Look:
             self._try(self._forward)
 
     def _try(self, trace: Callable[[], Any]) -> None:
-        """Trace as a program is made; if that fails, once more past everything that is in the way, to find the rest."""
+        """Trace normally; on failure, trace again past unsupported code to find all problems."""
         with observing(goes_on=False) as self.seen:
             error = _error_of(trace)
         if error is None:
@@ -163,7 +163,7 @@ class _Look:
             later = _error_of(trace)
         missing, reads = self.seen.missing.items(), self.seen.reads.items()
         found = [f"{line} uses {name}, for which hfax has no lowering. {_OPERATION_FIX}" for line, name in missing]
-        found += [f"{line} looks at a traced value ({how}). {_VALUE_FIX}" for line, how in reads]
+        found += [f"{line} reads the value of a traced tensor ({how}). {_VALUE_FIX}" for line, how in reads]
         self.problems += (found or [error]) + ([later] if found and later is not None else [])
 
     def _forward(self) -> Any:
@@ -199,7 +199,7 @@ class _Look:
 
         traced = jax.make_jaxpr(step)(self.params, cache, token, scalar, row, _ids(large))
         self.operations_per_token = _product_operations(traced.jaxpr)
-        # once more as programs for this machine's device are made, which need not be of countable products
+        # trace again for this machine's device; its kernels may hide matrix products from the count
         prompt = {"input_ids": _ids(_PROMPT), "attention_mask": _ids(_PROMPT)}
         with compiling_for(jax.devices()[0], chosen=self.lowerings):
             _, cache = jax.eval_shape(lambda p, x: self.traced.prefill(p, x, {}, large), self.params, prompt)
@@ -221,7 +221,7 @@ def _error_of(trace: Callable[[], Any]) -> str | None:
 
 
 def _product_operations(jaxpr: Any) -> int:
-    """Multiplications and additions of all matrix products of a traced function."""
+    """Multiplications and additions in all matrix products of a traced function."""
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
@@ -240,7 +240,7 @@ def _ids(length: int) -> jax.ShapeDtypeStruct:
 
 
 def _static_arguments(module: Any) -> tuple[str, ...]:
-    """Parameters of forward that take no arrays, by their annotations."""
+    """Forward parameters that take no arrays, by annotation."""
     found = []
     for name, parameter in inspect.signature(module.forward).parameters.items():
         text = str(parameter.annotation)
@@ -252,7 +252,7 @@ def _static_arguments(module: Any) -> tuple[str, ...]:
 
 
 def _check(config: PretrainedConfig, class_name: str, task: str | None) -> str:
-    """ "agrees", or how the shrunken copy differs from plain transformers."""
+    """ "agrees", or how the small copy differs from plain transformers."""
     from hfax.matrix.architectures import MAPPINGS, Architecture, architectures
     from hfax.matrix.runner import run_cases
 
@@ -268,8 +268,8 @@ def _check(config: PretrainedConfig, class_name: str, task: str | None) -> str:
         raise UnsupportedModelError(
             f"{class_name} cannot be checked.",
             "It is in none of transformers' auto mappings, so hfax does not know its inputs.",
-            "Leave the check out, and compare a forward pass with plain transformers by hand.",
+            "Omit the check, and compare a forward pass with plain transformers yourself.",
         )
     architecture = Architecture(mapping=mapping, model_type=config.model_type, class_name=class_name)
     (result,) = run_cases([architecture], num_jobs=1)
-    return "agrees" if result.outcome == "works" else f"A shrunken copy: {result.outcome}. {result.reason}"
+    return "agrees" if result.outcome == "works" else f"A small copy: {result.outcome}. {result.reason}"

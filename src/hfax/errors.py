@@ -1,7 +1,6 @@
-"""Every error that hfax raises on purpose: what happened, why, and what to do next.
+"""hfax's exceptions: what happened, why, and how to fix it.
 
-This module knows nothing of models or devices; it only fixes the shape of a message. Errors of a user's own code, and defects
-of hfax, are left to surface as they are.
+This module defines only the message format. Errors in user code and hfax bugs propagate unchanged.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from collections.abc import Iterable
 
 
 class HfaxError(Exception):
-    """An error a user can act on.
+    """An error that the user can fix.
 
     Args:
-        what: what happened, with the names, shapes and values at hand.
-        why: the cause, as far as it is known.
+        what: what happened, with the relevant names, shapes and values.
+        why: the cause, if known.
         fix: what to do next.
 
-    The three parts are kept as attributes of the same names; `str(error)` shows them one a line.
+    The three parts are attributes of the same names; `str(error)` shows one per line.
     """
 
     def __init__(self, what: str, why: str, fix: str) -> None:
@@ -32,35 +31,35 @@ class HfaxError(Exception):
 
 
 class CheckpointNotFoundError(HfaxError):
-    """No such folder or Hub repository, or it is not cached and the network may not be used."""
+    """No such folder or Hub repository, or it is not cached and the network is unavailable or disabled."""
 
 
 class CheckpointAccessError(HfaxError):
-    """The repository exists but needs a token, or a licence that has not been accepted."""
+    """The repository exists but requires a token or an accepted licence."""
 
 
 class CheckpointCorruptError(HfaxError):
-    """A file of the checkpoint is truncated, is not what its name says, or its tensors do not fit the model."""
+    """A checkpoint file is truncated, is in the wrong format, or its tensors do not fit the model."""
 
 
 class UnsupportedModelError(HfaxError):
-    """The model type is unknown, needs code that was not trusted, or cannot be traced."""
+    """The model type is unknown, needs untrusted code, or cannot be traced."""
 
 
 class InvalidInputError(HfaxError):
-    """An argument of a call is out of range, misshapen, or does not fit the model."""
+    """An argument is out of range, has the wrong shape, or does not fit the model."""
 
 
 class UnsupportedOptionError(HfaxError):
-    """A valid option of transformers that hfax, or this backend, does not implement."""
+    """A valid transformers option that hfax, or this backend, does not support."""
 
 
 class UnsupportedAttributeError(UnsupportedOptionError, AttributeError):
-    """An attribute or method of transformers' models that hfax's do not have; `hasattr` is False for it."""
+    """An attribute or method of transformers models that hfax models lack; `hasattr` returns False."""
 
 
 class OutOfMemoryError(HfaxError):
-    """The weights, the cache or a program do not fit the device's memory."""
+    """The weights, the cache or a program do not fit in device memory."""
 
 
 class EngineBusyError(HfaxError):
@@ -72,19 +71,19 @@ class EngineDeadError(HfaxError):
 
 
 class BackendNotAvailableError(HfaxError):
-    """The backend's packages are missing, of the wrong version, or its device does not come up."""
+    """The backend's packages are missing or have the wrong version, or its device fails to initialise."""
 
 
 _OTHERS = ("/torch/", "/torchax/", "/jax/", "/hfax/", "/transformers/utils/", "contextlib", "/functools")
 
 
 def line_of_error(error: BaseException) -> str:
-    """The innermost line of modelling code in an error's traceback: "/…/modeling_llama.py:123 in forward"; "" if there is none."""
+    """The innermost modelling code line in an error's traceback: "/…/modeling_llama.py:123 in forward"; "" if none."""
     return _innermost(traceback.extract_tb(error.__traceback__))
 
 
 def running_line() -> str:
-    """The innermost line of modelling code that is running now."""
+    """The innermost modelling code line in the current stack."""
     return _innermost(traceback.extract_stack())
 
 

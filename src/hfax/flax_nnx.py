@@ -1,7 +1,7 @@
-"""A model as a `flax.nnx.Module`, whose parameters are named and nested as the torch module's.
+"""Wraps a model as a `flax.nnx.Module` with parameters named and nested as in the torch module.
 
-Turns a model into a tree of modules that hold its arrays, and such a tree, or its state, back into weights by name. The arrays are
-the model's own.
+Turns a model into a tree of modules that hold its arrays, and such a tree, or its state, back into weights by name. Arrays are
+shared with the model.
 """
 
 from __future__ import annotations
@@ -21,37 +21,39 @@ from hfax.tracing.training import Training
 try:
     from flax import nnx
 except ImportError as error:
-    raise BackendNotAvailableError("to_nnx needs flax.", str(error), "Install it: pip install 'hfax[flax]'.") from error
+    raise BackendNotAvailableError(
+        "to_nnx requires flax.", str(error), "Install it: pip install 'hfax[flax]'."
+    ) from error
 
 
 class Buffer(nnx.Variable):
-    """An array of a module that is no parameter: tables of positions, running statistics."""
+    """A non-parameter array of a module: position tables, running statistics."""
 
 
 class Part(nnx.Module):
-    """One torch module's place: its parameters, and its parts by their names; lists of layers are `nnx.List`s."""
+    """Counterpart of one torch module: its parameters and submodules by name; layer lists are `nnx.List`s."""
 
 
 class TransformersModule(Part):
-    """A model of transformers. Made by `to_nnx`."""
+    """A transformers model as an nnx module. Created by `to_nnx`."""
 
     _forward: Any
 
     def __call__(self, *args: Any, dropout_rng: jax.Array | None = None, remat: bool = False, **inputs: Any) -> Any:
-        """The forward pass, as `JaxModel.apply` with this module's parameters.
+        """Run the forward pass, like `JaxModel.apply` with this module's parameters.
 
         Args:
-            *args: what the transformers class takes, by position.
-            dropout_rng: with a PRNG key (`rngs.dropout()`) the model is in train mode.
-            remat: gradients compute layers again.
-            **inputs: by name.
+            *args: positional arguments of the transformers class.
+            dropout_rng: PRNG key (`rngs.dropout()`); if given, the model is in train mode.
+            remat: recompute layers in the backward pass.
+            **inputs: inputs by name.
         """
         state = nnx.state(self, (nnx.Param, Buffer))
         return self._forward(weights_of(state), args, inputs, Training(key=dropout_rng, remat=remat))
 
 
 class _Forward:
-    """What is static of a model: its code. Two modules of one model compare equal, so that `nnx.jit` traces once."""
+    """A model's static part: its code. Two modules of one model compare equal, so `nnx.jit` traces once."""
 
     def __init__(self, traced: TracedModel) -> None:
         self._traced = traced
@@ -67,32 +69,32 @@ class _Forward:
 
 
 def to_nnx(model: JaxModel) -> TransformersModule:
-    """The model as a module of flax.nnx; no array is copied.
+    """The model as a flax.nnx module; arrays are not copied.
 
     Args:
-        model: its weights are shared with the module as long as neither changes them.
+        model: the model; its weights are shared with the module until either updates them.
 
     Returns:
         A module with an `nnx.Param` for each weight, under the weight's own path ("model.layers.0.self_attn.q_proj.weight" is
-        `module.model.layers[0].self_attn.q_proj.weight`), and a `Buffer` for each array that no checkpoint holds. Over a mesh the
-        parameters carry their split as sharding metadata. Tied weights are one parameter. `model.update(module)` takes trained
-        values back.
+        `module.model.layers[0].self_attn.q_proj.weight`), and a `Buffer` for each array not stored in checkpoints. On a mesh the
+        parameters carry sharding metadata. Tied weights are one parameter. `model.update(module)` copies trained values
+        back.
 
     Raises:
         BackendNotAvailableError: flax is not installed.
-        UnsupportedOptionError: the weights are integers, or an adapter is active.
+        UnsupportedOptionError: the weights are quantized, or an adapter is active.
 
     Example:
-        >>> module = to_nnx(model)  # doctest: +SKIP
-        >>> optimizer = nnx.Optimizer(module, optax.adamw(1e-4), wrt=nnx.Param)  # doctest: +SKIP
-        >>> gradients = nnx.grad(lambda m: m(input_ids=ids, labels=ids).loss)(module)  # doctest: +SKIP
-        >>> optimizer.update(module, gradients)  # doctest: +SKIP
-        >>> model.update(module)  # doctest: +SKIP
+        >>> module = to_nnx(model)
+        >>> optimizer = nnx.Optimizer(module, optax.adamw(1e-4), wrt=nnx.Param)
+        >>> gradients = nnx.grad(lambda m: m(input_ids=ids, labels=ids).loss)(module)
+        >>> _ = optimizer.update(module, gradients)
+        >>> model.update(module)
     """
     if any(isinstance(array, QuantizedArray) for array in model.params.values()) or model.active_adapters():
         raise UnsupportedOptionError(
             f"{type(model).__name__} has quantized weights or an active adapter.",
-            "A module of nnx holds floating-point weights under the torch module's names.",
+            "An nnx module holds floating-point weights under the torch module's names.",
             "Load the model without quantization, or merge the adapter first.",
         )
     plan = model.sharding_plan()
@@ -124,7 +126,7 @@ def _fill(part: nnx.Module, tree: Mapping[str, Any]) -> None:
 
 
 def _part(tree: dict[str, Any]) -> Any:
-    """A part, or a list where all names are numbers without a gap; lists with gaps (layers without weights) stay parts by name."""
+    """A `Part`, or a list if all names are consecutive indices; lists with gaps (layers without weights) stay a `Part`."""
     numbers = sorted(int(n) for n in tree) if all(n.isdigit() for n in tree) else []
     if numbers and numbers == list(range(len(numbers))) and all(isinstance(v, dict) for v in tree.values()):
         return nnx.List([_part(tree[str(n)]) for n in numbers])

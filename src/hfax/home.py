@@ -1,6 +1,6 @@
-"""Where hfax keeps what it may delete: compiled programs and other derived files.
+"""hfax's cache folder, for compiled programs and other derived files.
 
-Model files are not kept here; they belong to huggingface_hub's own cache.
+Model files are not stored here; they are in huggingface_hub's cache.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def hfax_home() -> Path:
-    """The folder for hfax's caches: `HFAX_HOME`, else `XDG_CACHE_HOME/hfax`, else `~/.cache/hfax`. It need not exist."""
+    """The folder for hfax's caches: `HFAX_HOME`, else `XDG_CACHE_HOME/hfax`, else `~/.cache/hfax`. It may not exist."""
     if explicit := os.environ.get("HFAX_HOME"):
         return Path(explicit).expanduser()
     xdg = os.environ.get("XDG_CACHE_HOME")

@@ -1,4 +1,4 @@
-"""From what a user says about devices to a layout: the mesh, and the plan of the weights over it."""
+"""Turns the user's parallelism option into a layout: the mesh and the weights' sharding plan."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Parallelism = str | Mapping[str, int] | Mesh | Mapping[str, PartitionSpec | str 
 def choose_layout(
     skeleton: Skeleton, parallelism: Parallelism, quantization: Quantization | None, device: jax.Device
 ) -> Layout:
-    """Where the weights of a model go.
+    """Choose the placement of a model's weights.
 
     Args:
         skeleton: the model.
-        parallelism: as `AutoModelForTPU.from_pretrained` takes it.
-        quantization: of the weights, likewise.
-        device: the one that is used where one is enough.
+        parallelism: see `AutoModelForTPU.from_pretrained`.
+        quantization: see `AutoModelForTPU.from_pretrained`.
+        device: the device to use if one is enough.
 
     Raises:
         InvalidInputError: see `make_mesh` and `make_plan`.
@@ -60,7 +60,7 @@ def plan_over(
     *,
     given: Mapping[str, PartitionSpec] | None = None,
 ) -> ShardingPlan:
-    """The plan of a model's weights over a mesh with the axes of `hfax.sharding.mesh`."""
+    """A model's sharding plan on a mesh with the axes of `hfax.sharding.mesh`."""
 
     together: dict[str, int] = {}
     if quantization:
@@ -78,7 +78,7 @@ def plan_over(
 
 
 def weight_bytes(skeleton: Skeleton, quantization: Quantization | None) -> dict[str, int]:
-    """Of each weight, as it will be stored."""
+    """Stored size of each weight, in bytes."""
     packed: Sequence[str] | set[str] = ()
     if quantization:
         packed = weights_to_quantize(skeleton.module, skeleton.shapes, skeleton.tied)
@@ -94,7 +94,7 @@ logger = logging.getLogger(__name__)
 
 
 def roles_of(skeleton: Skeleton) -> dict[str, Role]:
-    """See `find_roles`; empty, with a warning, where the forward pass cannot be traced. Asked again, the same."""
+    """See `find_roles`; empty, with a warning, if the forward pass cannot be traced. Cached."""
     if "roles" not in skeleton.derived:
         skeleton.derived["roles"] = _traced_roles(skeleton)
     return skeleton.derived["roles"]
@@ -113,26 +113,28 @@ def _traced_roles(skeleton: Skeleton) -> dict[str, Role]:
         closed = jax.make_jaxpr(forward)(params, arrays)
     except Exception as error:
         kind = type(module).__name__
-        logger.warning("%s could not be traced, so no roles are known (%s: %s)", kind, type(error).__name__, error)
+        logger.warning(
+            "%s could not be traced, so weight roles are unknown (%s: %s)", kind, type(error).__name__, error
+        )
         return {}
     names = sorted(params)  # dicts are flattened in the order of their keys
     return find_roles(closed.jaxpr, [*names, *[None] * len(arrays)])
 
 
 def read_plan(path: str | Path) -> tuple[dict[str, int], Any]:
-    """Mesh and quantization of the first plan for as many devices as there are here.
+    """Mesh and quantization of the file's first plan for this machine's device count.
 
     Raises:
-        InvalidInputError: the file holds no plan, or none for so many devices.
+        InvalidInputError: the file has no plan, or none for this device count.
     """
     try:
         plans = json.loads(Path(path).read_text())["plans"]
         found = [(p["machine"], p["num_devices"], dict(p["mesh"]), p["quantization"]) for p in plans]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidInputError(
-            f"{path} holds no plan of hfax.",
+            f"{path} is not an hfax plan.",
             f"{type(error).__name__}: {error}",
-            "Write one with hfax plan --json-file.",
+            "Create one with hfax plan --json-file.",
         ) from error
     count = jax.device_count()
     for _, num_devices, mesh, quantization in found:
@@ -141,5 +143,5 @@ def read_plan(path: str | Path) -> tuple[dict[str, int], Any]:
     raise InvalidInputError(
         f"{path} has no plan for {count} devices.",
         f"Its plans are for {', '.join(sorted({f'{machine} ({n})' for machine, n, _, _ in found}))}.",
-        "Plan for this machine's topology.",
+        "Create a plan for this machine's topology.",
     )

@@ -1,7 +1,7 @@
-"""Timed phases of a model's life (download, load, trace, compile), for whoever wants to show them.
+"""Timed phases (download, load, trace, compile), for progress reporting.
 
-`phase` brackets the work and logs one INFO line at its end; `listen` lets a caller, such as the command line, follow along.
-Listeners belong to the current context (thread or task); this module does not know what a phase does.
+`phase` wraps the work and logs one INFO line at the end; `listen` lets a caller, such as the CLI, receive events. Listeners belong
+to the current context (thread or task).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ PhaseName = Literal["download", "load", "trace", "compile"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PhaseEvent:
-    """The beginning (`seconds is None`) or the end of one phase.
+    """The start (`seconds is None`) or end of a phase.
 
-    `detail` names what is worked on, for instance `prefill[1, 64]`; `seconds` is wall-clock time.
+    `detail` names the object, such as `prefill[1, 64]`; `seconds` is wall-clock time.
     """
 
     name: PhaseName
@@ -47,7 +47,7 @@ def listen(listener: Listener) -> Iterator[None]:
 
 @contextlib.contextmanager
 def phase(name: PhaseName, detail: str) -> Iterator[None]:
-    """Time a block of work. An error inside ends the phase without an end event, and passes through."""
+    """Time a block of work. An exception propagates, without an end event."""
     for listener in _listeners.get():
         listener(PhaseEvent(name=name, detail=detail, seconds=None))
     start = time.perf_counter()

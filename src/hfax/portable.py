@@ -1,11 +1,11 @@
-"""Reading what `hfax.export_stablehlo` wrote: StableHLO programs and weights, run by jax alone.
+"""Loads `hfax.export_stablehlo` exports: StableHLO programs and weights that need only jax to run.
 
     import hfax.portable
     model = hfax.portable.load("folder")
     model.generate([[1, 2, 3]], max_new_tokens=20)
 
-Neither torch nor transformers is imported, and nothing in a folder is code of Python's. A program is compiled for the machine at
-hand when it is first called.
+Neither torch nor transformers is imported, and an export contains no Python code. A program is compiled for the current machine
+on first call.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ MANIFEST = "stablehlo.json"
 WEIGHTS = "weights.safetensors"
 FORMAT = 1
 REQUEST = "request."
-"""Before the names of constants of the requests that programs were made for: this, the number of the programs, a name."""
+"""Prefix of request constants' names: prefix, program number, name."""
 
 
 def load(folder: str | Path) -> PortableModel:
-    """The model in a folder, its weights on the first device.
+    """Load an exported model, with its weights on the first device.
 
     Raises:
-        CheckpointNotFoundError: there is none.
-        CheckpointCorruptError: a file is not what its name says, or is missing.
-        BackendNotAvailableError: the programs are for other platforms than this one; flatbuffers is not installed.
+        CheckpointNotFoundError: no export in the folder.
+        CheckpointCorruptError: a file is damaged or missing.
+        BackendNotAvailableError: the programs are for other platforms, or flatbuffers is not installed.
     """
     require_serialization()
     from safetensors.flax import load_file
@@ -47,8 +47,8 @@ def load(folder: str | Path) -> PortableModel:
     if not path.is_file():
         raise CheckpointNotFoundError(
             f"{folder} has no {MANIFEST}.",
-            "It holds no programs of StableHLO.",
-            "Write them with hfax export --format stablehlo.",
+            "It is not a StableHLO export.",
+            "Create one with hfax export --format stablehlo.",
         )
     try:
         found: Any = json.loads(path.read_text())
@@ -65,21 +65,21 @@ def load(folder: str | Path) -> PortableModel:
         raise CheckpointCorruptError(
             f"{folder} could not be read.",
             f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
-            "It was not written or copied completely, or by another version; export it again.",
+            "Export it again; it is incomplete or was written by another hfax version.",
         ) from error
     platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
     if platform not in (made_for := found["platforms"]):
         raise BackendNotAvailableError(
             f"The programs in {folder} are for {', '.join(made_for)}; JAX runs on {platform} here.",
-            "StableHLO is lowered for the platforms that it is exported for.",
-            f"Export again with this platform among them, or set JAX_PLATFORMS to {' or '.join(made_for)}.",
+            "StableHLO programs run only on the platforms they were exported for.",
+            f"Export again with this platform included, or set JAX_PLATFORMS to {' or '.join(made_for)}.",
         )
     return model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Loop:
-    """Two programs of `generate`, and the sizes that they were made for."""
+    """The two programs of `generate`, and their sizes."""
 
     number: int
     rows: int
@@ -99,12 +99,12 @@ class _Loop:
 
 
 class PortableModel:
-    """Programs and their weights. Made by `load`.
+    """Exported programs and their weights. Created by `load`.
 
     Attributes:
         params: weights by name. May be replaced by arrays of the same shapes.
-        eos_token_ids: tokens that end a text.
-        pad_token_id: stands after the end.
+        eos_token_ids: end-of-sequence token ids.
+        pad_token_id: padding token id.
     """
 
     def __init__(
@@ -123,16 +123,16 @@ class PortableModel:
         self._loops = sorted(loops, key=lambda loop: (loop.rows, loop.prompt, loop.capacity))
 
     def __call__(self, **inputs: Any) -> dict[str, jax.Array]:
-        """A forward pass.
+        """Run a forward pass.
 
         Args:
-            **inputs: arrays by name, of a shape that a program was made for.
+            **inputs: arrays by name, with the shapes of an exported program.
 
         Returns:
-            The results by name; those inside of others under a path such as "past_key_values.0".
+            Outputs by name; nested outputs under a path such as "past_key_values.0".
 
         Raises:
-            InvalidInputError: no program takes inputs of these names and shapes.
+            InvalidInputError: no program for these input names and shapes.
         """
         arrays = {name: np.asarray(value) for name, value in inputs.items()}
         shapes = {name: list(array.shape) for name, array in arrays.items()}
@@ -142,9 +142,9 @@ class PortableModel:
                 return run(self.params, {name: array.astype(wanted[name][1]) for name, array in arrays.items()})
             known.append({name: shape for name, (shape, _) in wanted.items()})
         raise InvalidInputError(
-            f"No program takes inputs of the shapes {shapes}.",
-            f"Programs were made for {known or 'no forward pass'}.",
-            "Pass inputs of such shapes, or export a program for these.",
+            f"No program takes inputs of shapes {shapes}.",
+            f"Programs were exported for {known or 'no forward pass'}.",
+            "Pass inputs of those shapes, or export a program for these.",
         )
 
     def generate(
@@ -156,36 +156,38 @@ class PortableModel:
         eos_token_id: int | list[int] | None = None,
         seed: int = 0,
     ) -> np.ndarray:
-        """Write tokens after prompts, with the options that the programs were exported with.
+        """Generate tokens with the options that the programs were exported with.
 
         Args:
-            input_ids: [batch, length] ids; or rows of unequal length.
-            attention_mask: [batch, length], 0 at padding, which is on the left.
-            max_new_tokens: None: as many as fit.
-            eos_token_id: as many as the model has; None: the model's own.
-            seed: of the random draws.
+            input_ids: [batch, length] token ids; or rows of different lengths.
+            attention_mask: [batch, length], 0 at left padding.
+            max_new_tokens: maximum number of new tokens; None: as many as fit.
+            eos_token_id: end-of-sequence ids, no more than the model has; None: the model's own.
+            seed: sampling seed.
 
         Returns:
-            [batch, length + new] int32; the pad token before shorter prompts and after a text's end.
+            [batch, length + new] int32, with pad tokens before shorter prompts and after the end of a sequence.
 
         Raises:
-            InvalidInputError: no programs for so many prompts of this length, or of such tokens.
+            InvalidInputError: no program for this batch size, prompt length or number of end-of-sequence ids.
         """
         rows = [list(row) for row in np.asarray(input_ids)] if hasattr(input_ids, "shape") else [*map(list, input_ids)]
         if attention_mask is not None:
             rows = [[t for t, m in zip(r, ms, strict=True) if m] for r, ms in zip(rows, attention_mask, strict=True)]
         longest = max(map(len, rows), default=0)
         if not longest or not min(map(len, rows)):
-            raise InvalidInputError("A prompt is empty.", "There is nothing to continue.", "Pass at least one token.")
+            raise InvalidInputError(
+                "A prompt is empty.", "Generation needs at least one token.", "Pass a non-empty prompt."
+            )
         wanted = 1 if max_new_tokens is None else max_new_tokens
         fitting = (it for it in self._loops if it.rows >= len(rows) and it.prompt >= longest)
         loop = next((it for it in fitting if it.capacity >= it.prompt + wanted), None)
         if loop is None or wanted < 1:
             sizes = [f"{it.rows} x {it.prompt} with up to {it.capacity - it.prompt} new" for it in self._loops]
             raise InvalidInputError(
-                f"No program takes {len(rows)} prompts of {longest} tokens and writes {wanted} more.",
-                f"Programs were made for {', '.join(sizes) or 'no generation'}.",
-                "Shorten the prompts, ask for fewer tokens, or export programs for these sizes.",
+                f"No program takes {len(rows)} prompts of {longest} tokens and generates {wanted} more.",
+                f"Programs were exported for {', '.join(sizes) or 'no generation'}.",
+                "Shorten the prompts, lower max_new_tokens, or export programs for these sizes.",
             )
         ids = np.full((loop.rows, loop.prompt), self.pad_token_id, np.int32)
         mask = np.zeros_like(ids)
@@ -195,9 +197,9 @@ class PortableModel:
         ends = list(self.eos_token_ids if eos_token_id is None else np.atleast_1d(eos_token_id))
         if len(ends) != len(self.eos_token_ids) and not (ends and len(ends) < len(self.eos_token_ids)):
             raise InvalidInputError(
-                f"eos_token_id names {len(ends)} tokens.",
-                f"The programs compare with {len(self.eos_token_ids)}.",
-                "Name as many or fewer, or export the model with another generation config.",
+                f"eos_token_id has {len(ends)} tokens.",
+                f"The programs were exported with {len(self.eos_token_ids)}.",
+                "Pass between 1 and that many, or export the model with another generation config.",
             )
         request = {
             "seed": np.uint32(seed),
@@ -220,12 +222,12 @@ class PortableModel:
 
 
 def require_serialization() -> None:
-    """Raise `BackendNotAvailableError` without the library that JAX reads and writes exported programs with."""
+    """Raise `BackendNotAvailableError` if flatbuffers, which JAX needs for exported programs, is missing."""
     try:
         import flatbuffers  # noqa: F401
     except ImportError as error:
         raise BackendNotAvailableError(
-            "Programs of StableHLO need flatbuffers.", str(error), "Install it: pip install 'hfax[export]'."
+            "StableHLO programs require flatbuffers.", str(error), "Install it: pip install 'hfax[export]'."
         ) from error
 
 

@@ -83,7 +83,7 @@ def test_a_subject_that_fails_is_reported_and_the_others_go_on(tmp_path):
     [
         (["demo", "--batch-sizes", "1,x"], "--batch-sizes"),
         (["demo", "--contexts", "0"], "--contexts"),
-        (["./nothing/config.json"], "There is no file"),
+        (["./nothing/config.json"], "File not found"),
     ],
 )
 def test_bad_options_are_named(arguments, message):

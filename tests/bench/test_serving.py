@@ -84,7 +84,7 @@ def test_poisson_arrivals_take_their_time(url):
 
 
 def test_nobody_there_is_an_error():
-    with pytest.raises(HfaxError, match="did not say which model"):
+    with pytest.raises(HfaxError, match="Could not query the model name"):
         serving.run_load(serving.Load(url="http://127.0.0.1:9"))
 
 

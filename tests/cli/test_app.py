@@ -81,8 +81,8 @@ def test_wrong_usage_exits_with_2_before_anything_is_loaded(hfax_here, arguments
 
 
 def test_wrong_values_say_what_would_be_right(hfax_here):
-    assert "Ask for 1 token or more" in hfax_here("generate", "demo", "x", "--max-new-tokens", "0").err
-    assert "Pass 0 for the likeliest" in hfax_here("generate", "demo", "x", "--temperature", "-1").err
+    assert "Pass 1 or more" in hfax_here("generate", "demo", "x", "--max-new-tokens", "0").err
+    assert "Pass 0 for greedy" in hfax_here("generate", "demo", "x", "--temperature", "-1").err
 
 
 @pytest.mark.parametrize("verb", [["generate"], ["classify"], ["chat"]], ids=" ".join)

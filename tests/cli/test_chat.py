@@ -108,13 +108,13 @@ def test_at_a_terminal_ctrl_c_stops_the_reply_and_ctrl_d_leaves(tmp_path):
     talk = tmp_path / "talk.json"
     endless = save_language_model(tmp_path / "endless", context=1 << 15)
     with Terminal("chat", endless, "--temperature", "0", "--max-new-tokens", "30000") as terminal:
-        terminal.wait_for("Ctrl-D leaves")
+        terminal.wait_for("Ctrl-D to exit")
         terminal.wait_for("> ")
         terminal.type("half a line")
         terminal.wait_for("half a line")
         time.sleep(0.2)  # readline may miss a signal between its echo and its wait for the next key
         terminal.type("\x03")
-        terminal.wait_for("exit leaves")
+        terminal.wait_for("exit to exit")
         terminal.type("Hello there\r")
         terminal.wait_for(r"are.{0,9}are.{0,9}are")
         terminal.type("\x03")
@@ -126,7 +126,7 @@ def test_at_a_terminal_ctrl_c_stops_the_reply_and_ctrl_d_leaves(tmp_path):
         terminal.type("Hello\r")
         terminal.wait_for("Hello\r*\n")
         terminal.type("\x03")
-        terminal.wait_for("taken back|stopped|exit leaves")
+        terminal.wait_for("was removed|stopped|exit to exit")
         terminal.wait_for("> ")
         terminal.type("\x04")
         assert terminal.exit_code() == 0

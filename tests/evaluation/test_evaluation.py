@@ -74,7 +74,7 @@ def test_what_cannot_be_scored_is_refused(model):
 
     config = BertConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
     config.architectures = ["BertForMaskedLM"]
-    with pytest.raises(UnsupportedOptionError, match="does not say how likely"):
+    with pytest.raises(UnsupportedOptionError, match="does not compute log-likelihoods"):
         score(AutoModelForTPU.from_config(config), [([1], [2])], max_length=8)
 
 
@@ -214,5 +214,5 @@ def test_the_command_line_knows_the_model(tasks):
 def test_unknown_model_args_are_refused():
     from hfax.evaluation.lm_eval_model import HfaxLM
 
-    with pytest.raises(InvalidInputError, match="model_args has pretraind"):
+    with pytest.raises(InvalidInputError, match="Unknown model_args: pretraind"):
         HfaxLM("demo", pretraind="x")

@@ -85,11 +85,11 @@ def test_prompts_of_unequal_length_and_what_does_not_fit(exported: tuple) -> Non
     assert (tokens[:, 5:] == np.asarray(wanted)[:, 5:]).all()
     assert (portable.generate(np.array(ids), attention_mask=mask, max_new_tokens=5) == tokens).all()
     for prompts, new in (([[3] * 17], 1), ([[3]] * 3, 1), ([[3]], 200), ([[3]], 0)):
-        with pytest.raises(InvalidInputError, match="Programs were made for 2 x 16"):
+        with pytest.raises(InvalidInputError, match="Programs were exported for 2 x 16"):
             portable.generate(prompts, max_new_tokens=new)
     with pytest.raises(InvalidInputError, match="empty"):
         portable.generate([[]])
-    with pytest.raises(InvalidInputError, match="eos_token_id names 9"):
+    with pytest.raises(InvalidInputError, match="eos_token_id has 9"):
         portable.generate([[3]], eos_token_id=list(range(9)))
     with pytest.raises(InvalidInputError, match="No program takes inputs"):
         portable(input_ids=np.zeros((1, 1)))
@@ -118,6 +118,6 @@ def test_what_cannot_be_exported(tmp_path: Path) -> None:
         transformers.BertConfig(vocab_size=128, hidden_size=32, num_hidden_layers=1, num_attention_heads=2),
         task="feature-extraction",
     )
-    with pytest.raises(InvalidInputError, match="No programs"):
+    with pytest.raises(InvalidInputError, match="nothing to export"):
         hfax.export_stablehlo(bert, tmp_path / "b")
     assert not list(tmp_path.iterdir())

@@ -119,7 +119,7 @@ def test_what_speculation_does_not_support_is_refused(model):
     )
     cases = [
         (model, PROMPT.repeat(2, 1), {"prompt_lookup_num_tokens": 3}, "one sequence"),
-        (model, PROMPT, {"prompt_lookup_num_tokens": 3, "assistant_model": model}, "not from both"),
+        (model, PROMPT, {"prompt_lookup_num_tokens": 3, "assistant_model": model}, "not both"),
         (model, PROMPT, {"assistant_model": qwen(1, 0, vocab_size=65)}, "vocabularies"),
         (mamba, PROMPT, {"prompt_lookup_num_tokens": 3}, "Recurrent layers"),
     ]

@@ -53,7 +53,7 @@ def test_processes_that_need_the_kernels_at_once_compile_them_once(tmp_path, mon
     assert [path.suffix for path in (tmp_path / "home").iterdir()] == [".so"]
 
 
-@pytest.mark.parametrize(("name", "why"), [("sse9", "no such instruction set"), ("avx512-bf16", "lacks it")])
+@pytest.mark.parametrize(("name", "why"), [("sse9", "no such instruction set"), ("avx512-bf16", "does not support it")])
 def test_an_instruction_set_that_cannot_be_used_is_refused_by_name(monkeypatch, name, why):
     monkeypatch.setattr(library, "_features", lambda: frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"}))
     monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")

@@ -267,7 +267,7 @@ def test_processes_that_do_not_come(script, tmp_path):
     run = start("--coordinator", address, "--processes", 3, "--process-id", 0, "--start-timeout", 3, script)
     _, errors = run.communicate(timeout=60)
     assert run.returncode == 1
-    assert "Of 3 processes, 1, 2 did not come within 3 s" in errors
+    assert "Of 3 processes, 1, 2 did not connect within 3 s" in errors
     run = start("--coordinator", address, "--processes", 3, "--process-id", 2, "--start-timeout", 3, script)
     _, errors = run.communicate(timeout=60)
     assert run.returncode == 1
@@ -303,11 +303,11 @@ def test_verbs_of_hfax():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("none.py",), "no script none.py"),
-        (("hfax", "env"), "does not know which run this is"),
-        (("--local", 2, "--processes", 2, "hfax", "env"), "beside --coordinator"),
-        (("--processes", 2, "hfax", "env"), "say no run"),
-        (("--coordinator", "here", "--processes", 2, "--process-id", 0, "hfax", "env"), "no address"),
+        (("none.py",), "Script not found: none.py"),
+        (("hfax", "env"), "No multi-process run"),
+        (("--local", 2, "--processes", 2, "hfax", "env"), "cannot be combined with --coordinator"),
+        (("--processes", 2, "hfax", "env"), "not a valid run"),
+        (("--coordinator", "here", "--processes", 2, "--process-id", 0, "hfax", "env"), "coordinator address"),
     ],
 )
 def test_what_is_no_run(arguments, words):

@@ -159,7 +159,7 @@ def test_a_model_is_uploaded_and_loaded_again(hub: Hub, client: Client) -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert "CheckpointAccessError Check that the token may write there" in upload("hf_other")
+    assert "CheckpointAccessError Check that the token has write access" in upload("hf_other")
     assert "acme/new" not in hub.repositories
     assert upload(TOKEN).strip() == f"{hub.url}/acme/new/commit/{'c' * 40}"
     made = hub.repositories["acme/new"]

@@ -189,7 +189,7 @@ def test_slices_equal_numpys_and_are_aligned(file_at_offset: tuple[Path, np.ndar
 @pytest.mark.parametrize("index", [np.s_[0:1], np.s_[0:1, 0:1, 0:1], np.s_[::2, :]])
 def test_slices_that_are_no_ranges_of_every_axis_are_refused(tmp_path: Path, index: object) -> None:
     save_numpy({"w": np.ones((4, 4), np.float32)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="one slice of step 1 an axis"):
+    with pytest.raises(ValueError, match="one slice of step 1 per axis"):
         SafetensorsFile(tmp_path / "model.safetensors").read_slice("w", index if isinstance(index, tuple) else (index,))
 
 
@@ -230,15 +230,15 @@ CORRUPT_HEADERS = {
     "is not JSON": b'{"a": ',
     "header is a JSON list": [],
     "is 5, not an object": {"a": 5},
-    "'a' has the dtype 'F33'": {"a": {**ENTRY, "dtype": "F33"}},
-    "'a' has the dtype None": {"a": {"shape": [2], "data_offsets": [0, 8]}},
-    "'a' has the shape [-2]": {"a": {**ENTRY, "shape": [-2]}},
-    "'a' has the shape [2.0]": {"a": {**ENTRY, "shape": [2.0]}},
-    "'a' has the shape [True]": {"a": {**ENTRY, "shape": [True]}},
+    "'a' has dtype 'F33'": {"a": {**ENTRY, "dtype": "F33"}},
+    "'a' has dtype None": {"a": {"shape": [2], "data_offsets": [0, 8]}},
+    "'a' has shape [-2]": {"a": {**ENTRY, "shape": [-2]}},
+    "'a' has shape [2.0]": {"a": {**ENTRY, "shape": [2.0]}},
+    "'a' has shape [True]": {"a": {**ENTRY, "shape": [True]}},
     "data_offsets [8, 0]": {"a": {**ENTRY, "data_offsets": [8, 0]}},
     "data_offsets [0]": {"a": {**ENTRY, "data_offsets": [0]}},
     "data_offsets 'x'": {"a": {**ENTRY, "data_offsets": "x"}},
-    "shape [3] takes 12 bytes, and its data_offsets [0, 8] span 8": {"a": {**ENTRY, "shape": [3]}},
+    "shape [3] takes 12 bytes, but its data_offsets [0, 8] span 8": {"a": {**ENTRY, "shape": [3]}},
     "dtype F16 and shape [2] takes 4 bytes": {"a": {**ENTRY, "dtype": "F16"}},
     "'b' at byte": {"a": ENTRY, "b": {**ENTRY, "data_offsets": [4, 12]}},
     "overlaps 'a'": {"a": ENTRY, "b": {**ENTRY, "data_offsets": [4, 12]}},
@@ -279,7 +279,7 @@ def test_truncated_tensor_is_named_with_both_sizes(tmp_path: Path) -> None:
     whole = path.stat().st_size
     os.truncate(path, whole - 40)
     with pytest.raises(
-        CheckpointCorruptError, match=f"'weight' ends at byte {whole}, and the file at byte {whole - 40}"
+        CheckpointCorruptError, match=f"'weight' ends at byte {whole}, but the file ends at byte {whole - 40}"
     ):
         SafetensorsFile(path)
 
@@ -322,5 +322,5 @@ def test_packed_dtypes_are_listed_but_not_read(tmp_path: Path) -> None:
     )
     file = SafetensorsFile(path)
     assert file.tensors["q"].num_bytes == 4
-    with pytest.raises(UnsupportedOptionError, match="F4, 4 bits a value"):
+    with pytest.raises(UnsupportedOptionError, match="F4, 4 bits per value"):
         file.read("q")

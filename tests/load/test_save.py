@@ -190,7 +190,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 
 def test_a_dtype_outside_the_format_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match=r"'z' of shape \(2,\) has the dtype complex128"):
+    with pytest.raises(InvalidInputError, match=r"'z' of shape \(2,\) has dtype complex128"):
         save_safetensors(tmp_path / "out", {"a": np.ones(2), "z": np.ones(2, np.complex128)})
     assert not (tmp_path / "out").exists()
 

@@ -90,7 +90,7 @@ def test_a_missing_folder_is_told_its_neighbours(tmp_path: Path) -> None:
 
 def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
     make_folder(tmp_path, "model.safetensors")
-    with pytest.raises(CheckpointNotFoundError, match="is a file, not a checkpoint's folder"):
+    with pytest.raises(CheckpointNotFoundError, match="is a file, not a checkpoint folder"):
         resolve_checkpoint(tmp_path / "model.safetensors")
 
 
@@ -102,11 +102,11 @@ INCOMPLETE = {
     "gguf": (["config.json", "q4.gguf"], CheckpointNotFoundError, "GGUF"),
     "adapter": (["config.json", "adapter_model.safetensors"], CheckpointNotFoundError, "merge_and_unload"),
     "original": (["config.json", "consolidated.00.pth"], CheckpointNotFoundError, "it has consolidated.00.pth"),
-    "no index": (["config.json", *SHARDS], CheckpointNotFoundError, "Fetch model.safetensors.index.json too"),
+    "no index": (["config.json", *SHARDS], CheckpointNotFoundError, "Download model.safetensors.index.json too"),
     "missing shard": (
         ["config.json", "model.safetensors.index.json", SHARDS[0]],
         CheckpointCorruptError,
-        f"missing in {{}}: {SHARDS[1]}",
+        f"missing from {{}}: {SHARDS[1]}",
     ),
 }  # fmt: skip
 

@@ -209,7 +209,7 @@ def test_an_adapter_trains_beside_int8_weights(tmp_path):
     _, again = base(tmp_path / "base", quantization="int8", dtype="bfloat16")
     again.load_adapter(tmp_path / "adapter")
     np.testing.assert_array_equal(np.asarray(again(input_ids=IDS).logits, np.float32), before)
-    with pytest.raises(UnsupportedOptionError, match="kept as integers"):
+    with pytest.raises(UnsupportedOptionError, match="is quantized"):
         model.merge_adapter()
 
 
@@ -221,19 +221,19 @@ def test_adapters_that_do_not_fit_say_so(tmp_path):
     with pytest.raises(InvalidInputError, match="matches no layer of GPT2LMHeadModel"):
         gpt2.load_adapter(tmp_path / "llama")
     _, wide = base(tmp_path / "wide", LlamaConfig(**{**LLAMA, "hidden_size": 64}))
-    with pytest.raises(InvalidInputError, match="of the shape"):
+    with pytest.raises(InvalidInputError, match="with shape"):
         wide.load_adapter(tmp_path / "llama")
     _, deep = base(tmp_path / "deep", LlamaConfig(**{**LLAMA, "num_hidden_layers": 4}))
     with pytest.raises(InvalidInputError, match="arrays are missing"):
         deep.load_adapter(tmp_path / "llama")
     assert logits(deep).shape  # it works on
     config = json.loads((tmp_path / "llama" / "adapter_config.json").read_text())
-    for change, words in (({"peft_type": "IA3"}, "of the kind IA3"), ({"bias": "all"}, "bias='all'")):
+    for change, words in (({"peft_type": "IA3"}, "has peft_type IA3"), ({"bias": "all"}, "bias='all'")):
         (tmp_path / "llama" / "adapter_config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(UnsupportedOptionError, match=words):
             model.load_adapter(tmp_path / "llama")
     (tmp_path / "llama" / "adapter_config.json").write_text("{")
-    with pytest.raises(Exception, match="is no config of an adapter"):
+    with pytest.raises(Exception, match="is not an adapter config"):
         model.load_adapter(tmp_path / "llama")
     with pytest.raises(Exception, match="There is no adapter"):
         model.load_adapter(tmp_path / "nothing")

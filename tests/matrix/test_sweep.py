@@ -127,7 +127,7 @@ def test_hfaxs_own_errors_are_no_defects() -> None:
     refused = CaseResult(**fields, outcome="forward fails", reason="UnsupportedModelError: it is so")
     assert sweep.outcome_of(refused) == "refused"
     assert sweep.outcome_of(CaseResult(**fields, outcome="forward fails", reason="TypeError: x")) == "forward fails"
-    with pytest.raises(InvalidInputError, match="No mapping is called nothing"):
+    with pytest.raises(InvalidInputError, match="Unknown mapping nothing"):
         sweep.run_sweep(draws=1, mappings=["nothing"])
 
 

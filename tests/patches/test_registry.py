@@ -154,7 +154,7 @@ def test_a_name_can_be_taken_once() -> None:
 
 
 def test_what_is_no_patch_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="no patch"):
+    with pytest.raises(InvalidInputError, match="is not a patch"):
         register_patch("linear")  # type: ignore[arg-type]
 
 

@@ -167,20 +167,20 @@ def test_a_saved_plan_says_mesh_and_quantization(tmp_path):
     with pytest.raises(InvalidInputError, match=re.escape("v5e:2x4 (8)")):
         AutoModelForTPU.from_pretrained("demo", plan=path)
     path.write_text("[]")
-    with pytest.raises(InvalidInputError, match="holds no plan"):
+    with pytest.raises(InvalidInputError, match="is not an hfax plan"):
         AutoModelForTPU.from_pretrained("demo", plan=path)
-    with pytest.raises(InvalidInputError, match="beside parallelism"):
+    with pytest.raises(InvalidInputError, match="combined with parallelism"):
         AutoModelForTPU.from_pretrained("demo", plan=path, parallelism="auto")
 
 
 @pytest.mark.parametrize(
     ("machine", "options", "error", "words"),
     [
-        ("v9:2x2", {}, InvalidInputError, "no chip 'v9'"),
+        ("v9:2x2", {}, InvalidInputError, "Unknown chip 'v9'"),
         ("v5e:9x9x9", {}, BackendNotAvailableError, "v5e:9x9x9"),
-        ("h100:many", {}, InvalidInputError, "no number of devices"),
-        ("v5e:2x4", {"batches": [0]}, InvalidInputError, "cannot be made"),
-        ("v5e:2x4", {"context": 64, "prompt": 64}, InvalidInputError, "cannot be made"),
+        ("h100:many", {}, InvalidInputError, "no valid device count"),
+        ("v5e:2x4", {"batches": [0]}, InvalidInputError, "cannot be planned"),
+        ("v5e:2x4", {"context": 64, "prompt": 64}, InvalidInputError, "cannot be planned"),
         ("v5e:2x4", {"mesh": {"tensor": 16}}, InvalidInputError, "needs 16 devices"),
     ],
 )

@@ -73,5 +73,5 @@ def test_the_wrong_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(name, *rest, **options)
 
     monkeypatch.setattr(builtins, "__import__", broken)
-    with pytest.raises(BackendNotAvailableError, match=r"does not load beside torch 2\.9\.0"):
+    with pytest.raises(BackendNotAvailableError, match=r"is not compatible with torch 2\.9\.0"):
         runtime.require()

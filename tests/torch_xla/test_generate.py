@@ -275,9 +275,9 @@ def test_what_this_backend_lacks_names_the_other(llama: tuple) -> None:
     for name in ("apply", "params", "compile", "map"):
         with pytest.raises(UnsupportedOptionError, match='backend="jax"'):
             getattr(model, name)
-    with pytest.raises(UnsupportedOptionError, match="has no quantization"):
+    with pytest.raises(UnsupportedOptionError, match="does not support quantization"):
         AutoModelForTPU.from_pretrained(folder, backend="torch_xla", quantization="int8")
-    with pytest.raises(UnsupportedOptionError, match="has no plan"):
+    with pytest.raises(UnsupportedOptionError, match="does not support plan"):
         AutoModelForTPU.from_pretrained(folder, backend="torch_xla", plan="plan.json")
     with pytest.raises(InvalidInputError, match="needs 2 devices; there are 1"):
         AutoModelForTPU.from_pretrained(folder, backend="torch_xla", parallelism={"tensor": 2})

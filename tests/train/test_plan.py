@@ -86,5 +86,5 @@ def test_the_command_makes_a_table(tmp_path, capsys):
 def test_shapes_that_cannot_be_are_refused():
     with pytest.raises(InvalidInputError, match="cannot be planned"):
         list(make_train_plans("small", SMALL, ["v5e:2x2"], rows=0))
-    with pytest.raises(InvalidInputError, match="cannot be spread"):
+    with pytest.raises(InvalidInputError, match="cannot be split"):
         list(make_train_plans("small", SMALL, ["v5e:2x4"], rows=1, compiles=False))

@@ -101,15 +101,15 @@ def test_data_sets_on_disk_are_read(write, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"learning_rates": 1}, "has the field 'learning_rates'"),
-        ({"lora": {"rank": 4}}, "has the field 'lora.rank'"),
+        ({"learning_rates": 1}, "has an unknown field 'learning_rates'"),
+        ({"lora": {"rank": 4}}, "has an unknown field 'lora.rank'"),
         ({"max_steps": "many"}, "max_steps: Input should be a valid integer"),
         ({"model": None}, "model: "),
-        ({"train_data": "/nowhere/rows.jsonl"}, "There are no data at"),
-        ({"quantization": "int8"}, "given without lora"),
+        ({"train_data": "/nowhere/rows.jsonl"}, "No data found at"),
+        ({"quantization": "int8"}, "set without lora"),
         ({"learning_rate": -1}, "too small"),
         ({"lora": {"r": 2, "target_modules": ["no_such"]}}, "matches no layer"),
-        ({"per_device_train_batch_size": 100}, "has 12 rows, and a step reads 100"),
+        ({"per_device_train_batch_size": 100}, "has 12 rows, but a step needs 100"),
         ({"trainable": ["*.nothing"]}, "matches no weight"),
     ],
 )
@@ -120,7 +120,11 @@ def test_what_is_wrong_is_said(fields, words, write, capsys):
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [("{", "line 13, is no JSON"), ("[1]", "line 13, is no object"), ('{"a": 1}', "Row 13 is of no form")],
+    [
+        ("{", "line 13, is not valid JSON"),
+        ("[1]", "line 13, is not an object"),
+        ('{"a": 1}', "Row 13 has an unknown format"),
+    ],
 )
 def test_a_bad_line_is_named(line, words, write, tmp_path, capsys):
     recipe = write()

@@ -71,7 +71,7 @@ def test_templates_that_mark_what_is_generated_say_it_themselves(tokenizer):
 def test_templates_that_rewrite_earlier_turns_are_refused(tokenizer):
     forgetful = copy.deepcopy(tokenizer)
     forgetful.chat_template = FORGETFUL
-    with pytest.raises(InvalidInputError, match="writes the first 2 messages otherwise"):
+    with pytest.raises(InvalidInputError, match="renders the first 2 messages differently"):
         conversation(MESSAGES, forgetful)
     ids, labels = conversation(MESSAGES[:2], forgetful)
     assert "A sequence." in learned(forgetful, ids, labels)
@@ -90,9 +90,9 @@ def test_prompts_and_completions_and_texts(tokenizer):
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"question": "a", "answer": "b"}, "Row 2 is of no form"),
-        ({"messages": MESSAGES[:1]}, "no turn of the assistant"),
-        ({"messages": [{"role": "wizard", "content": 1}, MESSAGES[1]]}, "conversation|refuses"),
+        ({"question": "a", "answer": "b"}, "Row 2 has an unknown format"),
+        ({"messages": MESSAGES[:1]}, "no assistant turn"),
+        ({"messages": [{"role": "wizard", "content": 1}, MESSAGES[1]]}, "conversation|rejected"),
     ],
 )
 def test_rows_of_no_known_form_are_named(row, words, tokenizer):
@@ -103,7 +103,7 @@ def test_rows_of_no_known_form_are_named(row, words, tokenizer):
 def test_what_cannot_be_learned_is_left_out_or_an_error(tokenizer):
     rows = [{"prompt": "one " * 100, "completion": " x"}, {"text": "Return a new list"}]
     assert len(tokenize_rows(rows, tokenizer, max_length=32)) == 1
-    with pytest.raises(InvalidInputError, match="No row has anything to learn"):
+    with pytest.raises(InvalidInputError, match="No row has labels"):
         tokenize_rows(rows[:1], tokenizer, max_length=32)
     without = copy.deepcopy(tokenizer)
     without.chat_template = None

@@ -204,7 +204,7 @@ def test_randomness_of_the_host_is_refused(config):
     made.architectures = ["Wav2Vec2ForCTC"]
     model = AutoModelForTPU.from_config(made)
     sound = np.zeros((1, 400), np.float32)
-    with pytest.raises(UnsupportedModelError, match="at random"):
+    with pytest.raises(UnsupportedModelError, match=r"LayerDrop|SpecAugment"):
         model.apply(model.params, input_values=sound, dropout_rng=jax.random.key(0))
     assert model.apply(model.params, input_values=sound).logits.shape[-1] == 12
 

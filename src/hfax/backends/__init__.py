@@ -1,1 +1,1 @@
-"""What runs a model: the protocol of backends, and those that hfax has."""
+"""Backends, which run models: the protocol and hfax's implementations."""

@@ -1,4 +1,4 @@
-"""What every backend's model is to its user beside what it computes with: its traits, its inputs' checks, and `generate`'s request.
+"""The part of a model shared by all backends: traits, input checks, and the request of `generate`.
 
 No backend is imported here.
 """
@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,23 +37,28 @@ _SAMPLING_EXTRAS = ("presence_penalty", "frequency_penalty")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """A checked call of `generate`: prompts, options, and forward's arguments that are not arrays."""
+    """A checked call of `generate`: prompts, options, and forward arguments that are not arrays."""
 
     prompts: requests.Prompts
     options: GenerationOptions
     static: dict[str, Any]
 
 
+def draw_seed() -> int:
+    """A seed from torch's generator, so that `transformers.set_seed` applies."""
+    return int(torch.randint(0, 1 << 32, (), dtype=torch.int64))
+
+
 class BaseModel:
-    """A transformers model on some backend.
+    """A transformers model on a backend.
 
     Attributes:
         config: transformers' configuration.
         generation_config: defaults of `generate`.
-        name_or_path: where the weights came from.
-        folder: the checkpoint's files on this machine; None for random weights.
-        task: the pipeline task it was loaded for, if one was given.
-        patches: names of hfax's patches that ran so far.
+        name_or_path: source of the weights.
+        folder: local folder of the checkpoint; None for random weights.
+        task: the pipeline task passed when loading, if any.
+        patches: names of hfax's patches used so far.
     """
 
     backend = ""
@@ -82,40 +87,40 @@ class BaseModel:
 
     @property
     def patches_used(self) -> frozenset[str]:
-        """Names of hfax's patches that ran when the model was traced in this process; empty before the first call."""
+        """Names of hfax's patches used when the model was traced in this process; empty before the first call."""
         return frozenset(self.patches)
 
     @property
     def device(self) -> torch.device:
-        """Where torch inputs and results are: the CPU, whatever runs the model. For transformers' pipelines."""
+        """The device of torch inputs and results: always the CPU. For transformers' pipelines."""
         return torch.device("cpu")
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the floating-point weights."""
+        """Dtype of the floating-point weights."""
         return self._skeleton.module.dtype
 
     def to(self, device: Any = None, dtype: Any = None) -> Self:
         """Cast the weights, in place.
 
         Args:
-            device: "cpu", which changes nothing (torch tensors go in and out there, and pipelines ask for it); or a dtype.
-            dtype: "float32", "bfloat16" or "float16", or torch's.
+            device: "cpu", which has no effect (torch inputs and outputs are on the CPU, and pipelines call it); or a dtype.
+            dtype: "float32", "bfloat16" or "float16", or a torch dtype.
 
         Returns:
             The model itself.
 
         Raises:
-            UnsupportedOptionError: another device: weights are placed when the model is loaded; or the model cannot be cast.
-            InvalidInputError: another dtype.
+            UnsupportedOptionError: the device is not "cpu" (weights are placed at loading), or the model cannot be cast.
+            InvalidInputError: the dtype is not supported.
         """
         if isinstance(device, torch.dtype) or device in FLOAT_DTYPES:
             device, dtype = None, device
         if device is not None and str(device).split(":")[0] != "cpu":
             raise UnsupportedOptionError(
-                f"A model of hfax cannot be moved to {device}.",
-                "Its weights are where they were loaded to; torch tensors go in and out on the CPU.",
-                "Leave device out; JAX_PLATFORMS or PJRT_DEVICE chooses the platform before the model is loaded.",
+                f"An hfax model cannot be moved to {device}.",
+                "Its weights stay on the device they were loaded to; torch inputs and outputs are on the CPU.",
+                "Remove device; set JAX_PLATFORMS or PJRT_DEVICE before loading the model to select the platform.",
             )
         if dtype is not None and (wanted := resolve_dtype(dtype, self.config, None)) != self._skeleton.dtype:
             self._cast(wanted)
@@ -135,8 +140,8 @@ class BaseModel:
 
     def _cast(self, dtype: torch.dtype) -> None:
         raise UnsupportedOptionError(
-            f"The backend {self.backend} does not cast a model that is loaded.",
-            "Its weights are on the device.",
+            f"The backend {self.backend} cannot cast a loaded model.",
+            "Its weights are already on the device.",
             f'Load it with dtype="{str(dtype).removeprefix("torch.")}".',
         )
 
@@ -149,13 +154,13 @@ class BaseModel:
         """The score of each generated token, as `transformers.GenerationMixin.compute_transition_scores` computes it.
 
         Args:
-            sequences: [batch, length] ids, of `generate(..., return_dict_in_generate=True, output_scores=True)`.
-            scores: of the same result: for each step [batch, vocab].
-            beam_indices: as of transformers.
+            sequences: [batch, length] ids, from `generate(..., return_dict_in_generate=True, output_scores=True)`.
+            scores: [batch, vocab] per step, from the same output.
+            beam_indices: as in transformers.
             normalize_logits: apply the log-softmax first.
 
         Returns:
-            [batch, steps] float32 torch.
+            [batch, steps] float32 torch tensor.
         """
         given = torch.from_numpy(self._host_array("sequences", sequences)).long()
         steps = tuple(torch.from_numpy(np.array(self._host_array("scores", step))) for step in scores)
@@ -172,22 +177,22 @@ class BaseModel:
         create_pr: bool = False,
         **options: Any,
     ) -> str:
-        """Upload what `save_pretrained` writes to the Hugging Face Hub.
+        """Save the model with `save_pretrained` and upload it to the Hugging Face Hub.
 
         Args:
-            repo_id: "owner/name"; made if it is not there.
-            commit_message: of the commit.
-            private: visibility of a repository that is made; None: the account's default.
-            token: of the Hub; None uses the one of `hf auth login`.
-            revision: branch; None: the main one.
+            repo_id: "owner/name"; created if it does not exist.
+            commit_message: commit message.
+            private: visibility of a newly created repository; None: the account's default.
+            token: Hub token; None uses the one from `hf auth login`.
+            revision: branch; None: the main branch.
             create_pr: open a pull request instead of committing to the branch.
-            **options: of `save_pretrained`.
+            **options: options of `save_pretrained`.
 
         Returns:
-            The address of the commit.
+            The URL of the commit.
 
         Raises:
-            CheckpointAccessError: the token may not write there, or the Hub cannot be reached.
+            CheckpointAccessError: the token has no write access, or the Hub cannot be reached.
         """
         from hfax.load.hub import upload_folder
 
@@ -204,22 +209,22 @@ class BaseModel:
             )
 
     def eval(self) -> BaseModel:
-        """The model itself: it is always in evaluation mode."""
+        """Return the model; it is always in evaluation mode."""
         return self
 
     @property
     def module(self) -> torch.nn.Module:
-        """transformers' module, without weights: its structure and code."""
+        """The transformers module without weights: its structure and code."""
         return self._skeleton.module
 
     @property
     def vocabulary_size(self) -> int | None:
-        """Rows of the embedding table; None where there is no one table."""
+        """Rows of the embedding table; None if there is no single table."""
         return self._vocab_size()
 
     @property
     def context_length(self) -> int | None:
-        """The most positions that the text part has; None where they are not bound."""
+        """Maximum positions of the text model; None if unbounded."""
         return self._context()
 
     def can_generate(self) -> bool:
@@ -233,12 +238,12 @@ class BaseModel:
 
     @property
     def input_modalities(self) -> Any:
-        """What transformers says that the class reads ("text", "image", …)."""
+        """Input modalities of the class according to transformers ("text", "image", …)."""
         return self._skeleton.module.input_modalities
 
     @property
     def output_modalities(self) -> Any:
-        """What transformers says that the class writes."""
+        """Output modalities of the class according to transformers."""
         return self._skeleton.module.output_modalities
 
     def _request(
@@ -247,10 +252,10 @@ class BaseModel:
         generation_config: GenerationConfig | None,
         options: dict[str, Any],
         seed: int | None,
-        timestamps: Mapping[str, int] | None,
-        assistant_model: BaseModel | None,
+        timestamps: Mapping[str, int] | None = None,
+        draw_seed: Callable[[], int] = draw_seed,
     ) -> tuple[Request, bool]:
-        """A call of `generate`, checked; and whether its tensors are torch's."""
+        """The checked call of `generate`, and whether its inputs are torch tensors."""
         given = options.pop("input_ids", None)
         prompt = given if inputs is None else inputs
         keep_log_probs = bool(options.pop("output_log_probs", False))
@@ -260,10 +265,10 @@ class BaseModel:
         known = set(inspect.signature(self._skeleton.module.forward).parameters)
         mask = model_inputs.get("attention_mask")
         if mask is not None and "attention_mask" not in known and np.asarray(mask).all():
-            del model_inputs["attention_mask"]  # every tokenizer returns one; without padding it says nothing
+            del model_inputs["attention_mask"]  # every tokenizer returns one; without padding it has no effect
         requests.reject_unknown(model_inputs, known)
         requests.reject_not_taken(model_inputs)
-        model_inputs.pop("labels", None)  # as transformers' own generate does: they are for a loss
+        model_inputs.pop("labels", None)  # as in transformers' generate: they are for a loss
         to_torch = has_torch([prompt, model_inputs])
         arrays = {n: self._host_array(n, v) for n, v in model_inputs.items() if is_array(v) or isinstance(v, list)}
         static = {n: v for n, v in model_inputs.items() if n not in arrays and v is not None}
@@ -274,63 +279,49 @@ class BaseModel:
         options_resolved = GenerationOptions(
             config=config,
             max_new_tokens=requests.resolve_max_new_tokens(config, prompts.longest, self._context()),
-            seed=int(seed) if seed is not None else self._agreed(_draw_seed()) if config.do_sample else 0,
+            seed=int(seed) if seed is not None else draw_seed() if config.do_sample else 0,
             eos_token_ids=eos_ids,
             pad_token_id=config.pad_token_id if config.pad_token_id is not None else (eos_ids or (0,))[0],
             keep=(*keep, *(("log_probs",) if keep_log_probs else ())),
             extra_sampling=extras,
-            speculation=self._speculation(config, prompts, assistant_model),
-            draft=self._draft(assistant_model),
         )
         return Request(prompts=prompts, options=options_resolved, static=static), to_torch
-
-    def _agreed(self, value: Any) -> Any:
-        """The value of all processes that share the model."""
-        return value
 
     @functools.cached_property
     def _known_arguments(self) -> tuple[frozenset[str], tuple[str, ...]]:
         return known_arguments(self._skeleton.module)
 
     def _reject_unknown(self, inputs: Mapping[str, Any]) -> None:
-        """Raise for names that forward would pass over."""
+        """Raise for names that forward would ignore."""
         reject_unknown(type(self._skeleton.module).__name__, inputs, self._known_arguments)
 
     def _by_name(self, args: tuple[Any, ...], inputs: dict[str, Any]) -> dict[str, Any]:
-        """Forward's arguments by name.
+        """Forward arguments by name.
 
         Raises:
-            InvalidInputError: one was given twice, there are too many, or forward makes no use of one.
+            InvalidInputError: an argument is passed twice, there are too many, or forward does not use one.
         """
         self._reject_unknown(inputs)
         names = list(inspect.signature(self._skeleton.module.forward).parameters)
         twice = sorted(set(names[: len(args)]) & set(inputs))
         if twice or len(args) > len(names):
             raise InvalidInputError(
-                f"{len(args)} inputs were given by position; given by name as well: {', '.join(twice) or 'none'}.",
-                f"Each input has one place, and the model takes {len(names)}.",
+                f"{len(args)} inputs were passed by position; also passed by name: {', '.join(twice) or 'none'}.",
+                f"Each input can be passed once, and the model takes {len(names)}.",
                 f"Pass inputs by name: {', '.join(names)}.",
             )
         return {**dict(zip(names, args, strict=False)), **inputs}
 
-    def _speculation(self, config: GenerationConfig, prompts: requests.Prompts, assistant_model: Any) -> Any:
-        """How draft tokens are made; None: there are none."""
-        return None
-
-    def _draft(self, assistant_model: Any) -> Any:
-        """The draft model, if there is one."""
-        return None
-
     def read_prompt(self, prompt: Any, inputs: Mapping[str, Any], buckets: Buckets) -> requests.Prompts:
-        """A prompt as programs take it.
+        """A prompt in the form that programs take.
 
         Args:
-            prompt: [1, length] token ids; of encoder-decoders, what the encoder reads.
-            inputs: the model's further inputs, by name.
-            buckets: how its length is rounded up.
+            prompt: [1, length] token ids; for encoder-decoders, the encoder input.
+            inputs: further model inputs, by name.
+            buckets: how the length is rounded up.
 
         Raises:
-            InvalidInputError: ids outside of the vocabulary, inputs that do not fit each other.
+            InvalidInputError: ids are outside the vocabulary, or inputs do not match each other.
         """
         arrays = {name: self._host_array(name, value) for name, value in inputs.items()}
         arrays = registry.prepare_inputs(self._skeleton.module, arrays, self.patches, self.backend)
@@ -338,7 +329,7 @@ class BaseModel:
         return self._prompts(prompt, arrays, config, buckets)
 
     def example_prompt(self, rows: int, length: int) -> np.ndarray:
-        """Ids that are no padding."""
+        """[rows, length] ids that are not padding."""
         return np.full((rows, length), int(self.generation_config.pad_token_id == 0), np.int32)
 
     def _prompts(
@@ -352,7 +343,7 @@ class BaseModel:
             if main not in encoder:
                 raise InvalidInputError(
                     f"generate() got no {main}.",
-                    f"{type(self._skeleton.module).__name__} is an encoder-decoder: it writes from its encoder's input.",
+                    f"{type(self._skeleton.module).__name__} is an encoder-decoder: it generates from its encoder input.",
                     f"Pass {main}=… (the tokenizer's or processor's output).",
                 )
             if decoder is None:
@@ -371,8 +362,8 @@ class BaseModel:
             if config.bos_token_id is None:
                 raise InvalidInputError(
                     "generate() got no prompt.",
-                    "The model has no bos token to start from.",
-                    "Pass input_ids=…, [batch, length].",
+                    "The model has no BOS token to start from.",
+                    "Pass input_ids=… of shape [batch, length].",
                 )
             prompt = np.full((1, 1), config.bos_token_id)
         ids = self._host_array("input_ids", prompt)
@@ -406,7 +397,7 @@ class BaseModel:
         return np.full((rows, 1), start, np.int32)
 
     def _from_decoder_start(self, config: GenerationConfig, decoder: np.ndarray) -> np.ndarray:
-        """The given ids of the decoder, behind its start token unless a row begins with it; Whisper and Donut begin otherwise."""
+        """The decoder ids, preceded by the start token unless a row begins with it; Whisper and Donut have their own start."""
         start: Any = config.bos_token_id if config.decoder_start_token_id is None else config.decoder_start_token_id
         names = (type(self._skeleton.module).__name__, getattr(getattr(self.config, "encoder", None), "model_type", ""))
         if self.config.model_type == "whisper" or any("donut" in n.lower() for n in names) or start is None:
@@ -415,8 +406,8 @@ class BaseModel:
         starts = np.broadcast_to(np.reshape(start, (-1, 1)), (len(decoder), 1)).astype(decoder.dtype)
         return np.concatenate([starts, decoder], axis=1) if (decoder[:, :1] != starts).all() else decoder
 
-    def _as_input(self, name: str, value: Any) -> Any:
-        """A forward argument with its arrays on the host (jax arrays stay), lists of numbers made arrays."""
+    def as_input(self, name: str, value: Any) -> Any:
+        """A forward argument with its arrays on the host (jax arrays stay), and lists of numbers as arrays."""
         if isinstance(value, list) and value and _is_numeric(value):
             value = self._host_array(name, value)
         arrays, structure = flatten(value, is_array)
@@ -438,7 +429,7 @@ class BaseModel:
             ) from error
 
     def _vocab_size(self) -> int | None:
-        """Ids must be below the rows of the embedding table; XLA would clamp others in silence."""
+        """Rows of the embedding table, the exclusive bound of ids; XLA would silently clamp larger ids."""
         try:
             return getattr(self._skeleton.module.get_input_embeddings(), "num_embeddings", None)
         except (NotImplementedError, AttributeError):
@@ -451,12 +442,12 @@ class BaseModel:
             raise UnsupportedOptionError(
                 f"{type(self._skeleton.module).__name__} cannot generate.",
                 "It has no language-modelling head.",
-                'Load it with task="text-generation" if the checkpoint has one.',
+                'Pass task="text-generation" when loading if the checkpoint has one.',
             )
         return int(size)
 
     def _context(self) -> int | None:
-        """The most positions the text part of the model has; None where positions are not bound (T5, Mamba)."""
+        """Maximum positions of the text model; None if unbounded (T5, Mamba)."""
         config: Any = self.config.get_text_config(decoder=True)
         names = ["max_position_embeddings"]
         if self._traits.is_encoder_decoder:
@@ -470,9 +461,5 @@ def _is_numeric(value: list[Any]) -> bool:
 
 
 def as_ids_tuple(value: int | list[int] | None) -> tuple[int, ...]:
-    """Token ids of an option that may be one, several or None."""
+    """Token ids of an option given as one id, a list or None."""
     return () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
-
-
-def _draw_seed() -> int:
-    return int(torch.randint(0, 1 << 32, (), dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""The backends that there are, hfax's own and other packages', and the choice among them."""
+"""The available backends, hfax's own and third-party ones, and backend selection."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ logger = logging.getLogger(__name__)
 
 ENTRY_POINT = "hfax.backends"
 _BUILT_IN = {"jax": "hfax.backends.jax.backend:BACKEND", "torch_xla": "hfax.backends.torch_xla.backend:BACKEND"}
-"""In the order in which "auto" takes them."""
+"""In the order that "auto" tries them."""
 
 
 def names() -> list[str]:
-    """Of all backends, those of other packages last."""
+    """Names of all backends, third-party ones last."""
     others = [entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINT)]
     return [*_BUILT_IN, *(name for name in others if name not in _BUILT_IN)]
 
 
 def choose_backend(name: str) -> Backend:
-    """The backend of that name; for "auto" the first that works here, which is logged.
+    """The backend with this name; for "auto" the first available one, which is logged.
 
     Raises:
-        InvalidInputError: there is none of that name.
-        BackendNotAvailableError: it cannot be used here; it says why.
+        InvalidInputError: there is no backend with this name.
+        BackendNotAvailableError: the backend is not available; the message says why.
     """
     if name == "auto":
         problems = []
@@ -39,7 +39,7 @@ def choose_backend(name: str) -> Backend:
                 return backend
             problems.append(f"{candidate}: {problem.what}")
         raise BackendNotAvailableError(
-            "No backend works here.",
+            "No backend is available.",
             " ".join(problems),
             "Install one of the extras: pip install 'hfax[tpu]', 'hfax[cuda]', 'hfax[cpu]' or 'hfax[torch-xla]'.",
         )
@@ -50,13 +50,13 @@ def choose_backend(name: str) -> Backend:
 
 
 def require_capabilities(backend: Backend, options: LoadOptions) -> None:
-    """Raise `UnsupportedOptionError` for loading options that the backend does not have."""
+    """Raise `UnsupportedOptionError` for loading options that the backend does not support."""
     for option in ("quantization", "parallelism", "plan"):
         if getattr(options, option) is not None and option not in backend.capabilities:
             raise UnsupportedOptionError(
-                f"The backend {backend.name} has no {option}.",
-                "It loads models as they are, onto one device.",
-                f'Leave {option} out, or use backend="jax".',
+                f"The backend {backend.name} does not support {option}.",
+                "It loads models unchanged onto one device.",
+                f'Remove {option}, or use backend="jax".',
             )
 
 
@@ -69,13 +69,13 @@ def _find(name: str) -> Backend:
             raise BackendNotAvailableError(
                 f"The backend {name} could not be imported.",
                 str(error),
-                f"Install what it needs: pip install 'hfax[{'cpu' if name == 'jax' else name.replace('_', '-')}]'.",
+                f"Install its dependencies: pip install 'hfax[{'cpu' if name == 'jax' else name.replace('_', '-')}]'.",
             ) from error
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT):
         if entry.name == name:
             return entry.load()
     raise InvalidInputError(
         f"There is no backend {name!r}.",
-        f"There are {', '.join(names())}.",
+        f"Available: {', '.join(names())}.",
         'Use backend="jax", "torch_xla" or "auto".',
     )

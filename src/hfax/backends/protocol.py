@@ -1,11 +1,11 @@
-"""What a backend is: the protocol that one must speak.
+"""The protocol that a backend implements.
 
-A third one is a module with an object that has these methods, and an entry point of the group `hfax.backends`:
+A third-party backend is an object with these methods and an entry point in the group `hfax.backends`:
 
     [project.entry-points."hfax.backends"]
     torch_tpu = "my_package:BACKEND"
 
-Its models should be `hfax.backends.base_model.BaseModel`s, which checks inputs and resolves generation options for every backend.
+Its models should subclass `hfax.backends.base_model.BaseModel`, which checks inputs and resolves generation options.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """The arguments of `AutoModelForTPU.from_pretrained` that a backend sees; see there."""
+    """The arguments of `AutoModelForTPU.from_pretrained` that are passed to a backend."""
 
     task: str | None = None
     dtype: Any = "auto"
@@ -36,27 +36,27 @@ class LoadOptions:
     plan: str | Path | None = None
 
     def changed(self, **values: Any) -> LoadOptions:
-        """The same with other values."""
+        """A copy with the given values replaced."""
         return dataclasses.replace(self, **values)
 
 
 class Model(Protocol):
-    """What every backend's model can do. `hfax.backends.base_model.BaseModel` has all of it but the first four."""
+    """The model interface of every backend. `hfax.backends.base_model.BaseModel` implements all but the first four members."""
 
     config: Any
     generation_config: Any
     backend: str
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
-        """One forward pass."""
+        """Run one forward pass."""
         ...
 
     def generate(self, inputs: Any = None, **options: Any) -> Any:
-        """Tokens after each prompt, with the names and defaults of transformers."""
+        """Generate tokens after each prompt, with transformers' names and defaults."""
         ...
 
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
-        """Write what plain transformers reads."""
+        """Save in the format of plain transformers."""
         ...
 
     def can_generate(self) -> bool:
@@ -65,28 +65,28 @@ class Model(Protocol):
 
 
 class Backend(Protocol):
-    """Loads models and says what it can do.
+    """Loads models and declares its capabilities.
 
     Attributes:
-        name: as users write it.
-        capabilities: of "apply", "quantization", "parallelism", "plan", "processes", "export" and "speculation", those that it has.
+        name: the name that users pass.
+        capabilities: the supported ones of "apply", "quantization", "parallelism", "plan", "processes", "export", "speculation".
     """
 
     name: str
     capabilities: frozenset[str]
 
     def problem(self) -> BackendNotAvailableError | None:
-        """Why it cannot be used here; None if it can. Imports what it needs."""
+        """Why the backend is not available; None if it is. Imports its dependencies."""
         ...
 
     def devices(self) -> list[str]:
-        """Each device in words."""
+        """A description of each device."""
         ...
 
     def load(self, source: CheckpointSource, options: LoadOptions) -> Any:
-        """A `Model` with the weights of a checkpoint, on the device or split over several."""
+        """A `Model` with the weights of a checkpoint, on one device or sharded over several."""
         ...
 
     def from_config(self, config: PretrainedConfig, options: LoadOptions, seed: int) -> Any:
-        """A `Model` with the random weights that transformers draws after `torch.manual_seed(seed)`."""
+        """A `Model` with the same random weights as transformers after `torch.manual_seed(seed)`."""
         ...

@@ -1,5 +1,5 @@
-"""`hfax bench`: how fast a model loads, compiles and writes here, beside the machine's limits and what else a user could run.
+"""`hfax bench`: benchmarks loading, compilation and generation against the machine's limits and other implementations.
 
-Every subject (hfax in some form, or a peer) lives in a process of its own, and the subjects take turns, measurement by measurement,
-so that a machine whose speed changes from minute to minute changes for all of them.
+Every subject (an hfax configuration, or a peer) runs in its own process. Measurements are interleaved between subjects, so changes
+in machine speed affect all of them.
 """

@@ -1,4 +1,4 @@
-"""matplotlib, where it is installed, drawing into files."""
+"""File-only plotting with matplotlib, an optional dependency."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hfax.errors import UnsupportedOptionError
 
 
 def pyplot() -> Any:
-    """matplotlib's pyplot, which opens no window.
+    """Return matplotlib's pyplot with a non-interactive backend.
 
     Raises:
         UnsupportedOptionError: matplotlib is not installed.
@@ -20,6 +20,6 @@ def pyplot() -> Any:
         import matplotlib.pyplot as plt
     except ImportError as error:
         raise UnsupportedOptionError(
-            "The plot needs matplotlib.", str(error), "pip install 'hfax[bench]', or leave --plot out."
+            "--plot requires matplotlib.", str(error), "Run pip install 'hfax[bench]', or omit --plot."
         ) from error
     return plt

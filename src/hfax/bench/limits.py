@@ -1,4 +1,4 @@
-"""What a machine can do at best, measured: reading memory and multiplying matrices, by XLA on the device itself."""
+"""Measured machine limits: memory read bandwidth and matmul throughput, through XLA on the device."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _LONG_S = 0.6
 
 
 def read_bandwidth(device: jax.Device) -> float:
-    """Bytes a second that the device reads from its memory: by a sum, and on CPU by the better of that and a product with a vector.
+    """Memory read bandwidth in bytes per second, from a sum; on CPU, the better of a sum and a matrix-vector product.
 
-    The median over half a second, not the best: a program that runs for a second has the machine's ups and downs, too.
+    The median over half a second, not the best: longer programs see the same fluctuations.
     """
     num_bytes = 1 << 30 if device.platform == "cpu" else 1 << 31
     array = jax.device_put(jnp.ones((num_bytes // 4096, 1024), jnp.float32), device)
@@ -29,7 +29,7 @@ def read_bandwidth(device: jax.Device) -> float:
 
 
 def matrix_operations(device: jax.Device, dtype: str) -> float:
-    """Multiplications and additions a second of a large square matrix product, float32 accumulation."""
+    """FLOP/s of a large square matmul with float32 accumulation."""
     size = 2048 if device.platform == "cpu" else 8192
     a = jax.device_put(jnp.ones((size, size), jnp.dtype(dtype)), device)
     product = jax.jit(lambda a: jax.lax.dot_general(a, a, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32))

@@ -1,4 +1,4 @@
-"""hfax as a subject: its two programs, driven as `generate` drives them."""
+"""hfax as a benchmark subject: its prefill and decode programs, run as in `generate`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hfax.bench.spec import Case, SubjectSpec, random_prompt
 
 
 def load(spec: SubjectSpec) -> JaxModel:
-    """The model, with random weights where a config.json was named."""
+    """Load the model, with random weights for a config.json."""
     if spec.model.endswith(".json"):
         from transformers import AutoConfig
 
@@ -37,42 +37,39 @@ class HfaxSubject:
         self._cache_bytes_per_token: float | None = None
 
     def prepare(self, case: Case) -> Callable[[], tuple[float, list[int]]]:
-        """See `Subject`."""
+        """Implements `Subject`."""
         vocab_size = self.model.config.get_text_config().vocab_size
         prompt = random_prompt(case.batch_size, case.context, vocab_size, repeats=case.repeats)
         if case.kind == "prefill":
             return self._prefill(prompt)
-        # room for the timed tokens and those before them; a capacity is asked for by asking for many tokens
+        # room for warm-up and timed tokens; max_new_tokens sets the cache capacity
         most = max(case.capacity - prompt.shape[1] - case.draft_tokens - 1, case.tokens + 2)
         options: dict[str, Any] = {"max_new_tokens": most, "do_sample": False}
         if case.draft_tokens:
             options["prompt_lookup_num_tokens"] = case.draft_tokens
-        request, _ = self.model._request(prompt, None, options, 0, None, None)
-        loop, inputs = self.model._open(request)
+        loop, inputs, prompts = self.model.open_loop(prompt, **options)
         first = jax.block_until_ready(loop.advance(loop.start(inputs), 2))
         before = int(first["step"])
         self._note_cache(first)
 
         def run() -> tuple[float, list[int]]:
-            state = jax.block_until_ready(jax.tree.map(jnp.copy, first))  # a program takes its state's memory over
+            state = jax.block_until_ready(jax.tree.map(jnp.copy, first))  # the program donates its state
             start = time.perf_counter()
             state = jax.block_until_ready(loop.advance(state, before + case.tokens))
             seconds = time.perf_counter() - start
-            at = request.prompts.padded_length
+            at = prompts.padded_length
             steps = int(state["step"])
             tokens = np.array(state["tokens"])[0, at : at + before + case.tokens].tolist()
-            # a round of drafts may give more tokens than were asked for only up to the limit
+            # a speculative round can overshoot the requested tokens, up to the limit
             return seconds * case.tokens / (steps - before), tokens
 
         run()
         return run
 
     def _prefill(self, prompt: np.ndarray) -> Callable[[], tuple[float, list[int]]]:
-        request, _ = self.model._request(prompt, None, {"max_new_tokens": 1, "do_sample": False}, 0, None, None)
-
         def run() -> tuple[float, list[int]]:
             start = time.perf_counter()
-            loop, inputs = self.model._open(request)
+            loop, inputs, _ = self.model.open_loop(prompt, max_new_tokens=1, do_sample=False)
             state = jax.block_until_ready(loop.start(inputs))
             seconds = time.perf_counter() - start
             return seconds, np.array(state["tokens"])[0, prompt.shape[1] : prompt.shape[1] + 1].tolist()
@@ -86,7 +83,7 @@ class HfaxSubject:
         self._cache_bytes_per_token = sum(a.nbytes for a in arrays) / (batch * capacity)
 
     def facts(self) -> dict[str, Any]:
-        """See `Subject`."""
+        """Implements `Subject`."""
         device = self.model.jax_device
         stats = device.memory_stats() or {} if device.platform != "cpu" else {}
         return {
@@ -101,18 +98,18 @@ class HfaxSubject:
         }
 
     def _weight_bytes_a_step(self) -> int | None:
-        """Bytes of the weights that every step reads: all but embedding tables that are not the head; None with experts."""
-        module = self.model._skeleton.module
+        """Weight bytes read per step: all except untied embedding tables; None for mixture-of-experts models."""
+        module = self.model.skeleton.module
         if any(p.ndim > 2 for p in self.model.params.values()):
             return None
         tables = {
             f"{path}.weight" for path, part in module.named_modules() if isinstance(part, torch.nn.Embedding)
-        } - set(self.model._tied.values())
+        } - set(self.model.parts.tied.values())
         return sum(p.nbytes for n, p in self.model.params.items() if n not in tables)
 
     def _product_parameters(self) -> int:
-        """Parameters of the linear layers without the head, which multiply every token of a prompt."""
-        module = self.model._skeleton.module
+        """Parameters of the linear layers without the LM head, used for every prompt token."""
+        module = self.model.skeleton.module
         head = module.get_output_embeddings()
         parts = (p for p in module.modules() if isinstance(p, torch.nn.Linear) and p is not head)
         return sum(p.in_features * p.out_features for p in parts)

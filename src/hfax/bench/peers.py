@@ -1,7 +1,6 @@
-"""What else a user could run: transformers in two forms, and the plain recipe with torchax.
+"""Peers to compare with: transformers in two modes, and the plain torchax recipe.
 
-Each takes the time of a call that writes all tokens less that of one that writes the first token only, so that a step is what the
-user's call pays for it.
+Decode time is the time of a full generate call minus that of a short one, so it includes the per-step overhead of a user's call.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import transformers
 from hfax.bench.spec import Case, SubjectKind, SubjectSpec, random_prompt
 
 _ENOUGH_S, _MOST_PAIRS = 1.0, 9
-"""A difference is of medians over so many seconds of calls, and no more than so many pairs of them."""
+"""Medians are taken over calls of at least this many seconds in total, and at most this many pairs of calls."""
 Run = Callable[[], tuple[float, list[int]]]
 
 
@@ -28,7 +27,7 @@ def _load(spec: SubjectSpec) -> Any:
         config = transformers.AutoConfig.from_pretrained(Path(spec.model))
         dtype = config.dtype or torch.float32 if spec.dtype == "auto" else getattr(torch, spec.dtype)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # the weights that hfax draws
+            torch.manual_seed(0)  # the same random weights as in hfax
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     else:
         model = transformers.AutoModelForCausalLM.from_pretrained(spec.model, dtype=spec.dtype)
@@ -40,14 +39,14 @@ def _load(spec: SubjectSpec) -> Any:
 
 
 class _Peer:
-    """Common: the model, its sizes, and measuring by difference."""
+    """Shared by all peers: the model, its sizes, and timing by difference."""
 
     def __init__(self, spec: SubjectSpec) -> None:
         self.spec = spec
         self.model = _load(spec)
 
     def facts(self) -> dict[str, Any]:
-        """See `Subject`."""
+        """Implements `Subject`."""
         return {"weight_bytes": sum(p.numel() * p.element_size() for p in self.model.parameters())}
 
     def _prompt(self, case: Case) -> torch.Tensor:
@@ -56,11 +55,11 @@ class _Peer:
         return torch.from_numpy(ids).to(self.model.device)
 
     def generate(self, case: Case, ids: torch.Tensor) -> Callable[[int], list[int]]:
-        """What writes that many tokens after the prompts; gives those of the first."""
+        """Return a function that generates a number of tokens and returns the first sequence's."""
         raise NotImplementedError
 
     def prepare(self, case: Case) -> Run:
-        """See `Subject`."""
+        """Implements `Subject`."""
         generate = self.generate(case, self._prompt(case))
 
         def timed(tokens: int) -> tuple[float, list[int]]:
@@ -80,7 +79,7 @@ class _Peer:
                 whole.append(seconds)
             difference = statistics.median(whole) - statistics.median(short)
             if difference <= 0:
-                raise RuntimeError("all tokens took no longer than the first: there is too much noise to measure")
+                raise RuntimeError("all tokens took no longer than the first two: too much noise to measure")
             return difference, written
 
         generate(4)
@@ -94,10 +93,10 @@ def _synchronize() -> None:
 
 
 class Eager(_Peer):
-    """transformers as it comes."""
+    """transformers in eager mode."""
 
     def generate(self, case: Case, ids: torch.Tensor, **options: Any) -> Callable[[int], list[int]]:
-        """See `_Peer`."""
+        """Implements `_Peer`."""
         mask = torch.ones_like(ids)
         if case.draft_tokens:
             options["prompt_lookup_num_tokens"] = case.draft_tokens
@@ -110,12 +109,12 @@ class Eager(_Peer):
 
 
 class Static(Eager):
-    """transformers with its static cache, whose decoding steps it compiles with torch.compile."""
+    """transformers with its static cache and decoding steps compiled by torch.compile."""
 
     def generate(self, case: Case, ids: torch.Tensor, **options: Any) -> Callable[[int], list[int]]:
-        """See `_Peer`."""
-        # transformers compiles by itself on accelerators only, unless told that all devices count. max_cache_len keeps one shape
-        # of the cache for calls of any length.
+        """Implements `_Peer`."""
+        # transformers compiles only on accelerators by default; _compile_all_devices overrides this. max_cache_len keeps the cache
+        # shape fixed for calls of any length.
         compile_config: Any = transformers.CompileConfig(mode="default", backend=self.spec.torch_backend)
         compile_config._compile_all_devices = True
         return super().generate(
@@ -129,7 +128,7 @@ class Static(Eager):
 
 
 class Recipe(_Peer):
-    """torchax's extract_jax, transformers' StaticCache as a pytree, one jitted step a token, weights as arguments."""
+    """torchax's extract_jax, transformers' StaticCache as a pytree, one jitted step per token, weights as arguments."""
 
     def __init__(self, spec: SubjectSpec) -> None:
         import torchax
@@ -139,7 +138,7 @@ class Recipe(_Peer):
         self._weights, self._call = torchax.extract_jax(self.model)
 
     def generate(self, case: Case, ids: torch.Tensor) -> Callable[[int], list[int]]:
-        """See `_Peer`."""
+        """Implements `_Peer`."""
         import jax
         import jax.numpy as jnp
 
@@ -175,9 +174,9 @@ _patterns: dict[str, Any] = {}
 
 
 def _register_static_cache(config: Any, capacity: int) -> Callable[[list[Any]], transformers.StaticCache]:
-    """Register it with JAX, for jit, and with torch's pytrees, for extract_jax; returns what makes one of its leaves.
+    """Register StaticCache as a pytree with JAX (for jit) and torch (for extract_jax); returns its unflatten function.
 
-    The leaves of a layer are keys, values and the length so far: as a leaf, it is traced and no step traces again.
+    A layer's leaves are its keys, values and current length; as a leaf, the length is traced, so steps do not retrace.
     """
     import jax
     from torch.utils import _pytree as torch_pytree

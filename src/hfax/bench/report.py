@@ -1,4 +1,4 @@
-"""The figures of a run as a table and as a plot. Knows the report's fields and nothing of how they came about."""
+"""Benchmark results as tables and as a plot. Depends only on the report's fields."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hfax.bench.drawing import pyplot
 
 
 def tables(report: dict[str, Any]) -> list[Table]:
-    """One table of what was measured, one of loading and compiling."""
+    """A table of measurements, and a table of loading and compilation."""
     speed = Table(title=_title(report), title_justify="left")
     for column in ("what", "case"):
         speed.add_column(column)
-    for column in ("tokens/s", "ms a step", "spread", "of bandwidth", "of operations", "first is x faster"):
+    for column in ("tokens/s", "ms/step", "spread", "of bandwidth", "of FLOP/s", "x slower than first"):
         speed.add_column(column, justify="right")
     start = Table(title=_start_title(report), title_justify="left")
     start.add_column("what")
@@ -43,7 +43,7 @@ def tables(report: dict[str, Any]) -> list[Table]:
 
 
 def failures(report: dict[str, Any]) -> list[str]:
-    """A line for everything that has no figure."""
+    """One line per failed subject or case."""
     lines = []
     for name, entry in report["subjects"].items():
         if "failure" in entry:
@@ -63,7 +63,7 @@ def _title(report: dict[str, Any]) -> str:
 
 def _start_title(report: dict[str, Any]) -> str:
     warm = report.get("warm_start_seconds")
-    return "" if warm is None else f"A second process: {warm:.1f} s from its start to the first token"
+    return "" if warm is None else f"Warm start (second process): {warm:.1f} s to the first token"
 
 
 def _cells(case: dict[str, Any]) -> list[str]:
@@ -83,7 +83,7 @@ def _cells(case: dict[str, Any]) -> list[str]:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """A PNG: tokens a second against the batch, and time a step against the context.
+    """Write a PNG: tokens/s over batch size, and time per step over context length.
 
     Raises:
         UnsupportedOptionError: matplotlib is not installed.
@@ -97,8 +97,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
         _line(left, name, {c["batch_size"]: c["tokens_per_second"] for c in cases if c["context"] == _least(cases)})
         ones = {c["context"]: 1e3 * c["median_seconds"] / c["tokens"] for c in cases if c["batch_size"] == 1}
         _line(right, name, ones)
-    left.set(xlabel="sequences side by side", ylabel="tokens a second", title="Throughput", ylim=(0, None))
-    right.set(xlabel="tokens in the context", ylabel="milliseconds a step", title="Batch 1", ylim=(0, None))
+    left.set(xlabel="batch size", ylabel="tokens/s", title="Throughput", ylim=(0, None))
+    right.set(xlabel="context length, tokens", ylabel="ms/step", title="Batch size 1", ylim=(0, None))
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend()

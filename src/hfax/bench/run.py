@@ -1,6 +1,6 @@
-"""The measurement as a whole: starts the subjects' processes, lets them take turns, and puts their figures together.
+"""Runs a benchmark: starts the subjects' processes, interleaves their measurements, and assembles the report.
 
-Does not import jax or torch: all that runs a model is in the subjects.
+Does not import jax or torch; models run only in the subjects.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ _VERSIONED = ("hfax", "torch", "transformers", "jax", "jaxlib", "torchax")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A subject and what is measured of it."""
+    """A subject and its cases."""
 
     subject: SubjectSpec
     cases: tuple[Case, ...]
 
 
 class SubjectFailed(Exception):
-    """A subject's process ended, or took too long."""
+    """A subject's process ended or timed out."""
 
 
 class SubjectProcess:
-    """A subject's process, asked one thing at a time.
+    """A subject's process, which handles one request at a time.
 
     Args:
         spec: the subject.
-        limit_s: longest that one request may take.
-        environment: of the process, beside this one's.
+        limit_s: timeout per request, in seconds.
+        environment: additional environment variables.
     """
 
     def __init__(self, spec: SubjectSpec, *, limit_s: float, environment: dict[str, str]) -> None:
@@ -78,10 +78,10 @@ class SubjectProcess:
             self._errors = [*self._errors[-20:], line.rstrip()]
 
     def reply(self) -> dict[str, Any]:
-        """The next answer.
+        """Wait for the next reply.
 
         Raises:
-            SubjectFailed: there is none.
+            SubjectFailed: the subject failed, ended or timed out.
         """
         try:
             line = self._replies.get(timeout=self._limit_s)
@@ -100,16 +100,16 @@ class SubjectProcess:
         return found
 
     def ask(self, what: str, argument: Any) -> dict[str, Any]:
-        """Send a request and wait for its answer."""
+        """Send a request and wait for its reply."""
         assert self._process.stdin is not None
         try:
             print(json.dumps({what: argument}), file=self._process.stdin, flush=True)
         except OSError:
-            return self.reply()  # it has ended, and the reply says why
+            return self.reply()  # the process has ended; its reply has the reason
         return self.reply()
 
     def close(self) -> None:
-        """End the process and all that it started."""
+        """Kill the process and its children."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -127,15 +127,15 @@ def run(
     """Measure every plan.
 
     Args:
-        plans: the first one is what the others are compared with, and must be hfax.
-        rounds: how often each case runs; figures are medians.
-        limit_s: longest that one load, compilation or run may take.
-        environment: for the subjects' processes.
-        profile: a folder for a trace of the first plan's first case, which xprof and Perfetto open.
-        tell: gets a line about what goes on.
+        plans: the first is the baseline for comparison, and must be hfax.
+        rounds: runs per case; results are medians.
+        limit_s: timeout per load, compilation or run, in seconds.
+        environment: additional environment variables of the subjects' processes.
+        profile: folder for a trace of the first plan's first case, for xprof or Perfetto.
+        tell: called with progress messages.
 
     Returns:
-        Plain data for JSON; see `docs/performance.md` for the fields.
+        JSON-serializable report; see `docs/performance.md` for the fields.
     """
     names = {name: _version(name) for name in _VERSIONED}
     report: dict[str, Any] = {"machine": _machine(), "versions": names, "rounds": rounds, "subjects": {}}
@@ -173,7 +173,7 @@ def run(
                     if "failure" in entry["cases"][case.name]:
                         continue
                     with _noting_failure(entry["cases"], case):
-                        process.ask("run", as_json(case))  # not timed: it was idle while others had their turns
+                        process.ask("run", as_json(case))  # untimed warm-up: the process was idle while others ran
                         before = first.ask("limits", "")["read_bandwidth"]
                         done = process.ask("run", as_json(case))
                         after = first.ask("limits", "")["read_bandwidth"]
@@ -210,7 +210,7 @@ def _noting_failure(cases: dict[str, Any], case: Case) -> Iterator[None]:
 
 
 def _warm_start(plan: Plan, limit_s: float, environment: dict[str, str]) -> float | None:
-    """Seconds from the start of a process whose programs are all on disk to the first token of its first case."""
+    """Seconds from process start to the first token of the first case, with all programs cached on disk."""
     process = SubjectProcess(plan.subject, limit_s=limit_s, environment=environment)
     try:
         process.reply()
@@ -225,7 +225,7 @@ def _warm_start(plan: Plan, limit_s: float, environment: dict[str, str]) -> floa
 def _summarize(
     case: dict[str, Any], entry: dict[str, Any], report: dict[str, Any], first: dict[str, Any], *, is_first: bool
 ) -> None:
-    """Rates, shares of the limits, and how many times faster the first subject is."""
+    """Add rates, fractions of the machine's limits, and the first subject's speedup."""
     if not case.get("seconds"):
         return
     median = statistics.median(case["seconds"])
@@ -237,7 +237,7 @@ def _summarize(
             tokens = case["context"] + 2 + case["tokens"] / 2
             moved += case["batch_size"] * tokens * entry["cache_bytes_a_token"]
             case["bytes_a_step"] = moved
-            # of the bandwidth measured just before and after, since it changes from minute to minute on shared machines
+            # relative to the bandwidth measured just before and after, since it fluctuates on shared machines
             rates = [case["tokens"] * moved / s for s in case["seconds"]]
             case["bytes_per_second"] = statistics.median(rates)
             pairs = zip(rates, case["read_bandwidth"], strict=True)

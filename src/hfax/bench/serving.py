@@ -1,8 +1,7 @@
-"""Load on a server that speaks the OpenAI API, and how it bears it.
+"""Load test of an OpenAI-compatible server.
 
-Draws requests from a seed (when they come, how long prompts and texts are, what prompts share), sends them as streams of
-/v1/completions, and turns what comes back into figures. It knows nothing of who serves; the same command measures hfax and its
-peers.
+Samples requests from a seed (arrival times, prompt and output lengths, shared prefixes), sends them as streaming /v1/completions
+requests, and computes throughput and latency. It is independent of the server; the same command measures hfax and its peers.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from hfax.errors import HfaxError, InvalidInputError, UnsupportedOptionError
 
 _PERCENTILES = (50, 90, 99)
 _LOADING_S = 300.0
-"""A server that loads is waited for so long."""
+"""Timeout for a server that is still loading."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Range:
-    """Whole numbers from `low` to `high`, drawn with the same probability each."""
+    """Integers from `low` to `high` inclusive, sampled uniformly."""
 
     low: int
     high: int
 
     @classmethod
     def read(cls, option: str, text: str) -> Range:
-        """From "128", or "16:512".
+        """Parse "128" or "16:512".
 
         Raises:
-            InvalidInputError: it is neither.
+            InvalidInputError: the text has neither form.
         """
         low, _, high = text.partition(":")
         try:
@@ -48,34 +47,36 @@ class Range:
             found = cls(low=0, high=-1)
         if not 0 < found.low <= found.high:
             raise InvalidInputError(
-                f"{option} {text}.", "It is a number, or two as LOW:HIGH.", f"For instance {option} 16:512."
+                f"{option} {text} is invalid.",
+                "It must be a number or LOW:HIGH.",
+                f"Pass, for example, {option} 16:512.",
             )
         return found
 
     def draw(self, numbers: random.Random) -> int:
-        """One of them."""
+        """Sample one integer."""
         return numbers.randint(self.low, self.high)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
-    """What is asked of a server.
+    """Load-test settings.
 
     Args:
-        url: of the server, without /v1.
-        model: its name there; None asks the server.
-        api_key: to send.
-        num_requests: in all.
-        rate: requests a second, at the times of a Poisson process; None: as soon as `concurrency` allows.
-        concurrency: requests at once; None: any number.
-        prompt_tokens: of prompts, without the shared ones.
-        output_tokens: of texts; they do not end before.
-        shared_tokens: that all prompts of a group begin with.
-        num_groups: of prompts with the same beginning.
-        vocabulary: ids that prompts are drawn from, 100 up to this.
-        temperature: of the texts.
-        seed: of everything that is drawn.
-        timeout_s: of one request.
+        url: the server's URL, without /v1.
+        model: model name on the server; None queries the server.
+        api_key: API key to send.
+        num_requests: total number of requests.
+        rate: requests per second, as a Poisson process; None: as fast as `concurrency` allows.
+        concurrency: maximum concurrent requests; None: unlimited.
+        prompt_tokens: prompt length in tokens, without the shared prefix.
+        output_tokens: output length in tokens; EOS is ignored.
+        shared_tokens: length in tokens of the prefix shared by all prompts of a group.
+        num_groups: number of prompt groups with a shared prefix.
+        vocabulary: prompt token ids are sampled from 100 up to this.
+        temperature: sampling temperature.
+        seed: random seed for everything sampled.
+        timeout_s: timeout per request, in seconds.
     """
 
     url: str
@@ -96,16 +97,16 @@ class Load:
 
 @dataclasses.dataclass(kw_only=True)
 class Sample:
-    """What one request saw; seconds since it was sent.
+    """Measurements of one request; times in seconds.
 
     Args:
-        prompt_tokens: of the prompt.
-        wanted: tokens that were asked for.
-        tokens: that came, as the server counts them.
-        first: until the first text.
-        gaps: between the texts that came.
-        total: until the end.
-        error: why it failed; None if it did not.
+        prompt_tokens: prompt length, in tokens.
+        wanted: requested output tokens.
+        tokens: received output tokens, as counted by the server.
+        first: time to the first chunk.
+        gaps: times between chunks.
+        total: time to the end of the response.
+        error: why the request failed; None on success.
     """
 
     prompt_tokens: int
@@ -118,19 +119,19 @@ class Sample:
 
 
 def run_load(load: Load, on_progress: Callable[[int, int], None] = lambda done, failed: None) -> dict[str, Any]:
-    """Put the load on the server.
+    """Run the load test.
 
     Args:
-        load: what is asked.
-        on_progress: told how many requests are done, and how many failed.
+        load: load-test settings.
+        on_progress: called with the numbers of completed and failed requests.
 
     Returns:
-        `load`, `requests`, `failed`, `errors` (what happened, and how often), `seconds`, `requests_per_second`,
-        `output_tokens_per_second`, `total_tokens_per_second`, and of `time_to_first_token`, `inter_token_latency`,
-        `time_per_output_token` and `end_to_end` the mean and percentiles in seconds.
+        `load`, `requests`, `failed`, `errors` (error to count), `seconds`, `requests_per_second`,
+        `output_tokens_per_second`, `total_tokens_per_second`, and mean and percentiles in seconds of `time_to_first_token`,
+        `inter_token_latency`, `time_per_output_token` and `end_to_end`.
 
     Raises:
-        HfaxError: nobody answers at the address.
+        HfaxError: the server does not respond.
     """
     return asyncio.run(_run(load, on_progress))
 
@@ -140,7 +141,7 @@ async def _run(load: Load, on_progress: Callable[[int, int], None]) -> dict[str,
         import httpx
     except ImportError as error:
         raise UnsupportedOptionError(
-            "The load generator needs httpx.", str(error), "pip install 'hfax[bench]'"
+            "The load test requires httpx.", str(error), "Run: pip install 'hfax[bench]'"
         ) from error
 
     headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
@@ -174,16 +175,16 @@ async def _ask_model(client: Any) -> str:
     deadline = time.monotonic() + _LOADING_S
     try:
         answer = await client.get("/v1/models")
-        while answer.status_code == 503 and time.monotonic() < deadline:  # it loads
+        while answer.status_code == 503 and time.monotonic() < deadline:  # the model is loading
             await asyncio.sleep(1)
             answer = await client.get("/v1/models")
         answer.raise_for_status()
         return answer.json()["data"][0]["id"]
     except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
         raise HfaxError(
-            f"{client.base_url} did not say which model it serves.",
+            f"Could not query the model name from {client.base_url}.",
             str(error) or type(error).__name__,
-            "Check the address and the key, or pass --model.",
+            "Check --url and --api-key, or pass --model.",
         ) from error
 
 
@@ -240,7 +241,7 @@ async def _send(client: Any, body: dict[str, Any]) -> Sample:
                     sample.gaps.append(now - newest)
                 newest = now
         if sample.first is None:
-            sample.error = "no text came"
+            sample.error = "no output received"
     except (httpx.HTTPError, ValueError) as error:
         sample.error = type(error).__name__
     finally:
@@ -283,7 +284,7 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def table_of(report: dict[str, Any]) -> list[Table]:
-    """What was measured: throughput, and the seconds that requests saw."""
+    """A table of throughput, and a table of latencies."""
     total = Table(
         title=f"{report['requests']} requests in {report['seconds']:.1f} s, {report['failed']} failed",
         title_justify="left",
@@ -309,7 +310,7 @@ def table_of(report: dict[str, Any]) -> list[Table]:
 
 
 def plot(reports: list[dict[str, Any]], path: Path) -> None:
-    """A PNG: throughput and latencies, a bar a report.
+    """Write a PNG: throughput and latencies, one bar per report.
 
     Raises:
         UnsupportedOptionError: matplotlib is not installed.
@@ -318,7 +319,7 @@ def plot(reports: list[dict[str, Any]], path: Path) -> None:
     names = [f"{r['load']['url']}\n{r['load']['model']}" for r in reports]
     figure, axes = plt.subplots(1, 3, figsize=(12, 4), layout="constrained")
     axes[0].bar(names, [r["output_tokens_per_second"] for r in reports])
-    axes[0].set(title="output tokens a second")
+    axes[0].set(title="output tokens/s")
     for place, name in ((1, "time_to_first_token"), (2, "inter_token_latency")):
         for offset, percentile in enumerate(_PERCENTILES):
             heights = [1e3 * r[name].get(f"p{percentile}", 0.0) for r in reports]

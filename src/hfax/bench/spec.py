@@ -1,4 +1,4 @@
-"""What is measured: subjects and cases, as plain data that goes between processes as JSON. Imports nothing heavy."""
+"""Benchmark subjects and cases: plain data, exchanged between processes as JSON. Has no heavy imports."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Literal
 import numpy as np
 
 SubjectKind = Literal["hfax", "eager", "static", "recipe"]
-"""hfax; transformers as it comes; with its static cache and torch.compile; torchax's extract_jax with one jitted step a token."""
+"""hfax; eager transformers; transformers with static cache and torch.compile; torchax's extract_jax with one jit call per token."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SubjectSpec:
-    """One way to run the model.
+    """An implementation to benchmark.
 
     Args:
-        name: shown in tables.
-        kind: what runs it.
+        name: name in tables.
+        kind: the implementation.
         model: Hub id or folder; or a config.json, for random weights.
         dtype: "auto", "float32", "bfloat16" or "float16".
-        quantization: of hfax: "int8", "int4" or None.
-        torch_backend: of torch.compile.
+        quantization: hfax only: "int8", "int4" or None.
+        torch_backend: the torch.compile backend.
     """
 
     name: str
@@ -34,17 +34,17 @@ class SubjectSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One thing to measure.
+    """One measurement.
 
     Args:
-        kind: "decode": seconds of `tokens` steps after `context` tokens; "prefill": seconds from a prompt of `context` tokens to
-            the first new token.
-        batch_size: sequences side by side.
+        kind: "decode": time of `tokens` steps after `context` tokens; "prefill": time to the first new token for a prompt of
+            `context` tokens.
+        batch_size: number of sequences.
         context: tokens before the first measured one.
-        capacity: of the cache, tokens; 0: as `generate` chooses it.
-        tokens: steps that are timed.
-        draft_tokens: of prompt lookup a round; 0: none.
-        repeats: the prompt is a text that repeats itself.
+        capacity: cache capacity in tokens; 0: as chosen by `generate`.
+        tokens: number of timed steps.
+        draft_tokens: prompt-lookup draft tokens per round; 0: no speculative decoding.
+        repeats: use a prompt with a repeating pattern.
     """
 
     kind: Literal["decode", "prefill"]
@@ -57,7 +57,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For tables and JSON."""
+        """Name in tables and JSON."""
         if self.kind == "prefill":
             return f"prefill {self.batch_size} x {self.context}"
         capacity = f" of {self.capacity}" if self.capacity else ""
@@ -67,6 +67,6 @@ class Case:
 
 
 def random_prompt(batch_size: int, length: int, vocab_size: int, *, repeats: bool = False) -> np.ndarray:
-    """[batch, length] ids, the same for every subject; a text that repeats itself every 16 tokens, if asked for."""
+    """Random token ids, [batch, length], the same for every subject; with `repeats`, a pattern of 16 tokens repeats."""
     ids = np.random.default_rng(0).integers(3, min(vocab_size, 30000), (batch_size, length))
     return np.tile(ids[:, :16], (1, -(-length // 16)))[:, :length] if repeats else ids

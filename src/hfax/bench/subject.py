@@ -1,4 +1,4 @@
-"""One subject in its process: loads the model, then measures what it is told, a JSON line in and a JSON line out.
+"""One subject's process: loads the model, then handles measurement requests as JSON lines on stdin and stdout.
 
 python -m hfax.bench.subject SUBJECT_AS_JSON
 """
@@ -23,11 +23,11 @@ class Subject(Protocol):
     """A loaded model."""
 
     def prepare(self, case: Case) -> Callable[[], tuple[float, list[int]]]:
-        """Compile what the case needs, and give what runs it once: seconds, and the tokens written by the first sequence."""
+        """Compile the case's programs; returns a function that runs it once and returns seconds and the first sequence's tokens."""
         ...
 
     def facts(self) -> dict[str, Any]:
-        """Sizes that shares of limits are computed from."""
+        """Sizes for computing fractions of the machine's limits."""
         ...
 
 
@@ -43,7 +43,7 @@ def open_subject(spec: SubjectSpec) -> Subject:
 
 
 def peak_bytes() -> int | None:
-    """Most memory that this process has held; None where the system does not say. getrusage would count its parent's, too."""
+    """Peak resident memory of this process; None if unavailable. getrusage would include the parent's."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
@@ -52,7 +52,7 @@ def peak_bytes() -> int | None:
 
 
 def serve(spec: SubjectSpec) -> None:
-    """Answer requests until stdin ends: {"prepare": case}, {"run": case}, {"limits": dtype}, {"facts": null}."""
+    """Handle requests until stdin closes: {"prepare": case}, {"run": case}, {"limits": dtype}, {"facts": null}."""
     out = sys.stdout
     seconds: dict[str, float] = defaultdict(float)
 
@@ -120,12 +120,12 @@ def _profile(folder: str, run: Callable[[], Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Serve the subject that the first argument describes."""
+    """Serve the subject described by the first argument."""
     serve(SubjectSpec(**json.loads(sys.argv[1])))
 
 
 def as_json(value: Case | SubjectSpec) -> dict[str, Any]:
-    """For a request."""
+    """Convert to a JSON-serializable dictionary."""
     return dataclasses.asdict(value)
 
 

@@ -1,1 +1,1 @@
-"""The `hfax` command: one verb a file. Importing it imports neither torch nor jax nor transformers."""
+"""The `hfax` command: one file per subcommand. Importing it imports neither torch nor jax nor transformers."""

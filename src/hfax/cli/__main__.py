@@ -1,4 +1,4 @@
-"""`python -m hfax.cli`, the same as the `hfax` command."""
+"""`python -m hfax.cli`, equivalent to the `hfax` command."""
 
 from hfax.cli.app import main
 

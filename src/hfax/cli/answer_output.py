@@ -1,6 +1,6 @@
-"""The answer's text on stdout, next to the phases on stderr when both are one terminal.
+"""Writes the generated text to stdout, coordinated with the phase display on stderr if both share a terminal.
 
-Text of a model is not trusted: on a terminal its control characters (colours, cursor moves, titles) are left out.
+Model output is untrusted: control characters (colours, cursor movement, titles) are removed on a terminal.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _UNSAFE = {code: None for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if ch
 
 
 class AnswerOutput:
-    """Writes one answer to stdout.
+    """Writes one completion to stdout.
 
     Args:
-        phases: told when the answer begins and ends.
-        prompt: shown dim before the answer on a terminal; never written elsewhere.
+        phases: notified when the completion starts and ends.
+        prompt: shown dimmed before the completion on a terminal; omitted elsewhere.
     """
 
     def __init__(self, phases: PhaseDisplay, prompt: str = "") -> None:
@@ -30,7 +30,7 @@ class AnswerOutput:
         self._last = "\n"
 
     def write(self, piece: str) -> None:
-        """Write a piece of text at once."""
+        """Write a piece of text immediately."""
         if self._is_terminal:
             piece = piece.translate(_UNSAFE)
         if not piece:

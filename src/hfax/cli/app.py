@@ -1,7 +1,7 @@
-"""The `hfax` command: its verbs, and what an error or Ctrl-C does to the exit code.
+"""The `hfax` command: subcommands, errors and exit codes.
 
-Turns a command line into a call of one verb. Exit codes: 0 success, 1 failure, 2 usage, 130 Ctrl-C. This module knows
-neither models nor devices, and imports nothing heavy, so that `--help` and completion are quick.
+Dispatches a command line to one subcommand. Exit codes: 0 success, 1 failure, 2 usage error, 130 Ctrl-C. This module has no heavy
+imports, so `--help` and completion are fast.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _EXAMPLES = """[bold]Examples[/bold]
   hfax bench demo
   hfax env
 
-MODEL is a Hugging Face id, a local folder, or demo: a tiny model that hfax carries.
-Exit codes: 0 success, 1 failure, 2 wrong usage, 130 Ctrl-C."""
+MODEL is a Hugging Face id, a local folder, or demo: a tiny model that ships with hfax.
+Exit codes: 0 success, 1 failure, 2 usage error, 130 Ctrl-C."""
 
 app = typer.Typer(
     name="hfax",
@@ -102,7 +102,7 @@ app.command(
     epilog=sys.modules[lm_eval.__module__].EXAMPLES,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
 )(lm_eval)
-# what follows the program is the program's
+# arguments after the program are passed to it
 app.command(
     epilog=sys.modules[launch.__module__].EXAMPLES,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
@@ -113,13 +113,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command line.
 
     Args:
-        arguments: without the program's name; those of this process if None.
+        arguments: arguments without the program name; None: this process's arguments.
 
     Returns:
-        The exit code. An unexpected exception passes through, with its traceback.
+        The exit code. Unexpected exceptions propagate.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if " ".join(given[:2]) == _BENCH_SERVE:  # a verb of two words; a model named serve is ./serve
+    if " ".join(given[:2]) == _BENCH_SERVE:  # a two-word subcommand; for a model folder named serve, pass ./serve
         given[:2] = [_BENCH_SERVE]
     try:
         app(args=given, prog_name="hfax")

@@ -1,4 +1,4 @@
-"""`hfax bench`: how fast a model loads, compiles and writes on this machine."""
+"""`hfax bench`: benchmarks loading, compilation and generation on this machine."""
 
 from __future__ import annotations
 
@@ -24,29 +24,31 @@ EXAMPLES = """[bold]Examples[/bold]
 def bench(
     model: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="A Hub id, a folder, demo; or a config.json, for random weights."),
+        typer.Argument(metavar="MODEL", help="A Hub id, a folder, demo, or a config.json for random weights."),
     ],
     dtype: model_options.DtypeOption = model_options.Dtype.AUTO,
     quantization: Annotated[
-        list[str] | None, typer.Option(help="Also measure with weights of this kind: int8, int4. May be repeated.")
+        list[str] | None, typer.Option(help="Also measure with quantized weights: int8, int4. May be repeated.")
     ] = None,
-    batch_sizes: Annotated[str, typer.Option(help="Sequences side by side, comma-separated.")] = "1",
-    contexts: Annotated[str, typer.Option(help="Tokens before decoding is measured, comma-separated.")] = "128",
-    prompt_lengths: Annotated[str, typer.Option(help="Prompts whose reading is measured, comma-separated.")] = "512",
-    capacity: Annotated[int, typer.Option(help="Of the cache, tokens; 0 as generate would choose it.")] = 0,
-    tokens: Annotated[int, typer.Option(help="Decoding steps that are timed.", min=1)] = 32,
-    rounds: Annotated[int, typer.Option(help="How often each case runs; figures are medians.", min=1)] = 3,
-    compare: Annotated[bool, typer.Option("--compare", help="Also measure transformers and the plain recipe.")] = False,
-    json_file: Annotated[Path | None, typer.Option(help="Write the figures there.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw them there, a PNG.")] = None,
+    batch_sizes: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1",
+    contexts: Annotated[str, typer.Option(help="Context lengths for decoding, in tokens, comma-separated.")] = "128",
+    prompt_lengths: Annotated[
+        str, typer.Option(help="Prompt lengths for prefill, in tokens, comma-separated.")
+    ] = "512",
+    capacity: Annotated[int, typer.Option(help="KV-cache capacity in tokens; 0: as generate chooses.")] = 0,
+    tokens: Annotated[int, typer.Option(help="Number of timed decoding steps.", min=1)] = 32,
+    rounds: Annotated[int, typer.Option(help="Runs per case; results are medians.", min=1)] = 3,
+    compare: Annotated[bool, typer.Option("--compare", help="Also measure transformers and plain torchax.")] = False,
+    json_file: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot the results to this PNG file.")] = None,
     profile: Annotated[
-        Path | None, typer.Option(help="Write a trace of the first case there, for xprof or Perfetto.")
+        Path | None, typer.Option(help="Write a trace of the first case to this folder, for xprof or Perfetto.")
     ] = None,
-    limit_s: Annotated[float, typer.Option(help="Longest that one load, compilation or run may take, s.")] = 900,
+    limit_s: Annotated[float, typer.Option(help="Timeout per load, compilation or run, in seconds.")] = 900,
     json_output: model_options.JsonOption = False,
     verbose: model_options.VerboseOption = False,
 ) -> None:
-    """Measure loading, compiling, reading prompts and decoding, beside the machine's own limits."""
+    """Benchmark loading, compilation, prefill and decoding, relative to the machine's measured limits."""
     with reporting(verbose):
         from rich.console import Console
 
@@ -75,7 +77,7 @@ def bench(
             ]
         console = Console(stderr=True)
         with tempfile.TemporaryDirectory(prefix="hfax-bench-") as home, console.status("") as status:
-            # first calls are those of a machine that has never seen the model
+            # an empty cache, so first calls are cold
             found = run(
                 plans,
                 rounds=rounds,
@@ -102,13 +104,13 @@ def bench(
 
 
 def _existing(model: str) -> str:
-    """The model as its subjects find it: a demo and files become paths."""
+    """Resolve the model to a path for the subjects."""
     from hfax.load.source import resolve_checkpoint
 
     if model.endswith(".json"):
         if not Path(model).is_file():
             raise InvalidInputError(
-                f"There is no file {model}.", "MODEL ends in .json, so it names a config.", "Correct the path."
+                f"File not found: {model}.", "MODEL ends in .json, so it must be a config file.", "Correct the path."
             )
         return str(Path(model).resolve())
     return str(resolve_checkpoint(model).folder)

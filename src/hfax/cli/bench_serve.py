@@ -1,4 +1,4 @@
-"""`hfax bench serve`: how a server bears a load."""
+"""`hfax bench serve`: load-tests a server."""
 
 from __future__ import annotations
 
@@ -22,47 +22,56 @@ _PANEL = "Load"
 
 def bench_serve(
     url: Annotated[
-        list[str] | None, typer.Option(help="A server; several are measured in turn.", show_default=False)
+        list[str] | None,
+        typer.Option(help="Server URL; may be repeated to measure several in turn.", show_default=False),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Its name there; asked for if left out.", show_default=False)
+        str | None, typer.Option(help="Model name on the server; queried if omitted.", show_default=False)
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(help="To send.", envvar="HFAX_API_KEY", show_envvar=False, show_default=False)
+        str | None, typer.Option(help="API key to send.", envvar="HFAX_API_KEY", show_envvar=False, show_default=False)
     ] = None,
-    num_requests: Annotated[int, typer.Option(help="In all.", min=1, rich_help_panel=_PANEL)] = 100,
+    num_requests: Annotated[int, typer.Option(help="Total number of requests.", min=1, rich_help_panel=_PANEL)] = 100,
     rate: Annotated[
         float | None,
         typer.Option(
-            help="Requests a second, as a Poisson process; else as many at once as --concurrency.",
+            help="Requests per second, as a Poisson process; if omitted, as fast as --concurrency allows.",
             min=0.001,
             rich_help_panel=_PANEL,
             show_default=False,
         ),
     ] = None,
     concurrency: Annotated[
-        int | None, typer.Option(help="Requests at once.", min=1, rich_help_panel=_PANEL, show_default=False)
+        int | None, typer.Option(help="Maximum concurrent requests.", min=1, rich_help_panel=_PANEL, show_default=False)
     ] = None,
     prompt_tokens: Annotated[
-        str, typer.Option(help="Of prompts: a number, or LOW:HIGH.", rich_help_panel=_PANEL)
+        str, typer.Option(help="Prompt length in tokens: a number, or LOW:HIGH.", rich_help_panel=_PANEL)
     ] = "128",
-    output_tokens: Annotated[str, typer.Option(help="Of texts, likewise.", rich_help_panel=_PANEL)] = "64",
+    output_tokens: Annotated[
+        str, typer.Option(help="Output length in tokens: a number, or LOW:HIGH.", rich_help_panel=_PANEL)
+    ] = "64",
     shared_tokens: Annotated[
-        int, typer.Option(help="That prompts begin with alike.", min=0, rich_help_panel=_PANEL)
+        int, typer.Option(help="Length of the shared prompt prefix, in tokens.", min=0, rich_help_panel=_PANEL)
     ] = 0,
-    num_groups: Annotated[int, typer.Option(help="Of prompts that begin alike.", min=1, rich_help_panel=_PANEL)] = 1,
+    num_groups: Annotated[
+        int, typer.Option(help="Number of prompt groups with a shared prefix.", min=1, rich_help_panel=_PANEL)
+    ] = 1,
     vocabulary: Annotated[
-        int, typer.Option(help="Prompts are ids from 100 up to this.", min=101, rich_help_panel=_PANEL)
+        int, typer.Option(help="Sample prompt token ids from 100 up to this.", min=101, rich_help_panel=_PANEL)
     ] = 1000,
-    temperature: Annotated[float, typer.Option(help="Of the texts.", min=0, rich_help_panel=_PANEL)] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of what is drawn.", rich_help_panel=_PANEL)] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds of one request.", min=0.1, rich_help_panel=_PANEL)] = 600.0,
-    json_file: Annotated[Path | None, typer.Option(help="Write the figures there.", show_default=False)] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw them there, a PNG.", show_default=False)] = None,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature.", min=0, rich_help_panel=_PANEL)] = 0.0,
+    seed: Annotated[int, typer.Option(help="Random seed.", rich_help_panel=_PANEL)] = 0,
+    timeout: Annotated[
+        float, typer.Option(help="Timeout per request, in seconds.", min=0.1, rich_help_panel=_PANEL)
+    ] = 600.0,
+    json_file: Annotated[
+        Path | None, typer.Option(help="Write the results to this JSON file.", show_default=False)
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot the results to this PNG file.", show_default=False)] = None,
     json_output: model_options.JsonOption = False,
     verbose: model_options.VerboseOption = False,
 ) -> None:
-    """Measure a server that speaks the OpenAI API under load: hfax, or another."""
+    """Load-test an OpenAI-compatible server: hfax or another."""
     with reporting(verbose):
         from rich.console import Console
 

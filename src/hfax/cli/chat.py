@@ -1,4 +1,4 @@
-"""`hfax chat`: a conversation with a model, at a terminal or through a pipe."""
+"""`hfax chat`: chat with a model, in a terminal or through a pipe."""
 
 from __future__ import annotations
 
@@ -23,18 +23,16 @@ EXAMPLES = """[bold]Examples[/bold]
   printf 'Hello\\n/save talk.json\\n' | hfax chat demo
 
 Commands: /reset, /system TEXT, /save FILE, /help, /exit.
-A message of several lines stands between two lines of three double quotes,
-or has a backslash at the end of each line but the last.
-Ctrl-C stops a reply, Ctrl-D leaves."""
+For a multi-line message, enclose it in lines of three double quotes,
+or end each line except the last with a backslash.
+Ctrl-C stops a reply, Ctrl-D exits."""
 
 
 def chat(
     model: model_options.ModelArgument,
-    system: Annotated[
-        str | None, typer.Option(help="System message: how the model should answer.", show_default=False)
-    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
     history: Annotated[
-        Path | None, typer.Option(help="Go on with a conversation that /save wrote.", show_default=False)
+        Path | None, typer.Option(help="Continue a conversation saved with /save.", show_default=False)
     ] = None,
     max_new_tokens: writing_options.MaxNewTokensOption = None,
     temperature: writing_options.TemperatureOption = None,
@@ -53,11 +51,11 @@ def chat(
     backend: model_options.BackendOption = "jax",
     verbose: model_options.VerboseOption = False,
 ) -> None:
-    """Talk with a model, by its own chat template.
+    """Chat with a model, using its chat template.
 
     Replies go to stdout, everything else to stderr.
-    Up to 1024 tokens a reply, unless --max-new-tokens says otherwise.
-    Through a pipe each line is a message, and the exit code is 1 if one failed.
+    Replies have at most 1024 tokens, unless --max-new-tokens is set.
+    With piped input, each line is a message, and the exit code is 1 if any failed.
     """
     which = ModelOptions(
         name=model,

@@ -1,7 +1,7 @@
-"""What a person types into a chat, line by line, as messages and commands.
+"""Parses chat input, line by line, into messages and commands.
 
-Turns lines into `Said` and `Command`. Lines between two lines of three double quotes are one message, and so are lines
-joined by a backslash at their end. It does not know what a command does.
+Turns lines into `Said` and `Command`. Lines enclosed in lines of three double quotes form one message, as do lines continued with a
+trailing backslash. This module does not execute commands.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _FENCE = '"""'
 _PROMPT, _CONTINUATION = "> ", ". "
 
 ReadLine = Callable[[str], str]
-"""Reads a line without its newline, after showing a prompt; raises EOFError at the end, LineDropped after Ctrl-C."""
+"""Shows a prompt and reads a line without its newline; raises EOFError at end of input, LineDropped after Ctrl-C."""
 
 
 class LineDropped(Exception):
-    """Somebody took back what they were typing."""
+    """The user discarded the current input with Ctrl-C."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,10 +43,9 @@ class Command:
 
 
 def read_entries(read_line: ReadLine) -> Iterator[Said | Command]:
-    """Messages and commands until the end of the input. Empty lines between them are skipped.
+    """Yield messages and commands until end of input; empty lines are skipped.
 
-    A fence that the end of the input leaves open is closed there. A message that begins with a slash can be written in
-    a fence.
+    End of input closes an open fence. To send a message that starts with a slash, put it in a fence.
     """
     with contextlib.suppress(EOFError):
         while True:
@@ -91,14 +90,14 @@ def _read_continued(line: str, read_line: ReadLine) -> str:
 
 
 def is_interactive() -> bool:
-    """Whether a person types: stdin is a terminal."""
+    """Whether stdin is a terminal."""
     return sys.stdin.isatty()
 
 
 def make_line_reader(console: Console, ctrl_c: CtrlC) -> ReadLine:
-    """How this process reads lines: with line editing and history on a terminal, else plainly and without prompts.
+    """Create a line reader: with line editing and history on a terminal, otherwise plain and without prompts.
 
-    Ctrl-C at a prompt drops the message that is being typed; in plain input it passes.
+    Ctrl-C at a prompt discards the current message; with plain input it propagates.
     """
     if not is_interactive():
         return lambda prompt: _read_plain_line(ctrl_c)
@@ -113,7 +112,7 @@ def make_line_reader(console: Console, ctrl_c: CtrlC) -> ReadLine:
             console.print(Text(prompt, style="bold green"), end="")
             return _read_plain_line(ctrl_c)
         except KeyboardInterrupt:
-            console.print(Text("\n(Ctrl-D or /exit leaves)", style="dim"))
+            console.print(Text("\n(Ctrl-D or /exit to exit)", style="dim"))
             raise LineDropped from None
         except EOFError:
             console.print()

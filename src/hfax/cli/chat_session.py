@@ -1,7 +1,6 @@
-"""What a chat does with each message and command: keeps the history, asks the model, tells how it went.
+"""A chat session: keeps the history, generates replies, and handles commands.
 
-Turns entries of `chat_input` into replies on stdout and notes on stderr. A reply that fails changes nothing in the
-history.
+Turns entries from `chat_input` into replies on stdout and notes on stderr. A failed reply leaves the history unchanged.
 """
 
 from __future__ import annotations
@@ -32,29 +31,29 @@ if TYPE_CHECKING:
 
 _DEFAULT_LENGTH = 1024
 _HELP = """\
-/reset         forget the conversation; the system message stays
+/reset         clear the conversation; keep the system message
 /system TEXT   set the system message; without TEXT, remove it
-/save FILE     write the conversation to FILE; hfax chat MODEL --history FILE goes on with it
-/exit          leave (or Ctrl-D)
-Several lines: between two lines of \"\"\", or with a backslash at the end of each line but the last.
-Ctrl-C stops a reply; what was written of it stays in the conversation."""
+/save FILE     save the conversation to FILE; continue it with hfax chat MODEL --history FILE
+/exit          exit (or Ctrl-D)
+Multi-line message: enclose it in lines of \"\"\", or end each line except the last with a backslash.
+Ctrl-C stops a reply; the partial reply stays in the conversation."""
 
 
 class ChatSession:
     """One conversation.
 
     Args:
-        model, tokenizer: loaded; the tokenizer has a chat template.
-        model_name: as the user wrote it.
-        options: for every reply.
-        phases: shows compilations.
-        console: for notes, on stderr.
-        ctrl_c: stops a reply.
-        messages: to go on with.
-        saved_to: where `/save` without a name writes.
+        model, tokenizer: the loaded model and tokenizer; the tokenizer must have a chat template.
+        model_name: the model name as given by the user.
+        options: generation options for every reply.
+        phases: displays compilations.
+        console: console for notes, on stderr.
+        ctrl_c: Ctrl-C handler that stops a reply.
+        messages: initial history.
+        saved_to: default file of `/save`.
 
     Attributes:
-        num_failures: messages without a reply and commands that failed.
+        num_failures: number of failed messages and commands.
     """
 
     def __init__(
@@ -77,21 +76,21 @@ class ChatSession:
         self._saved_to = saved_to
 
     def greet(self) -> None:
-        """Say who is there, and how to leave."""
-        self._note(f"Chatting with {self._name}. /help lists the commands, Ctrl-D leaves.")
+        """Show the model name and basic help."""
+        self._note(f"Chatting with {self._name}. Type /help for commands, press Ctrl-D to exit.")
         if self._messages:
-            self._note(f"Going on after {_count(len(self._messages), 'message')}.")
+            self._note(f"Continuing after {_count(len(self._messages), 'message')}.")
 
     def set_system(self, text: str) -> None:
-        """Put a system message at the head of the conversation; an empty text removes it."""
+        """Set the system message; an empty text removes it."""
         rest = [m for m in self._messages if m["role"] != "system"]
         self._messages = [{"role": "system", "content": text}, *rest] if text else rest
 
     def take(self, entry: Said | Command) -> bool:
-        """Answer a message or obey a command; errors are shown, and the chat goes on.
+        """Reply to a message or execute a command; errors are displayed, not raised.
 
         Returns:
-            False when the chat should end.
+            False if the chat should end.
         """
         try:
             if isinstance(entry, Command):
@@ -112,7 +111,7 @@ class ChatSession:
                 self._note(_HELP)
             case "reset":
                 self._messages = [m for m in self._messages if m["role"] == "system"]
-                self._note("The conversation starts anew.")
+                self._note("Conversation cleared.")
             case "system":
                 self.set_system(command.argument)
                 self._note("System message set." if command.argument else "System message removed.")
@@ -120,16 +119,18 @@ class ChatSession:
                 self._save(command.argument)
             case _:
                 raise InvalidInputError(
-                    f"There is no command /{command.name}.",
-                    "A line that begins with a slash is a command.",
-                    '/help lists the commands; a message that begins with a slash goes between two lines of """.',
+                    f"Unknown command /{command.name}.",
+                    "Lines that start with a slash are commands.",
+                    'Type /help for the commands; to send a message that starts with a slash, enclose it in lines of """.',
                 )
         return True
 
     def _save(self, name: str) -> None:
         path = Path(name).expanduser() if name else self._saved_to
         if path is None:
-            raise InvalidInputError("/save needs a file's name.", "None was given before.", "Write /save talk.json.")
+            raise InvalidInputError(
+                "/save requires a file name.", "No file name was given before.", "Type, for example, /save talk.json."
+            )
         save_messages(path, self._messages, self._name)
         self._saved_to = path
         self._note(f"Saved {_count(len(self._messages), 'message')} to {path}.")
@@ -161,10 +162,10 @@ class ChatSession:
             self._console.print()
 
     def _within_context(self, prompt_length: int) -> WritingOptions:
-        """The options, with a length that fits.
+        """Return the options with max_new_tokens limited to the remaining context.
 
         Raises:
-            InvalidInputError: there is no room for a reply.
+            InvalidInputError: the context has no room for a reply.
         """
         context = context_length(self._model.config)
         if context is None:
@@ -172,8 +173,8 @@ class ChatSession:
         if prompt_length >= context:
             raise InvalidInputError(
                 f"The conversation has {prompt_length} tokens with this message; the model's context holds {context}.",
-                "There is no room for a reply. The message was not added; the conversation is as it was before.",
-                "/save FILE keeps the conversation, /reset starts anew; or send a shorter message.",
+                "There is no room for a reply. The message was not added to the conversation.",
+                "Send a shorter message, or start over with /reset; /save FILE saves the conversation first.",
             )
         wanted = self._options.max_new_tokens
         length = None if wanted is None else min(wanted, context - prompt_length)
@@ -181,7 +182,7 @@ class ChatSession:
 
     def _summary(self, answer: Answer) -> str:
         if answer.finish_reason == "interrupted" and not answer.text:
-            return "Stopped before the first word; your message was taken back."
+            return "Stopped before the first token; your message was removed."
         line = f"{_count(answer.num_tokens, 'token')}, {answer.tokens_per_second:.1f} tokens/s"
         if answer.finish_reason == "interrupted":
             return f"{line}, stopped"
@@ -190,8 +191,8 @@ class ChatSession:
         context = context_length(self._model.config)
         if context is not None and answer.num_prompt_tokens + answer.num_tokens >= context:
             full = f"the context of {context} tokens is full"
-            return f"{line}; {full}. /save FILE keeps the conversation, /reset starts anew."
-        return f"{line}, cut at the length asked for"
+            return f"{line}; {full}. /save FILE saves the conversation, /reset clears it."
+        return f"{line}, truncated at max_new_tokens"
 
     def _note(self, text: str) -> None:
         self._console.print(Text(text, style="dim"), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`hfax classify`: how well each of several labels fits a text."""
+"""`hfax classify`: scores labels for a text."""
 
 from __future__ import annotations
 
@@ -36,22 +36,24 @@ def classify(
     labels: Annotated[
         str | None,
         typer.Option(
-            help="Labels between commas, two or more. Needed for a causal language model; "
-            "a classification head has its own.",
+            help="Two or more labels, comma-separated. Required for a causal language model; "
+            "a classification head has its own labels.",
             show_default=False,
         ),
     ] = None,
     template: Annotated[
         str | None,
         typer.Option(
-            help="For a causal model: what it reads, with {text} once and {label} at the end. "
-            "By default the lines 'Text: {text}' and 'Label: {label}'.",
+            help="For a causal model: prompt template with {text} once and {label} at the end. "
+            "Default: the lines 'Text: {text}' and 'Label: {label}'.",
             show_default=False,
         ),
     ] = None,
     per_token: Annotated[
         bool,
-        typer.Option("--per-token", help="For a causal model: compare log-probabilities per token, not their sums."),
+        typer.Option(
+            "--per-token", help="For a causal model: compare mean log-probabilities per token instead of sums."
+        ),
     ] = False,
     dtype: model_options.DtypeOption = Dtype.AUTO,
     quantization: model_options.QuantizationOption = None,
@@ -64,12 +66,12 @@ def classify(
     json_output: model_options.JsonOption = False,
     verbose: model_options.VerboseOption = False,
 ) -> None:
-    """Score labels for a text, the best first.
+    """Score labels for a text, best first.
 
-    A model with a sequence-classification head gives its own labels.
-    A causal language model gives the probability of writing each label after the
-    text: the sum of its tokens' log-probabilities, as shares of all labels. Sums
-    favour labels of few tokens; --per-token divides by their number.
+    A model with a sequence-classification head uses its own labels.
+    A causal language model scores each label as a continuation of the text: the
+    sum of its tokens' log-probabilities, normalized over all labels. Sums favour
+    labels with few tokens; --per-token divides by the number of tokens.
     """
     parsed = None if labels is None else _parse_labels(labels)
     _check_template(template)
@@ -101,11 +103,11 @@ def _score(
         own = ", ".join(str(label) for label in (checkpoint.config.id2label or {}).values())
         raise typer.BadParameter(
             f"{which.name} has a classification head with its own labels ({own}). "
-            "Leave --labels, --template and --per-token out."
+            "Omit --labels, --template and --per-token."
         )
     if not has_head and labels is None:
         raise typer.BadParameter(
-            f"{which.name} has no classification head, so it needs labels to compare: --labels POSITIVE,NEGATIVE.",
+            f"{which.name} has no classification head. Pass labels to compare, for example --labels POSITIVE,NEGATIVE.",
             param_hint="'--labels'",
         )
     from hfax.cli.label_scores import scores_of_head, scores_under_causal_model
@@ -126,7 +128,7 @@ def _parse_labels(labels: str) -> list[str]:
     parsed = [label.strip() for label in labels.split(",")]
     if "" in parsed or len(set(parsed)) < len(parsed) or len(parsed) < 2:
         raise typer.BadParameter(
-            f"{labels!r} is not a list of two or more different labels between commas, such as POSITIVE,NEGATIVE.",
+            f"{labels!r} is not a list of two or more distinct labels. Pass, for example, POSITIVE,NEGATIVE.",
             param_hint="'--labels'",
         )
     return parsed
@@ -137,7 +139,7 @@ def _check_template(template: str | None) -> None:
         return
     if template.count("{text}") != 1 or template.count("{label}") != 1 or not template.endswith("{label}"):
         raise typer.BadParameter(
-            f"{template!r} must hold {{text}} once, and end with {{label}}, whose probability is measured.",
+            f"{template!r} must contain {{text}} once, and end with {{label}}.",
             param_hint="'--template'",
         )
 
@@ -145,7 +147,7 @@ def _check_template(template: str | None) -> None:
 def _read_text(text: str) -> str:
     content = sys.stdin.read().removesuffix("\n") if text == "-" else text
     if not content.strip():
-        raise InvalidInputError("The text is empty.", "There is nothing to classify.", "Pass some text.")
+        raise InvalidInputError("The text is empty.", "There is nothing to classify.", "Pass a non-empty text.")
     return content
 
 

@@ -1,8 +1,8 @@
-"""A conversation: its messages, the file that keeps them, and the tokens that the model's chat template makes of them.
+"""Conversations: chat-template encoding, and saved conversation files.
 
-It knows neither the model nor the terminal. A saved conversation is a JSON object
-`{"format": "hfax-chat", "model": …, "messages": [{"role": …, "content": …}, …]}`; a bare list of messages is read as
-well.
+Independent of the model and the terminal. A saved conversation is a JSON object
+`{"format": "hfax-chat", "model": …, "messages": [{"role": …, "content": …}, …]}`; a bare list of messages is also
+accepted.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _ROLES = ("system", "user", "assistant")
 
 
 def encode_messages(tokenizer: Any, messages: Sequence[Message], model_name: str) -> list[int]:
-    """The prompt for the next reply, by the tokenizer's own chat template.
+    """Encode the prompt for the next reply with the tokenizer's chat template.
 
     Raises:
         UnsupportedModelError: the tokenizer has no chat template.
-        InvalidInputError: the template refuses these messages.
+        InvalidInputError: the template rejects these messages.
     """
     check_template(tokenizer, model_name)
     import jinja2
@@ -39,9 +39,9 @@ def encode_messages(tokenizer: Any, messages: Sequence[Message], model_name: str
     except (jinja2.TemplateError, TypeError, ValueError) as error:
         has_system = bool(messages) and messages[0]["role"] == "system"
         raise InvalidInputError(
-            f"The chat template of {model_name} refused the conversation.",
+            f"The chat template of {model_name} rejected the conversation.",
             str(error) or type(error).__name__,
-            "Leave out the system message; some models know none." if has_system else "Start anew with /reset.",
+            "Remove the system message; some models do not support one." if has_system else "Start over with /reset.",
         ) from error
     return list(encoded["input_ids"])
 
@@ -52,51 +52,53 @@ def check_template(tokenizer: Any, model_name: str) -> None:
         return
     raise UnsupportedModelError(
         f"{model_name} has no chat template.",
-        "It is probably a base model, trained to continue text and not to answer.",
-        f'Continue text with: hfax generate {model_name} "…"; or take the variant of the model that is made for chat '
+        "It is probably a base model, trained for text completion, not chat.",
+        f'Complete text with: hfax generate {model_name} "…"; or use the chat variant of the model '
         "(its name often ends in -Instruct, -Chat or -it).",
     )
 
 
 def save_messages(path: Path, messages: Sequence[Message], model_name: str) -> None:
-    """Write a conversation to a file: the whole new file, or the old one untouched.
+    """Save a conversation to a file, atomically.
 
     Raises:
-        InvalidInputError: a file of that name is no saved conversation, or cannot be written.
+        InvalidInputError: the file exists and is not a saved conversation, or it cannot be written.
     """
     record = {"format": _FORMAT, "model": model_name, "messages": list(messages)}
     try:
         if path.exists() and not _is_saved_chat(path):
             raise InvalidInputError(
-                f"{path} exists and is not a saved conversation; it was left as it is.",
-                "Saving would overwrite what somebody else put there.",
-                "Choose another name.",
+                f"{path} exists and is not a saved conversation; it was not changed.",
+                "Saving would overwrite an unrelated file.",
+                "Choose another file name.",
             )
         _write_atomically(path, json.dumps(record, ensure_ascii=False, indent=2) + "\n")
     except OSError as error:
         raise InvalidInputError(
-            f"The conversation could not be saved to {path}.", str(error), "Choose another file; nothing is lost yet."
+            f"The conversation could not be saved to {path}.",
+            str(error),
+            "Choose another file; the chat is still open.",
         ) from error
 
 
 def load_messages(path: Path) -> list[Message]:
-    """Read a conversation that `save_messages` wrote, or a bare list of messages.
+    """Load a conversation saved by `save_messages`, or a bare list of messages.
 
     Raises:
-        InvalidInputError: no such file, or not a conversation.
+        InvalidInputError: the file does not exist or is not a conversation.
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidInputError(
-            f"The conversation {path} could not be read.", str(error), "Pass a file that /save wrote."
+            f"The conversation {path} could not be read.", str(error), "Pass a file saved with /save."
         ) from error
     messages = record.get("messages") if isinstance(record, dict) else record
     if not isinstance(messages, list) or not all(_is_message(m) for m in messages):
         raise InvalidInputError(
             f"{path} is not a conversation.",
             'Expected {"messages": [{"role": "user", "content": "…"}, …]} with the roles system, user and assistant.',
-            "Pass a file that /save wrote.",
+            "Pass a file saved with /save.",
         )
     return [{"role": m["role"], "content": m["content"]} for m in messages]
 

@@ -1,4 +1,4 @@
-"""`hfax convert`: a checkpoint's weights in another format."""
+"""`hfax convert`: converts a checkpoint's weights to another format."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class To(StrEnum):
 
 def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A Hub id, a folder, or demo.")],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write; made if it is not there.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Output folder; created if missing.")],
     to: Annotated[
-        To, typer.Option(help="Of the weights: as transformers reads them, as Flax did, or orbax's.")
+        To, typer.Option(help="Weight format: safetensors for transformers, flax for Flax, or orbax.")
     ] = To.SAFETENSORS,
     revision: model_options.RevisionOption = None,
     token: model_options.TokenOption = None,
@@ -38,10 +38,10 @@ def convert(
     local_files_only: model_options.LocalOption = False,
     verbose: model_options.VerboseOption = False,
 ) -> None:
-    """Write a checkpoint in another format, with its config and tokenizer; weights keep their dtypes, bit for bit.
+    """Convert a checkpoint to another format, with its config and tokenizer; weights keep their dtypes, bit for bit.
 
-    Reads safetensors, Flax (flax_model.msgpack) and PyTorch's pickles, whole or in shards. One tensor is in memory at a time; for
-    orbax the whole model is.
+    Reads safetensors, Flax (flax_model.msgpack) and PyTorch pickle files, single or sharded. Holds one tensor in memory at a time,
+    except for orbax, which loads the whole model.
     """
     with reporting(verbose):
         from hfax.load.source import resolve_checkpoint

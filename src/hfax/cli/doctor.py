@@ -1,4 +1,4 @@
-"""`hfax doctor`: whether a model will run, from its config alone."""
+"""`hfax doctor`: checks from its config whether a model will run."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ EXAMPLES = """[bold]Examples[/bold]
 
 def doctor(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hub id, a folder, a config.json, or demo.")],
-    check: Annotated[bool, typer.Option("--check", help="Also run a shrunken copy beside plain transformers.")] = False,
-    task: Annotated[str | None, typer.Option(help="A pipeline task name, to choose another class.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Also compare a scaled-down copy with plain transformers.")
+    ] = False,
+    task: Annotated[str | None, typer.Option(help="Pipeline task name; selects the model class.")] = None,
     backend: Annotated[
-        str, typer.Option(help="jax: traced from the config alone. torch_xla: a small copy is run and counted.")
+        str, typer.Option(help="jax: trace from the config only. torch_xla: run and profile a small copy.")
     ] = "jax",
     trust_remote_code: model_options.TrustOption = False,
     json_output: model_options.JsonOption = False,
     verbose: model_options.VerboseOption = False,
 ) -> None:
-    """Say whether a model works, which patches it gets, and what it costs. Loads no weights. Exit code 1 if it fails."""
+    """Check whether a model works, which patches it needs, and what it costs. Loads no weights. Exit code 1 if it fails."""
     with reporting(verbose):
         if backend == "torch_xla":
             from hfax.backends.torch_xla.diagnosis import diagnose
@@ -42,8 +44,8 @@ def doctor(
             return
         if backend != "jax":
             raise InvalidInputError(
-                f"The doctor does not know the backend {backend!r}.",
-                "It looks at models as a backend runs them.",
+                f"Unknown backend {backend!r}.",
+                "hfax doctor supports the backends jax and torch_xla.",
                 "Use --backend jax or torch_xla.",
             )
         from hfax.doctor import diagnose
@@ -61,10 +63,10 @@ def _as_text(found) -> str:  # noqa: ANN001 (its class would import jax)
     ]
     if found.cache_bytes_per_token is not None:
         lines.append(
-            f"  cache            {found.cache_bytes_per_token:,} bytes a token and {found.state_bytes or 0:,} in all"
+            f"  cache            {found.cache_bytes_per_token:,} bytes per token plus {found.state_bytes or 0:,} fixed"
         )
     if found.operations_per_token:
-        lines.append(f"  operations       {found.operations_per_token / 1e9:.2f} billion a token")
+        lines.append(f"  operations       {found.operations_per_token / 1e9:.2f} billion per token")
     if found.static_arguments:
         lines.append(f"  static arguments {', '.join(found.static_arguments)}")
     lines += [f"  lowering         {way}" for way in found.lowerings]
@@ -73,7 +75,7 @@ def _as_text(found) -> str:  # noqa: ANN001 (its class would import jax)
     if found.wide_dtypes:
         floats = [line for line, dtype in found.wide_dtypes.items() if dtype == "float64"]
         where = f", float64 at {', '.join(floats)}" if floats else ""
-        lines.append(f"  float64 and int64 become 32 bits at {len(found.wide_dtypes)} lines{where}")
+        lines.append(f"  float64 and int64 become 32-bit at {len(found.wide_dtypes)} lines{where}")
     if found.checked is not None:
         lines.append(f"  check            {found.checked}")
     lines += [f"  problem: {problem}" for problem in found.problems]

@@ -1,7 +1,7 @@
-"""`hfax env`: what to paste into a bug report.
+"""`hfax env`: environment report for bug reports.
 
-Reads versions, devices, settings and cache sizes of this machine. It never shows the value of a variable that may hold
-a secret, and a part that cannot be read says so instead of failing the rest.
+Reports this machine's versions, devices, settings and cache sizes. Values of variables that may contain secrets are never shown;
+a part that cannot be read is reported as such, without failing the rest.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ _SHOWN_VARIABLES = (
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
 )
 _HIDDEN_VARIABLES = ("HF_ENDPOINT", "HF_TOKEN", "HTTPS_PROXY", "https_proxy")
-"""May hold a secret: only whether they are set is shown."""
+"""Variables that may contain secrets: reported only as set or not set."""
 
 
 def env(json_output: model_options.JsonOption = False, verbose: model_options.VerboseOption = False) -> None:
-    """Show versions, devices, settings and caches, to paste into a bug report.
+    """Show versions, devices, settings and caches, for bug reports.
 
-    Tokens are never shown, only whether one is set.
+    Tokens are never shown, only whether they are set.
     """
     with reporting(verbose):
         report = read_environment()
@@ -71,7 +71,7 @@ def env(json_output: model_options.JsonOption = False, verbose: model_options.Ve
 
 
 def read_environment() -> dict[str, Any]:
-    """The report as nested dictionaries of plain values."""
+    """Build the report as nested dictionaries of JSON-serializable values."""
     from hfax import __version__
 
     return {
@@ -111,7 +111,7 @@ def _as_text(report: dict[str, Any]) -> str:
 
 
 def _cpu_kernels() -> str | None:
-    """Whether hfax's C++ kernels can be used; None without JAX."""
+    """Status of hfax's C++ kernels; None without JAX."""
     try:
         from hfax.kernels.cpu import library
     except ImportError:
@@ -137,7 +137,7 @@ def _jax_devices() -> dict[str, Any]:
             "devices": [f"{d.platform}:{d.id} {d.device_kind}" for d in devices],
             "error": None,
         }
-    except Exception as error:  # a missing package, a broken plugin, a device in use: all of them are findings here
+    except Exception as error:  # missing package, broken plugin, device in use: all go into the report
         return {
             "backend": None,
             "devices": [],
@@ -174,7 +174,7 @@ def _hub_cache() -> Path:
 
 
 def _cache(folder: Path) -> dict[str, Any]:
-    """Size of a folder's files; links count once, at what they point to inside of it."""
+    """File count and size of a folder; symlinks are not counted."""
     num_files = num_bytes = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -182,7 +182,7 @@ def _cache(folder: Path) -> dict[str, Any]:
             try:
                 if not path.is_symlink():
                     num_files, num_bytes = num_files + 1, num_bytes + path.stat().st_size
-            except FileNotFoundError:  # another process cleans up
+            except FileNotFoundError:  # deleted concurrently by another process
                 continue
     return {"path": str(folder), "exists": folder.is_dir(), "files": num_files, "bytes": num_bytes}
 

@@ -1,6 +1,6 @@
-"""How the command line shows what went wrong and what goes on: the console on stderr, errors in three parts, logs.
+"""Error display and logging for the command line.
 
-Everything here goes to stderr; stdout belongs to the verbs' answers.
+Everything here goes to stderr; stdout is reserved for the commands' output.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _verbose = False
 
 
 def make_console() -> Console:
-    """A console on the present stderr, which does not colour numbers and words by itself."""
+    """Create a console on the current stderr, without automatic highlighting."""
     return Console(stderr=True, highlight=False)
 
 
 def is_debugging() -> bool:
-    """Whether errors are shown with their traceback: after `-v`, or with HFAX_DEBUG set."""
+    """Whether errors are shown with tracebacks: with `-v`, or with HFAX_DEBUG set."""
     return _verbose or os.environ.get("HFAX_DEBUG", "") not in ("", "0")
 
 
 def show_error(error: HfaxError) -> None:
-    """Show an error's three parts: aligned and coloured on a terminal, else one a line."""
+    """Show an error's three parts: aligned and coloured on a terminal, otherwise one per line."""
     console = make_console()
     if not console.is_terminal:
         console.print(Text(f"Error: {error}"), soft_wrap=True)
@@ -49,13 +49,13 @@ def show_error(error: HfaxError) -> None:
 
 @contextlib.contextmanager
 def reporting(verbose: bool) -> Iterator[None]:
-    """Set how much a verb says on stderr while it runs.
+    """Configure logging on stderr while a command runs.
 
     Args:
-        verbose: show hfax's own log, the libraries' warnings, and tracebacks of errors. Otherwise the libraries are
-            silent: what a user must know is an `HfaxError`.
+        verbose: show hfax's log, library warnings, and tracebacks. Otherwise the libraries are silenced; anything users
+            need to know is an `HfaxError`.
 
-    The former state is put back at the end, except that a traceback is still shown for an error that leaves the block.
+    Logging is restored on exit; the traceback setting stays, so errors that leave the block still show one.
     """
     global _verbose
     _verbose = verbose

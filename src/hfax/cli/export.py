@@ -1,4 +1,4 @@
-"""`hfax export`: a model as a folder that starts elsewhere without tracing or compiling."""
+"""`hfax export`: exports a model to a folder that loads elsewhere without tracing or compiling."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Format(StrEnum):
 
 def export(
     model: model_options.ModelArgument,
-    out: Annotated[Path, typer.Option(help="The folder to write; replaced if it is an earlier export.")],
+    out: Annotated[Path, typer.Option(help="Output folder; an earlier export is replaced.")],
     format: Annotated[
-        Format, typer.Option(help="bundle: compiled, for one runtime. stablehlo: portable, read by jax alone.")
+        Format, typer.Option(help="bundle: compiled, for one runtime. stablehlo: portable, requires only jax.")
     ] = Format.BUNDLE,
     topology: Annotated[
-        str | None, typer.Option(help="TPUs to compile for, such as v5e:2x4; this machine's devices if left out.")
+        str | None, typer.Option(help="TPU topology to compile for, such as v5e:2x4; default: this machine's devices.")
     ] = None,
-    batch_sizes: Annotated[str, typer.Option(help="Sequences side by side, comma-separated.")] = "1",
-    prompt_lengths: Annotated[str, typer.Option(help="Tokens of the longest prompts, comma-separated.")] = "64",
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens that calls will ask for.", min=1)] = 64,
+    batch_sizes: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1",
+    prompt_lengths: Annotated[str, typer.Option(help="Maximum prompt lengths in tokens, comma-separated.")] = "64",
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum new tokens per call.", min=1)] = 64,
     dtype: model_options.DtypeOption = model_options.Dtype.AUTO,
     quantization: model_options.QuantizationOption = None,
     parallelism: model_options.ParallelismOption = None,
@@ -52,13 +52,13 @@ def export(
     json_output: model_options.JsonOption = False,
     verbose: model_options.VerboseOption = False,
 ) -> None:
-    """Compile a model's programs ahead of time and write them with its weights; from_pretrained starts the folder."""
+    """Compile a model ahead of time and save its programs and weights; load the folder with from_pretrained."""
     with reporting(verbose):
         if format is Format.STABLEHLO and topology is not None:
             raise InvalidInputError(
-                "--topology was given for StableHLO.",
+                "--topology cannot be combined with --format stablehlo.",
                 "StableHLO is compiled where it runs.",
-                "Leave one of the two options out.",
+                "Omit one of the two options.",
             )
         options = model_options.ModelOptions(
             name=model,
@@ -93,13 +93,13 @@ def export(
 
 
 def _calls(model: JaxModel, batch_sizes: list[int], lengths: list[int]) -> list[dict[str, Any]]:
-    """Forward passes of a model that reads text and writes none."""
+    """Example forward passes of a text model that does not generate."""
     import numpy as np
 
     if model.main_input_name != "input_ids":
         raise UnsupportedOptionError(
-            f"{type(model).__name__} reads {model.main_input_name}, of shapes that no option says.",
-            "Programs are made for calls of certain shapes.",
+            f"hfax export does not support {type(model).__name__}, which takes {model.main_input_name}.",
+            "Programs need fixed input shapes, and the command has no options for them.",
             "Export it in Python: hfax.export(model, folder, calls=[inputs]).",
         )
     shapes = [(rows, length) for rows in batch_sizes for length in lengths]

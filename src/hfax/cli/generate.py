@@ -1,4 +1,4 @@
-"""`hfax generate`: continue a text."""
+"""`hfax generate`: generates a completion for a prompt."""
 
 from __future__ import annotations
 
@@ -30,14 +30,12 @@ _DEFAULT_LENGTH = 128
 
 def generate(
     model: model_options.ModelArgument,
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue; - reads it from stdin.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Prompt to complete; - reads it from stdin.")],
     chat: Annotated[
         bool,
-        typer.Option("--chat/--raw", help="Wrap the prompt in the model's chat template, or continue it as it is."),
+        typer.Option("--chat/--raw", help="Wrap the prompt in the model's chat template, or complete it as is."),
     ] = False,
-    system: Annotated[
-        str | None, typer.Option(help="System message before the prompt, with --chat.", show_default=False)
-    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message; requires --chat.", show_default=False)] = None,
     max_new_tokens: writing_options.MaxNewTokensOption = None,
     temperature: writing_options.TemperatureOption = None,
     top_k: writing_options.TopKOption = None,
@@ -56,14 +54,14 @@ def generate(
     json_output: model_options.JsonOption = False,
     verbose: model_options.VerboseOption = False,
 ) -> None:
-    """Continue a text, streaming it to stdout.
+    """Generate a completion, streaming it to stdout.
 
-    Up to 128 tokens, unless --max-new-tokens says otherwise.
-    What no option sets is left to the checkpoint's generation_config.json;
-    temperature, top-k, top-p and min-p turn sampling on.
+    Generates at most 128 tokens, unless --max-new-tokens is set.
+    Other defaults come from the checkpoint's generation_config.json;
+    setting temperature, top-k, top-p or min-p enables sampling.
     """
     if system is not None and not chat:
-        raise typer.BadParameter("a system message needs the chat template. Add --chat.", param_hint="'--system'")
+        raise typer.BadParameter("a system message requires the chat template. Add --chat.", param_hint="'--system'")
     which = ModelOptions(
         name=model,
         dtype=dtype,
@@ -129,13 +127,13 @@ def _generate(
 
 
 def _read_prompt(prompt: str) -> str:
-    """The prompt's text; of stdin without the newline that ends its last line."""
+    """Read the prompt; from stdin without the trailing newline."""
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     if not text:
         raise InvalidInputError(
             "The prompt is empty.",
-            "An empty prompt gives the model nothing to continue.",
-            "Pass some text; to let a model begin on its own, pass its bos token, for instance '<s>'.",
+            "The model needs at least one token to continue.",
+            "Pass a non-empty prompt; for unconditional generation, pass the model's BOS token, for example '<s>'.",
         )
     return text
 

@@ -1,7 +1,6 @@
-"""The options that say how to write: length, sampling, stop strings. The same for `generate` and `chat`.
+"""Generation options shared by `generate` and `chat`: length, sampling, stop strings.
 
-Turns them into arguments of `model.generate`. Values that no model could take are wrong usage, found before anything is
-loaded.
+Converts them to arguments of `model.generate`. Values that are invalid for every model are usage errors, reported before loading.
 """
 
 from __future__ import annotations
@@ -12,38 +11,38 @@ from typing import Annotated, Any
 
 import typer
 
-_PANEL = "Writing"
+_PANEL = "Generation"
 
 
 def _check_length(value: int | None) -> int | None:
     if value is not None and value < 1:
-        raise typer.BadParameter(f"{value} leaves nothing to write. Ask for 1 token or more.")
+        raise typer.BadParameter(f"{value} is not a positive number. Pass 1 or more.")
     return value
 
 
 def _check_temperature(value: float | None) -> float | None:
     if value is not None and not 0 <= value < float("inf"):
         raise typer.BadParameter(
-            f"{value} is not a temperature. Pass 0 for the likeliest tokens, or a positive number."
+            f"{value} is not a valid temperature. Pass 0 for greedy decoding, or a positive number."
         )
     return value
 
 
 def _check_top_k(value: int | None) -> int | None:
     if value is not None and value < 1:
-        raise typer.BadParameter(f"{value} leaves no token to draw from. Pass 1 or more, or leave it out.")
+        raise typer.BadParameter(f"{value} is not a valid top-k. Pass 1 or more, or omit the option.")
     return value
 
 
 def _check_probability(value: float | None) -> float | None:
     if value is not None and not 0 <= value <= 1:
-        raise typer.BadParameter(f"{value} is not a probability. Pass a number from 0 to 1.")
+        raise typer.BadParameter(f"{value} is not a probability. Pass a number between 0 and 1.")
     return value
 
 
 def _check_stop(value: list[str]) -> list[str]:
     if "" in value:
-        raise typer.BadParameter("an empty string stands in every text. Pass at least one character.")
+        raise typer.BadParameter("an empty stop string matches everywhere. Pass at least one character.")
     return value
 
 
@@ -51,7 +50,7 @@ MaxNewTokensOption = Annotated[
     int | None,
     typer.Option(
         callback=_check_length,
-        help="Most tokens to write; if left out, what the verb says, or what the model's context has room for.",
+        help="Maximum new tokens; default: the command's own limit, or the remaining context.",
         rich_help_panel=_PANEL,
         show_default=False,
     ),
@@ -60,7 +59,7 @@ TemperatureOption = Annotated[
     float | None,
     typer.Option(
         callback=_check_temperature,
-        help="Draw tokens; below 1 the likely ones more often. 0: always the likeliest.",
+        help="Sampling temperature; lower values favour likely tokens. 0: greedy decoding.",
         rich_help_panel=_PANEL,
         show_default=False,
     ),
@@ -69,7 +68,7 @@ TopKOption = Annotated[
     int | None,
     typer.Option(
         callback=_check_top_k,
-        help="Draw among the K likeliest tokens.",
+        help="Sample from the K most likely tokens.",
         rich_help_panel=_PANEL,
         show_default=False,
     ),
@@ -78,7 +77,7 @@ TopPOption = Annotated[
     float | None,
     typer.Option(
         callback=_check_probability,
-        help="Draw among the likeliest tokens that together have this probability.",
+        help="Sample from the smallest set of tokens with this cumulative probability.",
         rich_help_panel=_PANEL,
         show_default=False,
     ),
@@ -87,7 +86,7 @@ MinPOption = Annotated[
     float | None,
     typer.Option(
         callback=_check_probability,
-        help="Draw among tokens with at least this share of the likeliest one's probability.",
+        help="Sample from tokens with at least this fraction of the top token's probability.",
         rich_help_panel=_PANEL,
         show_default=False,
     ),
@@ -97,7 +96,7 @@ SeedOption = Annotated[
     typer.Option(
         min=0,
         max=2**32 - 1,
-        help="Of the draws: the same seed writes the same text.",
+        help="Random seed; the same seed gives the same output.",
         rich_help_panel=_PANEL,
         show_default=False,
     ),
@@ -106,7 +105,7 @@ StopOption = Annotated[
     list[str],
     typer.Option(
         callback=_check_stop,
-        help="Stop after this text. May be given several times.",
+        help="Stop string. May be repeated.",
         rich_help_panel=_PANEL,
         show_default=False,
     ),
@@ -115,10 +114,10 @@ StopOption = Annotated[
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WritingOptions:
-    """The options of a command line that concern the text.
+    """Generation options from the command line.
 
-    What is None is left to the checkpoint's generation_config.json. Temperature, top-k, top-p and min-p turn sampling
-    on; a temperature of 0 turns it off.
+    None means the default from the checkpoint's generation_config.json. Temperature, top-k, top-p and min-p enable sampling; a
+    temperature of 0 disables it.
     """
 
     max_new_tokens: int | None = None
@@ -130,19 +129,19 @@ class WritingOptions:
     stop: tuple[str, ...] = ()
 
     def draw_seed(self) -> int:
-        """The seed asked for, or one from the system's entropy."""
+        """Return the given seed, or a random one."""
         return secrets.randbits(32) if self.seed is None else self.seed
 
     def length_within(self, default: int, prompt_length: int, context: int | None) -> int:
-        """How many tokens to ask for.
+        """Compute max_new_tokens.
 
         Args:
-            default: where the user gave no length; it gives way to what the context has room for.
-            prompt_length: tokens.
-            context: tokens, or None if not bound.
+            default: length if the user gave none; limited to the remaining context.
+            prompt_length: prompt length, in tokens.
+            context: context length in tokens; None if unlimited.
 
         Returns:
-            The user's own length as it is, even where it does not fit: generate() then says so.
+            The user's length unchanged, even if it does not fit: generate() then raises an error.
         """
         if self.max_new_tokens is not None:
             return self.max_new_tokens
@@ -150,7 +149,7 @@ class WritingOptions:
         return min(default, room) if room > 0 else default
 
     def as_arguments(self) -> dict[str, Any]:
-        """Arguments of `model.generate`, without length and seed."""
+        """Convert to arguments of `model.generate`, without length and seed."""
         if self.temperature == 0:
             return {"do_sample": False, **self._stops()}
         drawn = {

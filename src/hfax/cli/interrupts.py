@@ -1,7 +1,7 @@
-"""Ctrl-C as something to stop a reply or drop a line with, and not the program.
+"""Ctrl-C handling: stops a reply or discards a line instead of ending the program.
 
-Python raises KeyboardInterrupt between any two instructions: also between reading a line and answering it, or inside a
-`finally`. `CtrlC` raises it only where somebody waits for it, and remembers it elsewhere.
+Python can raise KeyboardInterrupt between any two instructions, even between reading a line and replying to it, or inside a
+`finally`. `CtrlC` raises it only in designated blocks, and defers it elsewhere.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Self
 
 
 class CtrlC:
-    """A handler of SIGINT for the main thread, installed while used as a context manager."""
+    """A SIGINT handler for the main thread, installed while used as a context manager."""
 
     def __init__(self) -> None:
         self.was_pressed = False
-        """Since `raising` was last entered. KeyboardInterrupt from inside a callback of C code gets lost ("Exception
-        ignored in"), so that whoever loops should look here as well."""
+        """Whether Ctrl-C was pressed since `raising` was last entered. KeyboardInterrupt raised in a callback from C code is
+        lost ("Exception ignored in"), so loops should also check this."""
         self._is_open = False
         self._is_pending = False
 
@@ -32,10 +32,10 @@ class CtrlC:
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
-        """Ctrl-C raises KeyboardInterrupt in this block, once; pressed since the last block, it does so at once.
+        """Let Ctrl-C raise KeyboardInterrupt once in this block; a deferred one is raised immediately.
 
-        If C code swallows it or makes another error of it (as when a library is being imported), it is raised again
-        where the block ends.
+        If C code swallows it or converts it to another error (for example during an import), it is raised again at the end of
+        the block.
         """
         try:
             self.was_pressed, self._is_open = False, True
@@ -55,6 +55,6 @@ class CtrlC:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.was_pressed = True
         if self._is_open:
-            self._is_open = False  # here, since the block's own `finally` may be what this interrupts
+            self._is_open = False  # reset here, since the signal may interrupt the block's own `finally`
             raise KeyboardInterrupt
         self._is_pending = True

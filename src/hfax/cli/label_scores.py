@@ -1,7 +1,7 @@
-"""How likely each of several labels is under a model.
+"""Label scores from a model.
 
-Two ways: the head of a sequence classifier, or the probability that a causal language model gives to the label's tokens
-after a prompt. Takes a loaded model and tokenizer; one forward pass each. It does not know what a label means.
+Uses a sequence-classification head, or the probability that a causal language model assigns to the label's tokens after a prompt.
+Takes a loaded model and tokenizer, and runs one forward pass.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class LabelScore:
     """One label's score.
 
     Args:
-        label: its text.
-        score: a probability; over all labels they sum to 1, except for multi-label heads (each by itself) and
-            regression (the value as it is).
-        log_prob: of the label's tokens under a causal model, their sum; None for a classifier.
-        num_tokens: of the label; None for a classifier.
+        label: the label's text.
+        score: a probability. Scores sum to 1 over all labels, except for multi-label heads (independent probabilities)
+            and regression (raw values).
+        log_prob: sum of the label tokens' log-probabilities under a causal model; None for a classifier.
+        num_tokens: number of label tokens; None for a classifier.
     """
 
     label: str
@@ -39,7 +39,7 @@ class LabelScore:
 
 
 def scores_of_head(model: JaxModel, tokenizer: Any, text: str) -> list[LabelScore]:
-    """Scores from a sequence-classification head, in the order of its labels.
+    """Scores from a sequence-classification head, in label order.
 
     Raises:
         InvalidInputError: the text is longer than the model's context.
@@ -59,16 +59,16 @@ def scores_under_causal_model(
 
     Args:
         model: a causal language model.
-        tokenizer: its own.
-        text: what `{text}` stands for in the template.
-        labels: two or more.
-        template: holds `{text}` once, and ends with `{label}`.
-        per_token: compare log-probabilities per token instead of their sums, which favour short labels.
+        tokenizer: the model's tokenizer.
+        text: replaces `{text}` in the template.
+        labels: two or more labels.
+        template: contains `{text}` once, and ends with `{label}`.
+        per_token: compare mean log-probabilities per token instead of sums, which favour short labels.
 
-    Every label is scored from the same position on: the first at which a label's tokens may differ from the prompt's.
+    All labels are scored from the same position: the first at which tokens of prompt and label differ from the prompt's.
 
     Raises:
-        InvalidInputError: prompt and label are longer than the model's context.
+        InvalidInputError: prompt plus label exceed the model's context.
     """
     before, after = template.removesuffix("{label}").split("{text}")
     prompt = f"{before}{text}{after}"
@@ -86,10 +86,9 @@ def scores_under_causal_model(
 
 
 def _token_log_probs(model: JaxModel, tokenizer: Any, rows: Sequence[Sequence[int]], start: int) -> list[list[float]]:
-    """Log-probabilities of each row's tokens from position `start` on, from one forward pass.
+    """Log-probabilities of each row's tokens from position `start`, from one forward pass.
 
-    Rows are padded on the right, where a causal model does not look, to a size that other texts share, so that their
-    programs are found in the cache.
+    Rows are right-padded to a bucket size, so other texts can reuse the cached program; causal models ignore right padding.
     """
     longest = max(map(len, rows))
     width = prompt_bucket(longest, max(context_length(model.config) or 0, longest))
@@ -107,7 +106,7 @@ def _token_log_probs(model: JaxModel, tokenizer: Any, rows: Sequence[Sequence[in
 
 
 def _numbers(array: Any) -> np.ndarray:
-    """Of a torch tensor or a jax array."""
+    """Convert a torch tensor or jax array to NumPy."""
     return array.float().numpy() if hasattr(array, "numpy") else np.asarray(array)
 
 
@@ -133,7 +132,7 @@ def _check_length(length: int, model: JaxModel) -> None:
     context = context_length(model.config)
     if context is not None and length > context:
         raise InvalidInputError(
-            f"The text has {length} tokens (with what surrounds it); the model's context holds {context}.",
-            "Positions past the context would be scored wrongly in silence.",
+            f"The text has {length} tokens, including the template; the model's context holds {context}.",
+            "Scores for positions beyond the context would be wrong.",
             "Shorten the text.",
         )

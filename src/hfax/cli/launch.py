@@ -1,4 +1,4 @@
-"""`hfax launch`: one program on several processes, each with devices of its own."""
+"""`hfax launch`: runs a program in several processes, each with its own devices."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ EXAMPLES = """[bold]Examples[/bold]
 
   hfax launch script.py                                        (on every host of a TPU pod slice, or under srun)
   hfax launch --coordinator 10.0.0.1:8476 --processes 2 --process-id 0 script.py
-  hfax launch --local 2 --cpu-devices 4 script.py              (two processes here, to try it out)
+  hfax launch --local 2 --cpu-devices 4 script.py              (two local processes, for testing)
   hfax launch --local 2 hfax generate demo "Return a new" --parallelism data=2"""
 
 
 def launch(
     context: typer.Context,
     program: Annotated[
-        str, typer.Argument(metavar="PROGRAM", help="A Python script, or hfax and a verb.", show_default=False)
+        str, typer.Argument(metavar="PROGRAM", help="A Python script, or hfax and a command.", show_default=False)
     ],
     coordinator: Annotated[
-        str | None, typer.Option(help="host:port of process 0, the same everywhere.", show_default=False)
+        str | None, typer.Option(help="host:port of process 0; the same on every machine.", show_default=False)
     ] = None,
-    processes: Annotated[int, typer.Option(help="Of the whole run.", show_default=False)] = 0,
-    process_id: Annotated[int, typer.Option(help="Of this one, from 0.", show_default=False)] = -1,
-    local: Annotated[int, typer.Option(help="Start so many processes here, and nothing elsewhere.")] = 0,
-    cpu_devices: Annotated[int, typer.Option(help="Virtual CPU devices a process, to try things out.")] = 0,
-    start_timeout: Annotated[float, typer.Option(help="How long to wait for the other processes, s.")] = 300,
+    processes: Annotated[int, typer.Option(help="Number of processes in the run.", show_default=False)] = 0,
+    process_id: Annotated[int, typer.Option(help="Index of this process, from 0.", show_default=False)] = -1,
+    local: Annotated[int, typer.Option(help="Number of processes for a run on this machine only.")] = 0,
+    cpu_devices: Annotated[int, typer.Option(help="Virtual CPU devices per process, for testing.")] = 0,
+    start_timeout: Annotated[float, typer.Option(help="Timeout for the other processes to connect, in seconds.")] = 300,
 ) -> None:
-    """Run a program as one of several processes, or start several here; they end together."""
+    """Run a program as one process of a multi-process run, or start several processes here; if one fails, all stop."""
     with reporting(False):
         from hfax.launch.cluster import AUTOMATIC, Member, checked_address, detected
         from hfax.launch.supervisor import supervise
@@ -42,25 +42,25 @@ def launch(
         arguments = list(context.args)
         if program != "hfax" and not os.path.isfile(program):  # noqa: PTH113 (pathlib is slower to import)
             raise InvalidInputError(
-                f"There is no script {program}.",
-                "hfax launch runs a Python script, or a verb of hfax.",
-                "Give the script's path, or: hfax launch … hfax generate …",
+                f"Script not found: {program}.",
+                "hfax launch runs a Python script or an hfax command.",
+                "Pass the script's path, or for example: hfax launch … hfax generate …",
             )
         if local:
             if coordinator or processes or process_id >= 0:
                 raise InvalidInputError(
-                    "--local was given beside --coordinator, --processes or --process-id.",
+                    "--local cannot be combined with --coordinator, --processes or --process-id.",
                     "It starts the whole run on this machine.",
-                    "Leave the others out.",
+                    "Omit the other options.",
                 )
             address = f"127.0.0.1:{_free_port()}"
             members = [Member(coordinator=address, num_processes=local, process_id=i) for i in range(local)]
         elif coordinator or processes or process_id >= 0:
             if not coordinator or processes < 1 or not 0 <= process_id < processes:
                 raise InvalidInputError(
-                    f"--coordinator {coordinator}, --processes {processes} and --process-id {process_id} say no run.",
-                    "A process needs all three: where process 0 is, how many there are, and which it is itself, from 0.",
-                    "For instance --coordinator 10.0.0.1:8476 --processes 2 --process-id 1.",
+                    f"--coordinator {coordinator}, --processes {processes} and --process-id {process_id} are not a valid run.",
+                    "All three are required, with 0 <= process id < number of processes.",
+                    "Pass, for example, --coordinator 10.0.0.1:8476 --processes 2 --process-id 1.",
                 )
             checked_address(coordinator)
             members = [Member(coordinator=coordinator, num_processes=processes, process_id=process_id)]
@@ -69,9 +69,9 @@ def launch(
             members = [Member(coordinator=AUTOMATIC)]
         else:
             raise InvalidInputError(
-                "hfax launch does not know which run this is.",
-                "This is neither a Slurm job nor a TPU pod slice, as far as the environment says.",
-                "Give --coordinator, --processes and --process-id on every machine, or --local N for a run here.",
+                "No multi-process run was specified or detected.",
+                "The environment shows neither a Slurm job nor a TPU pod slice.",
+                "Pass --coordinator, --processes and --process-id on every machine, or --local N for a run on this one.",
             )
         environment = dict(os.environ)
         if cpu_devices:

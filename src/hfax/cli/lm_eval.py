@@ -1,6 +1,6 @@
-"""`hfax lm-eval`: lm-evaluation-harness's own command, with the model "hfax" beside its own.
+"""`hfax lm-eval`: the lm-evaluation-harness command, with an additional model "hfax".
 
-The harness has no entry point for models of other packages, so its `lm_eval` command cannot know this one.
+The harness has no entry points for external models, so its `lm_eval` command cannot find this one.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ EXAMPLES = """[bold]Examples[/bold]
 
 
 def lm_eval(context: typer.Context) -> None:
-    """Run lm_eval; all its options pass through. `--model hfax` is this package's."""
+    """Run lm_eval with the model `hfax` registered; all options are passed through."""
     try:
         from lm_eval.__main__ import cli_evaluate
 
         import hfax.evaluation.lm_eval_model  # noqa: F401  (registers the model)
     except ImportError as error:
         raise BackendNotAvailableError(
-            "lm-eval needs lm-evaluation-harness.", str(error), "Install it: pip install 'hfax[eval]'."
+            "hfax lm-eval requires lm-evaluation-harness.", str(error), "Install it: pip install 'hfax[eval]'."
         ) from error
     before, sys.argv = sys.argv, ["lm_eval", *context.args]
     try:

@@ -1,4 +1,4 @@
-"""`hfax matrix`: every architecture of transformers, shrunken, beside plain transformers."""
+"""`hfax matrix`: compares scaled-down models of every transformers architecture with plain transformers."""
 
 from __future__ import annotations
 
@@ -14,40 +14,46 @@ from hfax.errors import InvalidInputError, UnsupportedOptionError
 EXAMPLES = """[bold]Examples[/bold]
 
   hfax matrix --mapping causal-lm --only llama,mamba
-  hfax matrix --json-file docs/support.json --markdown docs/support.md
+  hfax matrix --json-file build/support.json --markdown docs/support.md
   hfax matrix --draws 20 --seed 100 --mapping causal-lm --corpus failures.json"""
 
 
 def matrix(
     mapping: Annotated[
-        list[str] | None, typer.Option(help="Which of transformers' auto mappings; may be repeated; all if left out.")
+        list[str] | None, typer.Option(help="transformers auto mapping; may be repeated; default: all.")
     ] = None,
-    only: Annotated[str | None, typer.Option(help="Model types, separated by commas.")] = None,
-    jobs: Annotated[int, typer.Option(help="Architectures at a time.")] = 2,
-    tensor: Annotated[int, typer.Option(help="Split the weights over so many virtual devices.", min=1)] = 1,
-    timeout_s: Annotated[float, typer.Option(help="Seconds for one architecture.")] = 300.0,
-    json_file: Annotated[Path | None, typer.Option(help="Write every result here.", show_default=False)] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Write the table here.", show_default=False)] = None,
+    only: Annotated[str | None, typer.Option(help="Model types, comma-separated.")] = None,
+    jobs: Annotated[int, typer.Option(help="Number of architectures to run in parallel.")] = 2,
+    tensor: Annotated[int, typer.Option(help="Tensor parallelism over this many virtual devices.", min=1)] = 1,
+    timeout_s: Annotated[float, typer.Option(help="Timeout per architecture, in seconds.")] = 300.0,
+    json_file: Annotated[
+        Path | None, typer.Option(help="Write the results to this JSON file.", show_default=False)
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(help="Write the table to this Markdown file.", show_default=False)
+    ] = None,
     draws: Annotated[
-        int, typer.Option(help="Run so many variations drawn at random of each architecture instead.", min=0)
+        int, typer.Option(help="Instead, run this many random variations of each architecture.", min=0)
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Of the first variation; with --draws.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the first variation; requires --draws.", min=0)] = 0,
     corpus: Annotated[
-        Path | None, typer.Option(help="Add the failures, minimised, to this file; with --draws.", show_default=False)
+        Path | None, typer.Option(help="Add minimized failures to this file; requires --draws.", show_default=False)
     ] = None,
     verbose: model_options.VerboseOption = False,
 ) -> None:
-    """Run a small random copy of every architecture in hfax and in plain transformers, and compare them."""
+    """Run a small random model of every architecture in hfax and in plain transformers, and compare the results."""
     with reporting(verbose):
         if draws and (tensor > 1 or json_file is not None or markdown is not None):
             raise UnsupportedOptionError(
-                "--draws goes with --mapping, --only, --jobs, --timeout-s, --seed and --corpus.",
-                "Variations run on one device, and are no rows of the support table.",
-                "Leave --tensor, --json-file and --markdown out.",
+                "--draws cannot be combined with --tensor, --json-file or --markdown.",
+                "Random variations run on one device and are not part of the support table.",
+                "Omit --tensor, --json-file and --markdown.",
             )
         if not draws and (seed or corpus is not None):
             raise InvalidInputError(
-                "--seed and --corpus need --draws.", "The matrix itself draws nothing.", "Add --draws 20."
+                "--seed and --corpus require --draws.",
+                "They apply only to random variations.",
+                "Add, for example, --draws 20.",
             )
         from hfax.matrix.command import HFAX_FAILS, run_matrix
         from hfax.matrix.sweep import run_sweep

@@ -1,7 +1,7 @@
-"""The options that say which model to load and how, and the loading itself: the same for every verb that has a MODEL.
+"""Model options and model loading, shared by all commands with a MODEL argument.
 
-Turns them into a `Checkpoint` on this machine, then into its tokenizer and its model. The Hub is asked once: everything
-after `open_checkpoint` reads the files that it found.
+Resolves the options to a local `Checkpoint`, then loads its tokenizer and model. Only `open_checkpoint` queries the Hub; everything
+after it reads local files.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _PANEL = "Model"
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="Hugging Face id, local folder, or demo.", show_default=False)
 ]
-DtypeOption = Annotated[
-    Dtype, typer.Option(help="Of the weights; auto is the checkpoint's own.", rich_help_panel=_PANEL)
-]
+DtypeOption = Annotated[Dtype, typer.Option(help="Weight dtype; auto: the checkpoint's dtype.", rich_help_panel=_PANEL)]
 QuantizationOption = Annotated[
     str | None,
     typer.Option(
-        help="int8 or int4: pack the linear layers' weights while loading.", rich_help_panel=_PANEL, show_default=False
+        help="int8 or int4: quantize the linear layers' weights while loading.",
+        rich_help_panel=_PANEL,
+        show_default=False,
     ),
 ]
 ParallelismOption = Annotated[
     str | None,
     typer.Option(
-        help="Devices to spread the model over: auto, or sizes by axis such as data=2,tensor=4.",
+        help="Device mesh for the model: auto, or axis sizes such as data=2,tensor=4.",
         rich_help_panel=_PANEL,
         show_default=False,
     ),
@@ -59,26 +59,26 @@ RevisionOption = Annotated[
 TokenOption = Annotated[
     str | None,
     typer.Option(
-        help="Hub token. Better: hf auth login, or HF_TOKEN, which no process list shows.",
+        help="Hub token. Prefer hf auth login or HF_TOKEN, which do not appear in process lists.",
         rich_help_panel=_PANEL,
         show_default=False,
     ),
 ]
 TrustOption = Annotated[
     bool,
-    typer.Option("--trust-remote-code", help="Run Python code that the checkpoint carries.", rich_help_panel=_PANEL),
+    typer.Option("--trust-remote-code", help="Allow custom Python code from the checkpoint.", rich_help_panel=_PANEL),
 ]
 LocalOption = Annotated[
-    bool, typer.Option("--local-files-only", help="Use what is on this machine; no network.", rich_help_panel=_PANEL)
+    bool, typer.Option("--local-files-only", help="Use only local files; no network access.", rich_help_panel=_PANEL)
 ]
-BackendOption = Annotated[str, typer.Option(help="What runs the model.", rich_help_panel=_PANEL)]
-VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Show logs, and tracebacks of errors.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Write one JSON object to stdout, and nothing else.")]
+BackendOption = Annotated[str, typer.Option(help="Backend: jax or torch_xla.", rich_help_panel=_PANEL)]
+VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Show logs and error tracebacks.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Write a single JSON object to stdout.")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """The options of a command line that concern the model."""
+    """Model options from the command line."""
 
     name: str
     dtype: Dtype = Dtype.AUTO
@@ -93,17 +93,17 @@ class ModelOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint on this machine, before its weights are read."""
+    """A local checkpoint; its weights are not loaded yet."""
 
     options: ModelOptions
     source: CheckpointSource
     config: PretrainedConfig
 
     def load_tokenizer(self) -> Any:
-        """The checkpoint's own tokenizer.
+        """Load the checkpoint's tokenizer.
 
         Raises:
-            CheckpointNotFoundError: it has none, or transformers cannot build it.
+            CheckpointNotFoundError: the checkpoint has no tokenizer, or transformers cannot load it.
         """
         from transformers import AutoTokenizer
 
@@ -115,15 +115,15 @@ class Checkpoint:
             raise CheckpointNotFoundError(
                 f"{self.options.name} has no tokenizer that transformers can load.",
                 f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}",
-                "The folder needs tokenizer.json (or the model's own vocabulary files) and tokenizer_config.json; "
-                "save them there with tokenizer.save_pretrained(folder).",
+                "Add tokenizer.json (or the model's own vocabulary files) and tokenizer_config.json to the folder "
+                "with tokenizer.save_pretrained(folder).",
             ) from error
 
     def load_model(self, task: str | None = None) -> JaxModel:
-        """The model, its weights on the device.
+        """Load the model, with its weights on the device.
 
         Args:
-            task: a pipeline task name, to choose the class; None for the checkpoint's own.
+            task: pipeline task name that selects the model class; None: the checkpoint's class.
         """
         from hfax import AutoModelForTPU
 
@@ -142,7 +142,7 @@ class Checkpoint:
 
 
 def open_checkpoint(options: ModelOptions) -> Checkpoint:
-    """Find a checkpoint, downloading it if need be, and read its configuration."""
+    """Find a checkpoint, downloading it if needed, and read its config."""
     from hfax.load.source import resolve_checkpoint
 
     source = resolve_checkpoint(
@@ -152,7 +152,7 @@ def open_checkpoint(options: ModelOptions) -> Checkpoint:
         local_files_only=options.local_files_only,
         allow_code=options.trust_remote_code,
     )
-    from hfax.load.config import read_config  # imports transformers; a misspelt name is found before
+    from hfax.load.config import read_config  # imports transformers, so misspelled names are reported first
 
     return Checkpoint(
         options=options,
@@ -162,5 +162,5 @@ def open_checkpoint(options: ModelOptions) -> Checkpoint:
 
 
 def context_length(config: PretrainedConfig) -> int | None:
-    """The most tokens a decoder-only model attends to; None where that is not bound."""
+    """A decoder-only model's context length; None if unlimited."""
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)

@@ -1,4 +1,4 @@
-"""`hfax perplexity`: how well a model predicts a text."""
+"""`hfax perplexity`: measures a model's perplexity on a text."""
 
 from __future__ import annotations
 
@@ -23,16 +23,14 @@ EXAMPLES = """[bold]Examples[/bold]
 
 def perplexity(
     model: model_options.ModelArgument,
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A text in UTF-8; - for standard input.", allow_dash=True)
-    ],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="UTF-8 text file; - reads stdin.", allow_dash=True)],
     max_length: Annotated[
-        int | None, typer.Option(help="Tokens of a window; the model's context, 1024 at most, if left out.", min=2)
+        int | None, typer.Option(help="Window length in tokens; default: the model's context, at most 1024.", min=2)
     ] = None,
     stride: Annotated[
-        int | None, typer.Option(help="Tokens that a window goes on; all of it if left out.", min=1)
+        int | None, typer.Option(help="Tokens between window starts; default: the window length.", min=1)
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Windows at a time.", min=1)] = 4,
+    batch_size: Annotated[int, typer.Option(help="Windows per batch.", min=1)] = 4,
     dtype: model_options.DtypeOption = model_options.Dtype.AUTO,
     quantization: model_options.QuantizationOption = None,
     parallelism: model_options.ParallelismOption = None,
@@ -43,7 +41,7 @@ def perplexity(
     json_output: model_options.JsonOption = False,
     verbose: model_options.VerboseOption = False,
 ) -> None:
-    """Perplexity of a text, in nats a token and bits a byte."""
+    """Measure a text's perplexity, in nats per token and bits per byte."""
     with reporting(verbose):
         try:
             text = typer.get_text_stream("stdin").read() if str(file) == "-" else file.read_text(encoding="utf-8")
@@ -70,6 +68,6 @@ def perplexity(
             typer.echo(json.dumps(dataclasses.asdict(found)))
             return
         typer.echo(
-            f"perplexity {found.perplexity:.4f}  ({found.nats_per_token:.4f} nats a token, "
-            f"{found.bits_per_byte:.4f} bits a byte, {found.tokens:,} tokens)"
+            f"perplexity {found.perplexity:.4f}  ({found.nats_per_token:.4f} nats/token, "
+            f"{found.bits_per_byte:.4f} bits/byte, {found.tokens:,} tokens)"
         )

@@ -1,7 +1,7 @@
-"""Shows downloads, loads, traces and compilations on stderr while they run, and adds up their seconds.
+"""Displays downloads, loads, traces and compilations on stderr, and sums their durations.
 
-Turns the events of `hfax.phases` into lines. It never writes to stdout; while an answer is being written (`answering`),
-finished phases wait, so that they do not fall into the middle of a line.
+Turns `hfax.phases` events into lines. Never writes to stdout; during output (`answering`), finished phases are held back so they
+do not interrupt a line.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from hfax.phases import PhaseEvent, listen
 
 
 class PhaseDisplay:
-    """One verb's view of the phases.
+    """Phase display of one command.
 
     Args:
-        console: on stderr. A terminal gets a spinner with a running clock, anything else only the finished lines.
+        console: console on stderr. A terminal shows a spinner with elapsed time; otherwise only finished phases are printed.
 
     Attributes:
-        seconds: wall-clock seconds by phase name, added up.
+        seconds: total wall-clock seconds by phase name.
     """
 
     def __init__(self, console: Console) -> None:
@@ -38,10 +38,10 @@ class PhaseDisplay:
 
     @contextlib.contextmanager
     def following(self, activity: str) -> Iterator[None]:
-        """Show the phases of the block; whatever ends it, the terminal is left as it was.
+        """Display the phases of the block; the terminal is restored however it ends.
 
         Args:
-            activity: what goes on between the phases, for the spinner.
+            activity: spinner text between phases.
         """
         self._activity = activity
         self._running.clear()
@@ -54,12 +54,12 @@ class PhaseDisplay:
             self.answered()
 
     def answering(self) -> None:
-        """An answer starts on stdout: no spinner from here on, and lines wait until `answered`."""
+        """Output starts on stdout: stop the spinner, and hold lines back until `answered`."""
         self._stop_spinner()
         self._is_answering = True
 
     def answered(self) -> None:
-        """The answer's last line is complete: show what was held back."""
+        """Output is complete: print the lines held back."""
         self._is_answering = False
         for line in self._waiting:
             self._console.print(line, soft_wrap=True)
@@ -83,7 +83,7 @@ class PhaseDisplay:
             self._console.print(line, soft_wrap=True)
 
     def _spin(self) -> None:
-        """Show the innermost phase, or the activity; but nothing beside huggingface_hub's own bars."""
+        """Show the innermost phase or the activity; nothing during downloads, which have huggingface_hub's progress bars."""
         self._stop_spinner()
         is_download = any(name == "download" for name, _ in self._running)
         if self._is_answering or is_download or not self._console.is_terminal:

@@ -1,4 +1,4 @@
-"""`hfax plan`: which devices a model fits on and how fast it can be there, before any are rented."""
+"""`hfax plan`: estimates which devices a model fits on, and its best-case speed there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXAMPLES = """[bold]Examples[/bold]
 
 
 _FILE_WIDTH = 120
-"""Columns of the tables where nobody looks at a terminal."""
+"""Table width in columns when stdout is not a terminal."""
 
 
 def plan(
@@ -36,32 +36,34 @@ def plan(
             "--machines",
             "--topology",
             "--devices",
-            help="TPU topologies, or GPUs or this host's CPU devices by kind and count; with commas.",
+            help="TPU topologies, or GPUs or host CPU devices as kind:count; comma-separated.",
         ),
     ] = "v5e:2x4,v6e:2x4",
-    batch: Annotated[str, typer.Option(help="Sequences side by side, comma-separated.")] = "1",
-    context: Annotated[int, typer.Option(help="Tokens of each sequence at its end.", min=2)] = 8192,
-    prompt: Annotated[int, typer.Option(help="Of them in the prompt; 0: 512, of a short context half.", min=0)] = 0,
+    batch: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1",
+    context: Annotated[int, typer.Option(help="Final length of each sequence, in tokens.", min=2)] = 8192,
+    prompt: Annotated[
+        int, typer.Option(help="Prompt length in tokens; 0: 512, or half of a short context.", min=0)
+    ] = 0,
     quantization: model_options.QuantizationOption = None,
     mesh: Annotated[
-        str | None, typer.Option(help="Sizes by axis, such as data=2,tensor=4; the best if left out.")
+        str | None, typer.Option(help="Axis sizes such as data=2,tensor=4; default: the best mesh.")
     ] = None,
     train: Annotated[
         str | None,
-        typer.Option(help="Plan fine-tuning, of --batch rows of --context tokens: full, lora, or full,lora."),
+        typer.Option(help="Plan fine-tuning with --batch rows of --context tokens: full, lora, or full,lora."),
     ] = None,
     no_compile: Annotated[
-        bool, typer.Option("--no-compile", help="Arithmetic alone, without the TPU compiler: seconds, not minutes.")
+        bool, typer.Option("--no-compile", help="Estimate without the TPU compiler: takes seconds, not minutes.")
     ] = False,
     json_file: Annotated[
-        Path | None, typer.Option(help="Write the plans there; from_pretrained(plan=…) reads it.")
+        Path | None, typer.Option(help="Write the plans to this JSON file, for from_pretrained(plan=…).")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw tokens a second against batch there, a PNG.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot tokens/s over batch size to this PNG file.")] = None,
     trust_remote_code: model_options.TrustOption = False,
     json_output: model_options.JsonOption = False,
     verbose: model_options.VerboseOption = False,
 ) -> None:
-    """Say what fits, on which mesh, and how fast at best; for TPUs by the real compiler. Loads no weights."""
+    """Estimate memory, mesh and best-case speed; for TPUs with the real compiler. Loads no weights."""
     with reporting(verbose):
         from rich.console import Console
 
@@ -111,12 +113,12 @@ def plan(
 
 
 def _names(text: str) -> list[str]:
-    """Of a list with commas."""
+    """Split a comma-separated list."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _as_json(plans: list[Any], assumptions: str, json_file: Path | None) -> str:
-    """The plans as JSON, written to the file too, if one was named."""
+    """Convert the plans to JSON, and write them to the file, if given."""
     text = json.dumps({"plans": [dataclasses.asdict(p) for p in plans], "assumptions": assumptions}, indent=2)
     if json_file is not None:
         json_file.write_text(text + "\n")
@@ -136,7 +138,7 @@ def _plan_training(
     json_file: Path | None,
     json_output: bool,
 ) -> None:
-    """Fine-tuning: which machines it fits on."""
+    """Print or write the plans for fine-tuning."""
     from hfax.train.memory_plan import ASSUMPTIONS, make_train_plans
 
     plans = []
@@ -161,7 +163,7 @@ def _plan_training(
     from rich.table import Table
 
     out = Console() if sys.stdout.isatty() else Console(width=_FILE_WIDTH)
-    table = Table(title=f"{model}: fine-tuning on rows of {length:,} tokens, GB a device", box=box.SIMPLE_HEAD)
+    table = Table(title=f"{model}: fine-tuning on rows of {length:,} tokens, GB per device", box=box.SIMPLE_HEAD)
     for column in ("machine", "training", "mesh", "rows", "fits", "state+frozen+temp.", "of", "step s", "compile s"):
         table.add_column(column, justify="left" if column in ("machine", "training", "mesh", "fits") else "right")
     for p in plans:
@@ -190,12 +192,12 @@ def _print(plans: list[Any], assumptions: str) -> None:
     first = plans[0]
     console = Console() if sys.stdout.isatty() else Console(width=_FILE_WIDTH)
     style: Any = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0), "title_justify": "left"}
-    memory = Table(title=f"{first.model}: GB a device at {first.context:,} tokens", **style)
+    memory = Table(title=f"{first.model}: GB per device at {first.context:,} tokens", **style)
     speed = Table(title=f"Limits; prompts of {first.prompt:,} tokens", **style)
     for name in ("machine", "mesh", "batch", "fits", "weights+cache+temp.", "of", "longest", "rows"):
         left = name in ("machine", "mesh", "fits")
         memory.add_column(name, justify="left" if left else "right")
-    for name in ("machine", "batch", "1st token ms", "tokens/s", "limited by", "messages a layer", "MB", "compile s"):
+    for name in ("machine", "batch", "1st token ms", "tokens/s", "limited by", "collectives/layer", "MB", "compile s"):
         speed.add_column(name, justify="left" if name in ("machine", "limited by") else "right")
     for p in plans:
         memory.add_row(
@@ -223,7 +225,7 @@ def _print(plans: list[Any], assumptions: str) -> None:
     console.print(speed)
     for problem in dict.fromkeys(f"{p.machine}: {p.problem}" for p in plans if p.problem):
         console.print(problem, markup=False)
-    console.print(f"Longest and rows: context and batch that would fit. {assumptions}", markup=False)
+    console.print(f"Longest and rows: maximum context and batch size that fit. {assumptions}", markup=False)
 
 
 def _draw(plans: list[Any], path: Path) -> None:
@@ -232,7 +234,7 @@ def _draw(plans: list[Any], path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise InvalidInputError(
-            "The plot needs matplotlib.", str(error), "Install hfax[bench], or leave --plot out."
+            "--plot requires matplotlib.", str(error), "Run pip install 'hfax[bench]', or omit --plot."
         ) from error
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -242,7 +244,7 @@ def _draw(plans: list[Any], path: Path) -> None:
         axes.plot([p.batch for p in own], [p.tokens_per_s for p in own], "o-", label=machine)
         off = [p for p in own if not p.fits]
         axes.plot([p.batch for p in off], [p.tokens_per_s for p in off], "x", color="black")
-    axes.set(xscale="log", yscale="log", xlabel="sequences side by side", ylabel="tokens a second, at best")
+    axes.set(xscale="log", yscale="log", xlabel="batch size", ylabel="tokens/s, best case")
     axes.set_title(f"{plans[0].model}, {plans[0].context:,} tokens (x: does not fit)")
     axes.legend()
     figure.savefig(path, dpi=150)

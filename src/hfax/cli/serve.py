@@ -1,4 +1,4 @@
-"""`hfax serve`: a model behind the OpenAI API."""
+"""`hfax serve`: serves a model with an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ EXAMPLES = """[bold]Examples[/bold]
   hfax serve Qwen/Qwen3-0.6B --dtype bfloat16 --max-model-len 4096 --api-key secret
   hfax serve ./folder --host 0.0.0.0 --port 80 --config server.yaml
 
-Every option can also be set by a variable, HFAX_PORT for --port, or in the file of --config, port: 80.
-The command line wins over variables, and those over the file."""
+Every option can also be set by an environment variable (HFAX_PORT for --port) or in the --config file (port: 80).
+The command line overrides environment variables, which override the file."""
 
-_PANEL, _ACCESS = "Engine", "Who may ask"
+_PANEL, _ACCESS = "Engine", "Access control"
 
 
 def _read_file(context: typer.Context, path: Path | None) -> Path | None:
-    """Options of a YAML file become defaults, so that variables and the command line win over it."""
+    """Load options from a YAML file as defaults, so environment variables and the command line override them."""
     if path is None:
         return None
     import yaml
@@ -42,11 +42,11 @@ def _read_file(context: typer.Context, path: Path | None) -> Path | None:
         raise typer.BadParameter(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
     found = {} if found is None else found
     if not isinstance(found, dict):
-        raise typer.BadParameter(f"{path} is no mapping of options to values.")
+        raise typer.BadParameter(f"{path} is not a mapping of options to values.")
     known = {parameter.name for parameter in context.command.params if parameter.name is not None}
     options = {str(name).replace("-", "_"): value for name, value in found.items()}
     if unknown := sorted(set(options) - known - {"api_key"}):
-        raise typer.BadParameter(f"{path} has no options {', '.join(unknown)}.")
+        raise typer.BadParameter(f"{path} has unknown options: {', '.join(unknown)}.")
     context.default_map = {**(context.default_map or {}), **options}
     return path
 
@@ -56,28 +56,34 @@ def serve(
         str,
         typer.Argument(metavar="MODEL[@REVISION]", help="Hugging Face id, local folder, or demo.", envvar="HFAX_MODEL"),
     ],
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.", envvar="HFAX_HOST")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", envvar="HFAX_PORT", min=0, max=65535)] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 for all interfaces.", envvar="HFAX_HOST")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 picks a free one.", envvar="HFAX_PORT", min=0, max=65535)] = 8000,
     config: Annotated[
         Path | None,
-        typer.Option(help="A YAML file of options.", envvar="HFAX_CONFIG", is_eager=True, callback=_read_file),
+        typer.Option(help="YAML file with options.", envvar="HFAX_CONFIG", is_eager=True, callback=_read_file),
     ] = None,
     served_model_name: Annotated[
-        list[str] | None, typer.Option(help="Name to ask for; may be repeated.", envvar="HFAX_SERVED_MODEL_NAME")
+        list[str] | None, typer.Option(help="Model name in the API; may be repeated.", envvar="HFAX_SERVED_MODEL_NAME")
     ] = None,
     chat_template: Annotated[
-        Path | None, typer.Option(help="A file to use instead of the model's own.", envvar="HFAX_CHAT_TEMPLATE")
+        Path | None, typer.Option(help="Chat template file that replaces the model's.", envvar="HFAX_CHAT_TEMPLATE")
     ] = None,
     max_num_seqs: Annotated[
-        int, typer.Option(help="Texts at once.", envvar="HFAX_MAX_NUM_SEQS", min=1, rich_help_panel=_PANEL)
+        int,
+        typer.Option(help="Maximum concurrent sequences.", envvar="HFAX_MAX_NUM_SEQS", min=1, rich_help_panel=_PANEL),
     ] = 32,
     max_num_queued_reqs: Annotated[
-        int, typer.Option(help="Texts that may wait.", envvar="HFAX_MAX_NUM_QUEUED_REQS", min=1, rich_help_panel=_PANEL)
+        int,
+        typer.Option(
+            help="Maximum waiting sequences.", envvar="HFAX_MAX_NUM_QUEUED_REQS", min=1, rich_help_panel=_PANEL
+        ),
     ] = 512,
     max_model_len: Annotated[
         int | None,
         typer.Option(
-            help="Tokens of prompt and text together; the model's context, at most 8192, if left out.",
+            help="Maximum tokens of prompt plus output; default: the model's context, at most 8192.",
             envvar="HFAX_MAX_MODEL_LEN",
             min=1,
             show_default=False,
@@ -87,7 +93,7 @@ def serve(
     max_num_batched_tokens: Annotated[
         int,
         typer.Option(
-            help="Tokens of a step; longer prompts are read in parts.",
+            help="Maximum tokens per step; longer prompts use chunked prefill.",
             envvar="HFAX_MAX_NUM_BATCHED_TOKENS",
             min=1,
             rich_help_panel=_PANEL,
@@ -96,7 +102,7 @@ def serve(
     block_size: Annotated[
         int | None,
         typer.Option(
-            help="Tokens of a block of the KV cache; what fits the platform if left out.",
+            help="Tokens per KV-cache block; default: depends on the platform.",
             envvar="HFAX_BLOCK_SIZE",
             min=1,
             show_default=False,
@@ -106,7 +112,7 @@ def serve(
     num_blocks: Annotated[
         int | None,
         typer.Option(
-            help="Blocks of the KV cache; what the memory holds if left out.",
+            help="Number of KV-cache blocks; default: as many as fit in memory.",
             envvar="HFAX_NUM_BLOCKS",
             min=1,
             show_default=False,
@@ -116,7 +122,7 @@ def serve(
     enable_prefix_caching: Annotated[
         bool,
         typer.Option(
-            help="Compute equal beginnings of prompts once.",
+            help="Reuse the KV cache of shared prompt prefixes.",
             envvar="HFAX_ENABLE_PREFIX_CACHING",
             rich_help_panel=_PANEL,
         ),
@@ -124,19 +130,20 @@ def serve(
     step_timeout: Annotated[
         float,
         typer.Option(
-            help="Seconds after which a step counts as hung.",
+            help="Seconds until a step counts as hung.",
             envvar="HFAX_STEP_TIMEOUT",
             min=0.1,
             rich_help_panel=_PANEL,
         ),
     ] = 8.0,
     drain_timeout: Annotated[
-        float, typer.Option(help="Seconds for running requests after SIGTERM.", envvar="HFAX_DRAIN_TIMEOUT", min=0)
+        float,
+        typer.Option(help="Seconds for running requests to finish after SIGTERM.", envvar="HFAX_DRAIN_TIMEOUT", min=0),
     ] = 60.0,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
-            help="Key that requests must bring; may be repeated. HFAX_API_KEY does not show in process lists.",
+            help="API key that requests must send; may be repeated. Prefer HFAX_API_KEY, hidden from process lists.",
             envvar="HFAX_API_KEY",
             show_envvar=False,
             rich_help_panel=_ACCESS,
@@ -145,35 +152,42 @@ def serve(
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(
-            help="Further name of a server on loopback; * for any.", envvar="HFAX_ALLOWED_HOST", rich_help_panel=_ACCESS
+            help="Additional Host header value accepted on loopback; * for any.",
+            envvar="HFAX_ALLOWED_HOST",
+            rich_help_panel=_ACCESS,
         ),
     ] = None,
     allowed_origin: Annotated[
         list[str] | None,
         typer.Option(
-            help="Site whose pages may ask; * for any.", envvar="HFAX_ALLOWED_ORIGIN", rich_help_panel=_ACCESS
+            help="Origin allowed for cross-origin requests; * for any.",
+            envvar="HFAX_ALLOWED_ORIGIN",
+            rich_help_panel=_ACCESS,
         ),
     ] = None,
     allowed_image_host: Annotated[
         list[str] | None,
         typer.Option(
-            help="Host that images may be fetched from; else they come as data: URLs.",
+            help="Host that images may be fetched from; default: data: URLs only.",
             envvar="HFAX_ALLOWED_IMAGE_HOST",
             rich_help_panel=_ACCESS,
         ),
     ] = None,
     max_body_mb: Annotated[
         float,
-        typer.Option(help="Size of a request's body.", envvar="HFAX_MAX_BODY_MB", min=0.001, rich_help_panel=_ACCESS),
+        typer.Option(
+            help="Maximum size of a request body, in MB.", envvar="HFAX_MAX_BODY_MB", min=0.001, rich_help_panel=_ACCESS
+        ),
     ] = 32,
     metrics_prefix: Annotated[
-        str, typer.Option(help="Of metrics' names: hfax or vllm.", envvar="HFAX_METRICS_PREFIX")
+        str, typer.Option(help="Metric name prefix: hfax or vllm.", envvar="HFAX_METRICS_PREFIX")
     ] = "hfax",
     json_logs: Annotated[
-        bool, typer.Option("--json-logs", help="Access log as JSON lines.", envvar="HFAX_JSON_LOGS")
+        bool, typer.Option("--json-logs", help="Write the access log as JSON lines.", envvar="HFAX_JSON_LOGS")
     ] = False,
     otlp_endpoint: Annotated[
-        str | None, typer.Option(help="Where OpenTelemetry traces go.", envvar="HFAX_OTLP_ENDPOINT", show_default=False)
+        str | None,
+        typer.Option(help="OTLP endpoint for OpenTelemetry traces.", envvar="HFAX_OTLP_ENDPOINT", show_default=False),
     ] = None,
     dtype: model_options.DtypeOption = model_options.Dtype.AUTO,
     quantization: model_options.QuantizationOption = None,
@@ -183,11 +197,13 @@ def serve(
     local_files_only: model_options.LocalOption = False,
     verbose: model_options.VerboseOption = False,
 ) -> None:
-    """Serve a model over HTTP: the OpenAI API, metrics, and a chat page at /."""
+    """Serve a model over HTTP: OpenAI-compatible API, metrics, and a chat page at /."""
     with reporting(verbose):
         settings_type, run_server = _require_server()
         if metrics_prefix.rstrip(":") not in ("hfax", "vllm"):
-            raise InvalidInputError(f"--metrics-prefix {metrics_prefix}.", "Dashboards know two.", "Use hfax or vllm.")
+            raise InvalidInputError(
+                f"--metrics-prefix {metrics_prefix} is invalid.", "It must be hfax or vllm.", "Use one of them."
+            )
         name, revision = _split(model)
         settings = settings_type(
             model=name,
@@ -234,7 +250,7 @@ def _require_server() -> tuple[type[Settings], Callable[..., BaseException | Non
         from hfax.server.settings import Settings
     except ImportError as error:
         raise UnsupportedOptionError(
-            "The server's packages are missing.", str(error), "pip install 'hfax[serve]'"
+            "The server's packages are not installed.", str(error), "Run: pip install 'hfax[serve]'"
         ) from error
     return Settings, run_server
 
@@ -246,19 +262,21 @@ def _run(settings: Settings, run_server: Callable[..., BaseException | None], lo
         console.print(f"Listening on {address}, loading {settings.model}", soft_wrap=True)
         if not settings.api_keys and settings.host not in ("127.0.0.1", "localhost", "::1"):
             console.print(
-                "Everybody who reaches this address may ask: there is no --api-key.", style="yellow", soft_wrap=True
+                "Anyone who can reach this address can use the server: no --api-key is set.",
+                style="yellow",
+                soft_wrap=True,
             )
 
     try:
         failure = run_server(settings, load, say)
     except OSError as error:
         raise InvalidInputError(
-            f"{settings.host}:{settings.port} cannot be listened on.", str(error), "Choose another --port."
+            f"Cannot listen on {settings.host}:{settings.port}.", str(error), "Choose another --port."
         ) from error
-    except SystemExit as stop:  # uvicorn's way to say that the port is taken
+    except SystemExit as stop:  # uvicorn exits if the port is in use
         raise InvalidInputError(
-            f"{settings.host}:{settings.port} cannot be listened on.",
-            "Another program has it.",
+            f"Cannot listen on {settings.host}:{settings.port}.",
+            "The port is in use by another program.",
             "Choose another --port.",
         ) from stop
     if isinstance(failure, HfaxError):
@@ -274,7 +292,7 @@ def _load(
     template: Path | None,
     on_step: Callable[[float, int], None],
 ) -> Loaded:
-    """The model, its programs made."""
+    """Load the model and compile its programs."""
     from hfax.engine.engine import EngineConfig
     from hfax.server.chat import ChatTemplate
     from hfax.server.embeddings import Embedder
@@ -302,13 +320,13 @@ def _load(
 
 
 def _writes(config: Any) -> bool:
-    """Whether the checkpoint's class writes text."""
+    """Whether the checkpoint's class generates text."""
     names = getattr(config, "architectures", None) or []
     return not names or any(n.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for n in names)
 
 
 def _processor(checkpoint: model_options.Checkpoint) -> Any:
-    """What makes inputs of images, if the model reads them."""
+    """Load the processor, for models with image input; None for others."""
     if (
         not (checkpoint.source.folder / "preprocessor_config.json").is_file()
         and not (checkpoint.source.folder / "processor_config.json").is_file()
@@ -328,12 +346,12 @@ def _read_template(path: Path | None) -> str | None:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise InvalidInputError(
-            f"The chat template {path} cannot be read.", str(error), "Name a file of text."
+            f"The chat template {path} cannot be read.", str(error), "Pass a UTF-8 text file."
         ) from error
 
 
 def _split(model: str) -> tuple[str, str | None]:
-    """MODEL@REVISION; a folder that has an @ in its name is a folder."""
+    """Split MODEL@REVISION; an existing folder with @ in its name is not split."""
     if "@" not in model or Path(model).exists():
         return model, None
     name, _, revision = model.rpartition("@")
@@ -343,12 +361,14 @@ def _split(model: str) -> tuple[str, str | None]:
 def _keys(given: list[str] | None) -> tuple[str, ...]:
     keys = tuple(given or ())
     if any(not key.strip() for key in keys):
-        raise InvalidInputError("An --api-key is empty.", "Everybody would have it.", "Leave it out, or give one.")
+        raise InvalidInputError(
+            "An --api-key is empty.", "Any request would match it.", "Omit the option, or pass a non-empty key."
+        )
     return keys
 
 
 def _log_to_stderr() -> None:
-    """The server's own log and the access log: lines on stderr."""
+    """Send the server log and the access log to stderr."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     for name in ("hfax.access", "hfax.server", "hfax.engine"):

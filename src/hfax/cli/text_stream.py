@@ -1,8 +1,8 @@
-"""Token ids into text, piece by piece, as `model.generate` hands them over.
+"""Streaming detokenization for `model.generate`.
 
-Speaks transformers' streamer protocol (`put`, `end`). transformers' own TextStreamer decodes the new tokens alone,
-which loses the space before the first word with many tokenizers, and holds text back until a space; this one decodes
-with the tokens before, and gives every piece as soon as its characters are whole. It does not know where the text goes.
+Implements transformers' streamer protocol (`put`, `end`). transformers' TextStreamer decodes only the new tokens, which loses the
+space before the first word with many tokenizers, and holds text back until a space. This one decodes with the preceding tokens,
+and emits every piece as soon as its characters are complete.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 _TAIL = 8
-"""Tokens of the prompt that are decoded along, so that the first piece begins as it would within the text."""
+"""Prompt tokens to decode as context, so the first piece has the right leading space."""
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -19,15 +19,15 @@ class TextStream:
     """A streamer for one sequence.
 
     Args:
-        tokenizer: decodes.
-        prompt_ids: the tokens before the answer; empty for an encoder-decoder.
-        write: gets each piece of text. It gets none before the second token (or the end), since compiling the decoding
-            loop comes after the first.
-        should_stop: asked at each `put`, which raises KeyboardInterrupt if so.
+        tokenizer: the tokenizer for decoding.
+        prompt_ids: the prompt's token ids; empty for an encoder-decoder.
+        write: called with each piece of text. Not called before the second token (or the end), since the decoding loop is
+            compiled after the first.
+        should_stop: checked at each `put`, which raises KeyboardInterrupt if it returns True.
 
     Attributes:
-        token_ids: drawn so far, special tokens included.
-        pieces: of text, so far.
+        token_ids: token ids so far, including special tokens.
+        pieces: pieces of text so far.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """Everything written so far."""
+        """The text so far."""
         return "".join(self.pieces)
 
     def put(self, value: Any) -> None:
-        """Take the prompt (the first call), then new tokens: an array or tensor of ids of one sequence."""
+        """Receive the prompt (first call), then new tokens: an array or tensor of one sequence's ids."""
         if self._should_stop():
             raise KeyboardInterrupt
         if not self._has_prompt:
@@ -60,7 +60,7 @@ class TextStream:
         self.add(value.reshape(-1).tolist())
 
     def add(self, ids: Sequence[int]) -> None:
-        """Take new tokens."""
+        """Append new tokens."""
         for token in ids:
             self.token_ids.append(int(token))
             self._ids.append(int(token))
@@ -68,7 +68,7 @@ class TextStream:
                 self._give(is_last=False)
 
     def end(self) -> None:
-        """Write what was held back."""
+        """Flush text that was held back."""
         self._give(is_last=True)
 
     def _give(self, *, is_last: bool) -> None:
@@ -87,7 +87,7 @@ class TextStream:
 
 
 def decode_answer(tokenizer: Any, prompt_ids: Sequence[int], new_ids: Sequence[int]) -> str:
-    """The text of an answer that is already complete, the same as a stream would have given."""
+    """Decode a complete output to the same text that a stream would give."""
     stream = TextStream(tokenizer, prompt_ids)
     stream.add(new_ids)
     stream.end()

@@ -28,18 +28,20 @@ EXAMPLES = """[bold]Examples[/bold]
 
 
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The recipe; docs/training.md has its fields.")],
-    resume: Annotated[bool, typer.Option("--resume", help="Go on after the last checkpoint in output_dir.")] = False,
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG.yaml", help="Recipe file; docs/training.md describes its fields.")
+    ],
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint in output_dir.")] = False,
     json_output: model_options.JsonOption = False,
     verbose: model_options.VerboseOption = False,
 ) -> None:
-    """Fine-tune a model on texts, prompts and completions, or conversations: all weights, or an adapter."""
+    """Fine-tune a model on texts, prompt-completion pairs, or conversations: all weights, or a LoRA adapter."""
     with reporting(verbose):
         from hfax.train.recipe import read_recipe, run_recipe
 
         recipe = read_recipe(config)
         phases = PhaseDisplay(make_console())
-        with phases.following("reading"):  # from then on the bar has the terminal
+        with phases.following("reading"):  # from then on the progress bar owns the terminal
             _, metrics, folder = run_recipe(recipe, resume=resume, on_start=phases.answering)
         if json_output:
             typer.echo(json.dumps({**metrics, "saved_to": str(folder)}))

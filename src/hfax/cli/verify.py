@@ -1,4 +1,4 @@
-"""`hfax verify`: a checkpoint beside plain transformers on this machine."""
+"""`hfax verify`: compares a checkpoint with plain transformers on this machine."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _PROMPTS = (
     "In the beginning there was one processor, and it was slow. Then there were two, and people learned that waiting",
     "def median(values):\n    values = sorted(values)\n    middle = len(values) // 2\n    if len(values) % 2:\n        return",
 )
-"""Four lengths, so that the batch of all has padding."""
+"""Prompts of four lengths, so a batch of all needs padding."""
 
 
 def verify(
     model: model_options.ModelArgument,
     prompts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Texts to try, one a line, in UTF-8; four of hfax's own if left out."),
+        typer.Option(metavar="FILE", help="UTF-8 file with one prompt per line; default: four built-in prompts."),
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option(help="Greedy tokens a prompt; 0 for forward passes alone.", min=0)
+        int, typer.Option(help="New tokens per prompt, greedy; 0: forward passes only.", min=0)
     ] = 32,
     dtype: model_options.DtypeOption = model_options.Dtype.AUTO,
     revision: model_options.RevisionOption = None,
@@ -46,9 +46,9 @@ def verify(
     json_output: model_options.JsonOption = False,
     verbose: model_options.VerboseOption = False,
 ) -> None:
-    """Run a checkpoint beside plain transformers: the same numbers and text, or where they part. Exit code 1 if they do.
+    """Compare a checkpoint's logits and output with plain transformers. Exit code 1 if they differ.
 
-    Holds the weights three times: hfax's, those of transformers, and, where the two differ, a copy in a wider dtype.
+    Needs memory for three copies of the weights: hfax's, transformers', and, if they differ, one in a wider dtype.
     """
     with reporting(verbose):
         texts = _PROMPTS if prompts is None else _read(prompts)
@@ -78,7 +78,7 @@ def _read(file: Path) -> tuple[str, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"{file} could not be read.", str(error), "Pass a text file in UTF-8.") from error
     if not texts:
-        raise InvalidInputError(f"{file} has no prompts.", "It holds no line with text.", "Write one prompt a line.")
+        raise InvalidInputError(f"{file} has no prompts.", "All its lines are empty.", "Write one prompt per line.")
     return texts
 
 
@@ -88,23 +88,23 @@ def _as_text(found) -> str:  # noqa: ANN001 (its class would import jax)
     for one in found.prompts:
         written = f", {one.new_tokens} new tokens" if one.new_tokens else ""
         lines.append(
-            f"  {one.prompt_tokens} tokens{written}: {one.outcome}, logits within {one.forward_error:.1e} of their scale"
+            f"  {one.prompt_tokens} tokens{written}: {one.outcome}, logits within {one.forward_error:.1e} relative to their scale"
         )
         if one.rounding is not None:
             lines.append(f"    transformers' own rounding: {one.rounding:.1e}")
         if one.parted_at is not None:
-            margin = f"; its two best logits differ by {one.margin:.1e}" if one.margin is not None else ""
-            lines.append(f"    the text parts at new token {one.parted_at}{margin}")
+            margin = f"; its top two logits differ by {one.margin:.1e}" if one.margin is not None else ""
+            lines.append(f"    the outputs diverge at new token {one.parted_at}{margin}")
     if found.padded_error is not None:
-        lines.append(f"  all in one batch, padded on the left: logits within {found.padded_error:.1e}")
+        lines.append(f"  all in one left-padded batch: logits within {found.padded_error:.1e}")
     if (where := found.difference) is not None:
         lines.append(
-            f"  first part that differs: {where.part or 'the model itself'} ({where.part_class}), by {where.error:.1e}"
+            f"  first module that differs: {where.part or 'the model itself'} ({where.part_class}), by {where.error:.1e}"
         )
         how = (
             f"{where.operation}, by {where.operation_error:.1e}"
             if where.operation
-            else "hfax runs other operations there"
+            else "hfax runs different operations there"
         )
         lines.append(f"  first operation in it: {how}")
     if found.patches:

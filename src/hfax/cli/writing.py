@@ -1,7 +1,6 @@
-"""One answer of a model: from the tokens of a prompt to text, with what it cost.
+"""One generation: from prompt tokens to text, with timing.
 
-Turns prompt ids and the options of a command line into one call of `model.generate`. It does not know whether the
-prompt came from a chat template.
+Turns prompt ids and command-line options into one call of `model.generate`, with or without a chat template.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ FinishReason = Literal["eos", "stop_string", "length", "interrupted"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What was written.
+    """One completion.
 
     Args:
-        text: without special tokens.
-        num_prompt_tokens, num_tokens: read and written.
-        finish_reason: an end-of-sequence token, a stop string, the length asked for (or the context's end), or Ctrl-C.
-        seconds: of reading the prompt and writing; trace and compile, which only happen the first time, left out.
-        seed: that writes the same answer again.
+        text: the text without special tokens.
+        num_prompt_tokens, num_tokens: numbers of prompt tokens and generated tokens.
+        finish_reason: "eos", "stop_string", "length" (max_new_tokens or the end of the context), or "interrupted" (Ctrl-C).
+        seconds: time of prefill and decoding, without tracing and compilation.
+        seed: the seed that reproduces this completion.
     """
 
     text: str
@@ -45,7 +44,7 @@ class Answer:
 
     @property
     def tokens_per_second(self) -> float:
-        """Written tokens by all seconds, those of reading the prompt included."""
+        """Generated tokens per second, prefill time included."""
         return self.num_tokens / self.seconds if self.seconds > 0 else 0.0
 
 
@@ -63,14 +62,14 @@ def write_answer(
     """Run `model.generate` on one prompt.
 
     Args:
-        model: of any kind that writes text.
-        tokenizer: its own.
-        prompt_ids: the whole prompt.
-        options: from the command line.
-        phases: whose trace and compile seconds are subtracted.
-        ctrl_c: ends the answer early; what was written of it is returned.
-        default_length: tokens, if the options name none and the context has room.
-        output: gets the text as it is written; without one the whole answer is drawn on the device in one go.
+        model: a generative model.
+        tokenizer: the model's tokenizer.
+        prompt_ids: the prompt's token ids.
+        options: generation options.
+        phases: phase display; its trace and compile seconds are subtracted.
+        ctrl_c: Ctrl-C handler that stops generation early; the partial output is returned.
+        default_length: default max_new_tokens, limited to the remaining context.
+        output: receives the text as it is generated; None: all tokens are generated on the device in one call.
     """
     seed = options.draw_seed()
     is_encoder_decoder = bool(model.config.is_encoder_decoder)

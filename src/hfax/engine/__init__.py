@@ -1,6 +1,5 @@
-"""Continuous batching: many requests at once through one model, on programs of fixed shapes.
+"""Continuous batching: many concurrent requests through one model, with fixed-shape programs.
 
-The way of a request: `sampling_params` → `sequence` → `scheduler` (with `pages`) → a runner's forward pass → `sampler` →
-`detokenizer` → outputs. `core` is the loop, `engine` what a user calls. The scheduler, pages and sequences import neither jax nor
-torch.
+Request path: `sampling_params` → `sequence` → `scheduler` (with `pages`) → a runner's forward pass → `sampler` → `detokenizer` →
+outputs. `core` is the engine loop, `engine` the public API. The scheduler, pages and sequences import neither jax nor torch.
 """

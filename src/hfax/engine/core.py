@@ -1,8 +1,8 @@
-"""The loop: schedule a step, start it, read the tokens of the one before, draw the new ones.
+"""The engine loop: schedule a step, dispatch it, read the previous step's tokens, sample new ones.
 
-The device is never left waiting for the host: a step's forward pass is started before the tokens of the step before are read, since
-those are on the device where it needs them. Tokens drawn for a sequence that turns out to have ended are dropped. A step that fails
-takes its own sequences with it and no others. One thread runs the loop; the others talk to it by `add`, `abort` and callbacks.
+The device never waits for the host: a step's forward pass is dispatched before the previous step's tokens are read, since it uses
+them on the device. Tokens sampled for a sequence that has already finished are dropped. If a step fails, only its own sequences
+fail. One thread runs the loop; other threads use `add`, `abort` and callbacks.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Update:
-    """What a step did for a sequence.
+    """A sequence's update from one step.
 
     Args:
-        sequence: whose.
+        sequence: the updated sequence.
         tokens: new token ids.
         text: new text; "" without a tokenizer.
-        logprobs: of the new tokens, if they were asked for.
-        stop: the stop string or stop token that ended the text, if one did.
-        error: why it failed, if it did.
+        logprobs: log-probabilities of the new tokens, if requested.
+        stop: the stop string or stop token that ended the sequence, if any.
+        error: the exception, if the sequence failed.
     """
 
     sequence: Sequence
@@ -59,25 +59,25 @@ Listener = Callable[[Update], None]
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Entry:
-    """A sequence, and what the loop needs to know of its text."""
+    """A sequence with its listener, detokenizer and grammar matcher."""
 
     sequence: Sequence
     listener: Listener
     detokenizer: Detokenizer | None
     matcher: Matcher | None
     counts_of: tuple[int | None, int] | None = None
-    """The slot whose counts are this sequence's, and how often it had lost its slot by then."""
+    """The slot that holds this sequence's token counts, and its `num_preemptions` when they were loaded."""
 
 
 class EngineCore:
     """Runs sequences until it is closed.
 
     Args:
-        scheduler: decides what a step computes.
-        runner: computes it.
-        drawer: draws tokens.
-        vocab_size: of the logits.
-        on_step: called after each step with its seconds and the tokens that it computed.
+        scheduler: schedules steps.
+        runner: runs forward passes.
+        drawer: samples tokens.
+        vocab_size: size of the logits' last axis.
+        on_step: called after each step with its seconds and token count.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class EngineCore:
         self._is_closing = False
         self._in_flight: list[Drawn] = []
         self.busy_since: float | None = None
-        """`time.monotonic()` when the step that runs began; None while there is nothing to do."""
+        """`time.monotonic()` at the start of the current step; None while idle."""
         self.slowest_step_s = 0.0
-        """Of the steps so far, programs' making left out."""
+        """Duration of the slowest step so far, without compilation during warm-up."""
         self.failure: BaseException | None = None
-        """What ended the loop, if anything but `close` did."""
+        """The exception that ended the loop; None if it is running or was closed."""
         self._thread = threading.Thread(target=self._run, name="hfax-engine", daemon=True)
 
     def start(self) -> None:
@@ -113,16 +113,16 @@ class EngineCore:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the loop runs."""
+        """Whether the loop is running."""
         return self._thread.is_alive()
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that do not run yet."""
+        """Number of sequences waiting to run."""
         return len(self.scheduler.waiting) + len(self._new)
 
     def add(self, entries: Collection[Entry], *, max_waiting: int | None = None) -> None:
-        """Run sequences, all or none of them; their listeners get their updates, in the loop's thread.
+        """Queue sequences, all or none; their listeners are called with updates in the loop's thread.
 
         Raises:
             EngineBusyError: more than `max_waiting` sequences would wait.
@@ -132,20 +132,20 @@ class EngineCore:
             if max_waiting is not None and waiting + len(entries) > max_waiting:
                 raise EngineBusyError(
                     "The waiting queue is full.",
-                    f"{waiting} sequences wait, and the limit is {max_waiting}.",
-                    "Try again later, or raise max_waiting.",
+                    f"{waiting} sequences are waiting; the limit is {max_waiting}.",
+                    "Retry later, or raise max_waiting.",
                 )
             self._new.extend(entries)
             self._wake.notify()
 
     def abort(self, sequence: Sequence) -> None:
-        """End a sequence soon; its listener hears of it once more."""
+        """Abort a sequence soon; its listener gets one last update."""
         with self._wake:
             self._aborted.append(sequence)
             self._wake.notify()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """End the loop; what still runs is aborted."""
+        """Stop the loop, and abort unfinished sequences."""
         with self._wake:
             self._is_closing = True
             self._wake.notify()
@@ -158,7 +158,7 @@ class EngineCore:
                 self._take_new()
                 self._step()
         except BaseException as error:
-            logger.exception("the engine's loop ended")
+            logger.exception("the engine loop failed")
             self.failure = error
         finally:
             self.busy_since = None
@@ -168,7 +168,7 @@ class EngineCore:
                 self._end(sequence, reason, error=self.failure)
 
     def _wait(self) -> bool:
-        """Until there is work; False when it is over."""
+        """Wait for work; False if the loop is closing."""
         with self._wake:
             while not (self._is_closing or self._new or self._aborted or self.scheduler.has_work or self._in_flight):
                 self.busy_since = None
@@ -178,7 +178,7 @@ class EngineCore:
             return not self._is_closing
 
     def _take_new(self) -> None:
-        with self._wake:  # `add` counts what waits: nothing may be in neither place
+        with self._wake:  # atomic for `num_waiting`: an entry must always be in one of the two queues
             while self._new:
                 entry = self._new.popleft()
                 self._entries[entry.sequence] = entry
@@ -220,7 +220,7 @@ class EngineCore:
             if self._on_step is not None:
                 self._on_step(seconds, sum(part.count for part in parts))
         if not parts and not in_flight:
-            time.sleep(0.001)  # sequences wait for what is not there yet
+            time.sleep(0.001)  # nothing can be scheduled yet
 
     def _load_counts(self, parts: list[Part]) -> None:
         for part in parts:
@@ -231,7 +231,7 @@ class EngineCore:
                 entry.counts_of = here
 
     def _draw(self, group: Logits) -> None:
-        """Start drawing from the logits of a step."""
+        """Dispatch sampling from a step's logits."""
         if group.failure is not None:
             self._fail([owner[0] for owner in group.owners if owner is not None], group.failure, is_lost=False)
             return
@@ -245,7 +245,7 @@ class EngineCore:
             self._in_flight.append(self._drawer.draw(group, draws, tuple(owners)))
 
     def _draw_of(self, part: Part, index: int) -> Draw | None:
-        """What to draw after token `index` of a part; None if nobody waits for it any more."""
+        """Sampling options after token `index` of a part; None if the token is not needed."""
         sequence = part.sequence
         if sequence.is_finished or sequence.slot is None:
             return None
@@ -275,7 +275,7 @@ class EngineCore:
         )
 
     def _read(self, drawn: Drawn) -> None:
-        """Wait for drawn tokens, and tell those who wait for them."""
+        """Wait for sampled tokens, and notify listeners."""
         arrays = {name: np.asarray(array) for name, array in drawn.arrays.items()}
         updates: dict[Sequence, Update] = {}
         for row, owner in enumerate(drawn.owners):
@@ -298,7 +298,7 @@ class EngineCore:
             self._tell(update)
 
     def _accept(self, sequence: Sequence, token: int, logprobs: tuple[TokenLogprob, ...]) -> Update:
-        """A sequence has a token more."""
+        """Append a token to a sequence, and check whether it finishes."""
         entry = self._entries[sequence]
         sequence.output.append(token)
         stop: str | int | None = None
@@ -329,7 +329,7 @@ class EngineCore:
         return Update(sequence=sequence, tokens=(token,), text=text, logprobs=logprobs, stop=stop, error=error)
 
     def _finish_unread(self, parts: list[Part]) -> None:
-        """Sequences that want nothing but their prompt's log-probabilities, once those are there."""
+        """Finish sequences with max_tokens=0 once their prompt log-probabilities are read."""
         for part in parts:
             sequence = part.sequence
             if sequence.max_tokens or sequence.is_finished or sequence.num_computed < len(sequence.prompt):
@@ -339,7 +339,7 @@ class EngineCore:
             self._end(sequence, FinishReason.LENGTH)
 
     def _fail(self, parts: list[Part], error: Exception, *, is_lost: bool = True) -> None:
-        """Sequences failed in a step. Where its arrays may be lost with it, the others are computed again."""
+        """Fail the sequences of a step. If device arrays may be lost, preempt and recompute all others."""
         logger.error("a step failed: %s", error, exc_info=not isinstance(error, HfaxError))
         for part in parts:
             part.sequence.num_pending = 0
@@ -370,7 +370,7 @@ class EngineCore:
         self._tell(Update(sequence=sequence, text=text, error=shown), entry)
 
     def _tell(self, update: Update, entry: Entry | None = None) -> None:
-        """A listener that fails harms nobody else."""
+        """Call the listener; its exceptions are logged, not raised."""
         entry = entry or self._entries.get(update.sequence)
         if entry is None:
             return
@@ -383,7 +383,7 @@ class EngineCore:
 
 
 def _is_target(part: Part, index: int) -> bool:
-    """Whether the logits after token `index` say how likely the prompt's next token was, and no more."""
+    """Whether the logits after token `index` only score the prompt's next token."""
     return part.scores and index + 1 < len(part.sequence.prompt)
 
 
@@ -398,4 +398,4 @@ def _logprob(arrays: dict[str, np.ndarray], row: int, token: int, wanted: int) -
 
 
 _NOBODY = Draw(params=SamplingParams(temperature=0.0), seed=0, stream=0, step=0, slot=np.iinfo(np.int32).max)
-"""Stands for a row of nobody; its slot is none, so that nothing is remembered."""
+"""Padding row; its slot is out of range, so nothing is stored."""

@@ -1,7 +1,7 @@
-"""From tokens to text as they come: whole characters alone, and no text that may turn out to be a stop string.
+"""Incremental detokenization: emits only complete characters, and holds back text that could become a stop string.
 
-A token need not end with a character, and what a tokenizer makes of a token depends on those before it; so the last few tokens are
-decoded together, and what they add to the text is given once it is whole.
+A token can end in the middle of a character, and its text depends on the tokens before it. So the last few tokens are decoded
+together, and new text is emitted once it is complete.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from typing import Any
 
 _REPLACEMENT = "\ufffd"
 _CONTEXT = 6
-"""Tokens before the new ones that are decoded with them."""
+"""Preceding tokens to decode together with the new ones."""
 
 
 class Detokenizer:
     """The text of one sequence.
 
     Args:
-        tokenizer: transformers'.
-        prompt: the prompt's tokens, whose end decides how the first new token is written.
-        stop: strings that end the text.
-        keeps_stop: the text ends with the stop string; else before it.
-        skip_special_tokens: special tokens are no text.
+        tokenizer: a transformers tokenizer.
+        prompt: the prompt's token ids; the last ones are context for decoding the first new token.
+        stop: stop strings.
+        keeps_stop: keep the stop string at the end of the text.
+        skip_special_tokens: leave special tokens out of the text.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class Detokenizer:
         self.text = ""
         self._given = 0
         self.offsets: list[int] = []
-        """Where each token's text begins."""
+        """Text offset of each token."""
 
     def add(self, token: int, *, is_text: bool = True) -> str | None:
-        """One token more; the stop string that the text now ends with, or None.
+        """Append a token; returns the stop string that it completes, or None.
 
         Args:
-            token: the token.
-            is_text: False for one that ends the text and is no part of it.
+            token: the token id.
+            is_text: False for a stop token that is left out of the text.
         """
         self.offsets.append(len(self.text))
         if not is_text:
@@ -72,24 +72,24 @@ class Detokenizer:
         return None
 
     def _new_text(self, *, is_last: bool = False) -> str | None:
-        """What the tokens at the end add; None while they end inside of a character and others may follow."""
+        """Text added by the newest tokens; None while they end in an incomplete character."""
         before = self._decode(self._tokens[self._begin : self._end])
         after = self._decode(self._tokens[self._begin :])
         if not is_last and (len(after) <= len(before) or after.endswith(_REPLACEMENT)):
             return None
         self._begin, self._end = self._end, len(self._tokens)
-        if self._begin > 4 * _CONTEXT:  # what is decoded is not needed any more
+        if self._begin > 4 * _CONTEXT:  # drop tokens that are already decoded
             self._tokens = self._tokens[self._begin :]
             self._end -= self._begin
             self._begin = 0
         return after[len(before) :]
 
     def finish(self) -> str | None:
-        """The text is written: what is left of it is whole now, broken characters too. Gives the stop string that it ends with."""
+        """Flush the remaining text, incomplete characters included; returns the stop string it completes, or None."""
         return self._append(self._new_text(is_last=True) or "")
 
     def take(self, *, is_finished: bool) -> str:
-        """The text that was not given yet and cannot change any more."""
+        """Return new text that can no longer change."""
         end = len(self.text) if is_finished else max(len(self.text) - self._held, self._given)
         new, self._given = self.text[self._given : end], end
         return new

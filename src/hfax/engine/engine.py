@@ -1,6 +1,6 @@
-"""The engine as its users have it: prompts in, texts out, many at once.
+"""The engine's public API: many concurrent prompts in, completions out.
 
-Ties a model, a scheduler, a runner and the loop together. What each does is in its own module; here are the ways to ask.
+Connects a model, a scheduler, a runner and the engine loop.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ from hfax.generation.overrides import has_own_generate
 logger = logging.getLogger(__name__)
 
 _DEFAULT_LENGTH = 8192
-"""Tokens of a sequence where neither the model nor the user sets a bound; a longer context is cut to it unless asked for."""
+"""Default and upper bound of `max_model_len` when the user sets none, in tokens."""
 
 Prompt = str | Many[int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How an engine is set up.
+    """Engine configuration.
 
     Args:
-        max_num_seqs: sequences at once.
-        max_model_len: tokens of a sequence, prompt and text; None: the model's context, at most 8,192.
-        max_num_batched_tokens: tokens of a step; longer prompts are computed in parts.
-        max_waiting: sequences that may wait; None: any number.
-        block_size: tokens of a block of the KV cache; None: what fits the platform.
-        num_blocks: of the KV cache; None: what all sequences can need, or what the memory holds.
-        enable_prefix_caching: equal beginnings of prompts are computed once.
+        max_num_seqs: maximum concurrent sequences.
+        max_model_len: maximum sequence length in tokens, prompt plus completion; None: the model's context length, at most 8,192.
+        max_num_batched_tokens: maximum tokens per step; longer prompts use chunked prefill.
+        max_waiting: maximum waiting sequences; None: unlimited.
+        block_size: tokens per KV-cache block; None: the platform's default.
+        num_blocks: number of KV-cache blocks; None: enough for all sequences, or as many as fit in memory.
+        enable_prefix_caching: reuse the KV cache of shared prompt prefixes.
     """
 
     max_num_seqs: int = 32
@@ -73,13 +73,13 @@ class EngineConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreparedPrompt:
-    """A prompt that can be submitted without further work; made by `Engine.prepare`.
+    """A prompt ready to submit; created by `Engine.prepare`.
 
     Args:
-        token_ids: of the prompt.
-        params: how tokens are drawn.
-        inputs: further inputs of the model for the prompt, by name.
-        matcher: of structured outputs, at the beginning of the text.
+        token_ids: the prompt's token ids.
+        params: sampling options.
+        inputs: further model inputs for the prompt, by name.
+        matcher: the grammar matcher for structured outputs, in its initial state.
     """
 
     token_ids: tuple[int, ...]
@@ -89,12 +89,12 @@ class PreparedPrompt:
 
 
 class Request:
-    """A prompt that is being answered; made by `Engine.submit`.
+    """A submitted request; created by `Engine.submit`.
 
     Attributes:
-        output: what is written so far.
-        sequences: one for each text.
-        error: what failed, if something did.
+        output: the output so far.
+        sequences: one per completion.
+        error: the first error, if any.
     """
 
     def __init__(self, output: RequestOutput, sequences: list[Sequence], abort: Callable[[Sequence], None]) -> None:
@@ -104,7 +104,7 @@ class Request:
         self._abort = abort
 
     def abort(self) -> None:
-        """End it; its pages are free soon."""
+        """Abort the request; its pages are freed soon."""
         for sequence in self.sequences:
             if not sequence.is_finished:
                 self._abort(sequence)
@@ -140,19 +140,21 @@ class Engine:
     """Continuous batching over one model.
 
     Args:
-        model: of `AutoModelForTPU.from_pretrained`, on the JAX backend.
-        tokenizer: for prompts that are texts, and for texts that are written; None: token ids in and out.
-        config: how it is set up.
-        on_step: called in the loop's thread after each step, with its seconds and the tokens that it computed.
+        model: a model from `AutoModelForTPU.from_pretrained`, on the JAX backend.
+        tokenizer: for text prompts and completions; None: token ids in and out.
+        config: engine configuration; None: the defaults.
+        on_step: called in the loop's thread after each step with its seconds and token count.
 
     Raises:
-        UnsupportedModelError: the model does not write one token after the other.
-        OutOfMemoryError: the cache of one sequence does not fit.
+        UnsupportedModelError: the model does not support autoregressive generation.
+        OutOfMemoryError: the KV cache of a single sequence does not fit.
 
     Example:
-        >>> engine = Engine(model, tokenizer)  # doctest: +SKIP
-        >>> outputs = engine.generate(["Once upon a time", "def main():"], SamplingParams(max_tokens=32))  # doctest: +SKIP
-        >>> outputs[0].outputs[0].text  # doctest: +SKIP
+        >>> with Engine(model, tokenizer) as engine:
+        ...     params = SamplingParams(max_tokens=4, ignore_eos=True)
+        ...     outputs = engine.generate(["Once upon a time", "def main():"], params)
+        >>> [len(output.outputs[0].token_ids) for output in outputs]
+        [4, 4]
     """
 
     def __init__(
@@ -176,14 +178,14 @@ class Engine:
             pages = PageAllocator(runner.num_pages, runner.page_size, keeps_prefixes=self.config.enable_prefix_caching)
             if pages.num_pages * pages.page_size < self.limits.max_model_len:
                 raise InvalidInputError(
-                    f"num_blocks={pages.num_pages} of {pages.page_size} tokens hold no sequence of {self.limits.max_model_len}.",
-                    "A sequence alone must fit.",
-                    "Pass more blocks, or a smaller max_model_len.",
+                    f"num_blocks={pages.num_pages} of {pages.page_size} tokens each are too few for {self.limits.max_model_len}.",
+                    "The KV cache must hold at least one sequence of max_model_len tokens.",
+                    "Increase num_blocks, or reduce max_model_len.",
                 )
             self._runner = runner
         except UnsupportedModelError as error:
             self.is_paged, self._why_slots, pages = False, error.what, None
-            logger.info("sequences get slots instead of pages: %s", error.what)
+            logger.info("no paged KV cache, one slot per sequence: %s", error.what)
             self._runner = SlotRunner(model, parts, self.limits)
         self._drawer = TokenDrawer(parts, self.limits)
         self.pages = pages
@@ -200,10 +202,10 @@ class Engine:
         self._is_closed = False
 
     def warm_up(self) -> None:
-        """Make every program, so that no request waits for one. Costs seconds the first time; programs are kept on disk."""
+        """Compile every program, so no request waits for compilation. Takes seconds the first time; programs are cached on disk."""
         for logits in self._runner.warm_up(self._drawer.newest):
             self._drawer.warm_up(logits)
-        started = time.perf_counter()  # once more, with every program at hand
+        started = time.perf_counter()  # once more, with all programs compiled
         jax.block_until_ready(self._runner.warm_up(self._drawer.newest))
         self.core.slowest_step_s = time.perf_counter() - started
         self._drawer.reset()
@@ -211,16 +213,16 @@ class Engine:
     def prepare(
         self, prompt: Prompt, params: SamplingParams | None = None, *, inputs: Mapping[str, Any] | None = None
     ) -> PreparedPrompt:
-        """Do what needs no device: tokenize the prompt, check it, compile the grammar. Safe from any thread; may take long.
+        """Do the host-side work: tokenize and validate the prompt, compile the grammar. Thread-safe; may be slow.
 
         Args:
-            prompt: text, or token ids; of encoder-decoders, what the encoder reads.
-            params: how tokens are drawn; None: the defaults.
-            inputs: further inputs of the model for the prompt (`pixel_values`, …), as its processor made them.
+            prompt: text or token ids; the encoder input for encoder-decoder models.
+            params: sampling options; None: the defaults.
+            inputs: further model inputs for the prompt (`pixel_values`, …), from the model's processor.
 
         Raises:
-            InvalidInputError: the prompt is empty, too long, or has ids outside of the vocabulary; a schema cannot be used.
-            UnsupportedOptionError: the model or its tokenizer cannot do what `params` ask for.
+            InvalidInputError: the prompt is empty, too long, or has ids outside the vocabulary; or the grammar is invalid.
+            UnsupportedOptionError: the model or its tokenizer does not support an option in `params`.
         """
         params = params or SamplingParams()
         ids = self.encode(prompt)
@@ -229,9 +231,9 @@ class Engine:
         if params.structured_outputs is not None:
             if self.grammars is None:
                 raise UnsupportedOptionError(
-                    "structured_outputs were given to an engine without a tokenizer.",
-                    "They constrain text, not token ids.",
-                    "Pass Engine(model, tokenizer).",
+                    "structured_outputs requires a tokenizer.",
+                    "It constrains text, and the engine has no tokenizer.",
+                    "Create the engine with Engine(model, tokenizer).",
                 )
             matcher = self.grammars.compile(params.structured_outputs)
         return PreparedPrompt(token_ids=ids, params=params, inputs=dict(inputs or {}), matcher=matcher)
@@ -247,22 +249,22 @@ class Engine:
         cache_salt: str = "",
         inputs: Mapping[str, Any] | None = None,
     ) -> Request:
-        """Start a request.
+        """Submit a request.
 
         Args:
-            prompt: text, or token ids, as `prepare` takes them; or what it made, which then has `params` and `inputs` in it.
-            params: how tokens are drawn; None: the defaults.
-            listener: called with each delta, in the engine's thread; the last delta of the last text ends the request.
-            request_id: a name for it.
-            priority: lower ones go first.
+            prompt: text, token ids, or a `PreparedPrompt`, which already contains `params` and `inputs`.
+            params: sampling options; None: the defaults.
+            listener: called with each delta in the engine's thread; the last completion's final delta ends the request.
+            request_id: the request's id; None: a generated one.
+            priority: lower values run first.
             cache_salt: requests with different salts share no cached pages.
-            inputs: as of `prepare`.
+            inputs: further model inputs for the prompt (`pixel_values`, …), from the model's processor.
 
         Raises:
-            InvalidInputError: see `prepare`.
-            UnsupportedOptionError: likewise.
+            InvalidInputError: the prompt is empty, too long, or has ids outside the vocabulary; or the grammar is invalid.
+            UnsupportedOptionError: the model or its tokenizer does not support an option in `params`.
             EngineBusyError: the waiting queue is full.
-            EngineDeadError: the engine is closed or failed.
+            EngineDeadError: the engine was closed or has failed.
         """
         prepared = prompt if isinstance(prompt, PreparedPrompt) else self.prepare(prompt, params, inputs=inputs)
         ids, params, matcher = prepared.token_ids, prepared.params, prepared.matcher
@@ -312,7 +314,7 @@ class Engine:
             for sequence in sequences
         ]
         self.core.add(entries, max_waiting=self.limits.max_waiting)
-        if not self.core.is_alive:  # it ended in between, and hears nobody
+        if not self.core.is_alive:  # the loop ended in the meantime and will not take the entries
             request.abort()
             raise _dead(self.core.failure)
         return request
@@ -322,17 +324,17 @@ class Engine:
         prompts: Prompt | Many[Prompt],
         params: SamplingParams | Many[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Answer prompts, as many at once as fit; blocks until all are written.
+        """Generate completions for prompts, batched; blocks until all are finished.
 
         Args:
-            prompts: texts or lists of token ids, or one of them.
-            params: for all of them, or one for each.
+            prompts: one prompt or a list; each is text or a list of token ids.
+            params: one `SamplingParams` for all prompts, or one per prompt.
 
         Returns:
-            In the order of the prompts.
+            One output per prompt, in order.
 
         Raises:
-            HfaxError: the first request that failed.
+            HfaxError: a request failed; the first error.
         """
         many = _as_prompts(prompts)
         if params is None or isinstance(params, SamplingParams):
@@ -342,8 +344,8 @@ class Engine:
         if len(all_params) != len(many):
             raise InvalidInputError(
                 f"{len(many)} prompts and {len(all_params)} sampling params.",
-                "Each prompt has its own, or all share one.",
-                "Pass as many.",
+                "Their numbers must match, unless all prompts share one SamplingParams.",
+                "Pass one SamplingParams, or one per prompt.",
             )
         done: queue.Queue[None] = queue.Queue()
         texts = sum(p.n for p in all_params)
@@ -370,12 +372,12 @@ class Engine:
     def stream(
         self, prompt: Prompt | PreparedPrompt, params: SamplingParams | None = None, **options: Any
     ) -> Iterator[OutputDelta]:
-        """The deltas of one request as they come. Leaving the loop ends the request.
+        """Stream the deltas of one request. Leaving the loop aborts the request.
 
         Args:
-            prompt: see `submit`.
-            params: likewise.
-            **options: likewise.
+            prompt: text, token ids, or a `PreparedPrompt`.
+            params: sampling options; None: the defaults.
+            **options: further arguments of `submit`.
         """
         deltas: queue.Queue[OutputDelta] = queue.Queue()
         request = self.submit(prompt, params, deltas.put, **options)
@@ -393,7 +395,7 @@ class Engine:
     async def astream(
         self, prompt: Prompt | PreparedPrompt, params: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[OutputDelta]:
-        """`stream` for asyncio."""
+        """The asyncio version of `stream`."""
         loop = asyncio.get_running_loop()
         deltas: asyncio.Queue[OutputDelta] = asyncio.Queue()
 
@@ -413,7 +415,7 @@ class Engine:
             request.abort()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """End the engine; what still runs is aborted."""
+        """Stop the engine, and abort unfinished requests."""
         self._is_closed = True
         self.core.close(timeout_s)
 
@@ -424,80 +426,84 @@ class Engine:
         self.close()
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of a prompt.
+        """Convert a prompt to token ids.
 
         Raises:
-            InvalidInputError: a text without a tokenizer, or something that is neither.
+            InvalidInputError: the prompt is text but there is no tokenizer, or it is neither text nor token ids.
         """
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidInputError(
-                    "The prompt is a text.",
+                    "The prompt is text.",
                     "The engine has no tokenizer.",
-                    "Pass token ids, or Engine(model, tokenizer).",
+                    "Pass token ids, or create the engine with Engine(model, tokenizer).",
                 )
             return tuple(self.tokenizer(prompt)["input_ids"])
         try:
             return tuple(int(token) for token in prompt)
         except (TypeError, ValueError) as error:
             raise InvalidInputError(
-                f"The prompt is no text and no list of token ids ({error}).",
-                "It is read as one of them.",
-                "Pass one of them.",
+                f"The prompt is neither text nor a list of token ids ({error}).",
+                "The engine accepts only these two types.",
+                "Pass a string or a list of ints.",
             ) from error
 
     def _check(self, ids: tuple[int, ...], params: SamplingParams, inputs: Mapping[str, Any] | None) -> None:
         longest = self.limits.max_model_len
         if not ids:
             raise InvalidInputError(
-                "The prompt is empty.", "A text is written after at least one token.", "Pass a prompt."
+                "The prompt is empty.", "Generation needs at least one prompt token.", "Pass a non-empty prompt."
             )
         highest = self.model.vocabulary_size or self.vocab_size
         if bad := [token for token in ids if not 0 <= token < highest]:
             raise InvalidInputError(
-                f"Token id {bad[0]} is outside of the vocabulary of {highest}.",
-                "There is no embedding for it.",
-                "Pass the tokenizer's ids.",
+                f"Token id {bad[0]} is outside the vocabulary of size {highest}.",
+                "The model has no embedding for it.",
+                "Pass token ids from the model's tokenizer.",
             )
         room = 0 if self._is_encoder_decoder or params.max_tokens == 0 else 1
         if len(ids) + room > longest:
             raise InvalidInputError(
-                f"The prompt has {len(ids)} tokens; the model's context holds {longest}, of which one at least is for the text.",
-                "The context cannot grow.",
+                f"The prompt has {len(ids)} tokens; the limit is {longest}, including at least one new token.",
+                "max_model_len bounds prompt plus completion.",
                 "Shorten the prompt.",
             )
         if params.max_tokens is not None and not self._is_encoder_decoder and len(ids) + params.max_tokens > longest:
             raise InvalidInputError(
-                f"The prompt has {len(ids)} tokens and max_tokens={params.max_tokens}; the model's context holds {longest}.",
-                "Both must fit together.",
-                f"Ask for at most {longest - len(ids)} tokens, or shorten the prompt.",
+                f"The prompt has {len(ids)} tokens and max_tokens={params.max_tokens}; the limit is {longest} tokens.",
+                "max_model_len bounds prompt plus completion.",
+                f"Set max_tokens to at most {longest - len(ids)}, or shorten the prompt.",
             )
         named = [*params.logit_bias, *params.stop_token_ids, *params.suppress_tokens]
         if bad := [token for token in named if not 0 <= token < self.vocab_size]:
             raise InvalidInputError(
-                f"Token id {bad[0]} is outside of the vocabulary of {self.vocab_size}.",
-                "logit_bias and stop_token_ids name tokens.",
-                "Leave it out.",
+                f"Token id {bad[0]} is outside the vocabulary of size {self.vocab_size}.",
+                "logit_bias, stop_token_ids and suppress_tokens take token ids.",
+                "Remove this token id.",
             )
         if params.stop and self.tokenizer is None:
             raise InvalidInputError(
-                "Stop strings were given to an engine without a tokenizer.",
-                "They are looked for in the text.",
-                "Pass stop_token_ids.",
+                "Stop strings require a tokenizer.",
+                "They are matched in decoded text, and the engine has no tokenizer.",
+                "Pass stop_token_ids instead.",
             )
         if params.max_tokens == 0 and params.prompt_logprobs is None:
             raise InvalidInputError(
-                "max_tokens=0 asks for nothing.", "Without prompt_logprobs there is no result.", "Ask for a token."
+                "max_tokens=0 generates nothing.",
+                "It is only useful with prompt_logprobs.",
+                "Set max_tokens to at least 1.",
             )
         if params.prompt_logprobs is not None and not self.is_paged:
             raise UnsupportedOptionError(
-                f"prompt_logprobs of {type(self.model).__name__}: {self._why_slots}",
-                "Its prompts are read whole, and only the last logits are kept.",
-                "Call the model itself.",
+                f"prompt_logprobs is not supported for {type(self.model).__name__}: {self._why_slots}",
+                "Without a paged KV cache, prefill keeps only the last logits.",
+                "Call the model directly, and compute log-probabilities from its logits.",
             )
         if inputs and self.is_paged:
             raise UnsupportedOptionError(
-                f"The model takes no {', '.join(inputs)}.", "It reads token ids.", "Leave them out."
+                f"The model does not accept {', '.join(inputs)}.",
+                "Its only input is token ids.",
+                "Remove these inputs.",
             )
 
     def _max_tokens(self, ids: tuple[int, ...], params: SamplingParams) -> int:
@@ -520,7 +526,7 @@ class Engine:
         )
 
     def _require_alive(self) -> None:
-        """The loop starts with the first request."""
+        """Start the loop on the first request; raise if the engine is dead."""
         if not self._is_started and not self._is_closed:
             self._is_started = True
             self.core.start()
@@ -530,21 +536,21 @@ class Engine:
 
 def _dead(failure: BaseException | None) -> EngineDeadError:
     why = "It was closed." if failure is None else f"Its loop failed: {type(failure).__name__}."
-    return EngineDeadError("The engine does not run.", why, "Make a new one.")
+    return EngineDeadError("The engine is not running.", why, "Create a new Engine.")
 
 
 def _require_writer(model: Any) -> None:
     if not isinstance(model, JaxModel):
         raise UnsupportedOptionError(
             f"The engine got a {type(model).__name__}.",
-            "Steps are compiled by JAX.",
+            "The engine supports only the JAX backend.",
             'Load the model with backend="jax".',
         )
     if not model.can_generate() or has_own_generate(model.module):
         raise UnsupportedModelError(
-            f"{type(model.module).__name__} does not write one token after the other.",
-            "The engine batches texts token by token.",
-            "Call the model itself, or its generate().",
+            f"{type(model.module).__name__} does not support autoregressive generation.",
+            "The engine generates token by token.",
+            "Call the model directly, or its generate().",
         )
 
 
@@ -552,14 +558,14 @@ def _limits(config: EngineConfig, context: int | None) -> Limits:
     longest = config.max_model_len or min(context or _DEFAULT_LENGTH, _DEFAULT_LENGTH)
     if context is not None and longest > context:
         raise InvalidInputError(
-            f"max_model_len={longest} is above the model's context of {context}.",
-            "It has no positions beyond.",
-            f"Pass at most {context}.",
+            f"max_model_len={longest} exceeds the model's context length of {context}.",
+            "The model has no positions beyond that.",
+            f"Set max_model_len to at most {context}.",
         )
     for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks"):
         value = getattr(config, name)
         if value is not None and value < 1:
-            raise InvalidInputError(f"{name}={value}.", "It must be positive.", f"Change {name}.")
+            raise InvalidInputError(f"{name}={value}.", "It must be positive.", f"Set {name} to at least 1.")
     return Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),

@@ -1,7 +1,6 @@
-"""Texts that must fit a JSON schema, an expression or a grammar: which tokens may come next, by llguidance.
+"""Structured outputs: token masks for a JSON schema, a regular expression or a grammar, computed by llguidance.
 
-Grammars are bounded in size, depth and effort, and the compiled ones are kept in a cache of fixed size. Neither jax nor torch is
-imported here.
+Grammars are limited in size, depth and complexity; compiled grammars are kept in a fixed-size cache. Imports neither jax nor torch.
 """
 
 from __future__ import annotations
@@ -17,33 +16,33 @@ from hfax.engine.sampling_params import StructuredOutputsParams
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 
 COMPACT: Any = {"whitespace_flexible": False}
-"""JSON without a choice of white space, in which weak models lose themselves; llguidance's "x-guidance"."""
+"""JSON without optional white space, which weak models repeat endlessly; llguidance's "x-guidance"."""
 _MAX_CHARACTERS = 100_000
 _MAX_DEPTH = 100
 _MAX_CACHED = 64
 _LEXER_FUEL = 1_000_000
-"""llguidance's own measure of effort; an expression that needs more is refused."""
+"""llguidance's limit on lexer work; expressions that need more are rejected."""
 
 
 class Matcher:
-    """Where one text stands in its grammar.
+    """The grammar state of one sequence.
 
     Args:
-        matcher: llguidance's.
+        matcher: an llguidance matcher.
     """
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
 
     def copy(self) -> Matcher:
-        """Another text at the same place."""
+        """An independent copy in the same state."""
         return Matcher(self._matcher.deep_copy())
 
     def mask(self, vocab_size: int) -> np.ndarray:
-        """[ceil(vocab / 32)] int32, a bit for each token that may come next.
+        """Bitmask of the allowed next tokens, [ceil(vocab / 32)] int32.
 
         Raises:
-            InvalidInputError: the grammar has become too complex to follow.
+            InvalidInputError: the grammar exceeds llguidance's limits.
         """
         from llguidance.numpy import fill_next_token_bitmask
 
@@ -53,10 +52,10 @@ class Matcher:
         return mask[0]
 
     def accept(self, token: int) -> None:
-        """The text goes on with a token.
+        """Advance by one token.
 
         Raises:
-            InvalidInputError: it does not fit, or the grammar has become too complex to follow.
+            InvalidInputError: the token is not allowed, or the grammar exceeds llguidance's limits.
         """
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token)
@@ -64,7 +63,7 @@ class Matcher:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether nothing but the end can follow."""
+        """Whether only the end of the sequence can follow."""
         return self._matcher.is_stopped()
 
     def _raise_error(self) -> None:
@@ -73,12 +72,12 @@ class Matcher:
 
 
 class GrammarCompiler:
-    """Makes matchers for a tokenizer.
+    """Compiles grammars to matchers for a tokenizer.
 
     Args:
-        tokenizer: transformers', of the fast kind.
-        vocab_size: of the logits.
-        eos_token_ids: tokens that end a text.
+        tokenizer: a fast transformers tokenizer.
+        vocab_size: size of the logits' last axis.
+        eos_token_ids: tokens that end a sequence.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
@@ -90,11 +89,11 @@ class GrammarCompiler:
         self._ll_tokenizer: Any = None
 
     def compile(self, wanted: StructuredOutputsParams) -> Matcher:
-        """A matcher at the beginning.
+        """Compile to a matcher in its initial state.
 
         Raises:
             InvalidInputError: the grammar is malformed, too large or too complex.
-            UnsupportedOptionError: llguidance is not installed, or the tokenizer is not of the fast kind.
+            UnsupportedOptionError: llguidance is not installed, or the tokenizer is not a fast one.
         """
         with self._lock:
             if (found := self._made.get(wanted)) is not None:
@@ -112,9 +111,9 @@ class GrammarCompiler:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError as error:
             raise UnsupportedOptionError(
-                "Structured outputs were asked for, and llguidance is not installed.",
+                "Structured outputs require llguidance, which is not installed.",
                 str(error),
-                "pip install 'hfax[serve]'",
+                "Run: pip install 'hfax[serve]'",
             ) from error
         _check_size(wanted)
         try:
@@ -147,25 +146,25 @@ class GrammarCompiler:
                     raise UnsupportedOptionError(
                         "The model's tokenizer does not support structured outputs.",
                         str(error),
-                        "Leave structured_outputs out.",
+                        "Remove structured_outputs.",
                     ) from error
             return self._ll_tokenizer
 
 
 def _check_size(wanted: StructuredOutputsParams) -> None:
     if len(wanted.text) > _MAX_CHARACTERS:
-        raise _refused(f"it has {len(wanted.text)} characters; {_MAX_CHARACTERS} are read")
+        raise _refused(f"it has {len(wanted.text)} characters; the limit is {_MAX_CHARACTERS}")
     if wanted.json is not None:
         try:
             schema = json.loads(wanted.text)
         except (ValueError, RecursionError) as error:
-            raise _refused(f"it is not JSON that can be read ({type(error).__name__})") from error
+            raise _refused(f"it is not valid JSON ({type(error).__name__})") from error
         if _depth(schema) > _MAX_DEPTH:
-            raise _refused(f"it is nested deeper than {_MAX_DEPTH}")
+            raise _refused(f"it is nested deeper than {_MAX_DEPTH} levels")
 
 
 def _depth(value: Any) -> int:
-    """Without recursion, since depth is what is in doubt."""
+    """Nesting depth, computed iteratively because the depth is untrusted."""
     deepest, todo = 0, [(value, 1)]
     while todo:
         item, depth = todo.pop()
@@ -179,7 +178,7 @@ def _depth(value: Any) -> int:
 
 def _refused(why: str) -> InvalidInputError:
     return InvalidInputError(
-        "The schema, expression or grammar of structured outputs cannot be used.",
+        "The schema, regex or grammar for structured outputs is invalid or too complex.",
         why.strip().splitlines()[0] if why.strip() else "no reason given",
-        "Change it, or make it simpler.",
+        "Correct or simplify it.",
     )

@@ -1,4 +1,4 @@
-"""What a user of the engine gets: texts with the reason why they ended."""
+"""The engine's outputs: completions with their finish reasons."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from hfax.engine.sequence import FinishReason, TokenLogprob
 
 @dataclasses.dataclass(kw_only=True)
 class CompletionOutput:
-    """One text.
+    """One completion.
 
     Args:
-        index: among the texts of its request.
-        text: what was written, as far as it is known; "" without a tokenizer.
-        token_ids: the same as tokens, the one that ended it included.
-        logprobs: of the tokens, if they were asked for.
-        finish_reason: equal to "stop", "length", "abort" or "error"; None while it is being written.
+        index: index among the request's completions.
+        text: the text so far; "" without a tokenizer.
+        token_ids: the token ids so far, including the stop token.
+        logprobs: log-probabilities of the tokens, if requested.
+        finish_reason: equal to "stop", "length", "abort" or "error"; None while running.
         stop_reason: the stop string or stop token that ended it.
     """
 
@@ -30,14 +30,14 @@ class CompletionOutput:
 
 @dataclasses.dataclass(kw_only=True)
 class RequestOutput:
-    """A request's texts.
+    """A request's completions.
 
     Args:
-        request_id: of the request.
-        prompt_token_ids: of the prompt.
-        outputs: as many as `SamplingParams.n`.
-        prompt_logprobs: of the prompt's tokens but the first, if they were asked for.
-        num_cached_tokens: tokens of the prompt that did not have to be computed.
+        request_id: the request's id.
+        prompt_token_ids: the prompt's token ids.
+        outputs: `SamplingParams.n` completions.
+        prompt_logprobs: log-probabilities of the prompt tokens except the first, if requested.
+        num_cached_tokens: prompt tokens found in the prefix cache.
     """
 
     request_id: str
@@ -48,21 +48,21 @@ class RequestOutput:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all texts are written."""
+        """Whether all completions are finished."""
         return all(output.finish_reason is not None for output in self.outputs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OutputDelta:
-    """What one step added to one text.
+    """One step's addition to one completion.
 
     Args:
-        index: of the text in its request.
+        index: index among the request's completions.
         text: new text.
-        token_ids: new tokens.
-        logprobs: of these, if they were asked for.
-        finish_reason: as of `CompletionOutput`; set by the last delta of the text.
-        stop_reason: see `CompletionOutput`.
+        token_ids: new token ids.
+        logprobs: log-probabilities of the new tokens, if requested.
+        finish_reason: why the completion ended; set only in its last delta.
+        stop_reason: the stop string or stop token that ended it; set only in its last delta.
     """
 
     index: int

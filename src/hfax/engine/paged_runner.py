@@ -1,4 +1,4 @@
-"""Steps over a pool of pages: the tokens of all sequences in one row, parts of prompts beside single tokens."""
+"""Steps over a paged KV cache: all sequences' tokens packed in one row, prefill chunks and decode tokens together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hfax.programs.model_parts import ModelParts
 from hfax.programs.program_cache import Program
 
 _SHARE_OF_HOST = 0.3
-"""Of the free memory of a machine whose CPUs compute."""
+"""Fraction of free host memory for the KV cache on the CPU platform."""
 _SHARE_OF_DEVICE = 0.85
 _PAGE_SIZES = {"tpu": 128}
 _PAGE_SIZE = 32
@@ -28,15 +28,15 @@ _FEWEST_ROWS = 4
 
 
 def page_size_on(platform: str) -> int:
-    """Tokens of a page."""
+    """Default page size on a platform, in tokens."""
     return _PAGE_SIZES.get(platform, _PAGE_SIZE)
 
 
 def row_buckets(limits: Limits) -> list[int]:
-    """Numbers of tokens that steps are compiled for: few, each four times the one before, and the two limits themselves.
+    """Step sizes in tokens to compile programs for: powers of four times the smallest, and both limits.
 
-    None is 1: on CPU a single row of bfloat16 is summed in another order than several are, and a text should not depend on whether
-    it is written alone.
+    Never 1: on CPU, bfloat16 sums run in a different order for a single row than for several, and a completion should not depend
+    on the batch size.
     """
     sizes, size = {limits.max_num_seqs, limits.max_num_batched_tokens}, _FEWEST_ROWS
     while size < limits.max_num_batched_tokens:
@@ -46,16 +46,16 @@ def row_buckets(limits: Limits) -> list[int]:
 
 
 class PagedRunner:
-    """Runs steps over a pool of pages.
+    """Runs steps over a paged KV cache.
 
     Args:
-        parts: of the model.
-        limits: of a step.
-        page_size: tokens of a page; None: what fits the platform.
-        num_pages: of the pool; None: as many as all sequences can need, or as the memory holds.
+        parts: the model's parts.
+        limits: limits of a step.
+        page_size: tokens per page; None: the platform's default.
+        num_pages: number of pages; None: enough for all sequences, or as many as fit in memory.
 
     Raises:
-        UnsupportedModelError: the model does not run over pages.
+        UnsupportedModelError: the model does not support a paged KV cache.
         OutOfMemoryError: not even one sequence of `limits.max_model_len` tokens fits.
     """
 
@@ -74,12 +74,12 @@ class PagedRunner:
 
     @property
     def page_bytes(self) -> int:
-        """Of one page, in all layers, on all devices."""
+        """Bytes of one page, over all layers and devices."""
         pools = self._pool_arrays(1)
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in pools.values())
 
     def _layer_shapes(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], Any]]:
-        """For each layer the shapes of its keys and values, and their dtype."""
+        """Key shape, value shape and dtype of each layer."""
         ids = jax.ShapeDtypeStruct((1, 8), jnp.int32)
         inputs = {"input_ids": ids, "attention_mask": ids}
         traced = self._parts.traced
@@ -105,7 +105,7 @@ class PagedRunner:
         }
 
     def _choose_num_pages(self, wanted: int | None) -> int:
-        """The one of nobody included."""
+        """Number of pages, including the unused page 0."""
         most = self._limits.max_num_seqs * self._max_pages
         if wanted is not None:
             return wanted + 1
@@ -118,10 +118,10 @@ class PagedRunner:
         fitting = int(free * share) * devices // self.page_bytes
         if fitting < self._max_pages:
             raise OutOfMemoryError(
-                f"A text of {self._limits.max_model_len} tokens needs {self._max_pages * self.page_bytes / 1e9:.2f} GB of cache; "
-                f"there is room for {fitting * self.page_bytes / 1e9:.2f} GB.",
-                "Keys and values of every token are kept.",
-                "Pass a smaller max_model_len, or a smaller dtype for the model.",
+                f"A sequence of {self._limits.max_model_len} tokens needs {self._max_pages * self.page_bytes / 1e9:.2f} GB of "
+                f"KV cache; {fitting * self.page_bytes / 1e9:.2f} GB are available.",
+                "The KV cache must hold at least one sequence of max_model_len tokens.",
+                "Reduce max_model_len, or load the model in a smaller dtype.",
             )
         return min(most, fitting) + 1
 
@@ -139,21 +139,21 @@ class PagedRunner:
         return jax.jit(make, out_shardings={name: place(name, shape) for name, (shape, _) in arrays.items()})()
 
     def reset(self) -> None:
-        """See `Runner`."""
+        """Implements `Runner`."""
         self._pools = self._make_pools()
 
     def _num_logits(self, num_rows: int) -> int:
         return min(num_rows, self._limits.max_num_seqs)
 
     def forward(self, parts: list[Part], newest: jax.Array) -> list[Logits]:
-        """See `Runner`."""
+        """Implements `Runner`."""
         total = sum(part.count for part in parts)
         num_rows = next(size for size in row_buckets(self._limits) if size >= total)
         step, owners = self._rows_of(parts, num_rows)
         return [Logits(array=self._run(num_rows, step, newest), owners=tuple(owners))]
 
     def _rows_of(self, parts: list[Part], num_rows: int) -> tuple[dict[str, Any], list[tuple[Part, int] | None]]:
-        """The arrays of a step, and what its rows of logits are of."""
+        """A step's input arrays, and the owners of its logits rows."""
         num_sequences = self._num_logits(num_rows)
         used = sum(part.count for part in parts)
         tokens = np.zeros(num_rows, np.int32)
@@ -168,7 +168,7 @@ class PagedRunner:
             sequence, end = part.sequence, part.start + part.count
             known = sequence.tokens(part.start, end)
             tokens[row : row + len(known)] = known
-            if len(known) < part.count:  # its newest token is on the device alone
+            if len(known) < part.count:  # the newest token is only on the device
                 assert sequence.slot is not None
                 slots[row + part.count - 1] = sequence.slot
             starts[index], lengths[index] = row, end
@@ -200,10 +200,10 @@ class PagedRunner:
         return logits
 
     def warm_up(self, newest: jax.Array) -> list[jax.Array]:
-        """Make every program and run it once.
+        """Compile every program and run it once.
 
         Returns:
-            Logits, once for each number of rows that they can have.
+            Logits, one array per possible number of rows.
         """
         found: dict[int, jax.Array] = {}
         for num_rows in row_buckets(self._limits):
@@ -213,7 +213,7 @@ class PagedRunner:
         return list(found.values())
 
     def _require_pages(self) -> None:
-        """Trace a step without computing anything, since only a trace shows whether attention reads the pages."""
+        """Trace a step abstractly: only a trace shows whether attention supports pages."""
         step, _ = self._rows_of([], 8)
         pools = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in self._pool_arrays(2).items()}
         traced = self._parts.traced
@@ -225,9 +225,9 @@ class PagedRunner:
             jax.eval_shape(run, dict(self._parts.weights), pools, step)
         except HfaxError:
             raise
-        except Exception as error:  # modelling code that expects the keys of one sequence fails in its own ways
+        except Exception as error:  # modelling code that expects one sequence's keys can raise anything
             raise UnsupportedModelError(
-                f"Its modelling code does not run over pages ({type(error).__name__}: {str(error).partition(chr(10))[0]}).",
-                "In a step the tokens of several sequences stand in one row.",
-                "Each sequence gets a cache of its own.",
+                f"Its modelling code does not support pages ({type(error).__name__}: {str(error).partition(chr(10))[0]}).",
+                "A paged step packs tokens of several sequences in one row.",
+                "No action needed: each sequence gets its own cache.",
             ) from error

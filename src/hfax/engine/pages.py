@@ -1,8 +1,7 @@
-"""Which page of the pool belongs to whom: allocation, sharing by content, and what is forgotten first.
+"""The page allocator: allocation, prefix caching, and LRU eviction.
 
-A page is known by a hash of its tokens, of the page before it, and of a salt, so that equal beginnings of prompts share pages and
-texts of different keys never do. A page that nobody holds keeps its content until its place is needed; the one unused for longest
-goes first. Neither jax nor torch is imported here.
+A page is identified by a hash of its tokens, the previous page's hash and a salt, so shared prompt prefixes share pages, but never
+across salts. A free page keeps its content until it is reallocated, least recently used first. Imports neither jax nor torch.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(kw_only=True)
 class CacheCounts:
-    """How often prompts were looked up: tokens asked for, and tokens found."""
+    """Prefix cache statistics, in tokens: looked up and found."""
 
     queries: int = 0
     hits: int = 0
 
 
 class PageAllocator:
-    """The pages of one pool; place 0 is nobody's.
+    """Allocates the pages of one pool; page 0 is never allocated.
 
     Args:
-        num_pages: places, the one of nobody included.
-        page_size: tokens of a page.
-        keeps_prefixes: pages are shared by content.
+        num_pages: number of pages, page 0 included.
+        page_size: tokens per page.
+        keeps_prefixes: enable prefix caching.
     """
 
     def __init__(self, num_pages: int, page_size: int, *, keeps_prefixes: bool = True) -> None:
@@ -39,22 +38,22 @@ class PageAllocator:
         self._blank: deque[int] = deque(range(1, num_pages))
         self._held: dict[int, int] = {}
         self._unused: OrderedDict[int, None] = OrderedDict()
-        """Places that nobody holds and whose content is known, the one unused for longest first."""
+        """Free pages with cached content, least recently used first."""
         self._place_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds."""
+        """Number of free pages."""
         return len(self._blank) + len(self._unused)
 
     @property
     def num_held(self) -> int:
-        """Pages that somebody holds."""
+        """Number of pages in use."""
         return len(self._held)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take `count` pages; None if there are not so many."""
+        """Allocate `count` pages; None if too few are free."""
         if count > self.num_free:
             return None
         places = []
@@ -69,10 +68,10 @@ class PageAllocator:
         return places
 
     def find(self, tokens: Sequence[int], salt: str) -> tuple[list[int], list[bytes]]:
-        """Take the pages that hold the beginning of a text, all but its last token at most.
+        """Acquire the cached pages of a token sequence's prefix, which excludes at least the last token.
 
         Returns:
-            Their places, and their hashes.
+            The pages, and their hashes.
         """
         places: list[int] = []
         hashes: list[bytes] = []
@@ -93,7 +92,7 @@ class PageAllocator:
         return places, hashes
 
     def remember(self, place: int, tokens: Sequence[int], before: bytes | None, salt: str) -> bytes:
-        """Say what a held page contains: its tokens, behind the page with hash `before` (None: the first)."""
+        """Register a full page's tokens, which follow the page with hash `before` (None: first page); returns its hash."""
         key = _hash(_first(salt) if before is None else before, tokens)
         if self._keeps_prefixes and key not in self._place_of and place not in self._hash_of:
             self._place_of[key] = place
@@ -101,7 +100,7 @@ class PageAllocator:
         return key
 
     def free(self, places: Sequence[int]) -> None:
-        """Let go of pages; the last of a text is forgotten before those in front of it."""
+        """Release a sequence's pages; later pages are evicted before earlier ones."""
         for place in reversed(places):
             left = self._held[place] - 1
             if left:
@@ -114,7 +113,7 @@ class PageAllocator:
                 self._blank.append(place)
 
     def forget(self) -> None:
-        """Forget what pages contain, as after their contents were lost; who holds them stays."""
+        """Drop all cached content after device arrays were lost; pages in use stay allocated."""
         self._place_of.clear()
         self._hash_of.clear()
         self._blank.extend(self._unused)

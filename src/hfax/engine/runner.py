@@ -1,8 +1,8 @@
-"""What both kinds of runner share: the newest token of each slot on the device, and the programs that draw.
+"""The runner interface, and the token sampler that both runners share.
 
-A runner turns the scheduler's parts into logits (`forward`), and those into tokens (`draw`), which stay on the device until
-somebody reads them. There are two kinds: `PagedRunner`, whose sequences share a pool of pages, and `SlotRunner`, for models whose
-state does not fit pages.
+A runner turns the scheduler's parts into logits (`forward`); `TokenDrawer` samples tokens from them (`draw`), which stay on the
+device until they are read. `PagedRunner` shares a pool of pages between sequences; `SlotRunner` is for models with state that does
+not fit pages.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from hfax.programs.program_cache import Program
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Logits:
-    """Logits of a step on the device, and what its rows are of.
+    """A step's logits on the device, and the owners of their rows.
 
     Args:
         array: [rows, vocab] float32.
-        owners: for each of the first rows, the part, and which of its tokens' successor the row is of; None for a row of nobody.
-        failure: why there are none for these parts.
+        owners: for each of the first rows, the part and the index of the token that the logits follow; None for padding.
+        failure: the exception, if these parts failed.
     """
 
     array: jax.Array
@@ -37,11 +37,11 @@ class Logits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """Tokens that were drawn, on the device.
+    """Sampled tokens, on the device.
 
     Args:
-        arrays: of `draw_tokens`.
-        owners: of the first rows.
+        arrays: the output arrays of `draw_tokens`.
+        owners: owners of the first rows.
     """
 
     arrays: dict[str, jax.Array]
@@ -52,29 +52,29 @@ class Runner(Protocol):
     """Runs steps on the device."""
 
     def forward(self, parts: list[Part], newest: jax.Array) -> list[Logits]:
-        """Start a step; gives its logits without waiting for them.
+        """Dispatch a step; returns its logits without waiting for them.
 
         Args:
-            parts: of the step.
+            parts: the step's parts.
             newest: [slots] int32, the newest token of each slot.
         """
         ...
 
     def reset(self) -> None:
-        """Make the cache anew, after a step failed in the middle."""
+        """Recreate the cache after a failed step."""
         ...
 
     def warm_up(self, newest: jax.Array) -> list[jax.Array]:
-        """Make every program of `forward` and run it once; logits, once for each number of rows that they can have."""
+        """Compile every program of `forward` and run it once; returns logits, one array per possible number of rows."""
         ...
 
 
 class TokenDrawer:
-    """Draws tokens for slots.
+    """Samples tokens for slots.
 
     Args:
-        parts: of the model.
-        limits: of a step.
+        parts: the model's parts.
+        limits: limits of a step.
     """
 
     def __init__(self, parts: ModelParts, limits: Limits) -> None:
@@ -86,7 +86,7 @@ class TokenDrawer:
         self.newest: jax.Array = parts.layout.put(np.zeros(self._slots, np.int32))
 
     def draw(self, logits: Logits, draws: list[Draw], owners: tuple[tuple[Part, int] | None, ...]) -> Drawn:
-        """Draw for the first rows of `logits`, one each."""
+        """Sample one token for each of the first rows of `logits`."""
         kind = kind_of(draws)
         vocab = self._parts.vocab_size
         rows = make_rows(draws, logits.array.shape[0], kind, vocab_size=vocab, num_slots=self._slots)
@@ -110,7 +110,7 @@ class TokenDrawer:
         return out
 
     def remember(self, sequence: Sequence) -> None:
-        """Set what penalties remember of a sequence's slot to its tokens."""
+        """Load a sequence's token counts, for penalties, into its slot."""
         assert sequence.slot is not None
         tokens = np.full(self._max_tokens + 1, self._parts.vocab_size, np.int32)
         known = sequence.tokens(0, sequence.num_known)[: len(tokens)]
@@ -133,12 +133,12 @@ class TokenDrawer:
         return self._counts
 
     def reset(self) -> None:
-        """Forget the counts, whose arrays may be lost."""
+        """Drop the token counts; their device arrays may be lost."""
         self._counts = None
         self.newest = self._parts.layout.put(np.zeros(self._slots, np.int32))
 
     def warm_up(self, logits: jax.Array) -> None:
-        """Make every program for so many rows of logits, and run it once."""
+        """Compile every sampling program for this number of logits rows, and run it once."""
         num_rows = logits.shape[0]
         for kind in KINDS:
             rows = make_rows([], num_rows, kind, vocab_size=self._parts.vocab_size, num_slots=self._slots)

@@ -1,9 +1,9 @@
-"""Drawing the next token of many sequences at once, each with options of its own.
+"""Batched sampling, with per-sequence options.
 
-Turns logits and arrays of options, a row a sequence, into tokens; in three programs, so that what no row asks for costs nothing:
-"greedy" takes the highest logit; "narrowed" draws with temperature among few candidates; "general" does everything: penalties,
-biases, masks of a grammar, any top-k, and log-probabilities. A row gets the same token from each that can serve it. The
-processors are those of `generate`. This module knows nothing of sequences and schedules.
+Turns logits and option arrays, one row per sequence, into tokens. Three programs keep unused options free of cost: "greedy" takes
+the argmax; "narrowed" samples with temperature among few candidates; "general" supports everything: penalties, biases, grammar
+masks, any top-k, and log-probabilities. All programs that support a row's options give it the same token. The logits processors
+are those of `generate`. This module is independent of sequences and scheduling.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ KINDS = ("greedy", "narrowed", "general")
 NUM_CANDIDATES = 64
 """The largest `top_k` of the program "narrowed"."""
 _NUM_TOP = 32
-"""Likeliest tokens that are looked for; `lax.top_k` of a number that is then sliced is slow on CPU."""
+"""Top tokens computed for log-probabilities; a fixed k, since slicing the result of `lax.top_k` is slow on CPU."""
 MAX_HELD_BACK = 32
-"""Tokens that may not be drawn before `min_tokens`."""
+"""Maximum number of stop tokens suppressed until `min_tokens`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Draw:
-    """One row of a draw.
+    """Sampling options of one row.
 
     Args:
-        params: of the sequence.
-        seed: of its random numbers.
-        stream: its index in the request.
-        step: tokens it has drawn before.
-        slot: of the sequence; where its newest token is kept on the device.
-        held_back: tokens that may not be drawn yet.
-        mask: [ceil(vocab / 32)] int32 of a grammar, a bit for each token that may stand here; None: all may.
-        target: instead of drawing, say how likely this token is.
+        params: the sequence's sampling options.
+        seed: random seed.
+        stream: the sequence's index in its request.
+        step: number of tokens sampled before.
+        slot: the sequence's slot, where its newest token is kept on the device.
+        held_back: stop tokens suppressed until `min_tokens`.
+        mask: grammar bitmask of the allowed tokens, [ceil(vocab / 32)] int32; None: all are allowed.
+        target: score this token instead of sampling.
     """
 
     params: SamplingParams
@@ -55,7 +55,7 @@ class Draw:
 
     @property
     def kind(self) -> str:
-        """The simplest program that serves it."""
+        """The cheapest program that supports this row."""
         params = self.params
         wants_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
         if params.needs_edits or wants_logprobs or self.held_back or self.target is not None:
@@ -67,12 +67,12 @@ class Draw:
 
 
 def kind_of(draws: list[Draw]) -> str:
-    """The simplest program that serves all rows."""
+    """The cheapest program that supports all rows."""
     return max((draw.kind for draw in draws), key=KINDS.index, default="greedy")
 
 
 def make_rows(draws: list[Draw], num_rows: int, kind: str, *, vocab_size: int, num_slots: int) -> dict[str, np.ndarray]:
-    """The arrays that `draw_tokens` takes for these rows; those after them draw for no slot."""
+    """Input arrays of `draw_tokens` for these rows; the remaining rows are padding without a slot."""
     count = len(draws)
     rows: dict[str, np.ndarray] = {"slot": np.full(num_rows, num_slots, np.int32)}
     rows["slot"][:count] = [num_slots if d.target is not None else d.slot for d in draws]
@@ -123,7 +123,7 @@ def _masks(draws: list[Draw], num_rows: int, vocab_size: int) -> dict[str, np.nd
 
 
 def init_counts(num_slots: int, vocab_size: int) -> dict[str, np.ndarray]:
-    """What penalties remember of each slot: how often a token was written, and whether it stands in prompt or text."""
+    """Token counts per slot, for penalties: how often a token was generated, and whether it occurs in prompt or output."""
     return {
         "written": np.zeros((num_slots, vocab_size), np.int32),
         "seen": np.zeros((num_slots, vocab_size), np.bool_),
@@ -133,13 +133,13 @@ def init_counts(num_slots: int, vocab_size: int) -> dict[str, np.ndarray]:
 def load_counts(
     counts: dict[str, jax.Array], slot: jax.Array, tokens: jax.Array, is_written: jax.Array
 ) -> dict[str, jax.Array]:
-    """The counts with one slot set anew.
+    """Return the counts with one slot recomputed.
 
     Args:
-        counts: of `init_counts`.
+        counts: arrays of `init_counts`.
         slot: scalar int32.
-        tokens: [n] int32, prompt and text; the vocabulary's size for what is neither.
-        is_written: [n] bool, of the text.
+        tokens: [n] int32, prompt and output; the vocabulary size for padding.
+        is_written: [n] bool, True for output tokens.
     """
     vocab = counts["seen"].shape[1]
     written = jnp.zeros(vocab, jnp.int32).at[tokens].add(is_written.astype(jnp.int32), mode="drop")
@@ -154,18 +154,18 @@ def draw_tokens(
     newest: jax.Array,
     counts: dict[str, jax.Array] | None,
 ) -> tuple[dict[str, jax.Array], jax.Array, dict[str, jax.Array] | None]:
-    """Draw a token for every row.
+    """Sample a token for every row.
 
     Args:
-        kind: of the program.
+        kind: "greedy", "narrowed" or "general".
         logits: [rows, vocab] float32.
-        rows: of `make_rows`.
+        rows: arrays of `make_rows`.
         newest: [slots] int32, the newest token of each slot.
-        counts: of the slots, for "general".
+        counts: token counts of the slots, for "general".
 
     Returns:
-        `token` [rows] int32, and for "general" `logprob` and `rank` of it (or of the row's target), `top_ids` and `top_logprobs`
-        [rows, 32]; `newest` and `counts` with the drawn tokens.
+        `token` [rows] int32, and for "general" its `logprob` and `rank` (or those of the row's target), `top_ids` and
+        `top_logprobs` [rows, 32]; `newest` and `counts` updated with the sampled tokens.
     """
     slots = newest.shape[0]
     scores = logits
@@ -192,7 +192,7 @@ def draw_tokens(
 
 
 def _at(rows: dict[str, jax.Array], values: dict[str, jax.Array], state: dict[str, jax.Array]) -> Any:
-    """Where decoding stands, for the processors: their values are columns, a number a row."""
+    """The `DecodeStep` for the logits processors, with option values as columns, one value per row."""
     spec = SamplingSpec(do_sample=True, active=(), num_candidates=NUM_CANDIDATES, no_repeat_ngram_size=0)
     none = jnp.zeros((0,), jnp.int32)
     return processors.DecodeStep(
@@ -222,7 +222,7 @@ def _edited(logits: jax.Array, rows: dict[str, jax.Array], counts: dict[str, jax
 
 
 def _narrowed(scores: jax.Array, rows: dict[str, jax.Array], kind: str) -> jax.Array:
-    """Scores with temperature, and minus infinity where a row's top-k, top-p or min-p leave a token out."""
+    """Scores divided by temperature, with -inf for tokens removed by top-k, top-p or min-p."""
     at = _at(rows, {"temperature": rows["temperature"], "top_k": rows["top_k"], "top_p": rows["top_p"]}, {})
     scores = processors.divide_by_temperature(scores, at)
     whole = scores

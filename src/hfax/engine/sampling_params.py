@@ -1,4 +1,4 @@
-"""How the tokens of one request are drawn; checked when it is made."""
+"""Sampling options of one request, validated on construction."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ MAX_LOGPROBS = 20
 MAX_BIASES = 300
 MAX_SUPPRESSED = 128
 MAX_STOPS = 16
-"""Stop strings, or stop tokens, of a request."""
+"""Maximum stop strings, and maximum stop tokens, per request."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """The form that a text must have, with vLLM's names: exactly one of these.
+    """Constraint on the completion, with vLLM's names; set exactly one.
 
     Args:
-        json: a JSON schema, as text or as a mapping.
-        regex: a regular expression that the whole text matches.
-        choice: texts, one of which it is.
-        grammar: a context-free grammar in Lark's notation, as llguidance reads it.
+        json: a JSON schema, as a string or a mapping.
+        regex: a regular expression that the whole completion must match.
+        choice: the completion must be one of these strings.
+        grammar: a context-free grammar in llguidance's Lark syntax.
         json_object: any JSON object.
 
     Raises:
-        InvalidInputError: none of them is given, or several are.
+        InvalidInputError: none or several of them are set.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -42,8 +42,8 @@ class StructuredOutputsParams:
         given = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) not in (None, False)]
         if len(given) != 1:
             raise InvalidInputError(
-                f"Structured outputs were asked for by {' and '.join(given) or 'nothing'}.",
-                "One thing says what form a text has.",
+                f"StructuredOutputsParams got {' and '.join(given) or 'nothing'}.",
+                "Exactly one constraint must be set.",
                 "Pass one of json, regex, choice, grammar or json_object.",
             )
         if self.json is not None and not isinstance(self.json, str):
@@ -52,14 +52,14 @@ class StructuredOutputsParams:
             object.__setattr__(self, "choice", tuple(self.choice))
             if not self.choice or not all(isinstance(text, str) and text for text in self.choice):
                 raise InvalidInputError(
-                    f"choice={self.choice!r} is out of range.",
-                    "A text is one of them.",
-                    "Pass a list of strings that are not empty.",
+                    f"choice={self.choice!r} is invalid.",
+                    "The completion must be one of these strings.",
+                    "Pass a list of non-empty strings.",
                 )
 
     @property
     def text(self) -> str:
-        """The schema, expression or grammar itself; of choices all of them."""
+        """The schema, regex or grammar as text; for `choice`, all choices concatenated."""
         if self.choice is not None:
             return "".join(self.choice)
         return str(self.json or self.regex or self.grammar or "")
@@ -70,27 +70,27 @@ class SamplingParams:
     """Options of one request, with vLLM's names and meanings.
 
     Args:
-        n: texts for the prompt, each with random numbers of its own.
-        max_tokens: most new tokens; None: as many as the context holds.
-        min_tokens: no stop token is drawn before so many.
-        temperature: 0 takes the highest logit.
-        top_k: draw among the highest so many; 0 for all.
-        top_p: draw among the fewest that have so much of the probability.
-        min_p: draw among those with at least so much of the highest one's probability.
-        seed: of the random numbers; None draws one. A seed gives what `model.generate(seed=…)` gives for the same options.
-        repetition_penalty: as transformers'.
-        presence_penalty: subtracted from the logits of tokens already written.
-        frequency_penalty: the same for each time they were.
-        logit_bias: added to the logits of tokens by id.
-        suppress_tokens: tokens that are never drawn, as transformers' generation configs name them.
-        stop: strings that end the text; they are left out of it.
-        stop_token_ids: tokens that do, beside the model's own.
-        ignore_eos: the model's own do not.
-        include_stop_str_in_output: the text ends with the stop string.
-        skip_special_tokens: special tokens are left out of the text.
-        logprobs: with each token, its log-probability and those of the so many likeliest, at most 20.
-        prompt_logprobs: the same of the prompt's tokens.
-        structured_outputs: the form that the text must have.
+        n: number of completions per prompt, sampled independently.
+        max_tokens: maximum new tokens; None: up to the context length.
+        min_tokens: minimum new tokens before a stop token may be sampled.
+        temperature: sampling temperature; 0 for greedy decoding.
+        top_k: sample from the k most likely tokens; 0 for all.
+        top_p: sample from the smallest set of tokens with at least this cumulative probability.
+        min_p: sample from tokens with at least this fraction of the top token's probability.
+        seed: random seed; None picks one. The same seed and options match `model.generate(seed=…)`.
+        repetition_penalty: as in transformers.
+        presence_penalty: subtracted from the logits of tokens already generated.
+        frequency_penalty: subtracted from a token's logit once per earlier occurrence in the completion.
+        logit_bias: token id to a bias added to its logit.
+        suppress_tokens: tokens that are never sampled, as in transformers' generation configs.
+        stop: stop strings; left out of the text.
+        stop_token_ids: further stop tokens, besides the model's EOS tokens.
+        ignore_eos: do not stop at the model's EOS tokens.
+        include_stop_str_in_output: keep the stop string in the text.
+        skip_special_tokens: leave special tokens out of the text.
+        logprobs: return each token's log-probability and those of this many top tokens, at most 20.
+        prompt_logprobs: return log-probabilities of the prompt tokens in the same form, at most 20 top tokens.
+        structured_outputs: constraint on the completion.
     """
 
     n: int = 1
@@ -125,12 +125,12 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the highest logit is taken."""
+        """Whether decoding is greedy."""
         return self.temperature == 0
 
     @property
     def needs_edits(self) -> bool:
-        """Whether logits change before a token is drawn, beyond temperature and what narrows the choice."""
+        """Whether logits processors other than temperature, top-k, top-p and min-p apply."""
         return bool(
             self.logit_bias
             or self.suppress_tokens
@@ -142,7 +142,7 @@ class SamplingParams:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether the tokens so far matter to the draw."""
+        """Whether a penalty depends on the tokens so far."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
@@ -153,14 +153,14 @@ def _check(params: SamplingParams) -> None:
             name,
             getattr(params, name),
             lambda v, least=least: _is_int(v) and v >= least,
-            f"a whole number from {least}",
+            f"an integer of at least {least}",
         )
     for name in ("max_tokens", "logprobs", "prompt_logprobs", "seed"):
         _require(
             name,
             getattr(params, name),
             lambda v: v is None or (_is_int(v) and v >= 0),
-            "a whole number from 0, or None",
+            "a non-negative integer, or None",
         )
     for name in ("logprobs", "prompt_logprobs"):
         _require(name, getattr(params, name), lambda v: v is None or v <= MAX_LOGPROBS, f"at most {MAX_LOGPROBS}")
@@ -177,14 +177,14 @@ def _check(params: SamplingParams) -> None:
             name,
             getattr(params, name),
             lambda v, low=low, high=high: _is_number(v) and low <= v <= high,
-            f"from {low} to {high}",
+            f"between {low} and {high}",
         )
     for name in ("top_p", "repetition_penalty"):
         _require(name, getattr(params, name), lambda v: v > 0, "above 0")
     for name in ("stop", "stop_token_ids"):
         _require(name, getattr(params, name), lambda v: len(v) <= MAX_STOPS, f"at most {MAX_STOPS}")
     _require("suppress_tokens", params.suppress_tokens, lambda v: len(v) <= MAX_SUPPRESSED, f"at most {MAX_SUPPRESSED}")
-    _require("stop", params.stop, lambda v: all(isinstance(s, str) and s for s in v), "strings that are not empty")
+    _require("stop", params.stop, lambda v: all(isinstance(s, str) and s for s in v), "non-empty strings")
     _require("stop_token_ids", params.stop_token_ids, lambda v: all(_is_int(t) and t >= 0 for t in v), "token ids")
     _require(
         "logit_bias",
@@ -193,13 +193,13 @@ def _check(params: SamplingParams) -> None:
             len(v) <= MAX_BIASES
             and all(_is_int(k) and k >= 0 and _is_number(b) and abs(b) <= 100 for k, b in v.items())
         ),
-        f"at most {MAX_BIASES} token ids with numbers from -100 to 100",
+        f"at most {MAX_BIASES} token ids with biases between -100 and 100",
     )
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise InvalidInputError(
-            f"min_tokens={params.min_tokens} is above max_tokens={params.max_tokens}.",
-            "Both bound the same number.",
-            "Change one of them.",
+            f"min_tokens={params.min_tokens} exceeds max_tokens={params.max_tokens}.",
+            "Both bound the number of new tokens.",
+            "Reduce min_tokens, or raise max_tokens.",
         )
 
 

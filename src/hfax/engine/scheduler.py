@@ -1,8 +1,8 @@
-"""What the next step computes: which sequences run, and how many tokens of each.
+"""The scheduler: decides which sequences run in the next step, and how many tokens of each.
 
-Sequences that write get one token; the rest of the step's tokens go to prompts, of which a part may be taken. Where pages run out,
-the sequence that came last, of the least priority, loses its own and is computed again later. Neither jax nor torch is imported
-here, and nothing is known of devices.
+Decoding sequences get one token each; the rest of the token budget goes to prompts, with chunked prefill. If pages run out, the
+newest sequence of the lowest priority is preempted and recomputed later. Imports neither jax nor torch, and is independent of
+devices.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class Part:
     """A sequence's share of a step.
 
     Args:
-        sequence: whose.
-        start: the first token to compute.
-        count: of tokens.
-        draws: a token is drawn after the last of them.
+        sequence: the sequence.
+        start: index of the first token to compute.
+        count: number of tokens to compute.
+        draws: sample a token after the last one.
     """
 
     sequence: Sequence
@@ -32,24 +32,24 @@ class Part:
 
     @property
     def scores(self) -> bool:
-        """Whether the log-probabilities of these tokens' successors in the prompt are wanted."""
+        """Whether prompt log-probabilities are needed for the tokens that follow these."""
         return self.sequence.params.prompt_logprobs is not None and self.start < len(self.sequence.prompt) - 1
 
     @property
     def num_logits(self) -> int:
-        """Rows of logits that it needs."""
+        """Number of logits rows needed."""
         return self.count if self.scores else int(self.draws)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a step, and the cache, can hold.
+    """Limits of a step and of the KV cache.
 
     Args:
-        max_num_seqs: sequences at once.
-        max_num_batched_tokens: tokens of a step.
-        max_model_len: tokens of a sequence.
-        max_waiting: sequences that wait to run; None: any number.
+        max_num_seqs: maximum concurrent sequences.
+        max_num_batched_tokens: maximum tokens per step.
+        max_model_len: maximum sequence length, in tokens.
+        max_waiting: maximum waiting sequences; None: unlimited.
     """
 
     max_num_seqs: int
@@ -62,8 +62,8 @@ class Scheduler:
     """Waiting and running sequences.
 
     Args:
-        limits: of a step.
-        pages: of the cache; None: each sequence has room of its own in a slot, and its prompt is computed in one step.
+        limits: limits of a step.
+        pages: the page allocator; None: each sequence has its own slot, without chunked prefill.
     """
 
     def __init__(self, limits: Limits, pages: PageAllocator | None) -> None:
@@ -76,15 +76,15 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything is to be computed."""
+        """Whether any sequence is waiting or running."""
         return bool(self.waiting or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        """A new sequence, that waits."""
+        """Add a sequence to the waiting queue."""
         self.waiting.append(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Take a sequence out; its pages and its slot are free for the next step."""
+        """Remove a sequence; frees its pages and its slot for the next step."""
         if sequence.is_finished:
             return
         sequence.finish_reason = reason
@@ -95,14 +95,14 @@ class Scheduler:
         self._release(sequence)
 
     def schedule(self) -> list[Part]:
-        """The next step; empty if there is nothing to do."""
+        """Schedule the next step; empty if there is nothing to do."""
         parts: list[Part] = []
         budget = self.limits.max_num_batched_tokens
         logits = self.limits.max_num_seqs
         self.running.sort(key=lambda s: (s.is_in_prompt, s.order))
         for sequence in list(self.running):
             if sequence.slot is None or budget <= 0:
-                continue  # lost its pages to one before it
+                continue  # preempted by an earlier sequence
             part = self._part(sequence, budget, logits)
             if part is None or not self._make_room(sequence, part.start + part.count, parts):
                 continue
@@ -126,14 +126,14 @@ class Scheduler:
             if budget <= 0 or logits <= 0 or not self._slots:
                 return
             if sequence.num_pending:
-                continue  # its newest token is not known yet
+                continue  # its newest token has not been read yet
             self._find_prefix(sequence)
             part = self._part(sequence, budget, logits)
             if part is None:
                 self._release(sequence)
                 return
             if self.pages is not None:
-                # the whole of what it has, so that it does not start only to lose its pages
+                # require pages for all its tokens, so it is not preempted right after it starts
                 needed = self._pages_for(sequence.num_tokens) - len(sequence.pages)
                 if needed > self.pages.num_free or not self._take(sequence, part.start + part.count):
                     self._release(sequence)
@@ -150,7 +150,7 @@ class Scheduler:
         num_drawn = len(sequence.output) + sequence.num_pending
         if missing <= 0 or (num_drawn >= sequence.max_tokens and sequence.max_tokens):
             return None
-        if self.pages is None:  # a prompt is computed whole, whatever the budget
+        if self.pages is None:  # no chunked prefill: the budget does not apply
             return Part(sequence=sequence, start=sequence.num_computed, count=missing, draws=True)
         is_drawing = sequence.max_tokens > 0
         count = min(missing, budget)
@@ -162,7 +162,7 @@ class Scheduler:
         return part
 
     def _make_room(self, sequence: Sequence, length: int, parts: list[Part]) -> bool:
-        """Take pages for `length` tokens, from others if need be; False if the sequence had to give up its own."""
+        """Allocate pages for `length` tokens, preempting others if needed; False if the sequence itself was preempted."""
         while not self._take(sequence, length):
             others = [s for s in self.running if s.slot is not None]
             last = max(others, key=lambda s: s.order)
@@ -196,7 +196,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
-        """Compute running sequences again from their tokens, after the cache was lost."""
+        """Preempt sequences for recomputation after the cache was lost."""
         for sequence in list(sequences):
             self._preempt(sequence)
 
@@ -220,7 +220,7 @@ class Scheduler:
             sequence.num_cached = sequence.num_computed
 
     def _remember(self, sequence: Sequence) -> None:
-        """Let others find the pages that this step fills."""
+        """Register the pages that this step fills in the prefix cache."""
         if self.pages is None:
             return
         size = self.pages.page_size

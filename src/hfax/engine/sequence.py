@@ -1,4 +1,4 @@
-"""One text that is being written: what the scheduler and the loop know of it."""
+"""The state of one sequence, shared by the scheduler and the engine loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hfax.engine.sampling_params import SamplingParams
 
 
 class FinishReason(enum.StrEnum):
-    """Why a text ended; the values are OpenAI's, where it has one."""
+    """Why a sequence ended; "stop" and "length" are the OpenAI API's values."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -21,13 +21,13 @@ class FinishReason(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenLogprob:
-    """How likely a token was.
+    """A token's log-probability.
 
     Args:
-        token_id: the token.
-        logprob: of it.
-        rank: 1 for the likeliest.
-        top: the likeliest tokens and their log-probabilities, the likeliest first.
+        token_id: the token id.
+        logprob: its log-probability.
+        rank: its rank; 1 is the most likely token.
+        top: ids and log-probabilities of the top tokens, most likely first.
     """
 
     token_id: int
@@ -38,30 +38,30 @@ class TokenLogprob:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Sequence:
-    """A prompt and what was written after it.
+    """A prompt and its generated tokens.
 
     Args:
-        request_id: of the request that it belongs to.
-        index: among the request's texts.
-        prompt: token ids, at least one; of encoder-decoders, of the encoder.
-        params: how tokens are drawn.
-        seed: of the random numbers.
-        max_tokens: most new tokens.
-        stop_ids: tokens that end the text.
-        priority: lower ones go first.
-        arrival: numbers the requests as they came.
-        cache_salt: texts with another one share no pages.
-        inputs: further inputs of the model's forward pass for the prompt, by name.
+        request_id: id of the sequence's request.
+        index: index among the request's sequences.
+        prompt: token ids, at least one; the encoder input for encoder-decoder models.
+        params: sampling options.
+        seed: random seed.
+        max_tokens: maximum new tokens.
+        stop_ids: tokens that end the sequence.
+        priority: lower values run first.
+        arrival: the request's arrival number.
+        cache_salt: sequences with different salts share no pages.
+        inputs: further model inputs for the prompt, by name.
 
     Attributes:
-        output: token ids written so far.
-        num_computed: tokens whose keys and values are in the cache, or will be when the steps that were started are done.
-        num_pending: tokens that were drawn and not yet read from the device, 0 or 1.
-        pages: places of its pages in the pool.
-        page_hashes: of its full pages, by which the prefix cache knows them.
-        slot: of the running sequences; None while waiting.
-        num_cached: tokens of the prompt that were found in the prefix cache.
-        prompt_logprobs: of each token of the prompt but the first, as far as they are known.
+        output: generated token ids.
+        num_computed: tokens with keys and values in the cache, counting dispatched steps.
+        num_pending: sampled tokens not yet read from the device, 0 or 1.
+        pages: indices of its pages in the pool.
+        page_hashes: prefix cache hashes of its full pages.
+        slot: its slot while running; None while waiting.
+        num_cached: prompt tokens found in the prefix cache.
+        prompt_logprobs: log-probabilities of the prompt tokens read so far, except the first.
     """
 
     request_id: str
@@ -88,31 +88,31 @@ class Sequence:
 
     @property
     def num_known(self) -> int:
-        """Tokens that the host knows."""
+        """Number of tokens known to the host."""
         return len(self.prompt) + len(self.output)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens, those that were not read yet included."""
+        """Number of tokens, including those not yet read from the device."""
         return self.num_known + self.num_pending
 
     @property
     def is_finished(self) -> bool:
-        """Whether it is written."""
+        """Whether the sequence is finished."""
         return self.finish_reason is not None
 
     @property
     def is_in_prompt(self) -> bool:
-        """Whether more than the newest token is to be computed."""
+        """Whether the sequence is in prefill."""
         return self.num_computed < self.num_tokens - 1
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Sorts sequences as they are to run."""
+        """Sort key: priority, then arrival."""
         return self.priority, self.arrival, self.index
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Token ids from `start` to `end`, as far as the host knows them."""
+        """Token ids from `start` to `end` that are known to the host."""
         size = len(self.prompt)
         if start >= size:
             return self.output[start - size : end - size]

@@ -1,8 +1,8 @@
-"""Steps of models whose state does not fit pages: every sequence has a slot with a state of its own.
+"""Steps of models with state that does not fit pages: each sequence has a slot with its own state.
 
-State-space and linear-attention models, encoder-decoders, models that read images, and any other that `generate` can run: a
-prompt is read whole, as `generate` reads it alone, and its state is put into the slot; a step runs the decoding step of one
-sequence over all slots at once (`jax.vmap`), so nothing is known of what the state is.
+Supports state-space and linear-attention models, encoder-decoders, models with image input, and any other that `generate` can run.
+Prefill processes a whole prompt, as in `generate`, and stores its state in the slot. A step maps the single-sequence decoding step
+over all slots (`jax.vmap`), so the state can have any structure.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class SlotRunner:
     """Runs steps over slots.
 
     Args:
-        model: reads prompts.
-        parts: of the model.
-        limits: of a step.
+        model: the model, for prefill.
+        parts: the model's parts.
+        limits: limits of a step.
     """
 
     def __init__(self, model: BaseModel, parts: ModelParts, limits: Limits) -> None:
@@ -47,14 +47,14 @@ class SlotRunner:
 
     @property
     def _capacity(self) -> int:
-        """Of a slot's cache: a prompt is padded to at most twice its length."""
+        """Capacity of a slot's cache, in tokens: padding can double a prompt's length."""
         longest = self._limits.max_model_len
         return longest if self._is_encoder_decoder else longest + longest // 2 + 1
 
     def _prompt_lengths(self) -> list[int]:
-        """That prompts are padded to."""
+        """Lengths that prompts are padded to."""
         longest = self._limits.max_model_len
-        if self._is_encoder_decoder:  # the keys of the encoder's output are of one length in all slots
+        if self._is_encoder_decoder:  # the encoder output's keys must have the same length in all slots
             return [longest]
         sizes, size = [], _SMALLEST
         while size < longest:
@@ -63,7 +63,7 @@ class SlotRunner:
         return [*sizes, longest]
 
     def forward(self, parts: list[Part], newest: jax.Array) -> list[Logits]:
-        """See `Runner`: sequences that write first, then each prompt."""
+        """Implements `Runner`: decodes all running sequences first, then prefills each prompt."""
         found: list[Logits] = []
         writing = [part for part in parts if part.start]
         if writing:
@@ -88,7 +88,7 @@ class SlotRunner:
         return found
 
     def _read_prompt(self, prompts: Prompts, slot: int) -> jax.Array:
-        """Logits after a prompt, [1, vocab]; its state is in the slot."""
+        """Prefill a prompt and store its state in the slot; returns logits, [1, vocab]."""
         put = self._parts.layout.put
         inputs, static = put(prompts.inputs), prompts.static
         if self._states is None:
@@ -122,7 +122,7 @@ class SlotRunner:
         return logits, state | {"length": jnp.int32(main.shape[1])}, checks
 
     def _make_states(self, inputs: Any, static: Any) -> Any:
-        """Empty slots; nobody reads one before a prompt was put there."""
+        """Zero-filled slots; a slot is only read after a prefill."""
         _, state, _ = jax.eval_shape(
             lambda params, inputs: self._begin(params, inputs, static), dict(self._parts.weights), inputs
         )
@@ -134,7 +134,7 @@ class SlotRunner:
         return jax.jit(make, out_shardings=self._parts.layout.replicated)()
 
     def _decode(self, newest: jax.Array) -> jax.Array:
-        """Logits after the newest token of every slot, [slots, vocab]."""
+        """Decode the newest token of every slot; returns logits, [slots, vocab]."""
         traced, capacity = self._parts.traced, self._capacity
 
         def one(params: Any, state: Any, token: jax.Array) -> Any:
@@ -153,7 +153,7 @@ class SlotRunner:
             return logits[0, -1], state | more
 
         def run(params: Any, states: Any, newest: jax.Array) -> Any:
-            with target.plainly():  # kernels cannot be batched by vmap
+            with target.plainly():  # kernels do not support vmap
                 return jax.vmap(one, in_axes=(None, 0, 0))(params, states, newest), None
 
         args = (dict(self._parts.weights), self._states, newest)
@@ -164,16 +164,16 @@ class SlotRunner:
         return logits
 
     def reset(self) -> None:
-        """See `Runner`."""
+        """Implements `Runner`."""
         self._states = None
 
     def warm_up(self, newest: jax.Array) -> list[jax.Array]:
-        """Make every program and run it once; see `PagedRunner.warm_up`. Images have programs of their own."""
+        """Compile every program and run it once; returns logits, one array per program kind. Image inputs compile separately."""
         logits = []
         ids = self._model.example_prompt(1, 1)
         for length in self._prompt_lengths():
             if self._parts.traced.traits.counts_padding:
-                break  # a program for every length
+                break  # each prompt length compiles its own program
             prompts = self._model.read_prompt(
                 np.repeat(ids, min(length, prompt_bucket(length)), axis=1), {}, self._buckets
             )

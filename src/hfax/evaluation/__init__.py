@@ -1,1 +1,1 @@
-"""How good a model's probabilities are: log-likelihoods, perplexity, and the model for lm-evaluation-harness."""
+"""Evaluation: log-likelihoods, perplexity, verification, and the lm-evaluation-harness model."""

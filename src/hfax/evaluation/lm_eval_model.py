@@ -1,7 +1,6 @@
-"""The model "hfax" of lm-evaluation-harness: `hfax lm-eval --model hfax --model_args pretrained=…`.
+"""The lm-evaluation-harness model "hfax": `hfax lm-eval --model hfax --model_args pretrained=…`.
 
-Importing this module registers it. What is asked is asked as the harness's own "hf" does it: the same tokens, the same windows, the
-same stop sequences.
+Importing this module registers it. Requests use the same tokens, windows and stop sequences as the harness's own "hf" model.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ _DEFAULT_CONTEXT = 2048
 
 @register_model("hfax")
 class HfaxLM(TemplateLM):
-    """A decoder on JAX.
+    """A decoder running on JAX.
 
     Args:
-        pretrained: as `AutoModelForTPU.from_pretrained` takes it; or a model of hfax.
-        revision: of a Hub repository.
-        dtype: of the weights.
-        parallelism: "auto", or nothing.
+        pretrained: checkpoint name, see `AutoModelForTPU.from_pretrained`; or a loaded hfax model.
+        revision: Hub revision.
+        dtype: weight dtype.
+        parallelism: "auto" or None.
         quantization: "int8" or "int4".
         peft: an adapter's folder or Hub id.
-        max_length: tokens that the model reads; None: its context.
-        max_gen_toks: tokens written where a task does not say.
-        batch_size: rows at a time.
-        add_bos_token: whether texts begin with it; None: as the tokenizer has it.
+        max_length: maximum sequence length, in tokens; None: the model's context length.
+        max_gen_toks: default maximum number of generated tokens.
+        batch_size: batch size.
+        add_bos_token: whether to add a BOS token; None: the tokenizer's default.
         trust_remote_code: see `from_pretrained`.
     """
 
@@ -64,9 +63,9 @@ class HfaxLM(TemplateLM):
         super().__init__()
         if more:
             raise InvalidInputError(
-                f"model_args has {', '.join(sorted(more))}.",
-                "The model hfax does not know them, so they would not be followed.",
-                "It takes pretrained, revision, dtype, parallelism, quantization, peft, max_length, max_gen_toks, add_bos_token.",
+                f"Unknown model_args: {', '.join(sorted(more))}.",
+                "The hfax model would ignore them.",
+                "Use pretrained, revision, dtype, parallelism, quantization, peft, max_length, max_gen_toks, add_bos_token.",
             )
         del device, max_batch_size  # the harness passes them to all models
         from transformers import AutoTokenizer
@@ -91,22 +90,22 @@ class HfaxLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """What ends a text."""
+        """The end-of-text token id."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context."""
+        """The token id that precedes text without context."""
         first = self.tokenizer.bos_token_id
         return self.tokenizer.eos_token_id if first is None else first
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness's cache of requests."""
+        """Tokenizer name, for the harness's request cache."""
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as text."""
+        """Render a conversation as text."""
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -115,7 +114,7 @@ class HfaxLM(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Token ids, with the special tokens that the tokenizer adds, unless `add_bos_token` or the call says otherwise."""
+        """Token ids, with the tokenizer's special tokens unless overridden by `add_bos_token` or the call."""
         wanted = self.add_bos_token if add_special_tokens is None else add_special_tokens
         if add_special_tokens is None and string.startswith(self.tokenizer.decode(self.prefix_token_id)):
             wanted = False
@@ -126,7 +125,7 @@ class HfaxLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         pairs = [(context, continuation[-self.max_length :]) for _, context, continuation in requests]
         found = []
-        step = self.batch_size * 32  # so that progress shows
+        step = self.batch_size * 32  # small enough to show progress
         for begin in tqdm(range(0, len(pairs), step), desc="Running loglikelihood requests", disable=disable_tqdm):
             scores = score(
                 self.model, pairs[begin : begin + step], batch_size=self.batch_size, max_length=self.max_length
@@ -138,7 +137,7 @@ class HfaxLM(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts, in windows that do not overlap."""
+        """Log-likelihoods of whole texts, in non-overlapping windows."""
         found = []
         for (text,) in tqdm([request.args for request in requests], disable=disable_tqdm):
             windows = utils.get_rolling_token_windows(
@@ -154,7 +153,7 @@ class HfaxLM(TemplateLM):
         return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Texts, each until one of its stop sequences."""
+        """Generate each request until one of its stop sequences."""
         groups: dict[str, list[int]] = {}
         given: list[Any] = [request.args for request in requests]
         for number, (_, options) in enumerate(given):
@@ -182,8 +181,8 @@ class HfaxLM(TemplateLM):
         room = self.max_length - most
         if room < 1:
             raise InvalidInputError(
-                f"{most} tokens are to be written, and the model reads {self.max_length}.",
-                "There is no room for a prompt.",
+                f"max_gen_toks={most} leaves no room in a context of {self.max_length} tokens.",
+                "The prompt needs at least one token.",
                 "Lower max_gen_toks.",
             )
         prompts = [self.tok_encode(context)[-room:] for context in contexts]

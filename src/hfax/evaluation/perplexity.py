@@ -1,4 +1,4 @@
-"""Perplexity of a text: in windows of the model's context, each token predicted from all that the window has before it."""
+"""Perplexity of a text in context-length windows; each token is predicted from all earlier tokens in its window."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Perplexity:
     """How well a model predicts a text.
 
     Args:
-        perplexity: exp of the mean over tokens.
-        nats_per_token: the mean itself.
-        bits_per_byte: of the text in UTF-8; comparable between tokenizers.
-        tokens: that were predicted.
+        perplexity: exp of `nats_per_token`.
+        nats_per_token: mean negative log-likelihood per token.
+        bits_per_byte: bits per UTF-8 byte; comparable across tokenizers.
+        tokens: number of predicted tokens.
     """
 
     perplexity: float
@@ -39,25 +39,25 @@ def perplexity(
     stride: int | None = None,
     batch_size: int = 4,
 ) -> Perplexity:
-    """Measure it.
+    """Measure a model's perplexity on a text.
 
     Args:
         model: a decoder.
-        tokenizer: its own.
-        text: of any length.
-        max_length: tokens of a window; None: the model's context, 1,024 at most.
-        stride: tokens that a window goes on; the others are context alone. None: all, as lm-evaluation-harness does it.
-        batch_size: windows at a time.
+        tokenizer: the model's tokenizer.
+        text: text of any length.
+        max_length: window length, in tokens; None: the model's context, at most 1,024.
+        stride: scored tokens per window; the rest are context only. None: the whole window, as in lm-evaluation-harness.
+        batch_size: windows per batch.
 
     Raises:
-        InvalidInputError: nothing to predict, or a stride that is none.
+        InvalidInputError: nothing to predict, or an invalid stride.
     """
     window = min(max_length or 1024, model.context_length or 1 << 30)
     step = window if stride is None else stride
     if not 0 < step <= window:
         raise InvalidInputError(
-            f"stride={stride} with windows of {window} tokens.",
-            "A window goes on by one token at least, and leaves none out.",
+            f"stride={stride} is invalid for windows of {window} tokens.",
+            "A window must advance by at least one token and skip none.",
             f"Use 1 to {window}.",
         )
     ids = tokenizer(text, add_special_tokens=False).input_ids
@@ -65,7 +65,7 @@ def perplexity(
     ids = ids if prefix is None else [prefix, *ids]
     if len(ids) < 2:
         raise InvalidInputError(
-            "The text has nothing to predict.", f"It is {len(ids)} tokens long.", "Use a longer one."
+            "The text has nothing to predict.", f"It is {len(ids)} tokens long.", "Use a longer text."
         )
     pairs = []
     for begin in range(1, len(ids), step):

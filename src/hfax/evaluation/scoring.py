@@ -1,6 +1,6 @@
-"""Log-likelihoods of tokens: batches of a few shapes, one compiled program each, two numbers a token brought back.
+"""Token log-likelihoods: batches of a few shapes, one compiled program each, two values returned per token.
 
-Turns pairs of tokens (what is given, what is scored) into log-probabilities. It does not know texts.
+Turns pairs of token ids (context, continuation) into log-probabilities. Does no tokenization.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _ROUNDED_TO = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """Of one continuation.
+    """The score of one continuation.
 
     Args:
-        log_probs: of each of its tokens, float64.
-        is_greedy: each is the model's likeliest.
+        log_probs: log-probability of each token, float64.
+        is_greedy: whether every token is the model's most likely one.
     """
 
     log_probs: np.ndarray
@@ -40,25 +40,25 @@ class Score:
 def score(
     model: JaxModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, batch_size: int = 8, max_length: int
 ) -> list[Score]:
-    """How likely continuations are.
+    """Score continuations.
 
     Args:
         model: a decoder.
-        pairs: token ids of the context, one at least, and of the continuation.
-        batch_size: rows at a time.
-        max_length: tokens that the model reads; of longer pairs the context's first are left out.
+        pairs: token ids of the context (at least one) and of the continuation.
+        batch_size: batch size.
+        max_length: maximum sequence length, in tokens; longer contexts are truncated on the left.
 
     Returns:
         A score for each pair, in order.
 
     Raises:
         InvalidInputError: an empty context, or a continuation longer than `max_length`.
-        UnsupportedOptionError: the model is no decoder of token ids.
+        UnsupportedOptionError: the model is not a decoder of token ids.
     """
     if model.config.is_encoder_decoder or model.main_input_name != "input_ids" or not model.can_generate():
         raise UnsupportedOptionError(
-            f"{type(model).__name__} does not say how likely texts are.",
-            "Log-likelihoods are of decoders, which predict each token from those before it.",
+            f"{type(model).__name__} does not compute log-likelihoods.",
+            "They require a decoder, which predicts each token from earlier ones.",
             'Load a model for task="text-generation".',
         )
     rows: list[tuple[np.ndarray, int]] = []
@@ -66,8 +66,8 @@ def score(
         if not len(context) or len(continuation) > max_length:
             raise InvalidInputError(
                 f"Pair {number} has {len(context)} tokens of context and {len(continuation)} to score.",
-                f"Each token is predicted from one before it at least, and the model reads {max_length}.",
-                "Begin with a special token, or split long texts.",
+                f"The context needs at least one token, and the continuation at most {max_length}.",
+                "Start with a special token, or split long texts.",
             )
         tokens = np.array([*context, *continuation], np.int32)[-(max_length + 1) :]
         rows.append((tokens, len(continuation)))
@@ -88,7 +88,7 @@ def score(
 def _run(
     model: JaxModel, rows: Sequence[np.ndarray], batch_size: int, max_length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[rows, length] log-probabilities of each token's successor, and whether it is the likeliest."""
+    """[rows, length] log-probabilities of each next token, and whether it is the most likely one."""
     longest = max(len(row) - 1 for row in rows)
     length = min(-(-longest // _ROUNDED_TO) * _ROUNDED_TO, max(max_length, longest))
     ids = np.zeros((batch_size, length), np.int32)
@@ -98,7 +98,7 @@ def _run(
     mask[len(rows) :, 0] = 1
     parts = model.parts
     inputs = parts.layout.put_rows([ids, mask, following])
-    model.prepare_inputs({"input_ids": ids})  # ids outside of the vocabulary are an error
+    model.prepare_inputs({"input_ids": ids})  # checks that ids are in the vocabulary
 
     def program(weights: dict[str, jax.Array], inputs: list[jax.Array]) -> tuple[Any, None]:
         ids, mask, following = inputs

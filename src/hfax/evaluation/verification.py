@@ -1,8 +1,8 @@
-"""A checkpoint beside plain transformers on this machine: the same numbers and the same text, or where they part.
+"""Verifies a checkpoint against plain transformers: same logits and same text, or the first difference.
 
 Turns a loaded model and prompts into a `Verification`. The reference is transformers' own class with the same weights and dtype,
-run by torch on the CPU. Where the two differ by more than rounding, both run again with what every part of the model returns, and
-then with what every operation of the first differing part returns.
+run by torch on the CPU. If the two differ by more than rounding, both run again recording every module's outputs, and then every
+operation's outputs in the first differing module.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from hfax.tracing.geometry import HostArray
 from hfax.tracing.torchax import as_array, is_tensor
 
 TOLERANCE = 1e-4
-"""Of an output's largest value: float32 sums in another order."""
+"""Relative to an output's largest value: float32 sums in a different order."""
 _ROUNDING = 4.0
-"""A difference of so many times the reference's own from the next wider dtype is rounding."""
+"""A difference up to this multiple of the reference's own error (against the next wider dtype) counts as rounding."""
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 _CACHES = ("past_key_values", "cache_params", "mems", "state")
 
@@ -39,19 +39,19 @@ Inputs = Mapping[str, torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptResult:
-    """What came of one prompt.
+    """The result of one prompt.
 
     Args:
-        prompt: its text.
-        prompt_tokens: how long it is.
-        forward_error: largest difference of the logits, over their largest value.
-        rounding: the same of the reference in its own dtype from the next wider one; None where `forward_error` is within
-            the tolerance and it was not looked for.
-        new_tokens: how many tokens were written by the reference.
-        parted_at: the first new token that differs, from 0; None if all are the same.
-        margin: how far apart the reference's logits of the two tokens are there, over its largest logit.
-        outcome: "agrees"; "tie" (the text parts where the reference's two best tokens are as near as rounding); "forward
-            differs"; "text differs" (though a forward pass over the same text agrees: caches, masks or positions).
+        prompt: prompt text.
+        prompt_tokens: prompt length, in tokens.
+        forward_error: largest logit difference, relative to the largest logit.
+        rounding: the reference's own error in its dtype against the next wider one; None if not computed because
+            `forward_error` is within tolerance.
+        new_tokens: number of tokens the reference generated.
+        parted_at: index of the first new token that differs, from 0; None if all match.
+        margin: difference between the reference's logits of the two tokens there, relative to its largest logit.
+        outcome: "agrees"; "tie" (the texts diverge where the reference's two best tokens are within rounding); "forward
+            differs"; "text differs" (although a forward pass over the same text agrees: caches, masks or positions).
     """
 
     prompt: str
@@ -69,11 +69,11 @@ class Difference:
     """Where a forward pass first differs.
 
     Args:
-        part: name of the module in the model, "" for the model itself; the first to return something else.
-        part_class: of that module.
-        error: largest difference of what it returns, over its largest value.
-        operation: the first torch operation in it whose result differs; None if hfax runs other operations there (a patch).
-        operation_error: of that operation's result.
+        part: name of the first module with different outputs; "" for the model itself.
+        part_class: class of that module.
+        error: largest difference of its outputs, relative to their largest value.
+        operation: the first torch operation in it with a different result; None if hfax runs other operations there (a patch).
+        operation_error: relative error of that operation's result.
     """
 
     part: str
@@ -85,18 +85,18 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verification:
-    """What a comparison with plain transformers found.
+    """The result of a comparison with plain transformers.
 
     Args:
-        class_name: of the model.
-        dtype: of the weights and the computation, on both sides.
-        agrees: no prompt's outcome is a difference.
-        prompts: one result a prompt.
-        padded_error: largest difference of the logits where all prompts are one batch with padding on the left, over their largest
-            value; None for one prompt, and for models that are not run so.
-        difference: where the first forward pass that differs does so; None if none does.
-        patches: names of the patches that ran.
-        versions: of the libraries.
+        class_name: model class name.
+        dtype: weight and compute dtype, on both sides.
+        agrees: whether no prompt differs.
+        prompts: one result per prompt.
+        padded_error: largest logit difference with all prompts in one left-padded batch, relative to the largest logit; None for a
+            single prompt, and for models that do not support it.
+        difference: location of the first forward difference; None if there is none.
+        patches: names of the applied patches.
+        versions: library versions.
     """
 
     class_name: str
@@ -110,31 +110,31 @@ class Verification:
 
 
 def verify(model: JaxModel, tokenizer: Any, prompts: Sequence[str], *, max_new_tokens: int = 32) -> Verification:
-    """Run a model beside plain transformers, forward and greedily.
+    """Compare a model with plain transformers: forward pass and greedy generation.
 
     Args:
-        model: the model, with the weights of a folder; without quantization, a mesh or adapters.
-        tokenizer: the checkpoint's.
-        prompts: texts, one at least.
-        max_new_tokens: greedy tokens for each, where the model generates.
+        model: a model loaded from a folder, without quantization, a mesh or adapters.
+        tokenizer: the checkpoint's tokenizer.
+        prompts: one or more prompts.
+        max_new_tokens: tokens to generate greedily per prompt, if the model generates.
 
     Returns:
-        What was found. A model that differs is a result, not an error.
+        The comparison. A model that differs is a result, not an error.
 
     Raises:
-        UnsupportedModelError: the model reads no text, or plain transformers cannot run it.
+        UnsupportedModelError: the model does not take text, or plain transformers cannot run it.
     """
     if model.quantization is not None or model.mesh is not None or model.folder is None:
         raise UnsupportedModelError(
-            "Only a checkpoint as it is, on one device, can be verified.",
-            "Plain transformers has nothing to compare quantized or split weights with.",
+            "Only an unmodified checkpoint on one device can be verified.",
+            "Plain transformers has no counterpart for quantized or sharded weights.",
             "Load the model without quantization and parallelism.",
         )
     if model.main_input_name != "input_ids":
         raise UnsupportedModelError(
             f"{type(model.module).__name__} cannot be verified with prompts.",
-            f"It reads {model.main_input_name}, not text.",
-            "hfax doctor MODEL --check runs a small copy of any model beside plain transformers.",
+            f"It takes {model.main_input_name}, not text.",
+            "Run hfax doctor MODEL --check to compare a small copy with plain transformers.",
         )
     reference = _Reference(model)
     encoded = [_encode(tokenizer, reference.plain, prompt) for prompt in prompts]
@@ -165,7 +165,7 @@ def verify(model: JaxModel, tokenizer: Any, prompts: Sequence[str], *, max_new_t
 
 
 class _Reference:
-    """Plain transformers' model, and a copy in the next wider dtype once it is asked for."""
+    """The plain transformers model, and a lazily created copy in the next wider dtype."""
 
     def __init__(self, model: JaxModel) -> None:
         cls: Any = type(model.module)
@@ -173,9 +173,9 @@ class _Reference:
             self.plain = cls.from_pretrained(model.folder, dtype=model.dtype).eval()
         except Exception as error:
             raise UnsupportedModelError(
-                f"Plain transformers does not load {cls.__name__} from {model.folder}.",
+                f"Plain transformers cannot load {cls.__name__} from {model.folder}.",
                 f"{type(error).__name__}: {error}",
-                "There is nothing to compare with; hfax doctor MODEL --check compares a small copy.",
+                "Run hfax doctor MODEL --check to compare a small copy instead.",
             ) from error
         self.plain.generation_config = model.generation_config
 
@@ -197,7 +197,7 @@ def _encode(tokenizer: Any, plain: Any, prompt: str) -> Inputs:
 
 
 def _left_padded(rows: Sequence[Inputs]) -> Inputs:
-    """Prompts of several lengths as one batch."""
+    """Prompts of different lengths as one left-padded batch."""
     width = max(row["input_ids"].shape[1] for row in rows)
     pads = [width - row["input_ids"].shape[1] for row in rows]
     ids = [torch.nn.functional.pad(row["input_ids"], (pad, 0)) for row, pad in zip(rows, pads, strict=True)]
@@ -210,7 +210,7 @@ def _main_output(outputs: Any) -> torch.Tensor:
 
 
 def _positions(plain: Any, inputs: Inputs) -> Inputs:
-    """Positions among the real tokens, which plain forward passes do not count themselves."""
+    """Add position ids that skip padding; plain forward passes do not compute them."""
     if "position_ids" not in inspect.signature(plain.forward).parameters or plain.config.is_encoder_decoder:
         return inputs
     mask = inputs.get("attention_mask")
@@ -225,7 +225,7 @@ def _run_plain(plain: Any, inputs: Inputs) -> torch.Tensor:
 
 
 def _forward_error(model: JaxModel, reference: _Reference, inputs: Inputs) -> tuple[float, float | None]:
-    """Of the main output over real tokens: hfax's difference, and the reference's own where the first is not small."""
+    """Error of the main output over non-padding tokens: hfax's, and the reference's own if hfax's exceeds the tolerance."""
     inputs = _positions(reference.plain, inputs)
     expected = _run_plain(reference.plain, inputs)
     mask = (
@@ -283,12 +283,12 @@ def _compare(model: JaxModel, reference: _Reference, prompt: str, inputs: Inputs
 
 
 def relative_error(mine: Any, theirs: torch.Tensor, mask: torch.Tensor | None = None) -> float:
-    """The largest difference over the largest value of the reference; infinite where shapes or infinities differ.
+    """The largest difference relative to the reference's largest value; infinite if shapes or infinities differ.
 
     Args:
         mine: a tensor or an array.
         theirs: the reference.
-        mask: [batch, length] bool, the positions that count; None: all.
+        mask: [batch, length] bool, positions to compare; None: all.
     """
     mine = mine if isinstance(mine, torch.Tensor) else torch.from_numpy(np.array(mine, np.float64))
     if tuple(mine.shape) != tuple(theirs.shape):
@@ -306,7 +306,7 @@ def relative_error(mine: Any, theirs: torch.Tensor, mask: torch.Tensor | None = 
 
 
 def _first_difference(model: JaxModel, reference: _Reference, inputs: Inputs) -> Difference | None:
-    """The first part, by the order in which the reference's parts return, and the first operation in it."""
+    """The first differing module, in the reference's return order, and its first differing operation."""
     inputs = _positions(reference.plain, inputs)
 
     names = dict(reference.plain.named_modules())
@@ -314,7 +314,7 @@ def _first_difference(model: JaxModel, reference: _Reference, inputs: Inputs) ->
     mine = _traced_outputs(model, inputs, _part_outputs)
     for part, theirs in expected.items():
         if len(mine.get(part, ())) != len(theirs):
-            continue  # a patch stands for what calls it
+            continue  # a patch replaces its caller
         error, rounding = _largest_error(mine[part], theirs), _largest_error(theirs, wider[part])
         if not _is_rounding(error, rounding):
             operation = _first_operation(model, reference, inputs, part)
@@ -346,14 +346,14 @@ def _largest_error(mine: Sequence[Any], theirs: Sequence[torch.Tensor]) -> float
 
 
 def _plain_outputs(plain: Any, inputs: Inputs, collecting: Any) -> dict[str, list[torch.Tensor]]:
-    """What `collecting` finds in a forward pass of torch."""
+    """Outputs that `collecting` records in a torch forward pass."""
     with torch.no_grad(), collecting(plain) as found:
         plain(**inputs)
     return found
 
 
 def _traced_outputs(model: JaxModel, inputs: Inputs, collecting: Any) -> dict[str, list[jax.Array]]:
-    """What `collecting` finds in hfax's forward pass, compiled for the device of the model."""
+    """Outputs that `collecting` records in hfax's forward pass, compiled for the model's device."""
     prepared = model.parts.traced.prepare({n: v.numpy().astype(np.int32) for n, v in inputs.items()})
     static = {n: v for n, v in prepared.items() if isinstance(v, HostArray)}
     given = {n: v for n, v in prepared.items() if n not in static}
@@ -378,11 +378,11 @@ def _traced_outputs(model: JaxModel, inputs: Inputs, collecting: Any) -> dict[st
 
 @contextlib.contextmanager
 def _part_outputs(module: torch.nn.Module) -> Iterator[dict[str, list[torch.Tensor]]]:
-    """The tensors that each part returns when it is first called, in the order in which the calls end."""
+    """Record each module's output tensors on its first call, in return order."""
     found: dict[str, list[torch.Tensor]] = {}
 
     def keep(name: str) -> Any:
-        def hook(part: torch.nn.Module, args: Any, output: Any) -> None:  # a result would stand for the output
+        def hook(part: torch.nn.Module, args: Any, output: Any) -> None:  # a return value would replace the output
             if name not in found:
                 found[name] = _kept(output)
 
@@ -398,7 +398,7 @@ def _part_outputs(module: torch.nn.Module) -> Iterator[dict[str, list[torch.Tens
 
 @contextlib.contextmanager
 def _operation_outputs(module: torch.nn.Module, part: str) -> Iterator[dict[str, list[torch.Tensor]]]:
-    """The tensors that each operation in one part returns, in order, by number and name ("3 torch.nn.functional.linear")."""
+    """Record each operation's output tensors in one module, in order, by index and name ("3 torch.nn.functional.linear")."""
     found: dict[str, list[torch.Tensor]] = {}
     is_inside = False
 
@@ -429,7 +429,7 @@ def _operation_outputs(module: torch.nn.Module, part: str) -> Iterator[dict[str,
 
 
 def _kept(output: Any) -> list[torch.Tensor]:
-    """The tensors of a result, as they are now; those of caches are left out."""
+    """Copies of a result's tensors, without caches."""
     if isinstance(output, torch.Tensor) or is_tensor(output):
         return [output.clone()]
     if isinstance(output, Mapping):

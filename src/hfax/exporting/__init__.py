@@ -1,1 +1,1 @@
-"""Models as folders that start elsewhere: bundles of compiled programs, and portable StableHLO."""
+"""Model exports: bundles of compiled programs, and portable StableHLO."""

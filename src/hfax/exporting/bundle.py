@@ -1,8 +1,8 @@
-"""`hfax.export`: a model as a bundle, a folder that starts elsewhere without tracing or compiling anything.
+"""`hfax.export`: writes a bundle, a model folder that starts without tracing or compiling.
 
-    model → weights, split as the devices will want them → the same model, only described → its programs → bundle.json
+    model → weights, sharded for the target devices → abstract model → compiled programs → bundle.json
 
-The programs are those that the described model's own calls make, so a bundle holds what the same calls look for when it is loaded.
+Programs are compiled by calling the abstract model, so a bundle has exactly the programs that the same calls look up after loading.
 """
 
 from __future__ import annotations
@@ -51,31 +51,31 @@ def export(
     parallelism: Any = "auto",
     **options: Any,
 ) -> Bundle:
-    """Write a bundle: weights split by device, and compiled programs. `AutoModelForTPU.from_pretrained(folder)` starts it.
+    """Write a bundle of sharded weights and compiled programs. Load it with `AutoModelForTPU.from_pretrained(folder)`.
 
     Args:
-        model: loaded; for a topology on one device of this host.
-        folder: must not be there, or be an earlier bundle, which stays until the new one is complete.
-        batch_sizes: of the calls of `generate` that programs are made for, as `JaxModel.compile` takes them. Smaller requests use
-            the smallest size that holds them; larger ones compile.
-        prompt_lengths: likewise.
-        max_new_tokens: likewise.
-        calls: inputs of forward passes that programs are made for, besides; the arrays' values do not matter.
-        topology: TPUs to make the bundle for, such as "v5e:2x4"; None: the devices that the model is on.
-        parallelism: over the topology's devices, as `from_pretrained` takes it.
-        **options: generation options of those calls: which are active shapes the programs, their values do not.
+        model: the loaded model; on one device of this host if `topology` is given.
+        folder: must not exist, or be an earlier bundle, which is kept until the new one is complete.
+        batch_sizes: batch sizes of `generate` to compile for, see `JaxModel.compile`. Smaller requests use the smallest size that
+            fits; larger ones are compiled when called.
+        prompt_lengths: prompt lengths to compile for, in tokens.
+        max_new_tokens: maximum number of new tokens to compile for.
+        calls: inputs of additional forward passes to compile for; array values do not matter.
+        topology: TPU topology to export for, such as "v5e:2x4"; None: the model's own devices.
+        parallelism: parallelism over the topology's devices, see `from_pretrained`.
+        **options: generation options of those calls. Which options are active determines the programs; their values do not.
 
     Returns:
-        What its `bundle.json` says.
+        The contents of `bundle.json`.
 
     Raises:
-        InvalidInputError: the folder holds something else.
-        UnsupportedOptionError: several processes run; the model reads something else than token ids and no `calls` are given.
-        BackendNotAvailableError: orbax, or for a topology libtpu, is not installed.
+        InvalidInputError: the folder has other contents.
+        UnsupportedOptionError: several processes are running, or the model does not take token ids and no `calls` are given.
+        BackendNotAvailableError: orbax (or libtpu, for a topology) is not installed.
         HfaxError: the folder cannot be written.
     """
     _check(model)
-    layout = model._layout if topology is None else _layout_of(model, topology, parallelism)
+    layout = model.parts.layout if topology is None else _layout_of(model, topology, parallelism)
     with replacing(Path(folder), FILE) as writing:
         with phase("load", "weights into the bundle"):
             _write_checkpoint(model, writing, layout)
@@ -88,13 +88,13 @@ def export(
             warmed = described.compile(batch_sizes, prompt_lengths, **given)
         elif not calls:
             raise UnsupportedOptionError(
-                f"{type(model).__name__} does not write text, and export() got no calls.",
-                "Programs are made for calls of a certain shape.",
-                'Pass calls=[{"input_ids": …, "attention_mask": …}], with arrays of the shapes to come.',
+                f"{type(model).__name__} does not generate text, and export() got no calls.",
+                "Programs are compiled for specific input shapes.",
+                'Pass calls=[{"input_ids": …, "attention_mask": …}], with arrays of the expected shapes.',
             )
         for inputs in calls:
             described(**inputs)
-        made = described._programs.made
+        made = described.parts.programs.made
         devices = jax.devices() if topology is None else layout.devices
         bundle = Bundle(
             runtime=runtime_of(devices, is_one_device=layout.plan is None),
@@ -119,24 +119,24 @@ def _check(model: JaxModel) -> None:
         raise UnsupportedOptionError(
             "export() runs in one process.",
             "Several processes would each write the bundle.",
-            "Export on one host, with topology= for a slice of several.",
+            "Export on one host; pass topology= for a multi-host slice.",
         )
-    if not type(model._skeleton.module).__module__.startswith("transformers."):
+    if not type(model.skeleton.module).__module__.startswith("transformers."):
         raise UnsupportedModelError(
             f"{type(model).__name__} is not one of transformers' own classes.",
-            "A bundle holds no modelling code.",
-            "Load the model with its own code where it runs.",
+            "A bundle contains no modelling code.",
+            "Load the model with trust_remote_code=True where it runs.",
         )
 
 
 def _layout_of(model: JaxModel, topology: str, parallelism: Any) -> Layout:
-    """Of a topology's devices, nothing of which is there."""
+    """The layout on a topology's devices, without hardware."""
     from hfax.planning.topology import topology_devices
 
     devices = topology_devices(topology)
-    # a mesh even of one: from it Pallas learns which chip a kernel is for
+    # a mesh even for one device: it tells Pallas the target chip
     mesh = make_mesh(parallelism, model.config, devices)
-    return Layout.of(plan_over(model._skeleton, mesh, model.quantization))  # pyright: ignore[reportArgumentType]
+    return Layout.of(plan_over(model.skeleton, mesh, model.quantization))  # pyright: ignore[reportArgumentType]
 
 
 def _write_checkpoint(model: JaxModel, folder: Path, layout: Layout) -> None:
@@ -145,7 +145,7 @@ def _write_checkpoint(model: JaxModel, folder: Path, layout: Layout) -> None:
             return 1
         return math.prod(size_of(layout.plan.mesh, axes) for axes in layout.plan.weights[name].spec)
 
-    save_model(folder, model._skeleton, model.params, model.generation_config, "orbax", parts=parts)
+    save_model(folder, model.skeleton, model.params, model.generation_config, "orbax", parts=parts)
     if model.folder is not None:
         for pattern in _TOKENIZER_FILES:
             for path in model.folder.glob(pattern):
@@ -154,5 +154,5 @@ def _write_checkpoint(model: JaxModel, folder: Path, layout: Layout) -> None:
 
 
 def _attention(model: JaxModel) -> str | None:
-    """As `from_pretrained` was given it."""
+    """The `attn_implementation` passed to `from_pretrained`."""
     return "eager" if model.config._attn_implementation == "eager" else None

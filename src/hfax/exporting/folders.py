@@ -1,4 +1,4 @@
-"""Folders that are written whole or not at all."""
+"""Atomic folder writes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from hfax.errors import HfaxError, InvalidInputError
 
 @contextlib.contextmanager
 def replacing(folder: Path, marker: str) -> Iterator[Path]:
-    """A folder to write into, which takes the place of `folder` if the block ends well, and vanishes if it does not.
+    """A temporary folder that replaces `folder` if the block succeeds, and is removed if it fails.
 
     Args:
-        folder: is not there, is empty, or is an earlier one of the same kind.
-        marker: the file that a folder of this kind has.
+        folder: must not exist, be empty, or be an earlier export of the same kind.
+        marker: file that identifies this kind of export.
 
     Raises:
-        InvalidInputError: the folder holds something else.
-        HfaxError: it cannot be written.
+        InvalidInputError: the folder has other contents.
+        HfaxError: the folder cannot be written.
     """
     if folder.exists() and not (folder / marker).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidInputError(
-            f"{folder} is there, and has no {marker}.",
-            "An export replaces whatever is in its folder.",
+            f"{folder} already exists and has no {marker}.",
+            "An export replaces the whole folder.",
             "Choose another folder, or remove this one.",
         )
     writing, earlier = (folder.with_name(f".{folder.name}.{state}") for state in ("writing", "earlier"))
@@ -42,7 +42,7 @@ def replacing(folder: Path, marker: str) -> Iterator[Path]:
         raise HfaxError(
             f"{folder} could not be written.",
             f"{type(error).__name__}: {error}",
-            "Check the path, its permissions and the free space. What was there before is still there.",
+            "Check the path, its permissions and the free space. The earlier export is unchanged.",
         ) from error
     finally:
         shutil.rmtree(writing, ignore_errors=True)

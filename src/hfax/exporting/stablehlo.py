@@ -1,11 +1,10 @@
-"""`hfax.export_stablehlo`: a model as StableHLO programs and weights, for processes with jax and neither torch nor transformers.
+"""`hfax.export_stablehlo`: exports a model as StableHLO programs and weights, to run with jax but without torch or transformers.
 
-The programs are traced for no platform in particular, in plain JAX; `hfax.portable` reads them.
+Programs are platform-independent, traced in plain JAX; `hfax.portable` loads them.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -40,23 +39,23 @@ def export_stablehlo(
     platforms: Sequence[str] = PLATFORMS,
     **options: Any,
 ) -> Path:
-    """Write StableHLO programs and weights, which `hfax.portable.load` reads.
+    """Write StableHLO programs and weights; load them with `hfax.portable.load`.
 
     Args:
-        model: on one device, not quantized.
-        folder: must not be there, or be an earlier export, which stays until the new one is complete.
-        batch_sizes: of the calls of `generate` that programs are made for, of decoders that read token ids.
-        prompt_lengths: likewise.
-        max_new_tokens: likewise.
-        calls: inputs of forward passes that programs are made for; the arrays' values do not matter.
-        platforms: where the programs can run, in JAX's names.
-        **options: generation options, whose values become part of the export.
+        model: an unquantized model on one device.
+        folder: must not exist, or be an earlier export, which is kept until the new one is complete.
+        batch_sizes: batch sizes of `generate` to export, for decoders of token ids.
+        prompt_lengths: prompt lengths to export, in tokens.
+        max_new_tokens: maximum number of new tokens to export.
+        calls: inputs of forward passes to export; array values do not matter.
+        platforms: target platforms, by JAX name.
+        **options: generation options; their values become part of the export.
 
     Returns:
         The folder.
 
     Raises:
-        InvalidInputError: the folder holds something else; no programs are asked for.
+        InvalidInputError: the folder has other contents, or there is nothing to export.
         UnsupportedOptionError: the model is quantized or on several devices.
         BackendNotAvailableError: flatbuffers is not installed.
         HfaxError: the folder cannot be written.
@@ -64,24 +63,24 @@ def export_stablehlo(
     require_serialization()
     if model.mesh is not None or model.quantization is not None:
         raise UnsupportedOptionError(
-            "StableHLO is exported of unquantized models on one device.",
-            "Programs for several devices, and those that multiply with packed weights, are bound to hfax's own code.",
+            "StableHLO export requires an unquantized model on one device.",
+            "Multi-device programs and programs with packed weights depend on hfax's own code.",
             "Load the model without parallelism and quantization, or write a bundle (hfax.export).",
         )
-    traits = model._traced.traits
+    traits = model.parts.traced.traits
     writes = model.can_generate() and not traits.is_encoder_decoder and traits.main_input == "input_ids"
     if not calls and not (writes and batch_sizes and prompt_lengths):
         raise InvalidInputError(
-            f"No programs of {type(model).__name__} were asked for.",
-            "It does not write text after token ids alone, and there are no calls.",
-            'Pass calls=[{"input_ids": …, "attention_mask": …}], with arrays of the shapes to come.',
+            f"There is nothing to export for {type(model).__name__}.",
+            "No calls were passed, and it does not generate from token ids alone or no sizes were given.",
+            'Pass calls=[{"input_ids": …, "attention_mask": …}], with arrays of the expected shapes.',
         )
     with replacing(folder := Path(folder), MANIFEST) as writing:
         constants: dict[str, Any] = {}
         loops, forwards = [], []
         for rows, length in itertools.product(batch_sizes, prompt_lengths) if writes else ():
-            programs = _Exported(model._layout.described(), platforms)
-            described = _described(model, programs)
+            programs = _Exported(model.parts.layout.described(), platforms)
+            described = model.described(programs)
             [size] = described.compile([rows], [length], progress=False, max_new_tokens=max_new_tokens, **options)
             values = described.sampling_values(length, max_new_tokens=max_new_tokens, **options)
             constants |= {f"{REQUEST}{len(loops)}.{name}": value for name, value in values.items()}
@@ -94,7 +93,7 @@ def export_stablehlo(
             file = f"forward-{len(forwards)}.stablehlo"
             (writing / file).write_bytes(exported.serialize())
             forwards.append([file, {n: [list(a.shape), str(a.dtype)] for n, a in arrays.items()}])
-        save_safetensors(writing, {**model._arrays(), **constants}, max_shard_size="9999TB")
+        save_safetensors(writing, {**model.parts.weights, **constants}, max_shard_size="9999TB")
         (writing / "model.safetensors").replace(writing / WEIGHTS)
         config: Any = model.generation_config
         eos = config.eos_token_id
@@ -114,7 +113,7 @@ def export_stablehlo(
 
 
 class _Exported(ProgramCache):
-    """Programs that are exported in the order in which they are asked for, and not run."""
+    """Exports programs in request order, without running them."""
 
     def __init__(self, layout: Layout, platforms: Sequence[str]) -> None:
         super().__init__("", layout)
@@ -141,33 +140,24 @@ class _Exported(ProgramCache):
         return Program(name=name, run=lambda *args: results, note=None, unread=unread)
 
 
-def _described(model: JaxModel, programs: ProgramCache) -> JaxModel:
-    """The model with what stands for its arrays, and these programs."""
-    layout = model._layout.described()
-    other = copy.copy(model)
-    other._layout, other._programs = layout, programs
-    other.params, other.buffers = layout.put(model.params), layout.put(model.buffers)
-    return other
-
-
 def _export_forward(
     model: JaxModel, inputs: Mapping[str, Any], platforms: Sequence[str]
 ) -> tuple[jax.export.Exported, dict[str, np.ndarray]]:
-    """A forward pass from weights and inputs by name to results by name."""
-    found = {name: model._as_input(name, value) for name, value in inputs.items()}
+    """Export a forward pass from weights and inputs by name to outputs by name."""
+    found = {name: model.as_input(name, value) for name, value in inputs.items()}
     arrays = {name: np.asarray(value) for name, value in found.items() if is_array(value)}
     static = {name: value for name, value in found.items() if name not in arrays}
 
     def forward(params: dict[str, jax.Array], arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        results, structure = flatten(model._traced.apply(params, (), {**arrays, **static}), is_array)
+        results, structure = flatten(model.parts.traced.apply(params, (), {**arrays, **static}), is_array)
         return {path: results[index] for path, index in _paths(structure)}
 
     with phase("trace", "forward"):
-        return jax.export.export(jax.jit(forward), platforms=platforms)(model._arrays(), arrays), arrays
+        return jax.export.export(jax.jit(forward), platforms=platforms)(dict(model.parts.weights), arrays), arrays
 
 
 def _paths(structure: Structure, path: str = "") -> list[tuple[str, int]]:
-    """Where each array of a result is, as attributes and numbers with dots between them."""
+    """Dotted path of each array in a result."""
     if isinstance(structure, Leaf):
         return [(path or "result", structure.index)]
     if not isinstance(structure, Node):

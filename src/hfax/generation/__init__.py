@@ -1,1 +1,1 @@
-"""From prompts to tokens: checks of what is asked, the programs of the decoding loop, logits processors and sampling."""
+"""From prompts to tokens: argument checks, decoding-loop programs, logits processors and sampling."""

@@ -1,8 +1,8 @@
-"""`model.map`: a whole data set through `generate` or a forward pass, batch by batch, resumable, in order.
+"""`model.map`: run `generate` or a forward pass over a whole dataset, batch by batch, resumable, in order.
 
-Rows are given to the model a batch at a time; over a mesh, batches are split over its axes of batches, so one line of code uses
-every device. Results are written as they come, as JSON lines in the order of the rows, and a run that was interrupted goes on where
-it stopped. This module knows tokenizers' outputs and files, not programs.
+The model gets one batch of rows at a time; over a mesh, batches are sharded over its batch axes, so one line of code uses every
+device. Results are written as they are produced, as JSON lines in row order, and an interrupted run resumes where it stopped. This
+module handles tokenizer outputs and files, not programs.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ def map_rows(
     total: int | None,
     progress: bool,
 ) -> Iterator[Any]:
-    """Each row's result, in order.
+    """Yield the result of each row, in order.
 
     Args:
-        rows: of the data set.
-        run: turns a batch of rows into as many results, which JSON can hold.
-        batch_size: rows at a time; the last batch may be smaller.
-        output: a file of JSON lines, one a row; rows whose lines are there are not run again. None: nothing is written.
-        total: how many rows there are, for the bar.
-        progress: show a bar where stderr is a terminal.
+        rows: rows of the dataset.
+        run: maps a batch of rows to one JSON-serializable result per row.
+        batch_size: rows per batch; the last batch may be smaller.
+        output: a JSON Lines file, one line per row; rows already in the file are not run again. None: nothing is written.
+        total: number of rows, for the progress bar.
+        progress: show a progress bar if stderr is a terminal.
 
     Raises:
-        InvalidInputError: the file holds something else, or more lines than there are rows.
+        InvalidInputError: the file is not JSON Lines, or has more lines than the dataset has rows.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -55,9 +55,9 @@ def map_rows(
         for index, result in enumerate(done):
             if next(source, _NONE) is _NONE:
                 raise InvalidInputError(
-                    f"{output} holds {len(done)} results, and the data set has {index} rows.",
-                    "Results are matched to rows by their order.",
-                    "Give the file that belongs to this data set, or another name for a new one.",
+                    f"{output} holds {len(done)} results, but the dataset has {index} rows.",
+                    "Results are matched to rows by order.",
+                    "Pass the output file of this dataset, or the name of a new file.",
                 )
             yield result
         with _appending(output) as write:
@@ -83,7 +83,7 @@ def _batches(rows: Iterator[Any], size: int) -> Iterator[list[Any]]:
 
 
 def _finished(path: Path) -> list[Any]:
-    """Results that an earlier run wrote; a line that it did not finish is cut off."""
+    """Results written by an earlier run; an incomplete last line is truncated."""
     if not path.exists():
         return []
     text = path.read_bytes()
@@ -92,7 +92,7 @@ def _finished(path: Path) -> list[Any]:
         results = [json.loads(line) for line in whole.splitlines()]
     except ValueError as error:
         raise InvalidInputError(
-            f"{path} does not hold JSON lines.", str(error), "Give another name for the output, or remove the file."
+            f"{path} does not hold JSON lines.", str(error), "Choose another output file, or remove this one."
         ) from error
     if len(whole) < len(text) and jax.process_index() == 0:
         os.truncate(path, len(whole))
@@ -101,7 +101,7 @@ def _finished(path: Path) -> list[Any]:
 
 @contextlib.contextmanager
 def _appending(path: Path | None) -> Iterator[Callable[[Sequence[Any]], None]]:
-    """Gives what writes lines at the file's end, in process 0, each batch safely on disk before the next is run."""
+    """A function that appends lines to the file, in process 0; each batch is synced to disk before the next one runs."""
     if path is None or jax.process_index() != 0:
         yield lambda results: None
         return
@@ -118,23 +118,23 @@ def _appending(path: Path | None) -> Iterator[Callable[[Sequence[Any]], None]]:
 def encode(
     rows: Sequence[Any], column: str, tokenizer: Any, *, is_left: bool, pad_token_id: int
 ) -> dict[str, np.ndarray]:
-    """A batch of rows as a model's inputs, padded to the longest.
+    """Encode a batch of rows as model inputs, padded to the longest row.
 
     Args:
-        rows: texts, lists of token ids, or mappings that have either under `column` or under "input_ids".
-        column: see there.
-        tokenizer: for texts.
-        is_left: where the padding goes.
-        pad_token_id: fills it, where rows are ids.
+        rows: texts, lists of token ids, or mappings with either under `column` or "input_ids".
+        column: key of the text or ids in a mapping.
+        tokenizer: required for texts.
+        is_left: pad on the left instead of the right.
+        pad_token_id: padding value for rows of ids.
 
     Raises:
-        InvalidInputError: a row is none of these, or a text without a tokenizer.
+        InvalidInputError: a row has another type, or is a text and there is no tokenizer.
     """
     contents = [_content(row, column) for row in rows]
     if all(isinstance(content, str) for content in contents):
         if tokenizer is None:
             raise InvalidInputError(
-                "map() got texts and no tokenizer.",
+                "map() got texts but no tokenizer.",
                 "The model reads token ids.",
                 "Pass tokenizer=…, or rows of token ids.",
             )
@@ -144,8 +144,8 @@ def encode(
         kinds = sorted({type(content).__name__ for content in contents})
         raise InvalidInputError(
             f"map() got rows of {', '.join(kinds)}.",
-            "A row is a text or a list of token ids, or a mapping that has one of them.",
-            f"Name the column that holds it: column=…; it is {column!r} now.",
+            "A row must be a text, a list of token ids, or a mapping that contains one of them.",
+            f"Pass the name of the column that holds it as column=…; it is {column!r} now.",
         )
     longest = max(len(content) for content in contents)
     ids = np.full((len(rows), longest), pad_token_id, np.int64)
@@ -163,7 +163,7 @@ def _content(row: Any, column: str) -> Any:
 
 
 def as_rows(outputs: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """The arrays of a forward pass, row by row, as lists; what has no row for each input is left out."""
+    """The arrays of a forward pass as lists, row by row; outputs without one row per input are left out."""
     rows: list[dict[str, Any]] = [{} for _ in range(count)]
     for name, value in outputs.items():
         if not hasattr(value, "shape") or not value.shape or value.shape[0] < count:

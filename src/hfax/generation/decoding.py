@@ -1,9 +1,8 @@
-"""The two programs of generation: `start` runs the prompts and draws the first token, `advance` runs the decoding loop.
+"""The two programs of generation: `start` prefills the prompts and samples the first token, `advance` runs the decoding loop.
 
-Both are pure functions of arrays, compiled by `generate`. Everything a loop carries is in one dict, the state; everything a
-request chooses but the program does not depend on (temperature, seed, end-of-sequence ids, …) is in another, the request. The
-loop runs on the device until every sequence has ended or `limit` tokens exist. This module does not know tokenizers, streamers
-or files.
+Both are pure functions of arrays, compiled by `generate`. The loop carry is one dict, the state. Request options that do not
+change the program (temperature, seed, end-of-sequence ids, …) are in another dict, the request. The loop runs on the device until
+every sequence has ended or `limit` tokens exist. This module does not know tokenizers, streamers or files.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ from hfax.generation.sampling_config import SamplingSpec
 from hfax.tracing.traced_model import TracedModel
 
 State = dict[str, Any]
-"""Keys: tokens [batch, capacity] int32, length () int32 (tokens in the cache), step () int32 (tokens drawn), positions [batch] or
-[batch, n] int32, repeated (inputs of the prompts' last tokens, which new tokens have too), finished [batch] bool,
-mask [batch, …] int32, cache, sampling, and, where asked for, scores, logits and log_probs."""
+"""Keys: tokens [batch, capacity] int32, length () int32 (tokens in the cache), step () int32 (tokens generated), positions [batch]
+or [batch, n] int32, repeated (per-token inputs of the last prompt token, reused for new tokens), finished [batch] bool,
+mask [batch, …] int32, cache, sampling, and, if requested, scores, logits and log_probs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopSpec:
-    """What the two programs are made for, beside their arguments' shapes.
+    """What the two programs are specialized for, besides the shapes of their arguments.
 
     Args:
-        capacity: tokens a sequence can have, prompt and padding included.
-        num_return_sequences: sequences drawn for each prompt.
-        max_steps: length of the per-step records, if any are kept; else 0.
-        keep: which records are kept: "scores" and "logits" ([max_steps, batch, vocab]), "log_probs" ([max_steps, batch]).
+        capacity: maximum tokens per sequence, prompt and padding included.
+        num_return_sequences: sequences generated per prompt.
+        max_steps: length of the per-step outputs, if any are kept; else 0.
+        keep: per-step outputs to keep: "scores" and "logits" ([max_steps, batch, vocab]), "log_probs" ([max_steps, batch]).
         sampling: which processors are active.
-        rolls_back: tokens may be taken back, so windows keep every token and no layer may keep only a state.
+        rolls_back: tokens may be rolled back, so sliding windows keep every token and recurrent layers are not supported.
     """
 
     capacity: int
@@ -54,19 +53,19 @@ def start(
     static: Mapping[str, Any],
     request: Mapping[str, Any],
 ) -> State:
-    """Run the prompts and draw each sequence's first token.
+    """Prefill the prompts and sample the first token of each sequence.
 
     Args:
         model: the traced module.
-        spec: what the program is made for.
+        spec: what the program is specialized for.
         params: the weights.
-        inputs: the model's inputs, [batch, …]; decoders' prompts padded on the left.
-        static: forward's arguments that are not traced.
-        request: `seed` uint32, `pad` int32, `eos` [n] int32, `unused` [batch] bool (rows that only fill the batch's bucket),
+        inputs: model inputs, [batch, …]; decoder prompts are padded on the left.
+        static: forward arguments that are not traced.
+        request: `seed` uint32, `pad` int32, `eos` [n] int32, `unused` [batch] bool (rows that only pad the batch to its bucket),
             `sampling`: the values of `make_sampling_spec`.
 
     Returns:
-        The state, and under "checks" the conditions that the host must check before it goes on.
+        The state; "checks" holds the conditions that the host must check before continuing.
     """
     checks: dict[str, jax.Array] = {}
     logits, state = read_prompts(
@@ -99,16 +98,16 @@ def read_prompts(
     *,
     keeps_windows: bool = True,
 ) -> tuple[jax.Array, State]:
-    """Run the prompts; what `next_logits` goes on from.
+    """Prefill the prompts.
 
     Returns:
-        Logits of the last position, [batch, vocab] float32, and `cache`, `positions`, `mask` and `repeated` of a state.
+        Logits of the last position, [batch, vocab] float32, and the `cache`, `positions`, `mask` and `repeated` of a state.
     """
     logits, cache = model.prefill(params, inputs, static, capacity, checks, keeps_windows=keeps_windows)
     seq2seq = model.traits.is_encoder_decoder
     prompt = inputs["decoder_input_ids" if seq2seq else "input_ids"].astype(jnp.int32)
     prompt_mask = jnp.ones_like(prompt) if seq2seq else inputs["attention_mask"].astype(jnp.int32)
-    absent = prompt_mask[:, :0] if seq2seq else prompt_mask  # an encoder without a mask gets none in decoding, too
+    absent = prompt_mask[:, :0] if seq2seq else prompt_mask  # an encoder without a mask gets none in decoding either
     mask = inputs["attention_mask"].astype(jnp.int32) if "attention_mask" in inputs else absent
     if not seq2seq:
         mask = jnp.pad(mask, ((0, 0), (0, capacity - mask.shape[1])), constant_values=1)
@@ -118,7 +117,7 @@ def read_prompts(
 
 
 def _next_positions(inputs: Mapping[str, jax.Array], prompt_mask: jax.Array) -> jax.Array:
-    """Where the first new token stands, [batch] or [batch, n] int32."""
+    """Positions of the first new token, [batch] or [batch, n] int32."""
     if "position_ids" in inputs:
         return jnp.moveaxis(inputs["position_ids"][..., -1], -1, 0).astype(jnp.int32) + 1
     return prompt_mask.sum(axis=1, dtype=jnp.int32)
@@ -133,7 +132,7 @@ def advance(
     request: Mapping[str, Any],
     limit: jax.Array,
 ) -> State:
-    """Draw tokens until `limit` exist or every sequence has ended. The state's memory is taken over."""
+    """Generate tokens until `limit` exist or every sequence has ended. The state is donated."""
 
     def step(state: State) -> State:
         logits, cache = model.decode_step(
@@ -154,12 +153,12 @@ def advance(
 
 
 def is_unfinished(state: State, limit: jax.Array) -> jax.Array:
-    """Whether there are tokens to draw: fewer than `limit` exist, and a sequence has not ended."""
+    """Whether tokens remain to be generated: fewer than `limit` exist, and some sequence has not ended."""
     return (state["step"] < limit) & ~jnp.all(state["finished"])
 
 
 def draw(spec: LoopSpec, state: State, logits: jax.Array, request: Mapping[str, Any]) -> State:
-    """Choose the next token of every sequence from the logits at its end, and write it behind the `length` cached tokens."""
+    """Choose the next token of every sequence from its last logits, and append it after the `length` cached tokens."""
     step = state["step"]
     scores = process_logits(spec.sampling, request["sampling"], state["sampling"], logits, state["tokens"], step)
     token = choose_token(spec.sampling, scores, request["seed"], step)

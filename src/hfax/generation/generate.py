@@ -1,8 +1,8 @@
 """`generate`: from prompts to token ids, with transformers' names and defaults.
 
-Turns checked prompts into the two programs' arguments, runs them, and gives the tokens to streamers as they come. The device is
-left alone between chunks of tokens: without a streamer and stop strings there is one chunk. This module does not know how a
-program is traced or where it is kept.
+Turns checked prompts into arguments of the two programs, runs them, and passes tokens to streamers as they are generated. The host
+syncs with the device only between chunks of tokens: without a streamer and stop strings there is one chunk. This module does not
+know how a program is traced or where it is cached.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ def run_generation(
     streamer: Streamer | None,
     stop_check: StopCheck | None,
 ) -> Generated:
-    """Draw tokens for a batch of prompts.
+    """Generate tokens for a batch of prompts.
 
     Args:
         loop: the request's programs, from `open_loop`.
-        inputs: of the first of them, likewise.
-        prompts: checked and padded.
-        options: what to draw.
-        streamer: gets the prompt and every new token; for a single sequence.
-        stop_check: ends a sequence when it says so.
+        inputs: inputs of the prefill program, from `open_loop`.
+        prompts: checked and padded prompts.
+        options: generation options.
+        streamer: gets the prompt and every new token; single sequence only.
+        stop_check: returns whether to end a sequence.
 
     Raises:
-        InvalidInputError: a streamer with several sequences.
-        OutOfMemoryError: the cache does not fit.
+        InvalidInputError: a streamer was passed for several sequences.
+        OutOfMemoryError: the KV cache does not fit.
     """
     sequences = len(prompts.given) * (options.config.num_return_sequences or 1)
     if streamer is not None and sequences > 1:
         raise InvalidInputError(
-            f"A streamer was given for {sequences} sequences.",
-            "A streamer prints one text.",
-            "Generate one prompt at a time, or leave the streamer out.",
+            f"streamer was passed for {sequences} sequences.",
+            "A streamer handles one sequence.",
+            "Generate one sequence at a time, or remove streamer.",
         )
     state = loop.start(inputs)
     return _drive(loop, state, prompts, options, sequences, streamer, stop_check)
@@ -74,18 +74,18 @@ def open_loop(
     vocab_size: int,
     buckets: Buckets,
 ) -> tuple[Loop, dict[str, jax.Array]]:
-    """The programs of a request, made when they first run, and the inputs of the first of them.
+    """The programs of a request, compiled when they first run, and the inputs of the prefill program.
 
     Args:
         model: the traced module.
-        programs: where its programs are kept.
+        programs: the program cache of the model.
         params: the weights.
-        layout: where to run.
-        prompts: checked and padded.
-        options: what to draw.
-        static: forward's arguments that are not arrays.
-        vocab_size: of the logits.
-        buckets: how the cache's capacity is rounded up.
+        layout: devices and shardings.
+        prompts: checked and padded prompts.
+        options: generation options.
+        static: forward arguments that are not arrays.
+        vocab_size: vocabulary size of the logits.
+        buckets: how the cache capacity is rounded up.
     """
     repeats = options.config.num_return_sequences or 1
     sampling, values = make_sampling_spec(
@@ -140,11 +140,11 @@ class Loop:
 
     @property
     def capacity(self) -> int:
-        """Of the cache, tokens."""
+        """Cache capacity, in tokens."""
         return self._spec.capacity
 
     def agree(self, value: Any) -> Any:
-        """Process 0's value, where the model spans several processes."""
+        """The value of process 0, if the model spans several processes."""
         return agree(value) if self._layout.spans_processes else value
 
     def put_like(self, array: np.ndarray, other: jax.Array) -> jax.Array:
@@ -152,7 +152,7 @@ class Loop:
         return self._layout.put_like(array, other)
 
     def start(self, inputs: Mapping[str, jax.Array]) -> State:
-        """Run the prompts and draw the first tokens."""
+        """Prefill the prompts and sample the first tokens."""
         main = inputs.get("decoder_input_ids", inputs.get("input_ids"))
         assert main is not None
         name = f"prefill{list(main.shape)}"
@@ -194,7 +194,7 @@ class Loop:
         return program.run(*args)
 
     def advance(self, state: State, limit: int) -> State:
-        """Draw tokens until there are `limit`, or every sequence has ended."""
+        """Generate tokens until `limit` exist or every sequence has ended."""
         if self._speculation is not None:
             return self._advance_with_drafts(state, limit)
         args = (self._params, state, self._request, self._layout.put(np.int32(limit)))
@@ -254,7 +254,7 @@ def _drive(
     streamer: Streamer | None,
     stop_check: StopCheck | None,
 ) -> Generated:
-    """Run chunks until everything has ended; in between, feed the streamer and look for stop strings."""
+    """Run chunks until every sequence has ended; between chunks, feed the streamer and look for stop strings."""
     first, most = prompts.padded_length, options.max_new_tokens
     if streamer is not None:
         streamer.put(for_streamer(prompts.given))
@@ -273,7 +273,7 @@ def _drive(
         is_complete = steps >= most or bool((lengths >= 0).all())
         seconds = time.perf_counter() - started
         chunk = next_chunk(chunk, seconds, most - steps, streamer is not None, stop_check is not None)
-        # processes that share a model do as process 0, whatever their own clocks and streamers say
+        # processes that share a model follow process 0, whatever their own clocks and streamers say
         is_complete, chunk, lengths, stopped = loop.agree((is_complete, chunk, lengths, stopped))
         if is_complete:
             break

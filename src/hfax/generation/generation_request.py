@@ -1,7 +1,7 @@
-"""What a call of `generate` asks for, checked and padded to the sizes that programs are compiled for.
+"""The arguments of a `generate` call, checked and padded to the sizes that programs are compiled for.
 
-Turns the user's arguments into host arrays and numbers; nothing here touches a device. Every rule about what a prompt, a mask or
-a length may be is in this file.
+Turns the user's arguments into host arrays and scalars; nothing here touches a device. All validation of prompts, masks and
+lengths is in this file.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from hfax.tracing.traits import ModelTraits
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """A batch of prompts as they were given, and as programs take them.
+    """A batch of prompts, as passed by the user and as programs take them.
 
     Args:
-        given: [batch, length] int, the user's ids (for encoder-decoders the decoder's).
+        given: [batch, length] int, the user's ids (for encoder-decoders, the decoder ids).
         inputs: the padded model inputs.
-        padded_length: of the (decoder's) prompts, tokens.
-        longest: the most tokens that one of the (decoder's) prompts has, padding left out.
-        num_padded_rows: rows of `inputs`, a power of two; those past `len(given)` only fill it.
-        static: inputs that are constants of the program that reads the prompts: the geometry of images and sound.
+        padded_length: padded length of the (decoder) prompts, in tokens.
+        longest: length of the longest (decoder) prompt in tokens, without padding.
+        num_padded_rows: rows of `inputs`, a power of two; rows past `len(given)` are padding.
+        static: inputs that are constants of the prefill program: the geometry of images and audio.
     """
 
     given: np.ndarray
@@ -44,25 +44,25 @@ class Prompts:
 
     @property
     def padded_shape(self) -> tuple[int, int]:
-        """Rows, and tokens of each that the (encoder's) prompts have with padding."""
+        """Rows and padded length of the (encoder) prompts."""
         ids = self.inputs.get("input_ids")
         return self.num_padded_rows, self.padded_length if ids is None else ids.shape[1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
-    """Options of one call, resolved.
+    """Resolved options of one call.
 
     Args:
         config: every generation option.
-        max_new_tokens: most tokens to draw.
-        seed: of the random draws, 32 bits.
-        eos_token_ids: tokens that end a sequence.
-        pad_token_id: follows a sequence's end.
-        keep: records of `LoopSpec.keep`.
+        max_new_tokens: maximum number of tokens to generate.
+        seed: sampling seed, 32 bits.
+        eos_token_ids: end-of-sequence tokens.
+        pad_token_id: fills the output after the end of a sequence.
+        keep: per-step outputs, as in `LoopSpec.keep`.
         extra_sampling: options that GenerationConfig lacks (presence_penalty, frequency_penalty, timestamps).
-        speculation: how draft tokens are made, a `Speculation`; None: there are none.
-        draft: the draft model, if there is one, and its weights.
+        speculation: how draft tokens are proposed, a `Speculation`; None: no speculative decoding.
+        draft: the draft model and its weights, if there is one.
     """
 
     config: GenerationConfig
@@ -79,13 +79,13 @@ class GenerationOptions:
 def resolve_generation_config(
     model_config: GenerationConfig, given: GenerationConfig | None, overrides: Mapping[str, Any]
 ) -> tuple[GenerationConfig, dict[str, Any]]:
-    """The options in force, by transformers' precedence: overrides, then `given`, then the model's own, then the defaults.
+    """Resolve the options with transformers' precedence: overrides, then `given`, then the model's, then the defaults.
 
     Returns:
-        The config, and the overrides that are not generation options.
+        The config and the overrides that are not generation options.
 
     Raises:
-        InvalidInputError: transformers finds the options contradictory.
+        InvalidInputError: transformers rejects the combination of options.
     """
     config = copy.deepcopy(given) if given is not None else GenerationConfig()
     defaults = model_config._get_default_generation_params()
@@ -103,7 +103,7 @@ def resolve_generation_config(
         rest = config.update(**{k: v for k, v in overrides.items() if k not in ("max_length", "max_new_tokens")})
     except ValueError as error:
         raise InvalidInputError(
-            "The generation options do not go together.", str(error), "Change the options that the message names."
+            "The generation options are inconsistent.", str(error), "Change the options named in the message."
         ) from error
     if not has_own_length and config.max_new_tokens is None and model_config.max_length is None:
         config.max_new_tokens, config.max_length = defaults["max_length"], None
@@ -116,15 +116,15 @@ def _has_length(given: GenerationConfig | None, overrides: Mapping[str, Any]) ->
 
 
 def resolve_max_new_tokens(config: GenerationConfig, prompt_length: int, context: int | None) -> int:
-    """How many tokens to draw at most.
+    """The maximum number of tokens to generate.
 
     Args:
         config: from `resolve_generation_config`.
-        prompt_length: of the longest prompt, padding left out.
-        context: the most positions the model has; None if it is not bound.
+        prompt_length: length of the longest prompt, without padding.
+        context: the model's context length in positions; None if it is unbounded.
 
     Raises:
-        InvalidInputError: no room for a single token, or more asked for than the context holds.
+        InvalidInputError: there is no room for a new token, or the prompt and new tokens exceed the context.
     """
     if config.max_new_tokens is not None:
         wanted, name = config.max_new_tokens, f"max_new_tokens={config.max_new_tokens}"
@@ -133,20 +133,20 @@ def resolve_max_new_tokens(config: GenerationConfig, prompt_length: int, context
     if not isinstance(wanted, (int, np.integer)) or wanted < 1:
         raise InvalidInputError(
             f"{name} leaves nothing to generate after a prompt of {prompt_length} tokens.",
-            "At least one new token must be asked for.",
-            "Pass max_new_tokens of 1 or more; to score a prompt without generating, call the model itself.",
+            "generate() must produce at least one new token.",
+            "Pass max_new_tokens of 1 or more; to score a prompt without generating, call the model directly.",
         )
     if context is not None and prompt_length >= context:
         raise InvalidInputError(
             f"The prompt has {prompt_length} tokens; the model's context holds {context}.",
-            "There is no room for even one new token.",
-            f"Shorten the prompt to at most {context - 1} tokens, for instance with truncation in the tokenizer.",
+            "There is no room for a new token.",
+            f"Shorten the prompt to at most {context - 1} tokens, for example with truncation=True in the tokenizer.",
         )
     if context is not None and prompt_length + wanted > context:
         room = context - prompt_length
         raise InvalidInputError(
             f"A prompt of {prompt_length} tokens and {name} exceed the model's context of {context} tokens.",
-            "Positions past the context have no trained (or no stored) embedding, and would give wrong text in silence.",
+            "Positions past the context have no trained (or no stored) embedding and would silently produce wrong output.",
             f"Pass max_new_tokens={room} or less, or shorten the prompt.",
         )
     return int(wanted)
@@ -164,23 +164,23 @@ def pad_decoder_prompts(
     is_exact: bool = False,
     extras: Mapping[str, np.ndarray] | None = None,
 ) -> Prompts:
-    """Check a batch of prompts and pad it on the left to its buckets.
+    """Check a batch of prompts and left-pad it to its buckets.
 
     Args:
         input_ids: [batch, length] or [length] token ids.
-        attention_mask: [batch, length], 0 at padding, which must be on the left; None: transformers' rule, that is padding where
-            the pad token stands, unless that is an end-of-sequence token too, else none.
-        vocab_size: ids must be below it.
-        pad_token_id: fills the padding (never read).
+        attention_mask: [batch, length], 0 at padding, which must be on the left; None: as in transformers, pad tokens are padding
+            unless the pad token is also an end-of-sequence token.
+        vocab_size: exclusive upper bound of the ids.
+        pad_token_id: padding value (never read).
         eos_token_ids: end-of-sequence tokens.
-        context: the model's longest sequence.
+        context: the model's context length.
         buckets: how sizes are rounded up.
-        is_exact: no padding beyond the given one, for models that count it as text.
-        extras: further inputs by name. Those with a value for each token are padded as the ids are, those that are geometry become
-            constants; with pixels or sound among them no rows are added, since nothing says how those are spread over the rows.
+        is_exact: add no padding, for models that treat padding as text.
+        extras: further inputs by name. Per-token inputs are padded like the ids, and geometry becomes constants. With pixels or
+            audio no rows are added, since their assignment to rows is unknown.
 
     Raises:
-        InvalidInputError: see the messages.
+        InvalidInputError: the prompts or the mask are invalid.
     """
     ids = as_ids("input_ids", input_ids, vocab_size)
     if attention_mask is None and pad_token_id is not None and pad_token_id not in eos_token_ids:
@@ -217,7 +217,7 @@ def pad_decoder_prompts(
 
 
 def _is_by_token(name: str, array: np.ndarray, shape: tuple[int, ...]) -> bool:
-    """Whether an input has a value for each token of prompts of `shape`."""
+    """Whether an input has one value per token of prompts of `shape`."""
     if name == "position_ids":
         return array.shape[-2:] == shape
     return array.shape[:2] == shape and (array.dtype.kind in "biu" or name == "bbox")
@@ -232,18 +232,18 @@ def pad_encoder_inputs(
     pad_token_id: int | None,
     buckets: Buckets,
 ) -> Prompts:
-    """Check an encoder's inputs and pad what it has of each token on the right to its bucket, other inputs (audio, pixels) in rows.
+    """Check encoder inputs; right-pad per-token inputs to their bucket, and pad other inputs (audio, pixels) in rows only.
 
     Args:
-        inputs: the encoder's inputs by name; `main_input` must be among them.
+        inputs: encoder inputs by name; `main_input` must be among them.
         decoder_input_ids: [batch, length] int.
-        main_input: the name of the encoder's first input.
-        vocab_size: bound of token ids.
-        pad_token_id: fills the padding.
+        main_input: name of the main encoder input.
+        vocab_size: exclusive upper bound of token ids.
+        pad_token_id: padding value.
         buckets: how sizes are rounded up.
 
     Raises:
-        InvalidInputError: see the messages.
+        InvalidInputError: an input is invalid.
     """
     arrays = {name: narrow(np.asarray(value)) for name, value in inputs.items()}
     if main_input == "input_ids":
@@ -283,38 +283,38 @@ def check_speculation(
     """Raise if a call does not support speculative decoding.
 
     Args:
-        traits: of the model, and of the draft model if there is one.
-        sequences: that the call writes.
-        inputs: names of what is given.
-        vocabularies: logits of both models.
-        is_both: prompt lookup and an assistant model were both asked for.
+        traits: traits of the model, and of the draft model if there is one.
+        sequences: number of sequences the call generates.
+        inputs: names of the inputs.
+        vocabularies: vocabulary sizes of both models' logits.
+        is_both: both prompt lookup and an assistant model were requested.
 
     Raises:
-        UnsupportedOptionError: saying why.
+        UnsupportedOptionError: the call does not support it; the message says why.
     """
     reasons = {
         "It supports one sequence; the call generates several.": sequences > 1,
-        "Draft tokens come from prompt lookup or from an assistant model, not from both.": is_both,
-        "The two models have vocabularies of different sizes.": vocabularies is not None and len(set(vocabularies)) > 1,
-        "Encoder-decoders are not supported.": any(t.is_encoder_decoder for t in traits),
+        "Draft tokens come from prompt lookup or an assistant model, not both.": is_both,
+        "The two models' vocabularies differ in size.": vocabularies is not None and len(set(vocabularies)) > 1,
+        "Encoder-decoder models are not supported.": any(t.is_encoder_decoder for t in traits),
         "Recurrent layers cannot be rolled back to an earlier token.": any(t.has_recurrent_layers for t in traits),
-        "The model keeps no cache that hfax can use.": any(not t.has_usable_cache for t in traits),
-        "The assistant reads token ids alone.": len(traits) > 1 and not inputs <= {"input_ids", "attention_mask"},
+        "The model has no KV cache that hfax can use.": any(not t.has_usable_cache for t in traits),
+        "The assistant model reads only token ids.": len(traits) > 1 and not inputs <= {"input_ids", "attention_mask"},
     }
     for reason, holds in reasons.items():
         if holds:
             raise UnsupportedOptionError(
                 "Speculative decoding is not supported in this call (prompt_lookup_num_tokens or assistant_model).",
                 reason,
-                "Leave prompt_lookup_num_tokens and assistant_model out.",
+                "Remove prompt_lookup_num_tokens and assistant_model.",
             )
 
 
 def as_ids(name: str, value: Any, vocab_size: int | None) -> np.ndarray:
-    """Token ids as [batch, length] int32.
+    """Check token ids and return them as [batch, length] int32.
 
     Raises:
-        InvalidInputError: empty, not integers, not one or two axes, rows of unequal length, or ids outside of the vocabulary.
+        InvalidInputError: empty, not integers, not 1-D or 2-D, rows of unequal length, or ids outside the vocabulary.
     """
     try:
         array = np.asarray(value)
@@ -330,7 +330,7 @@ def as_ids(name: str, value: Any, vocab_size: int | None) -> np.ndarray:
             "An empty prompt gives the model nothing to continue."
             if array.size == 0
             else "generate() takes token ids with a batch axis and a length axis.",
-            "Pass at least one token, for instance the tokenizer's bos token."
+            "Pass at least one token, for example the tokenizer's BOS token."
             if array.size == 0
             else "Reshape the ids, or tokenize with return_tensors.",
         )
@@ -343,7 +343,7 @@ def as_ids(name: str, value: Any, vocab_size: int | None) -> np.ndarray:
 
 
 def check_vocabulary(name: str, ids: np.ndarray, vocab_size: int | None) -> None:
-    """Raise `InvalidInputError` if an id is negative or not below `vocab_size`; XLA would read another row in silence."""
+    """Raise `InvalidInputError` if an id is negative or at least `vocab_size`; XLA would silently read another row."""
     if vocab_size is None or ids.size == 0:
         return
     low, high = int(ids.min()), int(ids.max())
@@ -352,8 +352,8 @@ def check_vocabulary(name: str, ids: np.ndarray, vocab_size: int | None) -> None
         row, column = np.argwhere(ids == bad)[0][:2] if ids.ndim >= 2 else (0, 0)
         raise InvalidInputError(
             f"{name} holds the id {bad} (row {row}, column {column}); the model's vocabulary has ids 0 to {vocab_size - 1}.",
-            "The tokenizer and the model do not belong together, or a token was added without resizing the embeddings.",
-            "Use the tokenizer that was saved with this model.",
+            "The tokenizer does not match the model, or a token was added without resizing the embeddings.",
+            "Use the tokenizer saved with this model.",
         )
 
 
@@ -362,65 +362,65 @@ def _as_mask(value: Any, shape: tuple[int, ...], side: str | None = "left") -> n
     mask = (mask[None] if mask.ndim == 1 else mask) != 0
     if mask.shape != shape:
         raise InvalidInputError(
-            f"attention_mask has shape {mask.shape}; input_ids have {shape}.",
-            "The mask says for each token whether it is real or padding.",
-            "Pass the attention_mask that the tokenizer returned with the ids; 4-D masks are not taken by generate().",
+            f"attention_mask has shape {mask.shape}; input_ids has {shape}.",
+            "The mask marks each token as real or padding.",
+            "Pass the attention_mask that the tokenizer returned with the ids; generate() does not support 4-D masks.",
         )
     empty = np.flatnonzero(~mask.any(axis=1))
     if empty.size:
         raise InvalidInputError(
             f"Prompt {empty[0]} is empty: its attention_mask is all 0.",
             "An empty prompt gives the model nothing to continue.",
-            "Pass at least one token, for instance the tokenizer's bos token.",
+            "Pass at least one token, for example the tokenizer's BOS token.",
         )
     if side == "left" and not mask[:, -1].all():
         row = int(np.flatnonzero(~mask[:, -1])[0])
         raise InvalidInputError(
             f"Prompt {row} is padded on the right: its attention_mask ends in 0.",
-            "New tokens are appended at the end; after padding they would continue the wrong text.",
+            "New tokens are appended at the end, and would follow the padding.",
             'Tokenize with padding_side="left".',
         )
     return mask.astype(np.int32)
 
 
 _NOT_TAKEN = {
-    "inputs_embeds": "Prompts are token ids, which are embedded inside of the program.",
-    "decoder_inputs_embeds": "Prompts are token ids, which are embedded inside of the program.",
+    "inputs_embeds": "Prompts are token ids, which are embedded inside the program.",
+    "decoder_inputs_embeds": "Prompts are token ids, which are embedded inside the program.",
     "encoder_outputs": "The encoder runs in the same program as the prompt.",
-    "encoder_hidden_states": "Only the prompt would attend to it, not the tokens that are written.",
-    "input_shape_ids": "Only the prompt's tokens would have one, not the tokens that are written.",
-    "input_pronunciation_ids": "Only the prompt's tokens would have one, not the tokens that are written.",
-    "past_key_values": "The cache is hfax's own and is filled by the prompt.",
-    "cache_params": "The cache is hfax's own and is filled by the prompt.",
+    "encoder_hidden_states": "Only the prompt would attend to it, not the generated tokens.",
+    "input_shape_ids": "Only prompt tokens would have one, not generated tokens.",
+    "input_pronunciation_ids": "Only prompt tokens would have one, not generated tokens.",
+    "past_key_values": "hfax allocates its own cache and fills it from the prompt.",
+    "cache_params": "hfax allocates its own cache and fills it from the prompt.",
 }
-"""Inputs of forward that `generate` of transformers takes, and why hfax's does not."""
+"""Forward inputs that transformers' `generate` accepts, and why hfax's does not."""
 
 
 def reject_not_taken(inputs: Mapping[str, Any]) -> None:
-    """Raise for inputs that are not handed to every step that would read them.
+    """Raise for inputs that would not reach every step that reads them.
 
     Raises:
-        UnsupportedOptionError: naming the first of them.
+        UnsupportedOptionError: names the first such input.
     """
     for name, why in _NOT_TAKEN.items():
         if inputs.get(name) is not None:
             raise UnsupportedOptionError(
-                f"generate() does not take {name}.", why, "Leave it out, or generate with plain transformers."
+                f"generate() does not support {name}.", why, "Remove it, or generate with plain transformers."
             )
     mask = inputs.get("decoder_attention_mask")
     if mask is not None and not np.asarray(mask).all():
         raise UnsupportedOptionError(
             "decoder_attention_mask marks padding (0).",
-            "An encoder-decoder's own prompts are read without padding here; steps would take it for text.",
-            "Pass decoder_input_ids of one length, or one row at a time.",
+            "Decoder prompts are read without padding; decoding steps would treat padding as text.",
+            "Pass decoder_input_ids of equal length, or one row at a time.",
         )
 
 
 def reject_unknown(unknown: Mapping[str, Any], known: set[str]) -> None:
-    """Raise for keyword arguments that are neither generation options nor inputs of the model.
+    """Raise for keyword arguments that are neither generation options nor model inputs.
 
     Raises:
-        UnsupportedOptionError: naming them, with the nearest known name.
+        UnsupportedOptionError: names them, with the nearest known name.
     """
     named = [name for name in unknown if name not in known or has_word("generate", name)]
     reject_arguments("generate", named, known | set(vars(GenerationConfig())))

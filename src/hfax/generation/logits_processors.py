@@ -1,12 +1,11 @@
-"""Each processor of scores as a pure function on the device, and the order in which they run.
+"""Logits processors as pure functions on the device, and the order in which they run.
 
-They are those of transformers (`generation/logits_process.py`), with its meaning for a prompt without padding. Padding never
-counts: a pad token is not a seen token, no n-gram or word reaches into it, and lengths are those of the real prompt, so a row
-gets the same in a left-padded batch as alone. Of scores that tie at the border of top-k, top-p or typical-p, all are kept.
-Nothing here knows models, caches or random numbers.
+They match transformers' (`generation/logits_process.py`) for an unpadded prompt. Padding is ignored: a pad token does not count as
+seen, no n-gram or word matches across it, and lengths exclude it, so a row gets the same scores in a left-padded batch as on its
+own. Scores tied at the top-k, top-p or typical-p threshold are all kept. Nothing here knows models, caches or random numbers.
 
-The shapes of the computations follow from measurements on XLA's CPU backend inside a loop, for a vocabulary of 151936 (µs a row):
-a sort 25000, `lax.top_k` 180 unless its result is sliced (then XLA no longer recognises it and sorts: 22000), one masked sum 25.
+The algorithms follow measurements on XLA's CPU backend inside a loop, for a vocabulary of 151936 (µs per row): a sort 25000,
+`lax.top_k` 180 unless its result is sliced (then XLA no longer recognises it and sorts: 22000), one masked sum 25.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ _LARGEST = jnp.finfo(jnp.float32).max
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeStep:
-    """Where decoding stands, for the processors.
+    """The decoding state that processors read.
 
     Args:
         spec: the active processors.
-        values: their numbers, from `make_sampling_spec`.
-        state: what they remember, from `init_sampling_state`.
-        tokens: [batch, capacity] int32: the prompt padded on the left, then the drawn tokens.
-        step: scalar int32, tokens drawn so far.
-        end: scalar int32, columns of `tokens` that are filled.
-        lengths: [batch] int32, real tokens of each row, prompt and drawn.
+        values: their parameters, from `make_sampling_spec`.
+        state: their state, from `init_sampling_state`.
+        tokens: [batch, capacity] int32: the left-padded prompt, then the generated tokens.
+        step: scalar int32, tokens generated so far.
+        end: scalar int32, number of filled columns of `tokens`.
+        lengths: [batch] int32, real tokens of each row, prompt and generated.
     """
 
     spec: SamplingSpec
@@ -52,26 +51,26 @@ Processor = Callable[[jax.Array, DecodeStep], jax.Array]
 
 
 def add_sequence_bias(scores: jax.Array, at: DecodeStep) -> jax.Array:
-    """Add a sequence's bias to its last token where its other tokens stand at the end of the text."""
+    """Add the bias of a sequence to its last token where the text ends with its other tokens."""
     matches = _ends_with(at, at.values["sequence_bias_prefixes"])
     bias = jnp.where(matches, at.values["sequence_bias"], 0.0)
     return scores.at[:, at.values["sequence_bias_last"]].add(bias, mode="drop")
 
 
 def penalize_repetition(scores: jax.Array, at: DecodeStep) -> jax.Array:
-    """Divide positive scores of tokens of the prompt or the text by the penalty, multiply negative ones (CTRL, 1909.05858)."""
+    """Divide positive scores of prompt and generated tokens by the penalty, multiply negative ones (CTRL, 1909.05858)."""
     penalty = at.values["repetition_penalty"]
     return jnp.where(at.state["seen"], jnp.where(scores < 0, scores * penalty, scores / penalty), scores)
 
 
 def penalize_generated(scores: jax.Array, at: DecodeStep) -> jax.Array:
-    """Presence and frequency penalty as vLLM and OpenAI define them: of drawn tokens, after the repetition penalty."""
+    """Presence and frequency penalty as in vLLM and OpenAI: on generated tokens, after the repetition penalty."""
     counts = at.state["counts"]
     return scores - at.values["frequency_penalty"] * counts - at.values["presence_penalty"] * (counts > 0)
 
 
 def ban_repeated_ngrams(scores: jax.Array, at: DecodeStep) -> jax.Array:
-    """Ban what followed each earlier occurrence of the last `no_repeat_ngram_size - 1` tokens."""
+    """Ban tokens that followed an earlier occurrence of the last `no_repeat_ngram_size - 1` tokens."""
     size, tokens = at.spec.no_repeat_ngram_size, at.tokens
     first = at.state["first"][:, None]
     index = jnp.arange(tokens.shape[1])[None]
@@ -85,7 +84,7 @@ def ban_repeated_ngrams(scores: jax.Array, at: DecodeStep) -> jax.Array:
 
 
 def ban_words(scores: jax.Array, at: DecodeStep) -> jax.Array:
-    """Ban the last token of each bad word whose other tokens stand at the end of the text."""
+    """Ban the last token of each bad word where the text ends with its other tokens."""
     limits = jnp.where(_ends_with(at, at.values["bad_words_ids_prefixes"]), _NEVER, jnp.inf)
     return scores.at[:, at.values["bad_words_ids_last"]].min(limits, mode="drop")
 
@@ -98,22 +97,22 @@ def hold_back_end(scores: jax.Array, at: DecodeStep) -> jax.Array:
 
 
 def force_first(scores: jax.Array, at: DecodeStep) -> jax.Array:
-    """Allow only the forced token behind a prompt of a single token."""
+    """Allow only the forced token after a prompt of a single token."""
     return _force(scores, at.values["forced_bos_token_id"], at.lengths == 1)
 
 
 def force_end(scores: jax.Array, at: DecodeStep) -> jax.Array:
-    """Allow only the forced tokens as the last token that may be drawn."""
+    """Allow only the forced tokens at the last step."""
     return _force(scores, at.values["forced_eos_token_id"], at.step == at.values["last_step"])
 
 
 def remove_invalid(scores: jax.Array, at: DecodeStep) -> jax.Array:
-    """NaN becomes 0, infinities the largest numbers."""
+    """Replace NaN by 0 and infinities by the largest finite values."""
     return jnp.nan_to_num(scores, nan=0.0, posinf=_LARGEST, neginf=-_LARGEST)
 
 
 def hasten_end(scores: jax.Array, at: DecodeStep) -> jax.Array:
-    """Raise the end-of-sequence tokens more with each token past a length: `exponential_decay_length_penalty`."""
+    """Raise end-of-sequence scores exponentially past a start length: `exponential_decay_length_penalty`."""
     excess = jnp.maximum(at.step - at.values["decay_start"], 0)
     eos = at.values["decay_eos"]
     ends = scores.at[:, eos].get(mode="fill", fill_value=0.0)
@@ -127,14 +126,14 @@ def suppress(scores: jax.Array, at: DecodeStep) -> jax.Array:
 
 
 def suppress_at_begin(scores: jax.Array, at: DecodeStep) -> jax.Array:
-    """Ban tokens at the first step; at the second where the first was forced behind a prompt of one token."""
+    """Ban tokens at the first step, or at the second if the first was forced after a prompt of one token."""
     is_forced = (at.state["prompt_lengths"] <= 1) & ("forced_bos_token_id" in at.spec.active)
     limits = jnp.where(at.step == is_forced, _NEVER, jnp.inf)[:, None]
     return scores.at[:, at.values["begin_suppress_tokens"]].min(limits, mode="drop")
 
 
 def pair_timestamps(scores: jax.Array, at: DecodeStep) -> jax.Array:
-    """Whisper's rules for timestamps (2212.04356): in pairs, never falling, the first one early, and where they are likelier."""
+    """Whisper's timestamp rules (2212.04356): paired, non-decreasing, a bounded first one, forced where likelier than text."""
     begin, steps = at.values["timestamp_begin"], at.step
     ids, columns = jnp.arange(scores.shape[-1])[None], jnp.arange(at.tokens.shape[1])[None]
     is_time = ids >= begin
@@ -164,17 +163,17 @@ def keep_top_k(scores: jax.Array, at: DecodeStep) -> jax.Array:
 
 
 def keep_highest(scores: jax.Array, at: DecodeStep) -> jax.Array:
-    """As `keep_top_k`, for any number: the border is found by bisection."""
+    """As `keep_top_k`, for any `top_k`: the threshold is found by bisection."""
     keys = ~_ordered_keys(scores)
     border = _smallest_border(keys, jnp.ones_like(scores), at.values["top_k"].astype(jnp.float32))
     return jnp.where(keys <= border, scores, _NEVER)
 
 
 def keep_top_k_top_p(scores: jax.Array, at: DecodeStep) -> jax.Array:
-    """Keep the `top_k` highest scores, and of those the fewest that have at least `top_p` of their probability.
+    """Keep the `top_k` highest scores, and of those the smallest set with at least `top_p` of their probability.
 
-    The border is found among the candidates alone; only the whole mass is summed over the vocabulary, since it holds every
-    token that ties with the last candidate.
+    The threshold is found among the candidates; only the total mass is summed over the vocabulary, since it includes every token
+    tied with the last candidate.
     """
     candidates = _candidates(scores, at)
     border = _top_k_border(candidates, at)
@@ -188,7 +187,7 @@ def keep_top_k_top_p(scores: jax.Array, at: DecodeStep) -> jax.Array:
 
 
 def keep_top_p(scores: jax.Array, at: DecodeStep) -> jax.Array:
-    """Keep the fewest highest scores that have at least `top_p` of the probability (nucleus sampling, 1904.09751)."""
+    """Keep the smallest set of highest scores with at least `top_p` of the probability (nucleus sampling, 1904.09751)."""
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
     keys = ~_ordered_keys(scores)
     border = _smallest_border(keys, weights, at.values["top_p"] * weights.sum(axis=-1, keepdims=True))
@@ -196,12 +195,12 @@ def keep_top_p(scores: jax.Array, at: DecodeStep) -> jax.Array:
 
 
 def keep_min_p(scores: jax.Array, at: DecodeStep) -> jax.Array:
-    """Keep what has at least `min_p` times the probability of the most likely token."""
+    """Keep tokens with at least `min_p` times the probability of the most likely token."""
     return _at_least(scores, scores.max(axis=-1, keepdims=True) + at.values["log_min_p"])
 
 
 def keep_typical(scores: jax.Array, at: DecodeStep) -> jax.Array:
-    """Keep the tokens whose information is nearest to the entropy, `typical_p` of the probability (2202.00666)."""
+    """Keep the tokens with information content closest to the entropy, up to `typical_p` of the probability (2202.00666)."""
     log_probs = jax.nn.log_softmax(scores, axis=-1)
     probabilities = jnp.exp(log_probs)
     keys = _ordered_keys(jnp.abs(-log_probs - _entropy(log_probs)))
@@ -210,19 +209,19 @@ def keep_typical(scores: jax.Array, at: DecodeStep) -> jax.Array:
 
 
 def keep_epsilon(scores: jax.Array, at: DecodeStep) -> jax.Array:
-    """Keep what has a probability of at least `epsilon_cutoff`, and the most likely token (2210.15191)."""
+    """Keep tokens with a probability of at least `epsilon_cutoff`, and the most likely token (2210.15191)."""
     return _keep_likely(scores, jax.nn.log_softmax(scores, axis=-1), jnp.log(at.values["epsilon_cutoff"]))
 
 
 def keep_eta(scores: jax.Array, at: DecodeStep) -> jax.Array:
-    """As epsilon, with a cutoff that falls where the entropy is high (2210.15191)."""
+    """Like `keep_epsilon`, with a cutoff that decreases with entropy (2210.15191)."""
     log_probs = jax.nn.log_softmax(scores, axis=-1)
     log_epsilon = jnp.log(at.values["eta_cutoff"])
     return _keep_likely(scores, log_probs, jnp.minimum(log_epsilon, 0.5 * log_epsilon - _entropy(log_probs)))
 
 
 def renormalize(scores: jax.Array, at: DecodeStep) -> jax.Array:
-    """Scores become log-probabilities."""
+    """Turn scores into log-probabilities."""
     return jax.nn.log_softmax(scores, axis=-1)
 
 
@@ -259,7 +258,7 @@ def _force(scores: jax.Array, ids: jax.Array, where: jax.Array) -> jax.Array:
 
 
 def _ends_with(at: DecodeStep, prefixes: jax.Array) -> jax.Array:
-    """Whether a row's text ends with each of `prefixes` ([words, width] int32, -1 on the left of shorter ones): [batch, words]."""
+    """Whether each row ends with each of `prefixes` ([words, width] int32, left-padded with -1): [batch, words]."""
     width = prefixes.shape[1]
     positions = at.end - width + jnp.arange(width)
     tail = jnp.take(at.tokens, jnp.clip(positions, 0, at.tokens.shape[1] - 1), axis=1)
@@ -286,27 +285,27 @@ def _candidates(scores: jax.Array, at: DecodeStep) -> jax.Array:
 
 
 def _top_k_border(candidates: jax.Array, at: DecodeStep) -> jax.Array:
-    """The lowest of the first `top_k` candidates. Not a slice of them: see the measurements at the top of the file."""
+    """The lowest of the first `top_k` candidates, without slicing them: see the measurements at the top of the file."""
     counted = jnp.where(jnp.arange(candidates.shape[-1]) < at.values["top_k"], candidates, jnp.inf)
     return counted.min(axis=-1, keepdims=True)
 
 
 def _ordered_keys(numbers: jax.Array) -> jax.Array:
-    """int32 keys that are ordered as float32 numbers are, and equal where those are."""
+    """int32 keys with the same order and ties as the float32 values."""
     bits = jax.lax.bitcast_convert_type(jnp.where(numbers == 0, 0.0, numbers), jnp.int32)
     return bits ^ ((bits >> 31) & _INT32.max)
 
 
 def _smallest_border(keys: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
-    """The smallest border for which the weights of all keys up to it sum to `wanted`: bisection, in place of a sort.
+    """The smallest threshold at which the weights of all keys up to it sum to at least `wanted`, by bisection instead of a sort.
 
     Args:
         keys: [batch, n] int32.
-        weights: [batch, n] float32, not negative.
+        weights: [batch, n] float32, non-negative.
         wanted: [batch, 1] or scalar float32.
 
     Returns:
-        [batch, 1] int32; the largest int32 where rounding keeps the whole sum below `wanted`.
+        [batch, 1] int32; the largest int32 where rounding keeps the total below `wanted`.
     """
 
     def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

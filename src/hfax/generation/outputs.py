@@ -1,4 +1,4 @@
-"""What calls give back: arrays as torch tensors or jax arrays, prompts with new tokens in the classes of transformers."""
+"""Results of calls: torch tensors or jax arrays, and transformers' output classes for generated sequences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hfax.sharding.layout import to_host
 
 
 def as_torch_tree(arrays: list[jax.Array]) -> list[Any]:
-    """jax arrays as torch tensors on the CPU: without a copy from a CPU device, int32 as torch's usual int64."""
+    """jax arrays as torch tensors on the CPU: zero-copy from a CPU device, int32 as torch's usual int64."""
     import torch
 
     def convert(array: jax.Array) -> Any:
@@ -28,7 +28,7 @@ def as_torch_tree(arrays: list[jax.Array]) -> list[Any]:
 
 
 def give(array: np.ndarray, to_torch: bool) -> Any:
-    """An array of the host as a torch tensor, int32 as torch's usual int64, or as a jax array."""
+    """A host array as a torch tensor, int32 as torch's usual int64, or as a jax array."""
     if to_torch:
         import torch
 
@@ -45,15 +45,15 @@ def as_sequences(
     as_dict: bool,
     give: Callable[[np.ndarray], Any],
 ) -> Any:
-    """Prompts and new tokens as `generate` returns them.
+    """Prompts and new tokens in the form that `generate` returns.
 
     Args:
         generated: from `run_generation`.
-        given: [batch, length], the prompts as the user gave them.
-        num_return_sequences: sequences a prompt.
-        is_encoder_decoder: chooses the output class.
-        as_dict: transformers' output class instead of the ids alone.
-        give: turns an array of the host into what is given back.
+        given: [batch, length], the prompts as passed by the user.
+        num_return_sequences: sequences per prompt.
+        is_encoder_decoder: selects the output class.
+        as_dict: return transformers' output class instead of only the ids.
+        give: converts a host array to the returned type.
     """
     from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 

@@ -1,8 +1,8 @@
-"""Classes that bring a `generate` of their own, around transformers' general one: Whisper's segments, languages and timestamps.
+"""Classes that override `generate` around transformers' general one: Whisper's segments, languages and timestamps.
 
-Such a method is plain Python about tensors on the host, and calls `super().generate` for every run of the model. It is run as it
-is, on an object of the same class whose `super().generate` is hfax's loop and whose forward is hfax's compiled one; so its options
-mean what they mean in transformers. Nothing of transformers is replaced.
+Such a method is plain Python over host tensors, and calls `super().generate` for every run of the model. It runs unchanged, on an
+object of the same class with hfax's loop as `super().generate` and hfax's compiled forward, so its options mean the same as in
+transformers. Nothing in transformers is replaced.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from transformers.generation import logits_process
 from hfax.errors import UnsupportedModelError, UnsupportedOptionError
 
 Loop = Callable[..., Any]
-"""`loop(inputs, generation_config, options, timestamps)`: the general generation, torch tensors in and out."""
+"""`loop(inputs, generation_config, options, timestamps)`: the general `generate`, torch tensors in and out."""
 
 GENERAL_ALL_THE_SAME = {
     "Blip2ForConditionalGeneration": "it runs its language model on the prompt with features, as forward does",
     "InstructBlipForConditionalGeneration": "the same",
     "Kosmos2ForConditionalGeneration": "it encodes the image first, as forward does",
 }
-"""Classes whose own `generate` writes what hfax's loop writes through their forward, and what it does beside."""
+"""Classes with a `generate` override that yields the same tokens as hfax's loop over their forward, and what it does besides."""
 
 
 def has_own_generate(module: Any) -> bool:
-    """Whether the class has a `generate` of its own that hfax runs on the host.
+    """Whether the class overrides `generate` with a method that hfax runs on the host.
 
     Raises:
-        UnsupportedModelError: it has one that does not go through transformers' general `generate`.
+        UnsupportedModelError: its override does not call transformers' general `generate`.
     """
     cls = type(module)
     holder = next((c for c in cls.__mro__ if "generate" in vars(c)), GenerationMixin)
@@ -45,9 +45,9 @@ def has_own_generate(module: Any) -> bool:
     codes = [f.__code__ for f in functions]
     if not any("__class__" in c.co_freevars and "generate" in c.co_names for c in codes):
         raise UnsupportedModelError(
-            f"{cls.__name__} writes in a way of its own.",
-            "Its generate() does not go through transformers' general one, which is the part that hfax compiles.",
-            "Call the model itself, or generate with plain transformers.",
+            f"{cls.__name__} uses a custom generation loop.",
+            "Its generate() does not call transformers' general generate(), which is the part that hfax compiles.",
+            "Call the model directly, or generate with plain transformers.",
         )
     return True
 
@@ -61,18 +61,18 @@ def run_own_generate(
     forward: Callable[..., Any],
     loop: Loop,
 ) -> Any:
-    """Run the class's own `generate`.
+    """Run the class's `generate` override.
 
     Args:
-        module: the skeleton; its weights are never looked at.
+        module: the skeleton; its weights are never read.
         prompt: the first input, or None.
-        options: everything else that was given, by name; tensors are torch's.
+        options: all other arguments, by name; tensors are torch tensors.
         generation_config: the model's defaults.
-        forward: takes forward's arguments by name.
-        loop: see `Loop`.
+        forward: takes forward arguments by name.
+        loop: the general generation, a `Loop`.
 
     Returns:
-        What the class's method returns.
+        The result of the class's method.
     """
     host = object.__new__(_host_class(type(module)))
     host.__dict__.update(module.__dict__)
@@ -83,7 +83,7 @@ def run_own_generate(
 
 @functools.cache
 def _host_class(cls: type) -> type:
-    """A subclass in which `super().generate` of every class of transformers is `_GeneralGeneration.generate`."""
+    """A subclass in which `super().generate` in every transformers class is `_GeneralGeneration.generate`."""
 
     @functools.wraps(cls.forward)  # type: ignore[attr-defined]
     def forward(self: Any, **inputs: Any) -> Any:
@@ -94,7 +94,7 @@ def _host_class(cls: type) -> type:
 
 
 class _GeneralGeneration(GenerationMixin):
-    """Stands before `GenerationMixin` in the order of base classes."""
+    """Precedes `GenerationMixin` in the method resolution order."""
 
     _hfax_loop: Loop
 
@@ -108,21 +108,21 @@ class _GeneralGeneration(GenerationMixin):
         synced_gpus: Any = None,
         **options: Any,
     ) -> Any:
-        """transformers' general `generate`, by hfax's loop."""
+        """transformers' general `generate`, implemented by hfax's loop."""
         given = {"stopping_criteria": stopping_criteria, "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn}
         given |= {n: options.pop(n, None) for n in ("assistant_model", "streamer", "custom_generate")}
         if wrong := [n for n, v in given.items() if v is not None and (n != "stopping_criteria" or len(v))]:
             raise UnsupportedOptionError(
                 f"{', '.join(wrong)} cannot be used with {type(self).__name__}.",
                 "Python code cannot run inside the compiled loop.",
-                "Leave it out, or generate with plain transformers.",
+                "Remove it, or generate with plain transformers.",
             )
         asked = (options.get("output_attentions"), getattr(generation_config, "output_attentions", None))
         if any(asked):
             raise UnsupportedOptionError(
-                f"{type(self).__name__} was asked for its attention weights while it writes.",
-                "hfax's attention does not form them; Whisper needs them for timestamps of single words.",
-                "Use return_timestamps=True, which times segments.",
+                f"{type(self).__name__}.generate() cannot return attention weights.",
+                "hfax's attention does not materialize them; Whisper needs them for word-level timestamps.",
+                "Use return_timestamps=True for segment-level timestamps.",
             )
         timestamps = None
         for processor in logits_processor or ():
@@ -132,7 +132,7 @@ class _GeneralGeneration(GenerationMixin):
         return self._hfax_loop(inputs, generation_config, options, timestamps)
 
     def _hfax_option(self, processor: Any, ids: Any) -> dict[str, Any]:
-        """The option that says what one of transformers' processors does."""
+        """The option equivalent to one of transformers' processors."""
         if isinstance(processor, logits_process.SuppressTokensLogitsProcessor):
             return {"suppress_tokens": processor.suppress_tokens.tolist()}
         if isinstance(processor, logits_process.SuppressTokensAtBeginLogitsProcessor):
@@ -150,7 +150,7 @@ class _GeneralGeneration(GenerationMixin):
             scores: Any = None
             if processor.start_of_trans_offset <= 1:
                 scores = self._hfax_forward(**(processor.inputs or {})).logits[:, -1]  # type: ignore[attr-defined]
-            processor(ids, scores)  # it only remembers a probability
+            processor(ids, scores)  # it only stores a probability
             return {}
         raise UnsupportedOptionError(
             f"{type(self).__name__} uses {type(processor).__name__}.",
@@ -165,14 +165,14 @@ _METHOD = "prepare_inputs_for_generation"
 
 
 def without_dropped(module: Any, ids: np.ndarray, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The inputs of a decoder's prompts without those that transformers' `generate` would not hand to forward.
+    """The inputs of decoder prompts, without those that transformers' `generate` would not pass to forward.
 
-    Only inputs with a value for each token are asked about: images and sound may be encoded before, and are left out then.
+    Only per-token inputs are checked: images and audio may be encoded earlier, and are then left out.
 
     Args:
         module: the model.
         ids: the prompts, [batch, length].
-        inputs: beside ids, by name.
+        inputs: inputs other than ids, by name.
     """
     prepare = getattr(type(module), _METHOD, None)
     ids = np.atleast_2d(ids)
@@ -191,7 +191,7 @@ def without_dropped(module: Any, ids: np.ndarray, inputs: Mapping[str, np.ndarra
             is_first_iteration=True,
             **given,
         )
-    except Exception as error:  # a method that needs more than a prompt says nothing about these
-        logger.debug("%s cannot be asked for its inputs: %s", type(module).__name__, error)
+    except Exception as error:  # a method that needs more than a prompt does not decide these
+        logger.debug("%s: prepare_inputs_for_generation failed, all inputs are kept: %s", type(module).__name__, error)
         return dict(inputs)
     return {n: a for n, a in inputs.items() if n not in asked or kept.get(n) is not None}

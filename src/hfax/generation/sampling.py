@@ -1,4 +1,4 @@
-"""From logits to the next token, on the device, as pure functions: what is remembered, the processed scores, the choice.
+"""From logits to the next token, on the device, as pure functions: sampling state, processed scores, token choice.
 
 The processors are in `logits_processors`; nothing here knows models or caches.
 """
@@ -16,23 +16,23 @@ from hfax.generation.sampling_config import SamplingSpec
 SamplingState = dict[str, jax.Array]
 
 _BLOCK = 256
-"""Tokens a block of the two-level draw; near the square root of a large vocabulary, where both levels cost least."""
+"""Tokens per block in two-level sampling; near the square root of a large vocabulary, where both levels cost least."""
 
 
 def init_sampling_state(
     spec: SamplingSpec, vocab_size: int, prompt: jax.Array, prompt_mask: jax.Array
 ) -> SamplingState:
-    """What the processors remember, as far as active ones need it.
+    """The initial state of the active processors.
 
     Args:
         spec: the active processors.
-        vocab_size: of the logits.
-        prompt: [batch, length] int32, padded on the left.
+        vocab_size: vocabulary size of the logits.
+        prompt: [batch, length] int32, left-padded.
         prompt_mask: [batch, length] bool.
 
     Returns:
         `first` [batch] int32, the column of the first real token; `prompt_lengths` [batch] int32; `seen` [batch, vocab] bool;
-        `counts` [batch, vocab] int32 of drawn tokens.
+        `counts` [batch, vocab] int32, occurrences of generated tokens.
     """
     rows, length = prompt.shape
     first = jnp.argmax(prompt_mask, axis=1).astype(jnp.int32)
@@ -47,7 +47,7 @@ def init_sampling_state(
 
 
 def update_sampling_state(spec: SamplingSpec, state: SamplingState, tokens: jax.Array) -> SamplingState:
-    """The state after `tokens` [batch] int32 were drawn."""
+    """The state after `tokens` [batch] int32 were generated."""
     rows = jnp.arange(tokens.shape[0])
     state = dict(state)
     if "repetition_penalty" in spec.active:
@@ -65,18 +65,18 @@ def process_logits(
     tokens: jax.Array,
     step: jax.Array,
 ) -> jax.Array:
-    """Scores of the next token.
+    """Processed scores of the next token.
 
     Args:
         spec: the active processors.
-        values: their numbers, from `make_sampling_spec`.
-        state: what they remember.
+        values: their parameters, from `make_sampling_spec`.
+        state: their state.
         logits: [batch, vocab], any float dtype.
-        tokens: [batch, capacity] int32: the padded prompt, then the drawn tokens.
-        step: scalar int32, how many tokens were drawn.
+        tokens: [batch, capacity] int32: the padded prompt, then the generated tokens.
+        step: scalar int32, tokens generated so far.
 
     Returns:
-        [batch, vocab] float32, minus infinity where a token cannot be drawn.
+        [batch, vocab] float32, -inf for banned tokens.
     """
     at = DecodeStep(
         spec=spec,
@@ -97,15 +97,15 @@ def process_logits(
 def choose_token(spec: SamplingSpec, scores: jax.Array, seed: jax.Array, step: jax.Array) -> jax.Array:
     """The next token of each row.
 
-    A row's draw depends on its scores, the seed, its index and the step alone, not on the other rows or their number. The
-    distribution is inverted in two levels, a block of tokens, then a token of it: 0.1 ms for 151936 tokens on a CPU, where a
-    Gumbel number for each takes 3 ms. Rows without a single finite score, or with a NaN, take their first maximum.
+    The sample of a row depends only on its scores, the seed, its index and the step, not on other rows or the batch size. The
+    CDF is inverted in two levels, a block of tokens, then a token in it: 0.1 ms for 151936 tokens on a CPU, where Gumbel
+    sampling takes 3 ms. Rows without a finite score, or with a NaN, take their first maximum.
 
     Args:
-        spec: whether to draw or to take the highest score (the first of equal ones).
-        scores: [batch, vocab] float32, not normalised.
+        spec: whether to sample or to take the highest score (the first among ties).
+        scores: [batch, vocab] float32, unnormalised.
         seed: scalar uint32.
-        step: scalar int32, how many tokens were drawn.
+        step: scalar int32, tokens generated so far.
 
     Returns:
         [batch] int32.
@@ -118,7 +118,7 @@ def choose_token(spec: SamplingSpec, scores: jax.Array, seed: jax.Array, step: j
 
 
 def invert(scores: jax.Array, uniform: jax.Array) -> jax.Array:
-    """The token of each row that its random numbers, [batch, 2] float32 of `uniform_numbers`, stand for: [batch] int32."""
+    """The token of each row by inverse-CDF sampling from [batch, 2] float32 of `uniform_numbers`: [batch] int32."""
     highest = first_maximum(scores)
     rows, vocab = scores.shape
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
@@ -131,7 +131,7 @@ def invert(scores: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def uniform_numbers(seeds: jax.Array, streams: jax.Array, steps: jax.Array) -> jax.Array:
-    """[batch, 2] float32 in [0, 1) of each row's seed, stream (the row's index in a batch of `generate`) and step, [batch] each."""
+    """[batch, 2] float32 in [0, 1) from each row's seed, stream (its index in a `generate` batch) and step, [batch] each."""
 
     def draw(seed: jax.Array, stream: jax.Array, step: jax.Array) -> jax.Array:
         key = jax.random.key(seed, impl="threefry2x32")
@@ -141,10 +141,10 @@ def uniform_numbers(seeds: jax.Array, streams: jax.Array, steps: jax.Array) -> j
 
 
 def _draw_index(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """An index of each row with a probability in proportion to its weight, never one of weight 0: [batch] int32.
+    """Sample an index of each row in proportion to its weight, never one with weight 0: [batch] int32.
 
-    XLA's cumulative sum adds in a tree, so that it may rise by a rounding where the weight is 0, and its last entry need not be
-    its largest; hence the guards.
+    XLA computes cumulative sums as a tree, so rounding may raise the sum where the weight is 0, and the last entry may not be the
+    largest; hence the guards.
     """
     index = jnp.arange(weights.shape[-1], dtype=jnp.int32)
     sums = jnp.cumsum(weights, axis=-1)
@@ -155,7 +155,7 @@ def _draw_index(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def first_maximum(scores: jax.Array) -> jax.Array:
-    """`argmax`, as two reductions that XLA vectorises on CPUs: 70 µs for 151936 tokens in place of 700."""
+    """`argmax` as two reductions, which XLA vectorises on CPUs: 70 µs for 151936 tokens instead of 700."""
     index = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     is_highest = (scores == scores.max(axis=-1, keepdims=True)) | jnp.isnan(scores)
     return jnp.min(jnp.where(is_highest, index, scores.shape[-1]), axis=-1)

@@ -1,6 +1,6 @@
-"""Which generation options hfax honours, and the values that each may have. Only checks; no jax, no device.
+"""Which generation options hfax supports, and the allowed values of each. Only checks; no jax, no device.
 
-Every field of transformers' `GenerationConfig` is in one of three places: honoured (here, in `sampling_config`, or by
+Every field of transformers' `GenerationConfig` is in one of three groups: supported (here, in `sampling_config`, or by
 `generate`), in `NEUTRAL_VALUES` and rejected with any other value, or in `WITHOUT_EFFECT`.
 """
 
@@ -45,23 +45,23 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
         None, "static", "dynamic", "dynamic_full", "hybrid", "hybrid_chunked", "sliding_window"
     ),
 }  # fmt: skip
-"""Options that hfax does not implement, with the values that ask for nothing (or, for the cache, for what it is anyway)."""
+"""Options that hfax does not implement, with their no-op values (for the cache, those that match what hfax does anyway)."""
 
 WITHOUT_EFFECT = frozenset(
     {
-        *("early_stopping", "length_penalty"),  # read by beam search alone
-        # of an assistant model: how many tokens it drafts at a time, which changes no output; hfax drafts num_assistant_tokens
+        *("early_stopping", "length_penalty"),  # read only by beam search
+        # how many tokens an assistant model drafts at a time, which changes no output; hfax drafts num_assistant_tokens
         *("num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_ensemble_weight"),
         *(
             "assistant_lookbehind",
             "target_lookbehind",
-        ),  # of assistants with another tokenizer, which hfax does not take
-        *("use_cache", "max_cache_len"),  # the tokens are the same; hfax's cache has its own size
-        *("compile_config", "disable_compile"),  # of torch.compile
+        ),  # for assistants with another tokenizer, which hfax does not support
+        *("use_cache", "max_cache_len"),  # the tokens are the same; hfax sizes its own cache
+        *("compile_config", "disable_compile"),  # for torch.compile
         *("transformers_version", "_from_model_config"),
     }
 )
-"""Options that change no token without one that is rejected."""
+"""Options that change no output token unless combined with a rejected one."""
 
 _Rule = tuple[str, Callable[[Any], bool]]
 
@@ -92,31 +92,31 @@ _RULES: dict[str, _Rule] = {
 
 
 def reject_unsupported(config: GenerationConfig) -> None:
-    """Raise for the first option that asks for something that hfax does not do.
+    """Raise for the first option that hfax does not implement.
 
     Raises:
-        UnsupportedOptionError: naming it.
+        UnsupportedOptionError: names the option.
     """
     for name, neutral in NEUTRAL_VALUES.items():
         value = getattr(config, name, None)
         if not any(value is n or (n is not None and value == n) for n in neutral):
             raise UnsupportedOptionError(
                 f"{name}={value!r} is not implemented by hfax.",
-                "An option is honoured or rejected, never ignored. It was passed to generate(), or stands in the checkpoint's "
+                "Unsupported options are rejected, not ignored. It was passed to generate() or set in the checkpoint's "
                 "generation_config.json.",
-                f"Pass {name}={neutral[0]!r}. Greedy search and sampling with their processors are there.",
+                f"Pass {name}={neutral[0]!r}, and use greedy search or sampling.",
             )
 
 
 def check_ranges(config: GenerationConfig, extra: dict[str, float]) -> None:
-    """Raise for the first number out of its range, whether or not sampling is on.
+    """Raise for the first option out of range, whether or not sampling is on.
 
     Args:
         config: the options.
-        extra: those that GenerationConfig lacks.
+        extra: options that GenerationConfig lacks.
 
     Raises:
-        InvalidInputError: naming the option, its value and what it may be.
+        InvalidInputError: names the option, its value and the allowed range.
     """
     for name, (allowed, is_allowed) in _RULES.items():
         value = extra[name] if name in extra else getattr(config, name, None)
@@ -125,23 +125,23 @@ def check_ranges(config: GenerationConfig, extra: dict[str, float]) -> None:
     if config.do_sample and config.temperature == 0:
         raise InvalidInputError(
             "temperature=0 with do_sample=True.",
-            "Scores are divided by the temperature, which must be above 0 to sample.",
-            "Pass do_sample=False to get the most likely token each time.",
+            "Logits are divided by the temperature, which must be above 0 for sampling.",
+            "Pass do_sample=False for greedy decoding.",
         )
     repeats = config.num_return_sequences
     if repeats is not None and repeats > 1 and not config.do_sample:
         raise InvalidInputError(
             f"num_return_sequences={repeats} with do_sample=False.",
-            "Greedy search writes the same text each time.",
+            "Greedy search returns the same sequence each time.",
             "Pass do_sample=True, or num_return_sequences=1.",
         )
 
 
 def check_ids(name: str, value: Any, vocab_size: int) -> list[int]:
-    """Token ids of an option, an int or a sequence of them, as a list.
+    """Token ids of an option, given as an int or a sequence, as a list.
 
     Raises:
-        InvalidInputError: an id is no integer, or outside of the vocabulary.
+        InvalidInputError: an id is not an integer, or is outside the vocabulary.
     """
     ids = np.asarray(value).reshape(-1).tolist() if isinstance(value, (int, np.ndarray)) else _as_list(name, value)
     for token in ids:
@@ -149,17 +149,17 @@ def check_ids(name: str, value: Any, vocab_size: int) -> list[int]:
             reject_value(
                 name,
                 value,
-                f"{name} holds {token!r}; token ids are integers from 0 to {vocab_size - 1}.",
-                "Use ids of this model's tokenizer.",
+                f"{name} contains {token!r}; token ids are integers from 0 to {vocab_size - 1}.",
+                "Use ids from this model's tokenizer.",
             )
     return [int(token) for token in ids]
 
 
 def check_words(name: str, words: Any, vocab_size: int) -> list[list[int]]:
-    """Words of an option, each a sequence of token ids.
+    """Words of an option, each given as a sequence of token ids.
 
     Raises:
-        InvalidInputError: not a list of non-empty lists of ids of the vocabulary.
+        InvalidInputError: not a list of non-empty lists of token ids in the vocabulary.
     """
     words = _as_list(name, words)
     if any(not isinstance(word, Sequence) or isinstance(word, str) or len(word) == 0 for word in words):
@@ -171,7 +171,7 @@ def check_biases(sequence_bias: Any, vocab_size: int) -> tuple[list[list[int]], 
     """The sequences of `sequence_bias` ({(ids): bias} or [[[ids], bias], …]) and their biases.
 
     Raises:
-        InvalidInputError: of another form, ids outside of the vocabulary, or a bias that is NaN or plus infinity.
+        InvalidInputError: the format is wrong, an id is outside the vocabulary, or a bias is NaN or plus infinity.
     """
     try:
         pairs = sequence_bias.items() if isinstance(sequence_bias, dict) else [(k, v) for k, v in sequence_bias]
@@ -182,9 +182,7 @@ def check_biases(sequence_bias: Any, vocab_size: int) -> tuple[list[list[int]], 
         )
     for bias in biases.values():
         if not bias < math.inf:
-            reject_value(
-                "sequence_bias", bias, "A bias must be a finite number, or minus infinity to ban the sequence."
-            )
+            reject_value("sequence_bias", bias, "A bias must be finite, or minus infinity to ban the sequence.")
     return check_words("sequence_bias", list(biases), vocab_size), list(biases.values())
 
 
@@ -192,7 +190,7 @@ def check_decay(penalty: Any) -> tuple[int, float]:
     """Start and factor of `exponential_decay_length_penalty`.
 
     Raises:
-        InvalidInputError: not a pair of a count and a number above 0.
+        InvalidInputError: not a pair of a non-negative integer and a number above 0.
     """
     name = "exponential_decay_length_penalty"
     is_pair = isinstance(penalty, Sequence) and len(penalty) == 2 and all(map(_is_finite_number, penalty))
@@ -202,8 +200,8 @@ def check_decay(penalty: Any) -> tuple[int, float]:
 
 
 def reject_value(name: str, value: Any, why: str, fix: str | None = None) -> NoReturn:
-    """Raise `InvalidInputError` for the value of an option."""
-    raise InvalidInputError(f"{name}={_shortened(value)}.", why, fix or f"Change {name}, or leave it out.")
+    """Raise `InvalidInputError` for an option's value."""
+    raise InvalidInputError(f"{name}={_shortened(value)}.", why, fix or f"Change {name}, or remove it.")
 
 
 def _is_integer(value: Any) -> bool:

@@ -1,8 +1,8 @@
-"""Generation options split into what shapes a program, and what is only a number in it.
+"""Generation options, split into static ones that shape a program and values passed to it as arguments.
 
 Turns a resolved `GenerationConfig` into a hashable `SamplingSpec` (which processors are active, their static sizes) and a flat
-dict of host arrays (temperature, penalties, token lists, …) that a program takes as arguments, so that another temperature, or
-another list of about the same length, does not compile again. No jax.
+dict of host arrays (temperature, penalties, token lists, …) that a program takes as arguments, so another temperature, or another
+list of similar length, does not recompile. No jax.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from hfax.programs.buckets import power_of_two
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingSpec:
-    """Which processors a program has. Every field is part of the program's key.
+    """The processors of a program. Every field is part of the program's key.
 
     Args:
-        do_sample: draw at random; else take the highest score.
+        do_sample: sample; else take the highest score.
         active: names of the active processors, sorted; they run in the order of `logits_processors.PROCESSORS`.
-        num_candidates: top-k is taken of these many, a power of two, so that values of `top_k` share programs; 0 without top-k.
-        no_repeat_ngram_size: 0 for none.
+        num_candidates: candidates for top-k, a power of two so that values of `top_k` share programs; 0 without top-k.
+        no_repeat_ngram_size: n-gram size; 0 to disable.
     """
 
     do_sample: bool
@@ -53,24 +53,24 @@ def make_sampling_spec(
     frequency_penalty: float = 0.0,
     timestamps: Mapping[str, int] | None = None,
 ) -> tuple[SamplingSpec, dict[str, np.ndarray]]:
-    """Check every option of a call.
+    """Check the generation options of a call and split them into spec and values.
 
     Args:
-        config: the options; a None is transformers' default. Of `min_length` and `min_new_tokens` the latter wins, as there.
-        vocab_size: of the logits; token ids must be below it, except end-of-sequence ids, of which those are left out.
-        prompt_length: of the padded prompts, tokens.
-        max_new_tokens: the last token drawn is number `max_new_tokens`; there the forced end stands.
+        config: the options; None means transformers' default. As in transformers, `min_new_tokens` overrides `min_length`.
+        vocab_size: vocabulary size of the logits; token ids must be below it, but end-of-sequence ids beyond it are dropped.
+        prompt_length: length of the padded prompts, in tokens.
+        max_new_tokens: maximum number of new tokens; a forced end token is the last of them.
         presence_penalty: subtracted from the score of each token already generated.
-        frequency_penalty: subtracted once for each time a token was generated.
-        timestamps: Whisper's rules for timestamp tokens: `timestamp_begin`, the first of them (the one before it is never drawn),
-            `timestamp_text_end`, the end-of-sequence token, and `timestamp_max_initial`, how far the first may be from the first.
+        frequency_penalty: subtracted from a token's score once per earlier occurrence.
+        timestamps: Whisper's timestamp rules: `timestamp_begin`, the first timestamp token (the token before it is banned),
+            `timestamp_text_end`, the end-of-sequence token, and `timestamp_max_initial`, the maximum index of the first timestamp.
 
     Returns:
-        The spec, and the values by name: scalars, or id lists of a power of two entries, filled with `vocab_size`.
+        The spec, and the values by name: scalars, or id lists padded with `vocab_size` to a power-of-two length.
 
     Raises:
         InvalidInputError: a value is out of range.
-        UnsupportedOptionError: an option asks for something that hfax does not do.
+        UnsupportedOptionError: hfax does not implement an option.
     """
     reject_unsupported(config)
     check_ranges(config, {"presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty})
@@ -97,7 +97,7 @@ def make_sampling_spec(
 
 
 class _Processors:
-    """Names of active processors and their values, collected."""
+    """Collects the names of active processors and their values."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -105,7 +105,7 @@ class _Processors:
         self.values: dict[str, np.ndarray] = {}
 
     def add(self, name: str, **values: Any) -> None:
-        """Activate `name`. Floats become float32, integers int32, lists of ids arrays whose length is a power of two."""
+        """Activate `name`. Floats become float32, integers int32, lists of ids arrays padded to a power-of-two length."""
         self.active.add(name)
         for key, value in values.items():
             if isinstance(value, list):
@@ -115,7 +115,7 @@ class _Processors:
                 self.values[key] = np.asarray(value, np.int32 if isinstance(value, int) else np.float32)
 
     def add_sequences(self, name: str, sequences: list[list[int]], **values: list[float]) -> None:
-        """Activate `name` for sequences of ids, split into prefixes ([words, width], -1 at the left) and last ids."""
+        """Activate `name` for sequences of ids, split into prefixes ([words, width], left-padded with -1) and last ids."""
         width = max(len(sequence) for sequence in sequences) - 1
         prefixes = np.full((power_of_two(len(sequences)), power_of_two(width) if width else 0), -1, np.int32)
         for row, sequence in enumerate(sequences):
@@ -181,7 +181,7 @@ def _add_token_lists(found: _Processors, config: GenerationConfig) -> None:
 
 
 def _add_warpers(found: _Processors, config: GenerationConfig) -> int:
-    """Temperature and what narrows the choice; the number of candidates for top-k."""
+    """Add temperature, top-k, top-p and similar filters; returns the number of candidates for top-k."""
     temperature = 1.0 if config.temperature is None else float(config.temperature)
     found.add("temperature", temperature=temperature)
     has_top_k = bool(config.top_k) and config.top_k < found.vocab_size

@@ -1,10 +1,10 @@
-"""Speculative decoding: draft tokens are verified several at a time, since a step reads every weight once for one token or nine.
+"""Speculative decoding: draft tokens are verified several at a time, since a step reads every weight once for any token count.
 
-Each round drafts tokens, runs the model once over the current token and the drafts, and samples at one position after the other,
-exactly as `advance` does, for as long as the sampled token equals the draft. So the output is that of decoding without drafts,
-greedy or sampled with the same seed; drafts only decide how many tokens a round yields. (A step of several tokens may round a sum
-differently from a step of one: where two tokens tie to the last bit, either may come.) Drafts come from the text itself (prompt
-lookup) or from a smaller model (assisted decoding); both run on the device.
+Each round drafts tokens, runs the model once over the current token and the drafts, and samples position by position, exactly as
+`advance` does, while the sampled token equals the draft. The output is the same as without drafts, greedy or sampled with the same
+seed; drafts only change the number of tokens per round. (A step of several tokens may round a sum differently from a step of one:
+if two tokens tie to the last bit, either may be chosen.) Drafts come from the text itself (prompt lookup) or from a smaller model
+(assisted decoding); both run on the device.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from hfax.tracing.traced_model import TracedModel
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """How draft tokens are made.
+    """How draft tokens are proposed.
 
     Args:
-        num_tokens: draft tokens a round.
-        max_ngram: for prompt lookup: the longest n-gram at the text's end that is looked for earlier in it; 0: a model drafts.
+        num_tokens: draft tokens per round.
+        max_ngram: longest n-gram at the end of the text that prompt lookup searches for earlier in it; 0: a model drafts.
     """
 
     num_tokens: int
@@ -35,7 +35,7 @@ class Speculation:
 
 
 Drafter = Callable[[State], tuple[jax.Array, State]]
-"""From the state to the draft tokens, [n] int32, and the state with the drafter's own cache."""
+"""From the state to the draft tokens, [n] int32, and the state with the draft model's cache."""
 
 
 def advance_with_drafts(
@@ -50,7 +50,7 @@ def advance_with_drafts(
     draft: TracedModel | None,
     draft_params: Mapping[str, jax.Array],
 ) -> State:
-    """As `decoding.advance`, for one sequence; `state["rounds"]` counts how often the model ran."""
+    """`decoding.advance` with draft tokens, for one sequence; `state["rounds"]` counts the runs of the model."""
     make_draft = (
         _prompt_lookup(speculation) if draft is None else _assistant(speculation, draft, draft_params, spec, request)
     )
@@ -89,21 +89,21 @@ def advance_with_drafts(
 
 
 def _prompt_lookup(speculation: Speculation) -> Drafter:
-    """What followed the last tokens where they stood before: the longest run of them, at its latest place."""
+    """Drafts the tokens that followed the latest earlier occurrence of the longest matching n-gram at the end of the text."""
 
     def make_draft(state: State) -> tuple[jax.Array, State]:
         tokens, last = state["tokens"][0], state["length"]
         places = jnp.arange(tokens.shape[0])
-        run = jnp.zeros_like(places)  # how many tokens up to each place are those up to the last one
+        run = jnp.zeros_like(places)  # length of the match that ends at each position
         same = jnp.ones_like(places, bool)
         for back in range(speculation.max_ngram):
-            there = jnp.roll(tokens, back)  # the token that stands `back` before each place
+            there = jnp.roll(tokens, back)  # the token `back` positions before each position
             same = same & (there == tokens[jnp.maximum(last - back, 0)]) & (places >= back)
             run = run + same
         run = jnp.where(places < last, run, 0)
         longest = run.max()
         place = jnp.max(jnp.where(run == longest, jnp.where(places < last, places, -1), -1))
-        # a text that repeats itself goes on doing so: what follows is read around and around
+        # assume that repetition continues: wrap around at the end of the text
         ahead = jnp.arange(speculation.num_tokens) % jnp.maximum(last - place, 1)
         return tokens[jnp.clip(place + 1 + ahead, 0, tokens.shape[0] - 1)], state
 
@@ -117,7 +117,7 @@ def _assistant(
     spec: LoopSpec,
     request: Mapping[str, Any],
 ) -> Drafter:
-    """What another model would draw, with the same random numbers; so where it is sure of the same tokens, it draws the same."""
+    """Drafts with another model and the same random numbers, so where both are confident of the same token, they agree."""
 
     def make_draft(state: State) -> tuple[jax.Array, State]:
         current = jax.lax.dynamic_index_in_dim(state["tokens"][0], state["length"], keepdims=False)
@@ -142,7 +142,7 @@ def _assistant(
             tokens = jax.lax.dynamic_update_slice_in_dim(tokens, drawn[:, None], state["length"] + index + 1, axis=1)
             return (drawn[0], cache, tokens), drawn[0]
 
-        # one step more than drafts, so that the last draft is in the cache, should it be accepted
+        # one step more than drafts, so that the last draft is in the cache if it is accepted
         steps = jnp.arange(speculation.num_tokens + 1, dtype=jnp.int32)
         (_, cache, _), drawn = jax.lax.scan(step, (current, state["draft_cache"], state["tokens"]), steps)
         return drawn[:-1], state | {"draft_cache": cache}

@@ -1,6 +1,6 @@
-"""Making programs before they are needed: every combination of batch size and prompt length runs once on a prompt of its shape.
+"""Warm-up: compile programs ahead of use by running each combination of batch size and prompt length once.
 
-Whether a program was compiled, or read from disk, is found out by listening to the phases. This module does not know models.
+Phase events tell whether a program was compiled or read from disk. This module does not know models.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from hfax.programs.buckets import Size
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmedUp:
-    """What was made for one batch size and prompt length.
+    """The result of warming up one batch size and prompt length.
 
     Args:
-        batch_size: as given.
-        prompt_length: as given.
-        padded: what they were rounded up to.
-        traced: program to seconds of its trace; empty where all programs were at hand, in memory or on disk.
-        compiled: program to seconds of its compilation.
-        seconds: in all, the run included.
+        batch_size: requested batch size.
+        prompt_length: requested prompt length, in tokens.
+        padded: the sizes they were rounded up to.
+        traced: trace time of each program, in seconds; empty if all programs were cached, in memory or on disk.
+        compiled: compile time of each program, in seconds.
+        seconds: total time in seconds, the run included.
     """
 
     batch_size: int
@@ -43,10 +43,10 @@ def warm_up(
     """Call `run(batch_size, prompt_length)` for every combination.
 
     Args:
-        run: makes the programs and runs them once; gives what the sizes were rounded up to.
-        batch_sizes: numbers of prompts to prepare for.
-        prompt_lengths: tokens, likewise.
-        progress: show a bar on a terminal.
+        run: compiles the programs and runs them once; returns the padded sizes.
+        batch_sizes: batch sizes to compile for.
+        prompt_lengths: prompt lengths to compile for, in tokens.
+        progress: show a progress bar on a terminal.
     """
     done = []
     pairs = list(itertools.product(batch_sizes, prompt_lengths))

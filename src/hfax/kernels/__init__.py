@@ -1,6 +1,5 @@
-"""What models spend their time on, written for each platform: products with weights, attention, experts.
+"""Platform-specific implementations of a model's most expensive operations: matrix products, attention, experts.
 
-Each module here computes one thing in several ways and chooses among them by the platform that a program is compiled for and by
-the shapes (`target`). Every way has the same meaning, and plain JAX, which runs and differentiates everywhere, is the one that the
-others are tested against.
+Each module has several implementations of one operation and selects among them by the target platform and the shapes (`target`).
+All are equivalent; plain JAX, which runs and differentiates everywhere, is the reference that the others are tested against.
 """

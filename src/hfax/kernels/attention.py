@@ -1,8 +1,8 @@
-"""Attention, and masks built from positions: grouped-query, no repeated heads.
+"""Grouped-query attention without repeated heads, and masks built from positions.
 
-`attention` chooses: one product with all scores at once; blocks of queries and keys with running sums, for prompts whose scores
-would fill the memory; on CPU a C++ kernel that reads only the keys that a step's queries see. The functions take and return
-`jax.Array`s; the backend registers them with transformers' attention interface. They do not know models.
+`attention` selects an implementation: the full score matrix at once; blocks of queries and keys with online softmax, for long
+prompts with large score matrices; on CPU a C++ kernel that reads only visible keys. The functions take and return `jax.Array`s;
+the backend registers them with transformers' attention interface. They do not know models.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from hfax.kernels.cpu import calls, library
 from hfax.kernels.paged import JointPages, Pages, SeparatePages
 
 _MASKED = -1e30
-"""Stands for minus infinity in scores: exp() of it is 0, and a row with nothing to see stays finite."""
+"""Replaces minus infinity in scores: its exp() is 0, and fully masked rows stay finite."""
 _MAX_SCORES_BYTES = 64 << 20
-"""Larger matrices of scores are not made; their blocks are."""
+"""Maximum size of a full score matrix; larger ones are computed in blocks."""
 _MAX_MASK_BYTES = 64 << 20
-"""Larger masks are not made for the C++ kernel."""
+"""Maximum size of a mask for the C++ kernel."""
 _QUERY_BLOCK, _KEY_BLOCK = 256, 512
 _KERNEL_QUERIES = 16
-"""Up to so many queries attend to a long cache by the C++ kernel."""
+"""Maximum number of queries for the C++ kernel on a long cache."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Causal:
-    """Every token sees itself and those before it.
+    """A causal mask: every token attends to itself and earlier tokens.
 
     Args:
-        window: no more than so many, itself included; None: all.
-        is_real: [batch, length], 0 for padding, which nobody sees; None: there is none.
+        window: maximum number of tokens, itself included; None: all.
+        is_real: [batch, length], 0 for padding, which is masked; None: no padding.
     """
 
     window: int | None
@@ -44,13 +44,13 @@ class Causal:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mask:
-    """Which keys each query sees.
+    """Which keys each query attends to.
 
     Args:
         array: [batch | 1, heads | 1, queries, keys]; bool (True: attend) or additive float.
-        block: the same by parts: takes positions of queries, [n], and of keys, [m], as they stand in the arrays, and gives
-            [batch | 1, 1, n, m] bool; None if only the array is known. Where blocks are used, nothing computes the array.
-        causal: what the mask says in words, if it is one that kernels know by themselves.
+        block: the mask by blocks: maps array indices of queries, [n], and of keys, [m], to [batch | 1, 1, n, m] bool; None if
+            only the array is known. If blocks are used, the array is never computed.
+        causal: structural description of the mask, if kernels support it directly.
     """
 
     array: jax.Array
@@ -60,10 +60,10 @@ class Mask:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dropout:
-    """What is left out of probabilities at random.
+    """Dropout on attention probabilities.
 
     Args:
-        rate: which share; the rest is scaled up.
+        rate: dropout rate; the rest is scaled up.
         key: a PRNG key.
     """
 
@@ -94,13 +94,13 @@ def attention(
         scale: multiplies the scores.
         softcap: scores become `softcap * tanh(scores / softcap)`, as in Gemma 2.
         position_bias: added to the scores, shaped as `mask`.
-        sinks: [heads], one extra logit a head that takes probability and has no value, as in gpt-oss.
-        pages: the cache that `key` and `value` stand for, where it is kept in pages.
-        dropout: of the probabilities, in train mode.
+        sinks: [heads], one extra logit per head that takes probability but has no value, as in gpt-oss.
+        pages: the paged cache equivalent to `key` and `value`, if there is one.
+        dropout: dropout on the probabilities, in train mode.
 
     Returns:
-        The output, [batch, queries, heads, value_dim], and the probabilities, [batch, heads, queries, keys] (which XLA drops
-        where nobody reads them), both in the query's dtype. Rows that may attend to nothing are 0, as in torch.
+        The output, [batch, queries, heads, value_dim], and the probabilities, [batch, heads, queries, keys] (which XLA removes
+        if unused), both in the dtype of the query. Fully masked rows are 0, as in torch.
     """
     given = mask if isinstance(mask, Mask) or mask is None else Mask(array=mask)
     array = None if given is None else given.array
@@ -164,7 +164,7 @@ def _on_tpu(
     scale: float,
     softcap: float | None,
 ) -> jax.Array | None:
-    """By a Pallas kernel; None where there is none for these shapes."""
+    """By a Pallas kernel; None if none supports these shapes."""
     from hfax.kernels.tpu import attention as kernels  # Pallas for TPU takes a second to import
 
     options: dict[str, Any] = {"scale": scale, "window": mask.window, "softcap": softcap, "mesh": target.mesh()}
@@ -176,7 +176,7 @@ def _on_tpu(
         return kernels.ragged_attention(query, pages, **options)
     if isinstance(pages, SeparatePages) and query.shape[2] == 1 and query.dtype == pages.key_pages.dtype:
         target.choose("attention: paged kernel (Pallas)")
-        del options["window"]  # the pages hold nothing else
+        del options["window"]  # the pages hold only the window
         return kernels.paged_attention(query, pages, **options)
     if pages is None and kernels.can_splash(query, key, value):
         target.choose("attention: splash kernel (Pallas)")
@@ -186,7 +186,7 @@ def _on_tpu(
 
 
 def _fits_prompt_kernel(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> bool:
-    """Whether `calls.prompt_attention` takes these, and the mask is small enough to be made."""
+    """Whether `calls.prompt_attention` supports these, and the mask is small enough to materialize."""
     if not (query.dtype == key.dtype == value.dtype == jnp.bfloat16) or query.shape[2] <= _KERNEL_QUERIES:
         return False
     if mask is not None and (mask.dtype != jnp.bool_ or mask.ndim != 4 or mask.shape[3] != key.shape[2]):
@@ -201,7 +201,7 @@ def _has_kernel(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Ar
         return False
     if not (query.dtype == key.dtype == value.dtype and query.dtype in (jnp.bfloat16, jnp.float32)):
         return False
-    # a kernel call for each row of the batch
+    # one kernel call per batch row
     same_batch = query.shape[0] == key.shape[0] == value.shape[0]
     return (
         same_batch and query.shape[2] <= _KERNEL_QUERIES and mask.shape[3] == key.shape[2] and library.may_be_called()
@@ -218,9 +218,9 @@ def _in_blocks(
     softcap: float | None,
     sinks: jax.Array | None,
 ) -> jax.Array:
-    """`attention`'s output with running sums over blocks of keys; a block that no query of a block sees is not computed.
+    """The output of `attention` by online softmax over blocks of keys; fully masked blocks are skipped.
 
-    No array is larger than [batch, heads, query block, key block] beside inputs and output.
+    Besides inputs and output, no array is larger than [batch, heads, query block, key block].
     """
     batch, heads, num_queries, _ = query.shape
     kv_heads, num_keys, width = key.shape[1], key.shape[2], value.shape[-1]
@@ -265,7 +265,7 @@ def _in_blocks(
         total, weight, _ = jax.lax.fori_loop(0, key.shape[2] // step, next_keys, state)
         return (total / jnp.where(weight == 0, 1.0, weight)).astype(query.dtype)
 
-    if target.is_differentiated():  # else each block of keys would be kept for the gradient
+    if target.is_differentiated():  # otherwise every block of keys would be kept for the gradient
         one = jax.checkpoint(one)
     out = jax.lax.map(one, jnp.arange(num_blocks))  # [blocks, batch, kv_heads, groups, size, width]
     out = out.transpose(1, 0, 4, 2, 3, 5).reshape(batch, num_blocks * size, heads, width)
@@ -273,7 +273,7 @@ def _in_blocks(
 
 
 def _padded(array: jax.Array, multiple: int) -> jax.Array:
-    """With zeros after axis 2, up to a multiple."""
+    """Pad axis 2 with zeros at the end, up to a multiple."""
     return jnp.pad(array, ((0, 0), (0, 0), (0, -array.shape[2] % multiple), (0, 0)))
 
 
@@ -289,7 +289,7 @@ def _all_at_once(
     sinks: jax.Array | None,
     dropout: Dropout | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`attention` with the whole matrix of scores."""
+    """`attention` with the full score matrix."""
     batch, heads, num_queries, _ = query.shape
     kv_heads, num_keys = key.shape[1], key.shape[2]
     groups = heads // kv_heads
@@ -340,9 +340,9 @@ def _grouped(mask: jax.Array, kv_heads: int, num_queries: int, num_keys: int) ->
 
 
 def causal_positions(num_queries: int, num_keys: int) -> jax.Array:
-    """[1, 1, queries, keys] bool: each query sees the keys up to its own position, the first query the first key.
+    """[1, 1, queries, keys] bool: each query attends to the keys up to its own position, the first query to the first key.
 
-    That is what `is_causal` of torch's `scaled_dot_product_attention` means, also where there are more keys than queries.
+    This matches `is_causal` of torch's `scaled_dot_product_attention`, also with more keys than queries.
     """
     return (jnp.arange(num_keys)[None, :] <= jnp.arange(num_queries)[:, None])[None, None]
 

@@ -1,4 +1,4 @@
-"""Writing new keys and values into a cache that is longer than the text."""
+"""Writing new keys and values into a fixed-size cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hfax.kernels.cpu import calls, library
 
 
 def cache_write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-    """`buffer` with `new` written from position `start` (a scalar) on axis -2; in place where the buffer is not used again.
+    """`buffer` with `new` written from position `start` (a scalar) on axis -2; in place if the buffer is not used again.
 
     Args:
         buffer: [..., capacity, width].

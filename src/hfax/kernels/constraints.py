@@ -1,4 +1,4 @@
-"""What a trace says about where results lie, where the compiler is not left to find out."""
+"""Explicit sharding constraints in a trace, where the compiler should not infer them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _HEADS_SECOND = ("keys", "values")
 
 
 def cache_spec(mesh: jax.sharding.Mesh, name: str, shape: tuple[int, ...]) -> P:
-    """How an array of a cache is split: by heads, if there are heads and they divide, and by rows of the batch.
+    """Sharding of a cache array: by heads, if there are heads and they divide, and by batch rows.
 
     Args:
-        mesh: has the axes of `hfax.sharding.mesh`.
-        name: of the array, "layers.0.keys" for instance.
-        shape: of it.
+        mesh: a mesh with the axes of `hfax.sharding.mesh`.
+        name: name of the array, such as "layers.0.keys".
+        shape: shape of the array.
     """
     kind = name.rpartition(".")[2]
     parts: list[tuple[str, ...] | None] = [None] * len(shape)
@@ -26,13 +26,13 @@ def cache_spec(mesh: jax.sharding.Mesh, name: str, shape: tuple[int, ...]) -> P:
     heads = 1 if kind in _HEADS_SECOND and len(shape) == 4 else of_pages
     if heads is not None and shape[heads] % size_of(mesh, TENSOR) == 0:
         parts[heads] = (TENSOR,)
-    if of_pages is None and shape:  # TPU's kernels read pages of all rows
+    if of_pages is None and shape:  # TPU kernels read the pages of all rows
         parts[0] = batch_axes(mesh, shape[0])
     return P(*parts)
 
 
 def constrain_cache(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The arrays of a cache, split as `cache_spec` says; themselves in a program for one device."""
+    """The cache arrays constrained to `cache_spec`; unchanged in a single-device program."""
     if (mesh := target.mesh()) is None:
         return arrays
     return {
@@ -42,7 +42,7 @@ def constrain_cache(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def split_by_rows(array: jax.Array) -> jax.Array:
-    """The array, split over nothing but the axes of batches; itself in a program for one device."""
+    """The array sharded only over the batch axes; unchanged in a single-device program."""
     if (mesh := target.mesh()) is None:
         return array
     rows = batch_axes(mesh, array.shape[0])

@@ -1,9 +1,9 @@
-"""Products in which every row has a matrix of its own choice: mixtures of experts.
+"""Grouped matrix products for mixtures of experts.
 
-`grouped_linear` multiplies each row with the matrix of its expert, in one of three ways: the C++ kernel, which sorts the rows by
-expert and reads each chosen matrix once; for few rows, a gather of the chosen matrices; for many, rows sorted by expert and JAX's
-ragged product, which has lowerings of its own on TPU and GPU. Over a mesh every device multiplies with the experts that it has,
-and the results are added up: no expert's matrix moves.
+`grouped_linear` multiplies each row by the matrix of its expert. Implementations: the C++ kernel, which sorts the rows by expert
+and reads each selected matrix once; for few rows, a gather of the selected matrices; for many, rows sorted by expert and JAX's
+ragged product, which has dedicated lowerings on TPU and GPU. Over a mesh every device computes its own experts, and the results
+are summed: expert weights are not communicated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def grouped_linear(
         x: [rows, in_features].
         weight: [experts, out_features, in_features], or [experts, in_features, out_features] if `is_transposed`.
         experts: [rows] int32, below the number of experts.
-        is_transposed: how the weight lies.
+        is_transposed: layout of the weight.
 
     Returns:
         [rows, out_features] in the dtype of `x`.
@@ -38,9 +38,9 @@ def grouped_linear(
     if mesh is None or mesh.size == 1 or (is_packed and not is_tpu):
         return _on_one_device(x, weight, experts, is_transposed).astype(x.dtype)
     split = expert_axes(mesh, weight.shape[0])
-    parts = weight.scale.shape[2] if isinstance(weight, QuantizedArray) else x.shape[1]  # groups stay whole
+    parts = weight.scale.shape[2] if isinstance(weight, QuantizedArray) else x.shape[1]  # groups are not split
     inner = () if split or parts % size_of(mesh, HEAD_AXES) else HEAD_AXES
-    # nobody but us divides the work of a Pallas kernel, be it the same on every device
+    # Pallas kernels are not partitioned automatically, so do it even if all devices do the same
     if size_of(mesh, split or inner) == 1 and not is_tpu:
         return _on_one_device(x, weight, experts, is_transposed).astype(x.dtype)
     rows = batch_axes(mesh, len(x))
@@ -49,19 +49,21 @@ def grouped_linear(
         count = weight.shape[0]
         mine = experts - (_index(split, mesh) * count if split else 0)
         is_mine = (mine >= 0) & (mine < count)
-        out = _on_one_device(x, weight, jnp.where(is_mine, mine, count), is_transposed)  # `count`: nobody's rows
+        out = _on_one_device(
+            x, weight, jnp.where(is_mine, mine, count), is_transposed
+        )  # `count`: rows without an expert here
         out = jnp.where(is_mine[:, None], out.astype(jnp.float32), 0)
         return (jax.lax.psum(out, axes) if (axes := split or inner) else out).astype(x.dtype)
 
     in_axis = 1 if is_transposed else 2
     weight_spec = P(*(split or None if i == 0 else inner or None if i == in_axis else None for i in range(3)))
-    # of a packed weight, integers and scales are split alike
+    # integers and scales of a packed weight are split alike
     specs = (P(rows, inner or None), jax.tree.map(lambda _: weight_spec, weight), P(rows))
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(rows, None), check_vma=False)(x, weight, experts)
 
 
 def _index(axes: Sequence[str], mesh: jax.sharding.Mesh) -> jax.Array:
-    """Which part of what is split over these axes the device has."""
+    """The device's shard index over these axes."""
     index = jnp.int32(0)
     for axis in axes:
         index = index * mesh.shape[axis] + jax.lax.axis_index(axis)
@@ -71,7 +73,7 @@ def _index(axes: Sequence[str], mesh: jax.sharding.Mesh) -> jax.Array:
 def _on_one_device(
     x: jax.Array, weight: jax.Array | QuantizedArray, experts: jax.Array, is_transposed: bool
 ) -> jax.Array:
-    """As they were added up, in float32 or the dtype of `x`; rows whose expert is none of them come out as anything."""
+    """The products in float32 or the dtype of `x`; rows without an expert on this device are undefined."""
     rows, num_experts = x.shape[0], weight.shape[0]
     if _has_kernel(x, weight) and not is_transposed:
         target.choose("experts: C++ kernel, each chosen matrix read once")
@@ -123,7 +125,7 @@ def _on_tpu(x: jax.Array, weight: jax.Array, experts: jax.Array) -> jax.Array:
 
 
 def _packed_on_tpu(x: jax.Array, weight: QuantizedArray, experts: jax.Array) -> jax.Array | None:
-    """By the Pallas kernel, in float32; None where it is not for these."""
+    """By the Pallas kernel, in float32; None if it does not support the shapes."""
     if not target.is_for("tpu") or target.is_differentiated() or x.dtype != jnp.bfloat16:
         return None
     from hfax.kernels.tpu import quantized as kernels

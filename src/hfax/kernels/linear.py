@@ -1,7 +1,7 @@
-"""Products of activations with a weight matrix.
+"""Matrix products of activations and weights.
 
-`linear` is torch's, with float32 accumulation. On CPU, where a program's limit with few rows is reading the weight once, it goes to
-the C++ kernels (several rows, packed weights) or is written in the one form that XLA does not spoil (a single row).
+`linear` matches torch's, with float32 accumulation. On CPU, where few rows are bound by reading the weight once, it uses the C++
+kernels (several rows, packed weights) or a form that XLA compiles efficiently (a single row).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from hfax.kernels.cpu import calls, library
 _MAX_FUSED_WIDTH = 2048
 """XLA's CPU compiler fuses a weight's conversion to float32 into a vector-matrix product only for vectors under 16 KB."""
 _KERNEL_ROWS = {"bfloat16": range(1, 1025), "float32": range(1, 17)}
-"""Numbers of rows for which the C++ kernel is faster than XLA's product on CPU (docs/performance.md); of bfloat16 any, where the
-processor multiplies pairs."""
+"""Row counts for which the C++ kernel is faster than XLA's product on CPU (docs/performance.md); for bfloat16 any, on processors
+with bfloat16 dot-product instructions."""
 
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
@@ -26,7 +26,7 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
 
     Args:
         x: [..., in_features].
-        weight: [out_features, in_features], or [in_features], which leaves the last axis out.
+        weight: [out_features, in_features], or [in_features], which drops the last axis of the result.
         bias: [out_features].
 
     Returns:
@@ -68,7 +68,7 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
 
 
 def has_kernel(rows: int, x: jax.Array, weight: jax.Array) -> bool:
-    """Whether the program runs on CPU, with kernels, and this product is one that they do faster."""
+    """Whether the program runs on CPU with kernels, and they are faster for this product."""
     if x.dtype != weight.dtype or not library.may_be_called():
         return False
     return rows in _KERNEL_ROWS.get(str(x.dtype), ()) or (x.dtype == jnp.bfloat16 and library.has_matmul())
@@ -76,9 +76,9 @@ def has_kernel(rows: int, x: jax.Array, weight: jax.Array) -> bool:
 
 @jax.custom_vjp
 def _with_gradients(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`x @ weight.T` of half precision, [rows, in] and [out, in], whose gradients are products of half precision too.
+    """`x @ weight.T` in half precision, [rows, in] and [out, in], with gradients computed in half precision too.
 
-    JAX's own are of float32 cotangents with half-precision weights, which no platform is fast at.
+    JAX's gradients multiply float32 cotangents by half-precision weights, which is slow on every platform.
     """
     return _product(x, weight, 1, 1)
 
@@ -96,9 +96,9 @@ _with_gradients.defvjp(_forward, _backward)
 
 
 def _product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
-    """Summed over one axis of each in float32.
+    """The product summed over one axis of each, in float32.
 
-    XLA's CPU compiler has fast products of bfloat16 only where neither matrix must be turned, and only with float32 results.
+    XLA's CPU compiler has fast bfloat16 products only if neither matrix is transposed, and only with float32 results.
     """
     if a.dtype == jnp.bfloat16 and library.has_matmul():
         if a_axis == b_axis == 1:
@@ -111,8 +111,8 @@ def _product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
 def _vector_times_matrix(x: jax.Array, weight: jax.Array) -> jax.Array:
     """bf16 `weight @ x` in float32, written so that on CPU the weight is read once as bf16 and never stored as float32.
 
-    The form matters: `x @ weight.T` with a float32 vector fuses, `weight @ x` does not; the caller rounds the result before it
-    is added to anything, else XLA fuses the addition instead (docs/performance.md).
+    The form matters: `x @ weight.T` with a float32 vector fuses, `weight @ x` does not; the caller rounds the result before adding
+    to it, otherwise XLA fuses the addition instead (docs/performance.md).
     """
     width = x.shape[0]
     x = x.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Norms and rotary embeddings: with written out gradients where they are taken, and as one call for a few rows on CPU."""
+"""Norms and rotary embeddings, with custom gradients if differentiated, and as a single call for few rows on CPU."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from hfax.kernels.cpu import calls, library
 
 _DTYPES = {"float32", "bfloat16"}
 _FEW_NUMBERS = 1 << 16
-"""What one thread does sooner than XLA starts its own operations."""
+"""Maximum work that one thread finishes before XLA could launch its own operations."""
 
 
 def is_one_call(shape: Sequence[int], *, multiple: int) -> bool:
-    """Whether the program runs on CPU, with kernels, and this is little work on rows of a multiple of so many numbers."""
+    """Whether the program runs on CPU with kernels, the work is small, and the row width is a multiple of `multiple`."""
     return 0 < math.prod(shape) <= _FEW_NUMBERS and shape[-1] % multiple == 0 and library.may_be_called()
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Each row divided by the root of its mean square, times `weight`; in float32 between input and output.
+    """RMS norm of each row, times `weight`; computed in float32.
 
     Args:
         x: [rows, width].
@@ -42,15 +42,15 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotary embedding: each pair of numbers, half of a head apart, turned by its angle.
+    """Rotary embedding: rotates each pair of values half a head apart by its angle.
 
     Args:
         x: [batch, heads, length, head_dim], or heads after length.
-        cos: of as many axes, [1 | batch, 1, length, head_dim].
-        sin: the same.
+        cos: [1 | batch, 1, length, head_dim], with as many axes as `x`.
+        sin: shaped like `cos`.
 
     Returns:
-        As `x`. The C++ kernel rounds after each step, as torch does; the other form once, at the end.
+        The rotated array, shaped like `x`. The C++ kernel rounds after each step, like torch; plain JAX rounds once, at the end.
     """
     is_same = str(x.dtype) in _DTYPES and x.dtype == cos.dtype == sin.dtype
     is_by_head = x.ndim == 4 and cos.shape == (cos.shape[0], 1, *x.shape[2:]) and cos.shape[0] in (1, x.shape[0])
@@ -67,7 +67,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def rolled_by(x: jax.Array, shifts: tuple[int, ...], dims: tuple[int, ...]) -> jax.Array:
-    """`jnp.roll`, whose gradient is a roll too, where JAX's own pads and adds."""
+    """`jnp.roll` with a roll as gradient, where JAX's own pads and adds."""
     return jnp.roll(x, shifts, dims)
 
 
@@ -80,10 +80,10 @@ rolled_by.defvjp(lambda x, shifts, dims: (rolled_by(x, shifts, dims), None), _ro
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """`rms_norm` by JAX's operations.
+    """`rms_norm` in plain JAX.
 
-    Its gradient keeps the input as it came, and sums over rows by a product with ones: XLA's CPU compiler is slow at sums over the
-    first axis.
+    Its gradient keeps the input in its own dtype, and sums over rows by a product with ones: XLA's CPU compiler is slow at sums
+    over the first axis.
     """
     return _forward(x, weight, eps)[0]
 
@@ -96,7 +96,7 @@ def _forward(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, An
 
 def _backward(eps: float, kept: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, weight, scale = kept
-    # else XLA makes the float32 product in the forward pass, and keeps it until here
+    # otherwise XLA computes the float32 product in the forward pass, and keeps it until here
     x, gradient = jax.lax.optimization_barrier((x, gradient))
     gradient, normed = gradient.astype(jnp.float32), x.astype(jnp.float32) * scale
     inner = gradient * weight.astype(jnp.float32)

@@ -1,14 +1,14 @@
-"""A cache of keys and values in pages, as TPU's attention kernels for decoding read it.
+"""A paged KV cache in the layout of the TPU decoding attention kernels.
 
-A page holds `PAGE_SIZE` tokens of one sequence. A sequence's tokens stand from its first page on without the padding before its
-prompt, at "slots". There are two formats, for the two kernels that ship with JAX:
+A page holds `PAGE_SIZE` tokens of one sequence. The tokens of a sequence fill "slots" from its first page, without the padding
+before its prompt. There are two formats, for the two kernels that ship with JAX:
 
-- `JointPages`, heads 128 wide: keys and values of all heads in turns, [batch, pages, page_size, 2 * kv_heads, head_dim]. A layer
-  with a window keeps as many pages as the window touches and uses them in a ring: logical page l is in place l modulo their number.
-- `SeparatePages`, other multiples of 128: keys and values, each [kv_heads, batch, pages, page_size, head_dim]. The kernel knows no
-  windows, so a layer with one keeps exactly its tokens, in a ring of slots; the window is a multiple of `PAGE_SIZE`.
+- `JointPages`, head dimension 128: interleaved keys and values of all heads, [batch, pages, page_size, 2 * kv_heads, head_dim]. A
+  sliding-window layer keeps the pages its window touches, as a ring: logical page l is at index l modulo their number.
+- `SeparatePages`, other multiples of 128: keys and values, each [kv_heads, batch, pages, page_size, head_dim]. The kernel does not
+  support windows, so a sliding-window layer keeps exactly its window, in a ring of slots; the window is a multiple of `PAGE_SIZE`.
 
-Here are the functions of arrays; which layers keep pages is decided in `hfax.kv_cache`.
+This module has the array functions; `hfax.kv_cache` decides which layers use pages.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import jax.numpy as jnp
 PAGE_SIZE = 128
 _JOINT_WIDTH = 128
 _MAX_WRITES = 64
-"""Sequences whose tokens are written one by one; more would take long to compile, and are written by a loop."""
+"""Maximum sequences written by unrolled code; more would compile slowly, and are written by a loop."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JointPages:
-    """One layer's pages in a decoding step.
+    """The pages of one layer in a decoding step.
 
     Args:
         pages: [batch, pages, page_size, 2 * kv_heads, head_dim].
-        slots: [batch] int32, where each sequence's newest token stands.
+        slots: [batch] int32, slot of the newest token of each sequence.
     """
 
     pages: jax.Array
@@ -41,30 +41,30 @@ class JointPages:
     def after_prompt(
         cls, key: jax.Array, value: jax.Array, padding: jax.Array, capacity: int, window: int | None
     ) -> JointPages:
-        """See `after_prompt`."""
+        """The implementation of `after_prompt` for this format."""
         batch, heads, length, width = key.shape
         whole = -(-capacity // PAGE_SIZE)
         count = whole if window is None else min(whole, -(-window // PAGE_SIZE) + 1)
         places = jnp.arange(count)
         last = (length - padding[:, None] - 1) // PAGE_SIZE
-        logical = last - (last - places) % count  # [batch, count]; a place that is not used yet is below 0
+        logical = last - (last - places) % count  # [batch, count]; negative for unused entries
         logical = jnp.where(logical < 0, places, logical)
         slots = (logical[:, :, None] * PAGE_SIZE + jnp.arange(PAGE_SIZE)).reshape(batch, -1)
         tokens = jnp.clip(slots + padding[:, None], 0, length - 1)
-        # heads behind tokens, as models compute them: no transposed copy is made
+        # heads after tokens, as models compute them: avoids a transposed copy
         both = jnp.stack([key.swapaxes(1, 2), value.swapaxes(1, 2)], axis=3).reshape(batch, length, 2 * heads, width)
         rows = both[jnp.arange(batch)[:, None], tokens]
         return cls(pages=rows.reshape(batch, count, PAGE_SIZE, 2 * heads, width), slots=length - padding - 1)
 
     def with_token(self, key: jax.Array, value: jax.Array) -> JointPages:
-        """A token more, at `slots`; in place if the pages are donated."""
+        """The pages with one more token, at `slots`; in place if the pages are donated."""
         batch, count = self.pages.shape[:2]
         both = jnp.stack([key[:, :, 0], value[:, :, 0]], axis=2).reshape(batch, -1, key.shape[3])
         at = self.pages.at[jnp.arange(batch), self.slots // PAGE_SIZE % count, self.slots % PAGE_SIZE]
         return dataclasses.replace(self, pages=at.set(both.astype(self.pages.dtype)))
 
     def read(self, padding: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-        """See `read`."""
+        """The dense keys and values of `capacity` tokens, after `padding` tokens."""
         batch, count = self.pages.shape[:2]
         slots = jnp.maximum(jnp.arange(capacity) - padding[:, None], 0)
         # [batch, capacity, 2 * kv_heads, head_dim]
@@ -72,7 +72,7 @@ class JointPages:
         return rows[:, :, 0::2].swapaxes(1, 2), rows[:, :, 1::2].swapaxes(1, 2)
 
     def table(self) -> tuple[jax.Array, jax.Array]:
-        """The places of each sequence's pages in order, [batch, pages] int32, and how many tokens stand on them, [batch] int32."""
+        """The page table of each sequence, [batch, pages] int32, and the number of tokens in its pages, [batch] int32."""
         batch, count = self.pages.shape[:2]
         first = jnp.maximum(self.slots // PAGE_SIZE - count + 1, 0)
         places = (first[:, None] + jnp.arange(count, dtype=jnp.int32)) % count
@@ -82,12 +82,12 @@ class JointPages:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SeparatePages:
-    """One layer's pages in a decoding step.
+    """The pages of one layer in a decoding step.
 
     Args:
         key_pages: [kv_heads, batch, pages, page_size, head_dim].
         value_pages: as `key_pages`.
-        slots: [batch] int32, where each sequence's newest token stands, before it goes round the ring.
+        slots: [batch] int32, slot of the newest token of each sequence, before wrapping around the ring.
     """
 
     key_pages: jax.Array
@@ -98,12 +98,12 @@ class SeparatePages:
     def after_prompt(
         cls, key: jax.Array, value: jax.Array, padding: jax.Array, capacity: int, window: int | None
     ) -> SeparatePages:
-        """See `after_prompt`."""
+        """The implementation of `after_prompt` for this format."""
         batch, heads, length, width = key.shape
         count = -(-min(capacity, window or capacity) // PAGE_SIZE)
         newest = (length - padding - 1)[:, None]
         places = jnp.arange(count * PAGE_SIZE)
-        slots = newest - (newest - places) % (count * PAGE_SIZE)  # [batch, places]; below 0: not used yet
+        slots = newest - (newest - places) % (count * PAGE_SIZE)  # [batch, places]; negative for unused entries
         tokens = jnp.clip(slots + padding[:, None], 0, length - 1)
 
         def pages(array: jax.Array) -> jax.Array:
@@ -113,11 +113,11 @@ class SeparatePages:
         return cls(key_pages=pages(key), value_pages=pages(value), slots=length - padding - 1)
 
     def with_token(self, key: jax.Array, value: jax.Array) -> SeparatePages:
-        """A token more, at `slots`; in place if the pages are donated."""
+        """The pages with one more token, at `slots`; in place if the pages are donated."""
         batch, count = self.key_pages.shape[1:3]
 
         def written(pages: jax.Array, new: jax.Array) -> jax.Array:
-            # row by row: XLA:TPU copies all pages to another layout for a scatter, and for a loop, too
+            # row by row: XLA:TPU copies all pages to another layout for a scatter or a loop
             def write(row: int | jax.Array, pages: jax.Array) -> jax.Array:
                 token = jax.lax.dynamic_index_in_dim(new, row, keepdims=False)[:, None, None].astype(pages.dtype)
                 slot = jax.lax.dynamic_index_in_dim(self.slots, row, keepdims=False)
@@ -135,14 +135,14 @@ class SeparatePages:
         )
 
     def read(self, padding: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-        """See `read`."""
+        """The dense keys and values of `capacity` tokens, after `padding` tokens."""
         batch, count = self.key_pages.shape[1:3]
         slots = jnp.maximum(jnp.arange(capacity) - padding[:, None], 0)
         place = (jnp.arange(batch)[:, None], slots // PAGE_SIZE % count, slots % PAGE_SIZE)
         return self.key_pages[:, *place].swapaxes(0, 1), self.value_pages[:, *place].swapaxes(0, 1)
 
     def table(self) -> tuple[jax.Array, jax.Array]:
-        """The places of each sequence's pages, [batch, pages] int32, and how many tokens stand on them, [batch] int32."""
+        """The page table of each sequence, [batch, pages] int32, and the number of tokens in its pages, [batch] int32."""
         batch, count = self.key_pages.shape[1:3]
         table = jnp.arange(batch * count, dtype=jnp.int32).reshape(batch, count)
         return table, jnp.minimum(self.slots + 1, count * PAGE_SIZE).astype(jnp.int32)
@@ -152,7 +152,7 @@ Pages = JointPages | SeparatePages
 
 
 def fits(width: int | None, window: int | None = None, capacity: int | None = None) -> bool:
-    """Whether a kernel takes heads of this width, and a layer with this window of a cache of this capacity."""
+    """Whether a kernel supports this head dimension, and a layer with this window and cache capacity."""
     if width is None or width % 128:
         return False
     if width == _JOINT_WIDTH or window is None or capacity is None:
@@ -163,17 +163,17 @@ def fits(width: int | None, window: int | None = None, capacity: int | None = No
 def after_prompt(
     key: jax.Array, value: jax.Array, padding: jax.Array, capacity: int, window: int | None
 ) -> dict[str, jax.Array]:
-    """The pages after a prompt, by name; `pages_of` makes them an object again.
+    """The pages after a prompt, by name; `pages_of` turns them into an object.
 
     Args:
         key: [batch, kv_heads, length, head_dim].
         value: as `key`.
-        padding: [batch] int32, tokens of padding before each prompt.
-        capacity: tokens, padding included.
-        window: how many tokens a query sees; None: all.
+        padding: [batch] int32, padding tokens before each prompt.
+        capacity: capacity in tokens, padding included.
+        window: number of tokens a query attends to; None: all.
 
     Returns:
-        Arrays whose places beyond the prompt hold anything.
+        Arrays; entries beyond the prompt are undefined.
     """
     kind = JointPages if key.shape[3] == _JOINT_WIDTH else SeparatePages
     return arrays_of(kind.after_prompt(key, value, padding, capacity, window))
@@ -186,10 +186,10 @@ def pages_of(arrays: Mapping[str, jax.Array], slots: jax.Array) -> Pages:
 
 
 def arrays_of(pages: Pages) -> dict[str, jax.Array]:
-    """What is kept of pages between steps, by name."""
+    """The arrays of pages that are kept between steps, by name."""
     return {f.name: getattr(pages, f.name) for f in dataclasses.fields(pages) if f.name != "slots"}
 
 
 def heads_axis(name: str) -> int | None:
-    """Which axis of the array of that name goes over heads; None if it is none of pages."""
+    """The heads axis of the array of that name; None if it is not a page array."""
     return {"pages": 3, "key_pages": 0, "value_pages": 0}.get(name)

@@ -1,14 +1,14 @@
-"""A pool of pages of keys and values that many sequences share, for continuous batching.
+"""A pool of pages of keys and values shared by many sequences, for continuous batching.
 
-A step's tokens stand one after the other, sequence by sequence: [1, heads, tokens, head_dim]. `Rows` says whose each is and where
-the pages of each sequence are. Two formats:
+The tokens of a step are packed sequence by sequence: [1, heads, tokens, head_dim]. `Rows` maps tokens to sequences and holds the
+page table of each sequence. Two formats:
 
-- `SplitPool`, everywhere: keys and values apart, [pages, kv_heads, page_size, head_dim]. On CPU a C++ kernel writes and reads it;
-  elsewhere a scatter, and a loop over pages that ends with the longest sequence.
-- `JointPool`, on TPU for heads 128 wide: [pages, page_size, 2 * kv_heads, head_dim], keys and values of all heads in turns, as the
-  ragged paged attention kernel that ships with JAX reads it.
+- `SplitPool`, everywhere: separate keys and values, [pages, kv_heads, page_size, head_dim]. On CPU a C++ kernel writes and reads
+  it; elsewhere a scatter, and a loop over pages up to the longest sequence.
+- `JointPool`, on TPU for a head dimension of 128: [pages, page_size, 2 * kv_heads, head_dim], interleaved keys and values of all
+  heads, as read by JAX's ragged paged attention kernel.
 
-Page 0 belongs to nobody: what stands for padding is written there. Which page belongs to whom is decided in `hfax.engine`.
+Page 0 is a dummy page to which padding is written. `hfax.engine` assigns pages to sequences.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from hfax.sharding.mesh import TENSOR, size_of
 _MASKED = -1e30
 _JOINT_WIDTH = 128
 _KERNEL_PAGE = 64
-"""The C++ kernel takes pages of up to so many tokens."""
+"""Maximum page size of the C++ kernel, in tokens."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class SplitPool:
-    """One layer's pages in one step.
+    """The pages of one layer in one step.
 
     Args:
         key_pages: [pages, kv_heads, page_size, head_dim].
         value_pages: [pages, kv_heads, page_size, value_dim].
-        rows: of the step.
-        is_read: whether attention read it; a model that computes attention by itself does not.
+        rows: the rows of the step.
+        is_read: whether attention read the pool; a model that computes attention itself does not.
     """
 
     key_pages: jax.Array
@@ -49,7 +49,7 @@ class SplitPool:
     is_read: bool = False
 
     def with_rows(self, key: jax.Array, value: jax.Array) -> SplitPool:
-        """With the step's keys and values, [1, kv_heads, tokens, head_dim]; in place if the pages are donated."""
+        """The pool with the keys and values of the step, [1, kv_heads, tokens, head_dim]; in place if the pages are donated."""
         written = [_written(p, new[0], self.rows) for p, new in ((self.key_pages, key), (self.value_pages, value))]
         return SplitPool(key_pages=written[0], value_pages=written[1], rows=self.rows)
 
@@ -62,7 +62,7 @@ class SplitPool:
         window: int | None,
         sinks: jax.Array | None,
     ) -> jax.Array:
-        """See `attend`."""
+        """The pool's implementation of `attend`."""
         options = {"scale": scale, "softcap": softcap, "window": window, "sinks": sinks}
         if _has_kernel(self.key_pages) and query.dtype == self.key_pages.dtype:
             target.choose("attention: C++ kernel, reads live pages of the pool")
@@ -77,12 +77,12 @@ class SplitPool:
 
 @dataclasses.dataclass(kw_only=True)
 class JointPool:
-    """One layer's pages in one step, as TPU's kernel reads them.
+    """The pages of one layer in one step, in the layout of the TPU kernel.
 
     Args:
         pages: [pages, page_size, 2 * kv_heads, head_dim].
-        rows: of the step.
-        is_read: as of `SplitPool`.
+        rows: the rows of the step.
+        is_read: as in `SplitPool`.
     """
 
     pages: jax.Array
@@ -90,7 +90,7 @@ class JointPool:
     is_read: bool = False
 
     def with_rows(self, key: jax.Array, value: jax.Array) -> JointPool:
-        """As of `SplitPool`."""
+        """The pool with the keys and values of the step, as in `SplitPool`."""
         _, heads, count, width = key.shape
         both = jnp.stack([key[0].swapaxes(0, 1), value[0].swapaxes(0, 1)], axis=2).reshape(count, 2 * heads, width)
         page, offset = _places(self.rows, count, self.pages.shape[1])
@@ -105,7 +105,7 @@ class JointPool:
         window: int | None,
         sinks: jax.Array | None,
     ) -> jax.Array:
-        """See `attend`."""
+        """The pool's implementation of `attend`."""
         if sinks is None and target.is_for("tpu"):
             from hfax.kernels.tpu import attention as kernels  # Pallas for TPU takes a second to import
 
@@ -124,7 +124,7 @@ Pool = SplitPool | JointPool
 def pool_shapes(
     num_pages: int, page_size: int, key: tuple[int, ...], value: tuple[int, ...], *, is_for_tpu: bool
 ) -> dict[str, tuple[int, ...]]:
-    """The arrays of one layer's pool by name, from the shapes of its keys and values, [batch, kv_heads, length, width]."""
+    """Shapes of a layer's pool arrays by name, from the shapes of its keys and values, [batch, kv_heads, length, width]."""
     if is_for_tpu and key == value and key[3] == _JOINT_WIDTH:
         return {"pages": (num_pages, page_size, 2 * key[1], key[3])}
     return {
@@ -134,7 +134,7 @@ def pool_shapes(
 
 
 def pool_spec(mesh: jax.sharding.Mesh, name: str, shape: tuple[int, ...]) -> P:
-    """How an array of a pool is split over a mesh: by heads, if they divide."""
+    """Sharding of a pool array over a mesh: by heads, if they divide."""
     axis = 2 if name.endswith(".pages") or name == "pages" else 1
     parts: list[str | None] = [None] * len(shape)
     if shape[axis] % size_of(mesh, TENSOR) == 0:
@@ -150,7 +150,7 @@ def pool_of(arrays: Mapping[str, jax.Array], rows: Rows) -> Pool:
 
 
 def arrays_of(pool: Pool) -> dict[str, jax.Array]:
-    """What is kept of a pool between steps, by name."""
+    """The arrays of a pool that are kept between steps, by name."""
     if isinstance(pool, JointPool):
         return {"pages": pool.pages}
     return {"key_pages": pool.key_pages, "value_pages": pool.value_pages}
@@ -165,18 +165,18 @@ def attend(
     window: int | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention of each token to the tokens of its own sequence up to itself.
+    """Causal attention of each token to its own sequence.
 
     Args:
         query: [1, heads, tokens, head_dim].
-        pool: of the layer, with the step's keys and values in it.
+        pool: the layer's pool, including the keys and values of the step.
         scale: multiplies the scores.
-        softcap: see `hfax.kernels.attention`.
-        window: how many tokens each sees, itself included; None: all.
-        sinks: [heads], see there.
+        softcap: as in `hfax.kernels.attention`.
+        window: number of tokens each token attends to, itself included; None: all.
+        sinks: [heads], as in `hfax.kernels.attention`.
 
     Returns:
-        [1, tokens, heads, value_dim] in the query's dtype; padding's rows mean nothing.
+        [1, tokens, heads, value_dim] in the dtype of the query; padding rows are undefined.
     """
     pool.is_read = True
     return pool.attend(query, scale=scale, softcap=softcap, window=window, sinks=sinks)
@@ -188,7 +188,7 @@ def _has_kernel(pages: jax.Array) -> bool:
 
 
 def _places(rows: Rows, count: int, page_size: int) -> tuple[jax.Array, jax.Array]:
-    """The page, and the slot in it, of each of the step's tokens: [count] int32 each; page 0 for padding."""
+    """Page and slot of each token of the step: [count] int32 each; page 0 for padding."""
     positions = rows.positions(count)
     index = jnp.clip(positions // page_size, 0, rows.tables.shape[1] - 1)
     page = jnp.where(positions < 0, 0, rows.tables[rows.sequences(count), index])
@@ -196,7 +196,7 @@ def _places(rows: Rows, count: int, page_size: int) -> tuple[jax.Array, jax.Arra
 
 
 def _written(pages: jax.Array, new: jax.Array, rows: Rows) -> jax.Array:
-    """`pages` with `new`, [kv_heads, tokens, width]."""
+    """`pages` with `new`, [kv_heads, tokens, width], written."""
     new = new.astype(pages.dtype)
     if _has_kernel(pages):
         return calls.pages_write(pages, new, rows.starts, rows.lengths, rows.tables)
@@ -218,7 +218,7 @@ def _attend_by_pages(
     window: int | None,
     sinks: jax.Array | None,
 ) -> jax.Array:
-    """[heads, tokens, head_dim] to [tokens, heads, value_dim]: running sums over pages, as far as some token sees any."""
+    """[heads, tokens, head_dim] to [tokens, heads, value_dim]: online softmax over pages, up to the last one that is needed."""
     heads, count, width = query.shape
     _, kv_heads, page_size, value_width = values.shape
     groups = heads // kv_heads

@@ -1,8 +1,8 @@
-"""Weights of 8 or 4 bits with scales, and products with them.
+"""8-bit and 4-bit weights with scales, and matrix products with them.
 
-A `QuantizedArray` stands where a weight's array would: it has the weight's shape and the dtype of the numbers that it stands for,
-and is a pytree of its integers and its scales, so that programs move those and nothing larger. Whoever knows it multiplies with the
-integers; everyone else asks for `dequantize()`. How a weight is quantized is in `hfax.load.quantize`.
+A `QuantizedArray` replaces a weight array: it has the shape of the weight and the dtype of its dequantized values, and is a pytree
+of integers and scales, so programs move only those. Code that supports it multiplies with the integers; other code calls
+`dequantize()`. Quantization itself is in `hfax.load.quantize`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from hfax.kernels.cpu import calls, library
 from hfax.sharding.mesh import BATCH_AXES, batch_axes, size_of
 
 INT4_GROUP = 128
-"""Columns that share a scale, and a word layout, in 4-bit weights."""
+"""Columns that share a scale and a word layout in 4-bit weights."""
 _KERNEL_ROWS = 128
-"""Up to so many rows, CPU programs multiply with the integers; for more, making the weight's numbers once costs less. Where the
-processor multiplies pairs of bfloat16, the kernel makes them bit by bit itself, for any number of rows."""
+"""Maximum rows for which CPU programs multiply with the integers; for more, dequantizing the weight once is cheaper. On processors
+with bfloat16 dot-product instructions the kernel dequantizes block by block, for any number of rows."""
 
 
 @jax.tree_util.register_dataclass
@@ -36,9 +36,9 @@ class QuantizedArray:
             words of 16 bits holds columns i, 32 + i, 64 + i and 96 + i, from its lowest bits up, each plus 8.
         scale: [..., out, in / group] bfloat16.
         bits: 8 or 4.
-        dtype: of the numbers that it stands for.
-        spec: how the weight is split over a mesh, as integers and scales both are; None: it is not, or nobody said. Traces of
-            programs for several devices look here, since they cannot ask an array where it lies.
+        dtype: dtype of the dequantized values.
+        spec: sharding of the weight over a mesh, shared by integers and scales; None: unsharded or unknown. Needed by traces of
+            multi-device programs, which cannot query the sharding of an array.
     """
 
     values: jax.Array
@@ -49,7 +49,7 @@ class QuantizedArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight."""
+        """Shape of the weight."""
         *lead, last = self.values.shape
         return (*lead, last * 8 // self.bits)
 
@@ -60,12 +60,12 @@ class QuantizedArray:
 
     @property
     def size(self) -> int:
-        """How many numbers it stands for."""
+        """Number of elements of the weight."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Of the integers and the scales."""
+        """Size of the integers and scales, in bytes."""
         return self.values.nbytes + self.scale.nbytes
 
     @property
@@ -87,13 +87,13 @@ class QuantizedArray:
         return (groups * self.scale[..., None].astype(jnp.float32)).astype(self.dtype).reshape(self.shape)
 
     def rows(self, index: jax.Array) -> jax.Array:
-        """`weight[index]` in `dtype`, for an embedding table; only those rows are made."""
+        """`weight[index]` in `dtype`, for an embedding table; dequantizes only those rows."""
         picked = dataclasses.replace(self, values=self.values[index], scale=self.scale[index], spec=None)
         return picked.dequantize()
 
 
 def linear(x: jax.Array, weight: QuantizedArray, bias: jax.Array | None = None) -> jax.Array:
-    """`x @ weight.T + bias` with float32 accumulation, as `hfax.kernels.linear.linear`.
+    """`x @ weight.T + bias` with float32 accumulation, like `hfax.kernels.linear.linear`.
 
     Args:
         x: [..., in_features].
@@ -124,7 +124,7 @@ def linear(x: jax.Array, weight: QuantizedArray, bias: jax.Array | None = None) 
 
 
 def without_batch_axes(spec: P | None, ndim: int) -> P:
-    """A weight's split without the axes of batches, over which it is put together before it is used; an entry for each axis."""
+    """A weight's sharding without the batch axes, over which it is gathered before use; one entry per axis."""
 
     def kept(axes: str | Sequence[str] | None) -> tuple[str, ...] | None:
         named = (axes,) if isinstance(axes, str) else tuple(axes or ())
@@ -135,7 +135,7 @@ def without_batch_axes(spec: P | None, ndim: int) -> P:
 
 
 def _tpu_specs(x: jax.Array, weight: QuantizedArray) -> tuple[P, P] | None:
-    """How the Pallas kernel's devices split activations and a weight; None where it is not for this program or these shapes."""
+    """Shardings of activations and weight for the Pallas kernel; None if it does not support this program or these shapes."""
     if not target.is_for("tpu") or target.is_differentiated() or x.dtype != jnp.bfloat16 or weight.ndim != 2:
         return None
     mesh = target.mesh()
@@ -154,7 +154,7 @@ def _tpu_specs(x: jax.Array, weight: QuantizedArray) -> tuple[P, P] | None:
 
 
 def _on_tpu(x: jax.Array, weight: QuantizedArray, of_x: P, of_weight: P) -> jax.Array:
-    """Every device multiplies with its own part; sums over parts of a row are added up in float32."""
+    """Each device multiplies its own shard; partial sums of a row are added in float32."""
     from hfax.kernels.tpu import quantized as kernels
 
     def local(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Whose tokens a step of continuous batching has: the tokens of all its sequences stand in one row of the model's input."""
+"""Mapping of tokens to sequences in a step of continuous batching, which packs all tokens into one row of the model's input."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Whose tokens a step has. Sequences have one row or more, in the order of the sequences; rows after the last are padding.
+    """Maps the rows (tokens) of a step to sequences. Sequences have one or more consecutive rows; rows after the last are padding.
 
     Args:
-        starts: [sequences + 1] int32, the first row of each sequence; for unused ones, and at the end, the number of rows in use.
-        lengths: [sequences] int32, tokens of each, the step's included; 0 for unused ones.
-        tables: [sequences, pages] int32, the page of each `page_size` tokens.
-        count: [1] int32, sequences in use.
+        starts: [sequences + 1] int32, first row of each sequence; for unused ones, and at the end, the number of rows in use.
+        lengths: [sequences] int32, length of each sequence, including the tokens of the step; 0 for unused ones.
+        tables: [sequences, pages] int32, page tables: the page of each block of `page_size` tokens.
+        count: [1] int32, number of sequences in use.
     """
 
     starts: jax.Array
@@ -26,12 +26,12 @@ class Rows:
     count: jax.Array
 
     def sequences(self, num_rows: int) -> jax.Array:
-        """[num_rows] int32: the sequence of each row; of padding the last."""
+        """[num_rows] int32: the sequence of each row; the last one for padding."""
         found = jnp.searchsorted(self.starts, jnp.arange(num_rows, dtype=jnp.int32), side="right") - 1
         return jnp.clip(found, 0, self.lengths.shape[0] - 1).astype(jnp.int32)
 
     def positions(self, num_rows: int) -> jax.Array:
-        """[num_rows] int32: where each row's token stands in its sequence; of padding below 0."""
+        """[num_rows] int32: the position of each row's token in its sequence; negative for padding."""
         of = self.sequences(num_rows)
         index = jnp.arange(num_rows, dtype=jnp.int32)
         return jnp.where(index < self.starts[-1], self.lengths[of] - self.starts[of + 1] + index, -1)

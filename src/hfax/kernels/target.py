@@ -1,7 +1,7 @@
-"""Which platform a program is being made for, and which ways of computing were chosen for it.
+"""The target platform of a program, and the implementations chosen for it.
 
-A trace that knows where it will run, because its program is compiled next, says so with `compiling_for`. Everything else, above all
-`model.apply` under a user's own `jax.jit` or `jax.grad`, has no target and gets plain JAX.
+A trace with a known target, because its program is compiled next, declares it with `compiling_for`. Everything else, above all
+`model.apply` under a user's own `jax.jit` or `jax.grad`, has no target and uses plain JAX.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hfax.sharding.mesh import HEAD_AXES, TENSOR, size_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where a program will run.
+    """The target of a program.
 
     Args:
         platform: "cpu", "gpu" or "tpu".
         mesh: the devices, with the axes of `hfax.sharding.mesh`; None: one device.
-        pages: caches are kept in pages, as TPU's kernel reads them.
-        is_differentiated: gradients are taken through the program, so kernels without one are left out.
-        chosen: gets a line for each way of computing that was chosen; shown by `hfax doctor`.
+        pages: caches are paged, in the layout of the TPU kernels.
+        is_differentiated: the program is differentiated, so kernels without gradients are excluded.
+        chosen: collects one line per chosen implementation; shown by `hfax doctor`.
     """
 
     platform: str
@@ -39,41 +39,41 @@ _target: ContextVar[Target | None] = ContextVar("hfax_target", default=None)
 
 
 def current() -> Target | None:
-    """The target of the trace that is going on; None if it is not known."""
+    """The target of the current trace; None if unknown."""
     return _target.get()
 
 
 def is_for(platform: str) -> bool:
-    """Whether the trace that goes on is for a program on that platform."""
+    """Whether the current trace is for a program on that platform."""
     return (target := _target.get()) is not None and target.platform == platform
 
 
 def is_differentiated() -> bool:
-    """Whether gradients are taken through the program that the trace is for, as far as that is known."""
+    """Whether the current trace's program is differentiated, as far as known."""
     return (target := _target.get()) is not None and target.is_differentiated
 
 
 def mesh() -> jax.sharding.Mesh | None:
-    """The devices of the program that the trace is for, if there are several."""
+    """The mesh of the current trace's program; None for one device."""
     return None if (target := _target.get()) is None else target.mesh
 
 
 def head_shards() -> tuple[int, int]:
-    """Into how many parts query heads are split, and heads of keys and values."""
+    """The number of shards of query heads, and of key and value heads."""
     if (devices := mesh()) is None:
         return 1, 1
     return size_of(devices, HEAD_AXES), size_of(devices, TENSOR)
 
 
 def choose(way: str) -> None:
-    """Note that `way` was chosen."""
+    """Record that the implementation `way` was chosen."""
     if (target := _target.get()) is not None:
         target.chosen.add(way)
 
 
 @contextlib.contextmanager
 def plainly() -> Iterator[None]:
-    """Within the block the target is not known, so that everything is plain JAX."""
+    """Within the block the target is unknown, so everything uses plain JAX."""
     token = _target.set(None)
     try:
         yield
@@ -90,14 +90,14 @@ def compiling_for(
     is_differentiated: bool = False,
     chosen: set[str] | None = None,
 ) -> Iterator[Target]:
-    """Traces within the block are for programs that run on `device`, or on a platform of that name.
+    """Traces within the block are for programs on `device`, or on a platform of that name.
 
     Args:
-        device: where.
-        mesh: see `Target`.
-        pages: see `Target`; None: on TPU.
-        is_differentiated: see `Target`.
-        chosen: see `Target`.
+        device: the device or platform.
+        mesh: as in `Target`.
+        pages: as in `Target`; None: only on TPU.
+        is_differentiated: as in `Target`.
+        chosen: as in `Target`.
     """
     platform = device if isinstance(device, str) else device.platform
     platform = "gpu" if platform in ("cuda", "rocm") else platform

@@ -1,7 +1,7 @@
-"""The KV cache of a whole model: built from its config, and turned to and from a flat dict of arrays.
+"""The KV cache of a whole model: built from its config, and converted to and from a flat dict of arrays.
 
 A program carries a cache as `dict[str, array]` (`layers.3.keys`, `layers.3.conv_states.0`, …); inside a trace the same arrays
-stand in the objects that transformers' modelling code expects. It does not know which backend's arrays they are.
+are in the objects that transformers' modelling code expects. Independent of the backend.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from hfax.kv_cache.paged import PagedLayer
 
 
 class LayeredCache(Cache):
-    """transformers' cache with hfax's layers; says which of them keep only a state."""
+    """transformers' cache with hfax's layers; reports which of them keep only a recurrent state."""
 
     @property
     def is_linear(self) -> list[bool]:
-        """Whether each layer keeps states and no keys."""
+        """Whether each layer keeps recurrent states and no keys."""
         return [isinstance(x, RecurrentLayer) and not isinstance(x, FullAttentionLayer) for x in self.layers]
 
 
@@ -53,22 +53,22 @@ def make_cache(
     """A cache object for one trace.
 
     Args:
-        config: the model's configuration (for composite models its text part is used).
+        config: the model's configuration (for composite models, the text config is used).
         ops: the backend's array operations.
-        capacity: most tokens that full-attention layers can hold.
-        length: tokens held so far, a scalar array; None for an empty cache that a prefill fills.
-        arrays: what `cache_arrays` gave, to continue; required with `length`.
+        capacity: maximum tokens in full-attention layers.
+        length: tokens held so far, a scalar array; None for an empty cache to be filled by prefill.
+        arrays: the result of `cache_arrays`, to continue; required with `length`.
         has_encoder: the model is an encoder-decoder whose cross-attention is cached too.
-        prompt_length: tokens of the prompts that fill an empty cache; what is more stands before them.
-        keeps_windows: layers with a window hold no more tokens than it; False: all of them.
-        padding: [batch], tokens of padding before each prompt; given where attention reads pages.
+        prompt_length: prompt tokens that fill an empty cache; further entries precede them.
+        keeps_windows: sliding-window layers hold only their window; False: all tokens.
+        padding: [batch], padding tokens before each prompt; required for paged attention.
 
     Raises:
-        UnsupportedModelError: the config has a kind of layer that hfax has no cache for.
+        UnsupportedModelError: hfax has no cache for a kind of layer in the config.
     """
     text_config = config.get_text_config(decoder=True)
     types, kwargs = get_layer_types_and_kwargs(text_config)
-    crossing = getattr(text_config, "cross_attention_layers", None) or ()  # layers that attend to images alone
+    crossing = getattr(text_config, "cross_attention_layers", None) or ()  # layers that attend only to images
     types = ["cross_attention" if index in crossing else kind for index, kind in enumerate(types)]
     if not keeps_windows:
         types = ["full_attention" if kind in _WINDOWS else kind for kind in types]

@@ -1,10 +1,10 @@
-"""One layer's part of the KV cache, for each kind of layer: full attention, sliding window, recurrent state, cross-attention.
+"""The KV cache of one layer, for each kind of layer: full attention, sliding window, recurrent state, cross-attention.
 
-Each class speaks the protocol that transformers' modelling code calls (`update`, `get_seq_length`, `get_mask_sizes`, …) and holds
-its state as plain attributes that are replaced, never changed in place. A layer lives for one trace. It is either being filled
-from empty (prefill: the layer holds nothing, lengths are Python ints, attention sees just the new keys) or continued (decode: the
-layer holds fixed-size arrays, the length is a scalar array). It knows nothing of JAX: writing at a traced position and padding
-come from the backend as `CacheOps`.
+Each class implements the protocol that transformers' modelling code calls (`update`, `get_seq_length`, `get_mask_sizes`, …) and
+holds its state as plain attributes that are replaced, never modified in place. A layer lives for one trace. It is either filled
+from empty (prefill: the layer holds nothing, lengths are Python ints, attention sees only the new keys) or continued (decode: the
+layer holds fixed-size arrays, the length is a scalar array). It does not depend on JAX: the backend provides writes at traced
+positions and padding as `CacheOps`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 Tensor = Any
-"""A backend's tensor: in a trace, what the modelling code takes for a torch.Tensor."""
+"""A backend's tensor: in a trace, the object that modelling code treats as a torch.Tensor."""
 
 
 class CacheOps(Protocol):
-    """What a backend provides to the cache."""
+    """The operations that a backend provides to the cache."""
 
     def write(self, buffer: Tensor, new: Tensor, start: Tensor) -> Tensor:
         """`buffer` with `new` written from position `start` (a scalar) on axis -2."""
@@ -30,21 +30,21 @@ class CacheOps(Protocol):
         ...
 
     def ring_positions(self, length: Tensor, window: int) -> Tensor:
-        """For a ring that holds `length` tokens, last one included: the position held by each slot less the slot, [window].
+        """For a ring that holds `length` tokens, last one included: the position held by each slot minus the slot, [window].
 
-        Slots not yet written get a position below zero.
+        Unwritten slots get a negative position.
         """
         ...
 
     def ring_slot(self, length: Tensor, window: int) -> Tensor:
-        """The slot that the token at position `length` takes: `length` modulo `window`."""
+        """The slot of the token at position `length`: `length` modulo `window`."""
         ...
 
 
 class FullAttentionLayer(CacheLayerMixin):
     """Keys and values of every token, [batch, heads, capacity, head_dim].
 
-    Some models put features of images before the prompt; the layer then holds that many more than `capacity`.
+    Some models put image features before the prompt; the layer then holds that many tokens more than `capacity`.
     """
 
     is_compileable = True
@@ -61,7 +61,7 @@ class FullAttentionLayer(CacheLayerMixin):
         self.prompt_length: int | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the arrays are made by the first `update`."""
+        """No-op: the first `update` creates the arrays."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store new keys and values; return those that attention reads: the new ones in prefill, else the whole buffer."""
@@ -80,7 +80,7 @@ class FullAttentionLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def restored(self) -> None:
-        """After the arrays were given back: count what stands before the prompt."""
+        """Called after the arrays are restored: count the entries before the prompt."""
         if (
             self.base_length is not None
             and self.keys is not None
@@ -100,11 +100,11 @@ class FullAttentionLayer(CacheLayerMixin):
         return self.base_length + self.num_new if self.num_new else self.base_length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Tensor | int]:
-        """Length of what attention reads, and the position of its first entry (or, for a ring, of each entry)."""
+        """Number of keys that attention reads, and the position of the first (or, for a ring, of each)."""
         return (query_length if self.base_length is None else self.capacity), 0
 
     def get_max_length(self) -> int:
-        """Capacity, tokens."""
+        """Capacity, in tokens."""
         return self.capacity
 
     def reset(self) -> None:
@@ -117,14 +117,14 @@ class SlidingWindowLayer(FullAttentionLayer):
     is_sliding = True
 
     def restored(self) -> None:
-        """Nothing stands before the prompt."""
+        """No-op: there are no entries before the prompt."""
 
     def __init__(self, ops: CacheOps, capacity: int, length: Tensor | None, *, window: int) -> None:
         super().__init__(ops, capacity, length)
         self.window = min(window, capacity)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As `FullAttentionLayer.update`; in prefill attention sees all new keys, and the last `window` are kept."""
+        """Like `FullAttentionLayer.update`; in prefill attention sees all new keys, and the last `window` are kept."""
         if self.window == self.capacity:
             return super().update(key_states, value_states)
         self.is_initialized = True
@@ -152,14 +152,14 @@ class SlidingWindowLayer(FullAttentionLayer):
         )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Tensor | int]:
-        """In decode the second value is a vector: each slot's position less the slot."""
+        """In decode the second value is a vector: the position of each slot minus the slot."""
         if self.base_length is None or self.window == self.capacity:
             return super().get_mask_sizes(query_length)
         return self.window, self.ops.ring_positions(self.base_length + 1, self.window)
 
 
 class RecurrentLayer(LinearAttentionLayer):
-    """Convolution and recurrent states of a state-space or linear-attention layer, whose size does not grow."""
+    """Fixed-size convolution and recurrent states of a state-space or linear-attention layer."""
 
     def __init__(self, length: Tensor | None, *, num_states: int) -> None:
         super().__init__(number_of_states=num_states)
@@ -169,7 +169,7 @@ class RecurrentLayer(LinearAttentionLayer):
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> Tensor:
-        """Keep the last `conv_kernel_size` columns; return what the convolution reads (with the old ones in front)."""
+        """Keep the last `conv_kernel_size` columns; return the columns that the convolution reads (old ones first)."""
         if self.has_previous_state[state_idx]:
             old: Any = self.conv_states[state_idx]
             kernel = old.shape[-1]
@@ -192,7 +192,7 @@ class RecurrentLayer(LinearAttentionLayer):
 
 
 class HybridLayer(RecurrentLayer, FullAttentionLayer):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """Attention keys and values beside recurrent states, for layers that have both."""
+    """Attention keys and values plus recurrent states, for layers with both."""
 
     def __init__(self, ops: CacheOps, capacity: int, length: Tensor | None, *, num_states: int) -> None:
         FullAttentionLayer.__init__(self, ops, capacity, length)
@@ -200,7 +200,7 @@ class HybridLayer(RecurrentLayer, FullAttentionLayer):  # pyright: ignore[report
 
 
 class HybridSlidingLayer(RecurrentLayer, SlidingWindowLayer):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """A sliding window of keys and values beside recurrent states."""
+    """A sliding window of keys and values plus recurrent states."""
 
     def __init__(self, ops: CacheOps, capacity: int, length: Tensor | None, *, window: int, num_states: int) -> None:
         SlidingWindowLayer.__init__(self, ops, capacity, length, window=window)
@@ -208,7 +208,7 @@ class HybridSlidingLayer(RecurrentLayer, SlidingWindowLayer):  # pyright: ignore
 
 
 class IndexedLayer(FullAttentionLayer):
-    """Every token's keys and values, and the keys by which a sparse layer's indexer chooses among them."""
+    """Keys and values of every token, and the keys of a sparse layer's indexer."""
 
     state_names = ("keys", "values", "indexer_keys", "positions")
 
@@ -231,7 +231,7 @@ class IndexedLayer(FullAttentionLayer):
 
     @property
     def indexer_position_ids(self) -> Tensor | None:
-        """The positions of all slots, [n, batch, capacity]; None before the prompt. Models append the step's own, and set it."""
+        """The positions of all slots, [n, batch, capacity]; None before the prompt. Models append those of the step, and set it."""
         return self.positions
 
     @indexer_position_ids.setter
@@ -244,13 +244,13 @@ class IndexedLayer(FullAttentionLayer):
 
 
 class CrossAttentionLayer(FullAttentionLayer):
-    """Keys and values of an encoder's output: written once, as long as they are, then only read."""
+    """Keys and values of an encoder output: written once at full length, then only read."""
 
     def restored(self) -> None:
-        """Its length is not the text's."""
+        """No-op: its length is independent of the decoder sequence."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the encoder's keys and values as they are."""
+        """Store the encoder keys and values unchanged."""
         self.is_initialized = True
         self.keys, self.values = key_states, value_states
         return key_states, value_states

@@ -1,7 +1,7 @@
-"""A layer's keys and values in pages, for the attention kernel that TPUs decode with.
+"""Paged keys and values of a layer, for the TPU decoding attention kernels.
 
-It stands where a full or sliding layer would and does the same in prefill; in decode it writes into its pages and gives attention
-the pages beside the arrays that they stand for, which nobody computes unless some attention cannot read pages.
+It replaces a full or sliding-window layer and behaves the same in prefill; in decode it writes to its pages and passes them to
+attention together with the equivalent dense arrays, which are computed only if some attention cannot read pages.
 """
 
 from __future__ import annotations
@@ -12,36 +12,36 @@ from hfax.kv_cache.layers import CacheOps, FullAttentionLayer, Tensor
 
 
 class PagedCacheOps(CacheOps, Protocol):
-    """What a backend that keeps pages provides."""
+    """The operations of a backend that supports pages."""
 
     def fits_pages(self, key: Tensor, value: Tensor, capacity: int, window: int | None) -> bool:
-        """Whether a kernel takes keys and values of these shapes."""
+        """Whether a kernel supports keys and values of these shapes."""
         ...
 
     def fill_pages(
         self, key: Tensor, value: Tensor, padding: Tensor, capacity: int, window: int | None
     ) -> dict[str, Tensor]:
-        """The pages after a prompt, with `padding` tokens, [batch], before each sequence: arrays by name."""
+        """The pages after a prompt with `padding` tokens, [batch], before each sequence: arrays by name."""
         ...
 
     def write_page(
         self, pages: dict[str, Tensor], key: Tensor, value: Tensor, padding: Tensor, position: Tensor, capacity: int
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """The pages with one token more, and the keys and values that they stand for; the keys carry the pages."""
+        """The pages with one more token, and the equivalent dense keys and values; the keys carry the pages."""
         ...
 
 
 class PagedLayer(FullAttentionLayer):
-    """Keys and values in pages, of all tokens or of a window.
+    """Paged keys and values of all tokens or of a window.
 
-    Where the shapes do not fit a kernel, it keeps all tokens as `FullAttentionLayer` does.
+    If no kernel supports the shapes, it keeps all tokens like `FullAttentionLayer`.
 
     Args:
         ops: the backend's operations.
-        capacity: tokens, padding included.
+        capacity: capacity in tokens, padding included.
         length: tokens held, a scalar array; None in prefill.
-        padding: [batch], tokens of padding before each prompt.
-        window: how many tokens a query sees; None: all.
+        padding: [batch], padding tokens before each prompt.
+        window: number of tokens a query attends to; None: all.
     """
 
     page_names = ("pages", "key_pages", "value_pages")
@@ -57,7 +57,7 @@ class PagedLayer(FullAttentionLayer):
         self.value_pages: Tensor = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As `FullAttentionLayer.update`."""
+        """Like `FullAttentionLayer.update`, on pages."""
         if self.base_length is None:
             fits = self.paged_ops.fits_pages(key_states, value_states, self.capacity, self.window)
             if not fits or self.prompt_length != key_states.shape[-2]:

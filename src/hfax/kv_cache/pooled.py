@@ -1,8 +1,8 @@
-"""A cache whose layers write into pools of pages that many sequences share.
+"""A cache with layers that write to pools of pages shared by many sequences.
 
-The tokens of a step stand one after the other in one row, so a layer does not say how long a sequence is, and masks between the
-step's tokens mean nothing: attention reads a sequence's pages and knows its length. A layer notes whether attention did so;
-modelling code that computes attention by itself would mix the sequences.
+The tokens of a step are packed in one row, so a layer does not report sequence lengths, and masks between the tokens of a step are
+meaningless: attention reads the pages of each sequence up to its length. A layer records whether attention did so; modelling code
+that computes attention itself would mix the sequences.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ _POOLED = ("full_attention", "sliding_attention")
 
 
 class PoolOps(Protocol):
-    """What a backend provides."""
+    """The operations that a backend provides."""
 
     def write_rows(self, arrays: dict[str, Tensor], key: Tensor, value: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """A pool's arrays with the step's keys and values, and the keys as a tensor that carries the pool."""
+        """The pool arrays with the keys and values of the step, and the keys as a tensor that carries the pool."""
         ...
 
     def is_read(self, key: Tensor) -> bool:
-        """Whether attention read the pool that a tensor of `write_rows` carries."""
+        """Whether attention read the pool carried by a tensor from `write_rows`."""
         ...
 
 
 class PoolLayer(CacheLayerMixin):
-    """One layer's keys and values, in a pool.
+    """Keys and values of one layer, in a pool.
 
     Args:
         ops: the backend's operations.
-        num_slots: more than any step's tokens, so that no mask is left out for being causal within the step.
-        arrays: of the pool, by name.
-        is_sliding: the layer sees a window; which keys are in it, attention says.
+        num_slots: more than the tokens of any step, so that no mask is skipped for being causal within the step.
+        arrays: arrays of the pool, by name.
+        is_sliding: the layer has a sliding window, applied by attention.
     """
 
     is_compileable = True
@@ -52,10 +52,10 @@ class PoolLayer(CacheLayerMixin):
         self.carrier: Tensor = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the pool is there."""
+        """No-op: the pool exists already."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the step's keys and values; return them, the keys with the pool."""
+        """Write the keys and values of the step; return them, the keys carrying the pool."""
         if self.carrier is not None:
             raise UnsupportedModelError(
                 "A layer's cache is filled twice in one step.", "Its pages hold each token once.", "Use slots."
@@ -65,15 +65,15 @@ class PoolLayer(CacheLayerMixin):
         return self.carrier, value_states
 
     def get_seq_length(self) -> int:
-        """0: there is no one length."""
+        """0: there is no single length."""
         return 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """More keys than queries."""
+        """A number of keys above the number of queries, and offset 0."""
         return self.num_slots, 0
 
     def get_max_length(self) -> int:
-        """As `get_mask_sizes`."""
+        """The number of slots."""
         return self.num_slots
 
     def reset(self) -> None:
@@ -84,14 +84,14 @@ def pooled_layers(config: PretrainedConfig) -> list[str]:
     """The kinds of a model's layers.
 
     Raises:
-        UnsupportedModelError: one of them keeps something else than keys and values.
+        UnsupportedModelError: a layer caches something other than keys and values.
     """
     types, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     if others := sorted(set(types) - set(_POOLED)):
         raise UnsupportedModelError(
             f"The model has layers of kind {', '.join(others)}.",
-            "Pages hold keys and values of every token.",
-            "Each sequence gets a cache of its own.",
+            "Pages only hold keys and values of every token.",
+            "Use one cache slot per sequence.",
         )
     return list(types)
 
@@ -104,11 +104,11 @@ def make_pooled_cache(
     Args:
         config: the model's configuration.
         ops: the backend's operations.
-        num_slots: see `PoolLayer`.
+        num_slots: as in `PoolLayer`.
         arrays: pools by layer: "layers.0.key_pages", ….
 
     Raises:
-        UnsupportedModelError: see `pooled_layers`.
+        UnsupportedModelError: a layer caches something other than keys and values.
     """
     layers = []
     for index, kind in enumerate(pooled_layers(config)):
@@ -122,16 +122,16 @@ def pooled_arrays(cache: LayeredCache) -> dict[str, Tensor]:
     """The pools after a step, by layer; the inverse of `make_pooled_cache(arrays=…)`.
 
     Raises:
-        UnsupportedModelError: a layer's attention did not read its pool, so its results are of no sequence.
+        UnsupportedModelError: a layer's attention did not read its pool, so its results are invalid.
     """
     found: dict[str, Tensor] = {}
     for index, layer in enumerate(cache.layers):
         assert isinstance(layer, PoolLayer)
         if layer.carrier is not None and not layer.ops.is_read(layer.carrier):
             raise UnsupportedModelError(
-                f"Layer {index} computes attention by itself.",
-                "Its modelling code does not hand the cache's keys to transformers' attention interface as they are.",
-                "Each sequence gets a cache of its own.",
+                f"Layer {index} computes attention itself.",
+                "Its modelling code does not pass the cached keys unchanged to transformers' attention interface.",
+                "Use one cache slot per sequence.",
             )
         found |= {f"layers.{index}.{name}": array for name, array in layer.arrays.items()}
     return found

@@ -1,1 +1,1 @@
-"""Runs of several processes, on one machine or many."""
+"""Multi-process runs, on one machine or many."""

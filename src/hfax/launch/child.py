@@ -1,4 +1,4 @@
-"""What `hfax launch` starts: joins the run, then does what it was asked to, a script's work or a verb's of hfax.
+"""The process that `hfax launch` starts: joins the run, then executes a script or an hfax command.
 
 python -m hfax.launch.child script.py arguments…
 python -m hfax.launch.child hfax generate …
@@ -18,7 +18,7 @@ _PATIENCE_S = 1.0
 
 @contextlib.contextmanager
 def _patience() -> Iterator[None]:
-    """An error waits a moment: if it follows from the end of another process, the launcher ends this one before it is printed."""
+    """Delay errors: if another process's exit caused this one, the launcher kills this process before it prints the error."""
     try:
         yield
     except Exception:
@@ -33,7 +33,7 @@ def _silence() -> Iterator[None]:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code, unless the program itself exits."""
+    """Join the run and execute the program; returns the exit code, unless the program exits itself."""
     from hfax.errors import HfaxError
     from hfax.launch.cluster import join, member_from
 
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
         return 0
     sys.argv = ["hfax", *rest]
     member = member_from(os.environ)
-    is_silent = member is not None and member.process_id != 0  # process 0 speaks for all
+    is_silent = member is not None and member.process_id != 0  # only process 0 prints
     with _patience(), _silence() if is_silent else contextlib.nullcontext():
         runpy.run_module("hfax", run_name="__main__")
     return 0

@@ -1,7 +1,7 @@
-"""Which process of a run this is, and how it joins the others.
+"""Cluster membership: which process of a run this is, and how it joins the others.
 
-A run is described by three environment variables, which `hfax launch` sets for its children, or by what the machine says: Slurm's
-variables and TPU pods are found by JAX itself.
+Three environment variables describe a run; `hfax launch` sets them for its child processes. On Slurm and TPU pods, JAX detects the
+run itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hfax.errors import BackendNotAvailableError, InvalidInputError
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "HFAX_COORDINATOR", "HFAX_NUM_PROCESSES", "HFAX_PROCESS_ID"
 AUTOMATIC = "auto"
-"""As coordinator: JAX finds the run by itself."""
+"""Coordinator value for runs that JAX detects itself."""
 _HEARTBEAT_S = 30
 _START_S = 300
 
@@ -25,8 +25,8 @@ class Member:
 
     Args:
         coordinator: "host:port" of process 0, or `AUTOMATIC`.
-        num_processes: of the run; 0 if JAX finds it.
-        process_id: of this one, from 0; likewise.
+        num_processes: number of processes in the run; 0 if JAX detects it.
+        process_id: this process's index, from 0; 0 if JAX detects it.
     """
 
     coordinator: str
@@ -34,7 +34,7 @@ class Member:
     process_id: int = 0
 
     def environment(self) -> dict[str, str]:
-        """The variables that say so."""
+        """The environment variables that describe this member."""
         return {
             COORDINATOR: self.coordinator,
             NUM_PROCESSES: str(self.num_processes),
@@ -43,7 +43,7 @@ class Member:
 
 
 def member_from(environment: Mapping[str, str]) -> Member | None:
-    """What the variables of `hfax launch` say; None if they are not there."""
+    """Read the environment variables of `hfax launch`; None if they are not set."""
     if not (coordinator := environment.get(COORDINATOR)):
         return None
     return Member(
@@ -54,7 +54,7 @@ def member_from(environment: Mapping[str, str]) -> Member | None:
 
 
 def detected(environment: Mapping[str, str]) -> str | None:
-    """The kind of cluster whose processes JAX finds by itself; None if this is none."""
+    """The kind of cluster, if JAX can detect the run itself; else None."""
     if environment.get("SLURM_JOB_ID") and int(environment.get("SLURM_NTASKS", "1")) > 1:
         return "Slurm"
     if "," in environment.get("TPU_WORKER_HOSTNAMES", ""):
@@ -65,17 +65,17 @@ def detected(environment: Mapping[str, str]) -> str | None:
 
 
 def checked_address(text: str) -> tuple[str, int]:
-    """Host and port.
+    """Parse "host:port".
 
     Raises:
-        InvalidInputError: it is written otherwise.
+        InvalidInputError: the address is malformed.
     """
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65535:
         raise InvalidInputError(
-            f"{text!r} is no address of a coordinator.",
-            "The other processes find process 0 under it.",
-            "Write host:port, for instance 10.0.0.1:8476; the port after it must be free, too.",
+            f"{text!r} is not a valid coordinator address.",
+            "All other processes connect to process 0 at this address.",
+            "Pass host:port, for example 10.0.0.1:8476; the next port must be free, too.",
         )
     return host.strip("[]"), int(port)
 
@@ -84,12 +84,12 @@ _joined = False
 
 
 def join() -> None:
-    """Join the run that the environment describes; nothing if it describes none, or if this process did so before.
+    """Join the run described by the environment; a no-op without one, or if this process has already joined.
 
-    It must come before anything asks JAX for devices.
+    Call it before anything initializes JAX's devices.
 
     Raises:
-        BackendNotAvailableError: the others did not come.
+        BackendNotAvailableError: this process could not connect to the run.
     """
     global _joined
     member = member_from(os.environ)
@@ -114,6 +114,6 @@ def join() -> None:
         raise BackendNotAvailableError(
             f"Process {member.process_id} could not join the run at {member.coordinator}.",
             str(error).splitlines()[0],
-            "Start every process of the run, with the same number of processes, and let them reach process 0.",
+            "Start every process with the same number of processes, and check that each can reach process 0.",
         ) from error
     _joined = True

@@ -1,7 +1,7 @@
-"""`drive`: one process of a run decides, all of them compute.
+"""`drive`: process 0 controls the model, all processes compute.
 
-Process 0 gets the model in a shape whose calls are announced to the others before they are made; the others make the same calls.
-This module does not know what the calls do.
+Process 0 gets a proxy model that announces each call before making it; the other processes make the same calls. This module is
+independent of what the calls do.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from hfax.launch.together import announce, follow
 
 
 def drive(model: Any, main: Callable[[Any], Any]) -> Any:
-    """Call `main(model)` in process 0, and nowhere else; the other processes make the calls of the model that it makes.
+    """Call `main(model)` in process 0 only; the other processes mirror its calls to the model.
 
     Args:
         model: a `JaxModel`, the same in every process of the run.
-        main: gets a model whose `generate`, calls, `map`, `compile` and `save_pretrained` run in every process.
+        main: receives a proxy model; its `generate`, calls, `map`, `compile` and `save_pretrained` run in every process.
 
     Returns:
-        What `main` returned, in process 0; None in the others.
+        The result of `main` in process 0; None in the others.
 
     Raises:
-        Exception: what `main` raises, in process 0.
+        Exception: an exception from `main`, in process 0.
     """
     import jax
 
@@ -40,7 +40,7 @@ def drive(model: Any, main: Callable[[Any], Any]) -> Any:
 
 
 class Driven:
-    """A model in process 0, whose calls the other processes make, too. It has everything else that the model has."""
+    """A proxy for a model in process 0; the other processes mirror its calls. Other attributes are the model's own."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -52,29 +52,29 @@ class Driven:
         return self._everywhere("__call__", args, inputs)
 
     def generate(self, inputs: Any = None, **options: Any) -> Any:
-        """As `JaxModel.generate`; an assistant model cannot be sent to the other processes.
+        """`JaxModel.generate` in every process, without support for assistant models.
 
         Raises:
-            UnsupportedOptionError: there is one.
+            UnsupportedOptionError: `assistant_model` was passed.
         """
         if options.get("assistant_model") is not None:
             raise UnsupportedOptionError(
-                "assistant_model was given to a model that process 0 drives.",
-                "The other processes would need their own parts of it.",
+                "drive() does not support assistant_model.",
+                "The other processes do not have the assistant model.",
                 "Use prompt_lookup_num_tokens, or run the same script in every process without drive().",
             )
         return self._everywhere("generate", (inputs,), options)
 
     def map(self, dataset: Any, **options: Any) -> list[Any]:
-        """As `JaxModel.map`; the data set stays in process 0."""
+        """`JaxModel.map` in every process; the dataset stays in process 0."""
         return type(self._model).map(self, dataset, **options)
 
     def compile(self, *args: Any, **options: Any) -> Any:
-        """As `JaxModel.compile`."""
+        """`JaxModel.compile` in every process."""
         return self._everywhere("compile", args, options)
 
     def save_pretrained(self, folder: Any, **options: Any) -> None:
-        """As `JaxModel.save_pretrained`."""
+        """`JaxModel.save_pretrained` in every process."""
         self._everywhere("save_pretrained", (folder,), options)
 
     def _everywhere(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -92,10 +92,10 @@ class Driven:
 
 
 class _Silent:
-    """Stands for process 0's streamer in the others."""
+    """Replaces process 0's streamer in the other processes."""
 
     def put(self, value: Any) -> None:
-        """Nothing is shown."""
+        """Do nothing."""
 
     def end(self) -> None:
-        """Nothing is shown."""
+        """Do nothing."""

@@ -1,8 +1,8 @@
-"""Watching the processes of a run: when one ends badly, all end, at once and with one message.
+"""Supervises the processes of a run: if one fails, all are stopped at once, with a single message.
 
-Each machine has a supervisor, which starts the run's processes there. The supervisor of process 0 listens on the port after the
-coordinator's; the others keep a connection to it open and tell how their processes ended. A connection that breaks, or stays
-silent, is a machine that is gone. JAX's own heartbeats would notice as well, later and in many words.
+Each machine has a supervisor that starts the run's local processes. The supervisor of process 0 listens on the port after the
+coordinator's; the others keep a connection open to it and report exit codes. A broken or silent connection means a lost machine.
+JAX's own heartbeats would detect this too, but later and with long tracebacks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hfax.launch.cluster import AUTOMATIC, Member, checked_address
 _BEAT_S = 5
 _SILENCE_S = 20
 _KILL_S = 5
-"""Between asking a process to end and making it."""
+"""Seconds between SIGTERM and SIGKILL."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,8 @@ class Ending:
     """How a run ended.
 
     Args:
-        code: the exit code for the launcher.
-        reason: for people; empty after success.
+        code: the launcher's exit code.
+        reason: human-readable reason; empty after success.
     """
 
     code: int
@@ -43,13 +43,13 @@ class Ending:
 def supervise(
     members: Sequence[Member], command: Sequence[str], environment: Mapping[str, str], *, start_s: float
 ) -> Ending:
-    """Start the run's processes of this machine and wait for the end of all of it.
+    """Start this machine's processes of the run, and wait for the whole run to end.
 
     Args:
-        members: those processes.
-        command: what each runs: a script, or hfax and a verb, and its arguments.
-        environment: of all of them.
-        start_s: how long to wait for the other machines.
+        members: this machine's processes.
+        command: the command of each process: a script, or hfax and a command name, with arguments.
+        environment: their environment variables.
+        start_s: timeout for the other machines to connect, in seconds.
     """
     return asyncio.run(_Supervisor(members, command, environment, start_s).run())
 
@@ -73,7 +73,7 @@ class _Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM):
             code = 128 + number
             loop.add_signal_handler(
-                number, self._end, Ending(code=code, reason="" if code == 130 else "It was told to end.")
+                number, self._end, Ending(code=code, reason="" if code == 130 else "It was terminated.")
             )
         tasks = []
         server = None
@@ -84,7 +84,7 @@ class _Supervisor:
                     server = await asyncio.start_server(self._serve, None, port + 1)
                 except OSError as error:
                     return Ending(
-                        code=1, reason=f"Port {port + 1}, the one after the coordinator's, cannot be used: {error}"
+                        code=1, reason=f"Cannot listen on port {port + 1}, the one after the coordinator's: {error}"
                     )
                 tasks.append(asyncio.create_task(self._wait_for_all()))
             else:
@@ -122,7 +122,7 @@ class _Supervisor:
     async def _ended(self, process_id: int, code: int, host: str) -> None:
         self.done.add(process_id)
         if code != 0:
-            # the machine that lost a process tells the others, before they see what follows from it
+            # report the failure to other machines before they see its consequences
             self._end(Ending(code=1, reason=f"Process {process_id} of {self.total} on {host} {_how(code)}."))
         elif self.is_alone and len(self.done) == len(self.members):
             self._end(Ending(code=0))
@@ -140,7 +140,7 @@ class _Supervisor:
                 writer.write(line)
 
     async def _wait_for_all(self) -> None:
-        """On process 0's machine."""
+        """Wait for all other processes to connect; runs on process 0's machine."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.all_there.wait(), self.start_s)
             return
@@ -148,20 +148,20 @@ class _Supervisor:
         self._end(
             Ending(
                 code=1,
-                reason=f"Of {self.total} processes, {', '.join(map(str, missing))} did not come within {self.start_s:.0f} s. "
+                reason=f"Of {self.total} processes, {', '.join(map(str, missing))} did not connect within {self.start_s:.0f} s. "
                 "Start hfax launch on every machine, with its own --process-id.",
             )
         )
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One other machine, on process 0's."""
+        """Handle the connection of one other machine; runs on process 0's machine."""
         process_id = None
         try:
             hello = json.loads(await asyncio.wait_for(reader.readline(), _SILENCE_S))
             process_id = int(hello["id"])
             mine = {"processes": self.total, "version": __version__}
             if {name: hello.get(name) for name in mine} != mine or process_id in self.writers:
-                reason = f"Process {process_id} says {hello}, process 0 {mine}."
+                reason = f"Process {process_id} does not match process 0: {hello} versus {mine}."
                 self.writers[process_id] = writer
                 self._end(Ending(code=1, reason=reason))
                 return
@@ -179,10 +179,10 @@ class _Supervisor:
             if process_id is not None:
                 self._end(Ending(code=1, reason=f"The connection to process {process_id} broke."))
             else:
-                writer.close()  # somebody who does not belong to the run
+                writer.close()  # not a member of the run
 
     async def _report(self, host: str, port: int) -> None:
-        """On another machine than process 0's."""
+        """Connect to process 0's supervisor; runs on every other machine."""
         me = self.members[0].process_id
         deadline = asyncio.get_running_loop().time() + self.start_s
         while True:
@@ -214,11 +214,11 @@ class _Supervisor:
             try:
                 line = await asyncio.wait_for(reader.readline(), _SILENCE_S)
             except TimeoutError:
-                self._end(Ending(code=1, reason=f"The machine of process {process_id} ({host}) is silent."))
+                self._end(Ending(code=1, reason=f"The machine of process {process_id} ({host}) stopped responding."))
                 return
             if not line:
                 if process_id not in self.done or process_id == 0:
-                    self._end(Ending(code=1, reason=f"The launcher of process {process_id} on {host} is gone."))
+                    self._end(Ending(code=1, reason=f"The launcher of process {process_id} on {host} disconnected."))
                 return
             message = json.loads(line)
             if "end" in message:
@@ -234,7 +234,7 @@ async def _beat(writer: asyncio.StreamWriter) -> None:
 
 
 async def _stop(process: asyncio.subprocess.Process, is_asked: bool) -> None:
-    """End a process and what it started; by asking first, or at once."""
+    """Stop a process group: SIGTERM first if `is_asked`, then SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL) if is_asked else (signal.SIGKILL,):
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -244,7 +244,7 @@ async def _stop(process: asyncio.subprocess.Process, is_asked: bool) -> None:
 
 
 def _how(code: int) -> str:
-    """How a process ended."""
+    """Describe an exit code."""
     if code >= 0:
         return f"ended with exit code {code}"
     with contextlib.suppress(ValueError):

@@ -1,9 +1,9 @@
-"""What the processes of a run agree on: process 0 says, the others hear.
+"""Coordination between the processes of a run: process 0 broadcasts, the others receive.
 
-Every process of a run must make the same calls with the same arguments, or programs that span the processes wait for each other
-for ever. `agree` settles what a process would otherwise decide by itself, a random seed or when to look at a text; `drive` lets
-process 0 alone decide what is called. Messages go through the key-value store of JAX's distributed runtime, which the coordinator
-holds in process 0: no device is involved, so waiting costs nothing and may last.
+All processes must make the same calls with the same arguments, or multi-process programs deadlock. `agree` broadcasts values that
+a process would otherwise choose itself, such as a random seed; with `drive`, only process 0 decides what is called. Messages go
+through the key-value store of JAX's distributed runtime, hosted by the coordinator in process 0: waiting uses no device and has no
+time limit.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Any
 _FOLDER = "hfax"
 _POLL_MS = 10_000
 _KEPT = 256
-"""Messages after which the processes wait for one another, and the old ones are removed."""
+"""Number of messages between barriers, at which old messages are deleted."""
 _BARRIER_MS = 600_000
 
 _sent = 0
 
 
 class Interrupted(Exception):
-    """Process 0 left a call in which others still follow it. Only they see it."""
+    """Process 0 aborted a call; raised only in the other processes."""
 
 
 def agree(value: Any) -> Any:
-    """Process 0's value, in every process of the run; each must ask. `value` itself in a run of one.
+    """Broadcast process 0's value; every process must call this. Returns `value` itself in a single-process run.
 
-    For what belongs to all of them: a process with a model of its own asks nobody.
+    Only for state that all processes share; a process with its own model must not call it.
 
     Raises:
-        Interrupted: process 0 left the call.
+        Interrupted: process 0 aborted the call.
     """
     kind, found = _exchange("value", value)
     if kind != "value":
@@ -41,23 +41,23 @@ def agree(value: Any) -> Any:
 
 
 def announce(kind: str, content: Any) -> None:
-    """In process 0: send what the others' `hear` gives them."""
+    """In process 0: send a message to the other processes, which receive it with `hear`."""
     _exchange(kind, content)
 
 
 def hear() -> tuple[str, Any]:
-    """In the others: the next message, whatever its kind."""
+    """In the other processes: receive the next message of any kind."""
     return _exchange("", None)
 
 
 def follow(call: Callable[[str, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """In the other processes: make the calls that process 0 announces, until it says that there are no more.
+    """In the other processes: make the calls that process 0 announces, until it announces the end.
 
-    A call is followed by "done" or "failed". One that fails in process 0 fails here, too, or is left; one that fails here alone
-    ends this process, and with it the run.
+    Each call is followed by "done" or "failed". A call that fails in process 0 also fails or is aborted here; a call that fails
+    only here ends this process, and with it the run.
 
     Args:
-        call: makes one: gets the name of a method, arguments and keyword arguments.
+        call: makes a call, given a method name, arguments and keyword arguments.
     """
     while True:
         kind, content = hear()
@@ -80,7 +80,7 @@ def follow(call: Callable[[str, tuple[Any, ...], dict[str, Any]], Any]) -> None:
 
 def _exchange(kind: str, content: Any) -> tuple[str, Any]:
     global _sent
-    jax = sys.modules.get("jax")  # a backend without it has no runs of several processes
+    jax = sys.modules.get("jax")  # without JAX there are no multi-process runs
     if jax is None or jax.process_count() == 1:
         return kind, content
     client = _client()
@@ -91,7 +91,7 @@ def _exchange(kind: str, content: Any) -> tuple[str, Any]:
     else:
         message = pickle.loads(_wait_for(client, key))
     _sent += 1
-    if _sent % _KEPT == 0:  # everyone has read the folder before it goes
+    if _sent % _KEPT == 0:  # all processes must have read the folder before it is deleted
         client.wait_at_barrier(f"{_FOLDER}-{_sent}", _BARRIER_MS)
         if jax.process_index() == 0:
             client.key_value_delete(f"{_FOLDER}/{_sent // _KEPT - 1}/")
@@ -102,13 +102,13 @@ def _wait_for(client: Any, key: str) -> bytes:
     while True:
         try:
             return client.blocking_key_value_get_bytes(key, _POLL_MS)
-        except Exception as error:  # the runtime's errors have no classes of their own
+        except Exception as error:  # the runtime has no specific exception classes
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
 
 
 def _client() -> Any:
-    """JAX exports no way to this store; orbax and Flax reach for it in the same place."""
+    """The key-value store's client. JAX has no public API for it; orbax and Flax use the same private one."""
     from jax._src import distributed
 
     return distributed.global_state.client

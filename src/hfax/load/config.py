@@ -1,4 +1,4 @@
-"""A checkpoint's config.json and generation_config.json as transformers' objects. It reads no weights."""
+"""Reads a checkpoint's config.json and generation_config.json into transformers objects. Reads no weights."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def read_config(source: CheckpointSource, *, trust_remote_code: bool) -> PretrainedConfig:
-    """The configuration of a checkpoint.
+    """Read a checkpoint's configuration.
 
     Raises:
         CheckpointCorruptError: config.json is not valid.
-        UnsupportedModelError: the model type is unknown to transformers, or its own code would have to run untrusted.
+        UnsupportedModelError: transformers does not know the model type, or it needs remote code that was not trusted.
     """
     path = source.folder / "config.json"
     try:
@@ -32,9 +32,9 @@ def read_config(source: CheckpointSource, *, trust_remote_code: bool) -> Pretrai
         ) from error
     if raw.get("auto_map") and not trust_remote_code and not _is_known(raw):
         raise UnsupportedModelError(
-            f"{source.name} brings its own code for model type {raw.get('model_type')!r}, which was not run.",
-            "Code from a checkpoint can do anything that you can.",
-            "Read the .py files of the repository; if you trust them, pass trust_remote_code=True.",
+            f"{source.name} requires its own code for model type {raw.get('model_type')!r}, which was not run.",
+            "Code from a checkpoint runs with all of your permissions.",
+            "Review the repository's .py files; if you trust them, pass trust_remote_code=True.",
         )
     try:
         return AutoConfig.from_pretrained(
@@ -45,14 +45,14 @@ def read_config(source: CheckpointSource, *, trust_remote_code: bool) -> Pretrai
             import transformers
 
             raise UnsupportedModelError(
-                f"transformers {transformers.__version__} does not know model type {raw['model_type']!r} of {source.name}.",
-                "The model is newer than the installed transformers, or its type is misspelt.",
+                f"transformers {transformers.__version__} does not know model type {raw['model_type']!r} ({source.name}).",
+                "The model is newer than the installed transformers, or its model_type is misspelled.",
                 "Update transformers (pip install -U transformers), or check model_type in config.json.",
             ) from error
         raise CheckpointCorruptError(
             f"The config of {source.name} is not valid.",
             f"{type(error).__name__}: {error}",
-            "Check config.json; it must name a model_type and have that type's fields.",
+            "Check config.json: it needs a model_type and the fields of that type.",
         ) from error
 
 
@@ -63,7 +63,7 @@ def _is_known(raw: dict[str, Any]) -> bool:
 
 
 def read_generation_config(folder: Path | None, module: PreTrainedModel) -> GenerationConfig:
-    """generation_config.json of a checkpoint; without one, what the model's config says about tokens."""
+    """A checkpoint's generation_config.json, or the generation fields of the model's config if there is none."""
     if folder is not None and (folder / "generation_config.json").is_file():
         try:
             return GenerationConfig.from_pretrained(folder)
@@ -71,16 +71,16 @@ def read_generation_config(folder: Path | None, module: PreTrainedModel) -> Gene
             raise CheckpointCorruptError(
                 f"{folder / 'generation_config.json'} is not valid.",
                 f"{type(error).__name__}: {error}",
-                "Correct the file, or remove it to use the defaults.",
+                "Fix the file, or delete it to use the defaults.",
             ) from error
     return getattr(module, "generation_config", None) or GenerationConfig.from_model_config(module.config)
 
 
 def read_any_config(model: str | Path | PretrainedConfig, trust_remote_code: bool) -> PretrainedConfig:
-    """A config from what names one: a Hub id, a folder, a config.json, "demo", or itself (copied).
+    """A config from a Hub id, a folder, a config.json, "demo", or a config object (copied).
 
     Raises:
-        InvalidInputError: there is none.
+        InvalidInputError: no config was found.
     """
     if isinstance(model, PretrainedConfig):
         return copy.deepcopy(model)
@@ -91,5 +91,5 @@ def read_any_config(model: str | Path | PretrainedConfig, trust_remote_code: boo
         raise InvalidInputError(
             f"No config was found for {model!r}.",
             " ".join(str(error).split())[:300],
-            "Pass a Hub id, a folder with a config.json, or a config.json; gated repositories need `hf auth login`.",
+            "Pass a Hub id, a folder with a config.json, or a config.json; run `hf auth login` for gated repositories.",
         ) from error

@@ -1,9 +1,9 @@
-"""Which tensors of a checkpoint become which weights of a model.
+"""Maps checkpoint tensors to model weights.
 
-Turns the names found in the checkpoint's files and a skeleton into an ordered list of steps, each reading one or a few stored
-tensors and yielding one or a few weights. The renaming, splitting, merging and stacking rules are transformers' own
-(`transformers.conversion_mapping`); this module only runs them one weight at a time, so that no second copy of the model exists.
-It reads no file itself.
+Turns the tensor names in the checkpoint's files and a skeleton into an ordered list of steps, each reading one or more stored
+tensors and yielding one or more weights. The renaming, splitting, merging and stacking rules are transformers' own
+(`transformers.conversion_mapping`); this module runs them one weight at a time, so the model is never held in memory twice.
+It reads no files itself.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class ConversionStep:
     """One unit of loading.
 
     Args:
-        sources: names in the checkpoint that are read.
-        target: the first weight it yields.
-        converter: transformers' rule, its source names already collected; None where the single source is the weight as it is.
+        sources: checkpoint tensors to read.
+        target: the first weight this step yields.
+        converter: transformers' conversion rule, source names already collected; None if the single source is used unchanged.
     """
 
     sources: tuple[tuple[str, str], ...]
@@ -43,14 +43,14 @@ class ConversionStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConversionPlan:
-    """All steps for one model, and the names that found no partner."""
+    """All steps for one model, and the checkpoint tensors that match no weight."""
 
     steps: tuple[ConversionStep, ...]
     unexpected: tuple[str, ...]
 
 
 def plan_conversion(skeleton: Skeleton, checkpoint_names: Iterable[str]) -> ConversionPlan:
-    """Pair the names of a checkpoint with the weights of a skeleton."""
+    """Match checkpoint tensor names to a skeleton's weights."""
     module = skeleton.module
     rules = get_model_conversion_mapping(module)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -83,7 +83,7 @@ def plan_conversion(skeleton: Skeleton, checkpoint_names: Iterable[str]) -> Conv
 def run_step(
     step: ConversionStep, read: Callable[[str], torch.Tensor], module: PreTrainedModel
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Read the sources of a step and yield `(weight name, tensor)`, the tensors in the dtype they are stored in.
+    """Read a step's sources and yield `(weight name, tensor)` in the stored dtype.
 
     Raises:
         CheckpointCorruptError: the stored tensors do not fit transformers' conversion rule.
@@ -102,7 +102,7 @@ def run_step(
             f"{len(step.sources)} stored tensors could not be merged into {step.target!r}: "
             f"{', '.join(name for name, _ in step.sources[:4])}…",
             f"{type(error).__name__}: {error}",
-            "The checkpoint is incomplete or was written by a tool that lays experts or fused weights out differently; "
+            "The checkpoint is incomplete, or was written by a tool with a different layout for experts or fused weights; "
             "save it again with transformers.",
         ) from error
     for name, tensor in converted.items():
@@ -112,11 +112,11 @@ def run_step(
 def check_complete(
     skeleton: Skeleton, loaded: set[str], unexpected: tuple[str, ...], *, strict: bool, without: Collection[str] = ()
 ) -> list[str]:
-    """The weights that the checkpoint does not hold; an error unless `strict` is off, or transformers says that the model makes
-    them itself (sinusoidal tables), or they are among those that the format goes `without`.
+    """The weights missing from the checkpoint. It is an error unless `strict` is False, transformers marks them as computed by
+    the model (sinusoidal tables), or the format never stores them (`without`).
 
     Raises:
-        CheckpointCorruptError: weights are missing, or the checkpoint holds tensors that the model has no place for.
+        CheckpointCorruptError: weights are missing, or the checkpoint has unexpected tensors.
     """
     ignore = _pattern(skeleton.module._keys_to_ignore_on_load_missing)
     absent = sorted(name for name in skeleton.shapes if name not in loaded)
@@ -130,9 +130,9 @@ def check_complete(
         ]
         raise CheckpointCorruptError(
             f"The checkpoint does not fit {kind}; tensors {'; '.join(parts)}.",
-            "Its weights were written for another class or configuration, or a file of it is incomplete.",
-            "Pass the task= that the checkpoint was made for; or strict=False to drop unexpected tensors and to "
-            "initialise missing ones at random, for instance a new classification head before training.",
+            "The weights were saved from another class or configuration, or a file is incomplete.",
+            "Pass the task= that the checkpoint was trained for; or strict=False to drop unexpected tensors and "
+            "randomly initialise missing ones, such as a new classification head before training.",
         )
     for what, names in (("initialised at random", missing), ("dropped", unexpected)):
         if names:
@@ -141,7 +141,7 @@ def check_complete(
 
 
 def _not_ignored(skeleton: Skeleton, unexpected: list[str]) -> Iterator[str]:
-    """Leave out what transformers ignores, and stored copies of buffers that the model computes by itself."""
+    """Skip keys that transformers ignores, and stored copies of buffers that the model computes."""
     ignore = _pattern(skeleton.module._keys_to_ignore_on_load_unexpected)
     computed = {name.rpartition(".")[2] for name in skeleton.buffers}
     for name in unexpected:

@@ -1,8 +1,8 @@
-"""A checkpoint's weights in another format, one tensor in memory at a time.
+"""Converts a checkpoint's weights to another format, one tensor in memory at a time.
 
-Turns a folder or a Hub repository into a folder: safetensors or PyTorch's pickles to Flax, Flax or pickles to safetensors, in the
-checkpoint's own dtypes. What names mean is found from the model's structure; nothing is computed and no device is used. Orbax is
-written by `save_pretrained`, since its arrays have the module's own names.
+Turns a folder or a Hub repository into a folder: safetensors or PyTorch pickles to Flax, Flax or pickles to safetensors, keeping
+the checkpoint's dtypes. Names are mapped from the model's structure; nothing is computed and no device is used. Orbax is
+written by `save_pretrained`, because its arrays use the module's own names.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _Array = tuple[FlaxPath, tuple[int, ...], np.dtype, Callable[[], np.ndarray]]
 
 
 def save_flax(folder: Path, skeleton: Skeleton, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write weights, by the names that PyTorch checkpoints have, as a Flax checkpoint.
+    """Write weights, given by their PyTorch checkpoint names, as a Flax checkpoint.
 
     Raises:
-        HfaxError: the folder cannot be written, or the disk is full; what was there before stays.
+        HfaxError: the folder cannot be written, or the disk is full; its previous contents are kept.
     """
     store = TensorStore(
         names=tuple(tensors),
@@ -51,27 +51,27 @@ def save_flax(folder: Path, skeleton: Skeleton, tensors: Mapping[str, torch.Tens
 
 
 def convert_weights(source: CheckpointSource, store: TensorStore, skeleton: Skeleton, folder: Path, to: str) -> None:
-    """Write the weights of a checkpoint, and the other files beside them, into a folder.
+    """Write a checkpoint's weights in another format, and copy its other files, into a folder.
 
     Args:
         source: the checkpoint.
-        store: its tensors.
-        skeleton: its model.
-        folder: made if it is not there; an interrupted conversion leaves what was there.
+        store: the checkpoint's tensors.
+        skeleton: the checkpoint's model.
+        folder: created if it does not exist; an interrupted conversion keeps its previous contents.
         to: "safetensors" or "flax".
 
     Raises:
         CheckpointCorruptError: tensors are missing or unexpected.
-        InvalidInputError: a format that is not known, or the checkpoint's own folder.
+        InvalidInputError: an unknown format, or the checkpoint's own folder.
         HfaxError: the folder cannot be written, or the disk is full.
     """
     if to not in ("safetensors", "flax"):
-        raise InvalidInputError(
-            f"There is no format {to!r}.", "Weights go to one that hfax writes.", f"Use {', '.join(FORMATS)}."
-        )
+        raise InvalidInputError(f"Unknown format {to!r}.", "hfax cannot write it.", f"Use one of {', '.join(FORMATS)}.")
     if folder.resolve() == source.folder.resolve():
         raise InvalidInputError(
-            f"{folder} is the checkpoint's own folder.", "Its files would be mixed.", "Name another folder."
+            f"{folder} is the checkpoint's own folder.",
+            "Old and new weight files would be mixed.",
+            "Pass another folder.",
         )
     names = tuple(store.names)
     plan = plan_conversion(skeleton, names)
@@ -91,7 +91,7 @@ def convert_weights(source: CheckpointSource, store: TensorStore, skeleton: Skel
         stored_as = {target: source for source, target in targets.items()}
 
         def is_copy(target: str) -> bool:
-            """Of a tied weight that is stored twice; some checkpoints store two weights that their config calls tied."""
+            """Whether this is a tied weight stored twice; some checkpoints store different values for weights their config ties."""
             other = stored_as.get(tied.get(target, ""))
             return other is not None and torch.equal(store.read(stored_as[target]), store.read(other))
 
@@ -100,14 +100,14 @@ def convert_weights(source: CheckpointSource, store: TensorStore, skeleton: Skel
 
 
 def copy_companions(given: Path, folder: Path) -> None:
-    """All files of a checkpoint but its weights."""
+    """Copy all checkpoint files except the weights."""
     for path in given.iterdir():
         if path.is_file() and not any(path.match(pattern) for pattern in _LEFT_BEHIND):
             shutil.copyfile(path, folder / path.name)
 
 
 def _save_flax(folder: Path, skeleton: Skeleton, store: TensorStore, targets: dict[str, str]) -> None:
-    """Write a folder's Flax file, whole or not at all."""
+    """Write a folder's Flax file atomically."""
     paths = flax_paths(skeleton.module, targets)
     absent = unknown_to_flax(skeleton.module, set(targets.values()))
 
@@ -132,14 +132,14 @@ def _save_flax(folder: Path, skeleton: Skeleton, store: TensorStore, targets: di
         raise HfaxError(
             f"The weights could not be written to {folder}.",
             f"{type(error).__name__}: {error}",
-            "Check the path, its permissions and the free space. What was there before is still there.",
+            "Check the path, its permissions and the free space. The folder's previous contents are unchanged.",
         ) from error
     finally:
         scratch.unlink(missing_ok=True)
 
 
 class _Lazy:
-    """A stored tensor that is read when it is written."""
+    """A stored tensor that is read only when it is written."""
 
     def __init__(self, store: TensorStore, name: str) -> None:
         self._store, self._name = store, name
@@ -152,5 +152,5 @@ class _Lazy:
 
 
 def _exactly(tensor: torch.Tensor) -> np.ndarray:
-    """As it is: `to_numpy` narrows what has 64 bits."""
+    """Keep the dtype; `to_numpy` would narrow 64-bit types."""
     return tensor.numpy() if tensor.dtype in (torch.int64, torch.float64) else to_numpy(tensor)

@@ -1,8 +1,8 @@
-"""Flax's checkpoint files: nested names to arrays, as msgpack (`flax.serialization`).
+"""Flax checkpoint files: nested names to arrays, as msgpack (`flax.serialization`).
 
-Turns a file into an index of its arrays by path, which are read one at a time, and arrays by path into a file. It knows nothing of
-what they are for. The format: maps of texts to maps or to an extension of type 1, which holds (shape, name of the dtype, bytes);
-arrays of more than a gigabyte are maps of flat chunks.
+Indexes a file's arrays by path and reads them one at a time, and writes arrays by path to a file. It knows nothing about models.
+The format: maps from strings to maps or to an extension of type 1, which holds (shape, dtype name, bytes); arrays larger than a
+gigabyte are maps of flat chunks.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class FlaxArray:
     """One array of a file.
 
     Args:
-        shape: of it.
-        dtype: of it.
-        parts: where its bytes are: (begin, end) in the file, one after another.
-        read: gives the array, mapped from the file where it is in one part.
+        shape: array shape.
+        dtype: array dtype.
+        parts: byte ranges (begin, end) in the file, in order.
+        read: returns the array, memory-mapped if it has a single part.
     """
 
     shape: tuple[int, ...]
@@ -43,10 +43,10 @@ class FlaxArray:
 
 
 def read_flax_index(path: Path) -> dict[FlaxPath, FlaxArray]:
-    """The arrays of a file, by path; their bytes are not read.
+    """Index a file's arrays by path, without reading their data.
 
     Raises:
-        CheckpointCorruptError: it is not such a file, or not all of it.
+        CheckpointCorruptError: not a Flax checkpoint, or truncated.
     """
     try:
         content = np.memmap(path, np.uint8, "r")
@@ -55,21 +55,21 @@ def read_flax_index(path: Path) -> dict[FlaxPath, FlaxArray]:
         cursor.walk((), found)
     except (ValueError, IndexError, KeyError, TypeError, OSError, struct.error, UnicodeDecodeError) as error:
         raise CheckpointCorruptError(
-            f"{path} is not a whole checkpoint of Flax.",
+            f"{path} is not a complete Flax checkpoint.",
             f"{type(error).__name__}: {error}",
-            "It was not downloaded or copied completely, or is another kind of file; fetch it again.",
+            "Download or copy the file again, and check that it is a Flax checkpoint.",
         ) from error
     if cursor.at != len(content):
         raise CheckpointCorruptError(
-            f"{path} has {len(content) - cursor.at} bytes behind its last array.",
-            "It is not one checkpoint of Flax.",
-            "Fetch it again.",
+            f"{path} has {len(content) - cursor.at} bytes after its last array.",
+            "It is not a single Flax checkpoint.",
+            "Download it again.",
         )
     return found
 
 
 class _Cursor:
-    """Goes through a file from its begin; passes the arrays' bytes over."""
+    """Walks a file from the start, skipping array data."""
 
     def __init__(self, content: np.ndarray, path: Path) -> None:
         self._content = content
@@ -77,7 +77,7 @@ class _Cursor:
         self.at = 0
 
     def walk(self, path: FlaxPath, found: dict[FlaxPath, FlaxArray]) -> None:
-        """What begins here: a map, whose arrays go to `found`, or one array."""
+        """Parse the value at the cursor: a map, adding its arrays to `found`, or one array."""
         kind = self._byte()
         count = self._length(kind, 0x80, 0x90, {0xDE: ">H", 0xDF: ">I"})
         if count is None:
@@ -105,13 +105,13 @@ class _Cursor:
         if size is None:
             size = self._length(kind, 0, 0, {0xC7: ">B", 0xC8: ">H", 0xC9: ">I"})
         if size is None:
-            raise ValueError(f"byte {self.at - 1} begins no array ({kind:#04x})")
+            raise ValueError(f"byte {self.at - 1} does not start an array ({kind:#04x})")
         extension = self._byte()
         end = self.at + size
         if extension not in (_ARRAY, _SCALAR) or end > len(self._content):
             raise ValueError(f"byte {self.at - 1}: an extension of type {extension} with {size} bytes")
         if self._byte() != 0x93:
-            raise ValueError(f"byte {self.at - 1} begins no (shape, dtype, bytes)")
+            raise ValueError(f"byte {self.at - 1} does not start a (shape, dtype, bytes) list")
         shape = self._numbers_of_list()
         dtype = _dtype(self._text())
         count = self._length(self._byte(), 0, 0, {0xC4: ">B", 0xC5: ">H", 0xC6: ">I"})
@@ -123,7 +123,7 @@ class _Cursor:
 
     def _array(self, shape: tuple[int, ...], dtype: np.dtype, parts: tuple[tuple[int, int], ...]) -> FlaxArray:
         if sum(end - begin for begin, end in parts) != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"the parts of an array of {shape} {dtype} have another size")
+            raise ValueError(f"the chunk sizes do not add up for an array of {shape} {dtype}")
         content = self._content
 
         def read() -> np.ndarray:
@@ -136,13 +136,13 @@ class _Cursor:
     def _numbers_of_list(self) -> tuple[int, ...]:
         count = self._length(self._byte(), 0x90, 0xA0, {0xDC: ">H", 0xDD: ">I"})
         if count is None:
-            raise ValueError(f"byte {self.at - 1} begins no list")
+            raise ValueError(f"byte {self.at - 1} does not start a list")
         return tuple(self._number() for _ in range(count))
 
     def _numbers_of_map(self) -> tuple[int, ...]:
         count = self._length(self._byte(), 0x80, 0x90, {0xDE: ">H"})
         if count is None:
-            raise ValueError(f"byte {self.at - 1} begins no map")
+            raise ValueError(f"byte {self.at - 1} does not start a map")
         found = {int(self._text()): self._number() for _ in range(count)}
         return tuple(found[i] for i in range(len(found)))
 
@@ -157,13 +157,13 @@ class _Cursor:
     def _text(self) -> str:
         size = self._length(self._byte(), 0xA0, 0xC0, {0xD9: ">B", 0xDA: ">H", 0xDB: ">I"})
         if size is None or self.at + size > len(self._content):
-            raise ValueError(f"byte {self.at - 1} begins no text")
+            raise ValueError(f"byte {self.at - 1} does not start a string")
         text = self._content[self.at : self.at + size].tobytes().decode()
         self.at += size
         return text
 
     def _length(self, kind: int, low: int, high: int, longer: Mapping[int, str]) -> int | None:
-        """Of what this byte begins: small lengths are in the byte itself, from `low`."""
+        """Length of the value this byte starts; small lengths are encoded in the byte itself, from `low`."""
         if low <= kind < high:
             return kind - low
         return self._unpack(longer[kind]) if kind in longer else None
@@ -186,11 +186,11 @@ def write_flax(
     """Write a file that `flax.serialization` reads, one array in memory at a time.
 
     Args:
-        path: of the file.
-        arrays: path, shape and dtype of each, and a function that gives it.
+        path: output file.
+        arrays: path, shape, dtype, and a function that returns the array.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     tree: dict[str, Any] = {}
     for place, shape, dtype, read in arrays:

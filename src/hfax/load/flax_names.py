@@ -1,9 +1,9 @@
-"""Flax's names and layouts for the weights of transformers' models, and back.
+"""Converts weight names and layouts between Flax and PyTorch for transformers models.
 
-Turns a path ("encoder", "layer", "0", …, "kernel") and its array into the name and layout that the PyTorch class stored, and a
-module's weights into what its Flax class stored. The rules are those of transformers 4's `modeling_flax_pytorch_utils.py`: kernels
-of linear layers and of convolutions are turned, scales of norms and tables of embeddings are called otherwise, running statistics
-are a collection of their own. Layers that were run by `nn.scan` are stored in one array, with the layers as its first axis.
+Maps a path ("encoder", "layer", "0", …, "kernel") and its array to the PyTorch name and layout, and a module's weights to those of
+its Flax class. The rules are those of transformers 4's `modeling_flax_pytorch_utils.py`: linear and convolution kernels are
+transposed, norm scales and embedding tables are renamed, and running statistics are a separate collection. Layers run by
+`nn.scan` are stored as one array with layers on the first axis.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WEIGHT_NORM = {"parametrizations.weight.original0": "weight_g", "parametrizatio
 def torch_arrays(
     index: Mapping[FlaxPath, FlaxArray],
 ) -> Iterator[tuple[str, tuple[int, ...], np.dtype, Callable[[], np.ndarray]]]:
-    """Name, shape, dtype and a function that gives the array, as PyTorch has them, of all arrays of a Flax checkpoint."""
+    """PyTorch name, shape, dtype and a function that returns the array, for every array of a Flax checkpoint."""
     for path, stored in index.items():
         if path[0] in _COLLECTIONS and len(path) > 1 and all(p[0] in _COLLECTIONS for p in index):
             path = path[1:]
@@ -54,19 +54,19 @@ def _as_torch(
 
 
 def _to_torch_axes(ndim: int) -> tuple[int, ...]:
-    """Of a kernel: [in, out] to [out, in]; [height, width, in, out] to [out, in, height, width]; likewise with one axis of
-    width."""
+    """Axis order of a kernel: [in, out] to [out, in]; [height, width, in, out] to [out, in, height, width]; [width, in, out] to
+    [out, in, width]."""
     return (3, 2, 0, 1) if ndim == 4 else tuple(reversed(range(ndim)))
 
 
 def flax_paths(
     module: torch.nn.Module, targets: Mapping[str, str]
 ) -> dict[str, tuple[FlaxPath, tuple[int, ...] | None]]:
-    """The path of each stored weight in a Flax checkpoint, and the order of axes that its array has there; None: as it is.
+    """Each stored weight's path in a Flax checkpoint, and its axis order there; None if unchanged.
 
     Args:
         module: the model.
-        targets: names as PyTorch checkpoints of transformers 4 have them, to the names of the module's weights.
+        targets: weight names in transformers 4 PyTorch checkpoints, mapped to the module's weight names.
     """
     has_statistics = any(name.endswith(tuple(_STATISTICS)) for name in targets)
     found: dict[str, tuple[FlaxPath, tuple[int, ...] | None]] = {}
@@ -90,7 +90,7 @@ def flax_paths(
 
 
 def _kind(part: torch.nn.Module) -> tuple[str, tuple[int, ...] | None]:
-    """What the `weight` of a layer is called, and how its axes lie."""
+    """Flax's name for a layer's `weight`, and its axis order."""
     if isinstance(part, (torch.nn.Linear, Conv1D)):
         return "kernel", (1, 0)
     if isinstance(part, torch.nn.modules.conv._ConvNd):
@@ -101,7 +101,7 @@ def _kind(part: torch.nn.Module) -> tuple[str, tuple[int, ...] | None]:
 
 
 def unknown_to_flax(module: torch.nn.Module, names: Iterable[str]) -> set[str]:
-    """The weights that a Flax class has no array for: counts of batches, tables that it computes, poolers that nothing reads."""
+    """Weights that a Flax class does not store: batch counts, computed tables, unused poolers."""
     reads_pooler = not _WITHOUT_POOLER.search(type(module).__name__)
     found = set()
     for name in names:

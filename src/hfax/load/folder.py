@@ -1,4 +1,4 @@
-"""A model's folder as transformers writes it: weights in the checkpoint's layout, and the configs beside them."""
+"""Writes a model folder in transformers' format: weights in the checkpoint's layout, plus the configs."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ def write_folder(
     generation_config: GenerationConfig,
     max_shard_size: int | str,
 ) -> None:
-    """Write a folder that plain transformers loads back bit for bit.
+    """Write a folder that plain transformers loads bit for bit.
 
     Args:
-        folder: made if it is not there.
-        module: that the weights belong to.
-        tensors: by the module's names, tied ones once, in host memory.
+        folder: created if it does not exist.
+        module: the module that the weights belong to.
+        tensors: weights by the module's names, in host memory, tied weights once.
         generation_config: written if the model can generate.
-        max_shard_size: of one file, bytes or as "5GB".
+        max_shard_size: maximum size of one file, in bytes or as a string such as "5GB".
 
     Raises:
-        HfaxError: the folder cannot be written, or the disk is full; what was there before stays.
+        HfaxError: the folder cannot be written, or the disk is full; its previous contents are kept.
     """
     save_safetensors(folder, revert_weight_conversion(module, dict(tensors)), max_shard_size=max_shard_size)
     write_configs(folder, module, copy.deepcopy(module.config), generation_config)
 
 
 def write_configs(folder: Path, module: Any, config: PretrainedConfig, generation_config: GenerationConfig) -> None:
-    """config.json, which names the module's class, and generation_config.json if the model can generate."""
+    """Write config.json, with the module's class, and generation_config.json if the model can generate."""
     config.architectures = [type(module).__name__]
     with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as scratch:
         config.save_pretrained(scratch)

@@ -1,4 +1,4 @@
-"""Arrays in host memory, between torch and numpy, in types that programs compute in. It knows no device."""
+"""Converts host arrays between torch and numpy, in the dtypes that programs compute in. Uses no device."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _NUMPY_VIEWS = {
     torch.float8_e4m3fn: (torch.uint8, "float8_e4m3fn"),
     torch.float8_e5m2: (torch.uint8, "float8_e5m2"),
 }
-"""Types that numpy lacks and ml_dtypes, which comes with JAX, has."""
+"""Dtypes that numpy lacks and ml_dtypes (a JAX dependency) provides."""
 _NARROWED = {np.dtype(np.int64): np.int32, np.dtype(np.uint64): np.uint32, np.dtype(np.float64): np.float32}
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """A host tensor as a numpy array that shares its memory (bfloat16 and float8 through ml_dtypes).
 
-    64-bit types become 32-bit ones, as everywhere in JAX without `jax_enable_x64`; that copies. Whole numbers that do not fit
-    become the nearest that do: modelling code uses the largest ones as infinities.
+    64-bit types are converted to 32-bit, as JAX does without `jax_enable_x64`; this copies. Out-of-range integers are
+    clamped: modelling code uses the largest ones as infinity.
     """
     tensor = tensor.detach().contiguous()
     if tensor.dtype in _NUMPY_VIEWS:
@@ -33,17 +33,17 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def narrow(array: np.ndarray) -> np.ndarray:
-    """The array in the 32-bit type that JAX would give it; itself if it is none of 64 bits.
+    """The array in JAX's 32-bit type; unchanged if it is not 64-bit.
 
     Raises:
-        InvalidInputError: a whole number does not fit; JAX would take its lower bits in silence.
+        InvalidInputError: an integer does not fit; JAX would silently truncate it.
     """
     if not _fits(array):
         low, high = array.min(), array.max()
         raise InvalidInputError(
-            f"An input holds {high if high > _limits(array)[1] else low}, which does not fit into 32 bits.",
+            f"An input holds {high if high > _limits(array)[1] else low}, which does not fit in 32 bits.",
             "Programs compute in 32 bits.",
-            "Pass smaller numbers; token ids and positions always fit.",
+            "Pass smaller integers; token ids and positions always fit.",
         )
     return array.astype(_NARROWED[array.dtype]) if array.dtype in _NARROWED else array
 

@@ -1,8 +1,8 @@
-"""A Hub repository's checkpoint into huggingface_hub's cache.
+"""Downloads a Hub repository's checkpoint into huggingface_hub's cache.
 
-Turns a repository id into a snapshot folder that holds the configuration, the tokenizer and one weight format, and
-nothing else of the repository. Downloading, resuming after a broken connection, progress bars and the cache's layout
-are huggingface_hub's: a file appears in the cache only when it is complete. This module reads no tensor.
+Turns a repository id into a snapshot folder with only the configuration, the tokenizer and one weight format.
+huggingface_hub handles downloads, resuming, progress bars and the cache layout; a file appears in the cache only when
+it is complete. This module reads no tensors.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def fetch_checkpoint(
     local_files_only: bool,
     allow_code: bool,
 ) -> Path:
-    """The snapshot folder, named by its commit, with everything hfax needs of the repository.
+    """Fetch the repository files hfax needs; returns the snapshot folder, named by its commit.
 
-    The Hub is asked for the revision's commit each time; where it cannot be reached, the cached one is used and a
-    warning logged. Arguments and errors are those of `resolve_checkpoint`. Ctrl-C leaves complete files in the cache
-    and no others.
+    The revision's commit is looked up on the Hub each time; if the Hub is unreachable, the cached commit is used and a
+    warning is logged. Arguments and errors are those of `resolve_checkpoint`. After Ctrl-C the cache holds only
+    complete files.
     """
     if local_files_only:
         return _cached_snapshot(repo_id, revision, cache_dir, "local_files_only=True was passed", None)
@@ -71,7 +71,7 @@ def fetch_checkpoint(
     except HfHubHTTPError as error:
         if error.response.status_code < 500:
             raise _refused(repo_id, revision, token, error) from error
-        return _cached_snapshot(repo_id, revision, cache_dir, f"the Hub failed: {_first_line(error)}", error)
+        return _cached_snapshot(repo_id, revision, cache_dir, f"the Hub returned an error: {_first_line(error)}", error)
     except (LocalEntryNotFoundError, HTTPError) as error:
         reason = _first_line(error.__cause__ or error)
         return _cached_snapshot(repo_id, revision, cache_dir, f"the Hub could not be reached: {reason}", error)
@@ -89,10 +89,10 @@ def upload_folder(
     revision: str | None,
     create_pr: bool,
 ) -> str:
-    """Commit a folder's files to a repository on the Hub, which is made if it is not there; returns the commit's address.
+    """Commit a folder's files to a Hub repository, created if it does not exist; returns the commit URL.
 
     Raises:
-        CheckpointAccessError: the token may not write there, or the Hub cannot be reached.
+        CheckpointAccessError: the token has no write access, or the Hub cannot be reached.
     """
     api = huggingface_hub.HfApi(token=token)
     try:
@@ -108,13 +108,13 @@ def upload_folder(
         raise CheckpointAccessError(
             f"{repo_id!r} could not be uploaded to the Hub.",
             _first_line(error),
-            "Check that the token may write there: `hf auth whoami`, `hf auth login`; then try again.",
+            "Check that the token has write access (`hf auth whoami`, `hf auth login`), then try again.",
         ) from error
     return str(commit.commit_url)
 
 
 class _Fetcher:
-    """Files of one commit, from the cache or the Hub; the phase "download" begins with the first that is not cached."""
+    """Fetches files of one commit from the cache or the Hub; the "download" phase starts at the first uncached file."""
 
     def __init__(
         self, repo_id: str, revision: str, commit: str, token: str | bool | None, cache_dir: Path | None
@@ -128,7 +128,7 @@ class _Fetcher:
         self._stack = contextlib.ExitStack()
 
     def get(self, name: str, *, is_first: bool = False) -> Path:
-        """The local path. `is_first` asks for the revision by its name, so that the cache remembers its commit."""
+        """The local path. `is_first` requests the revision by name, so that the cache records its commit."""
         if cached := self.cached(name):
             return cached
         if self._phase is None:
@@ -149,7 +149,7 @@ class _Fetcher:
         return _cached_file(self._repo_id, name, self._commit, self._cache_dir)
 
     def check_free(self, missing_bytes: int) -> None:
-        """Raise `OSError` if the cache's disk has no room for so many bytes."""
+        """Raise `OSError` if the cache's disk has less than `missing_bytes` free."""
         cache = _cache_folder(self._cache_dir)
         cache.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(cache).free) < missing_bytes:
@@ -165,12 +165,12 @@ class _Fetcher:
 
 
 def _fetch_files(fetcher: _Fetcher, repo_id: str, sizes: dict[str, int], allow_code: bool) -> Path:
-    """Fetch one file after another: huggingface_hub's thread pool would hold up Ctrl-C until its files are there."""
+    """Fetch files one at a time: huggingface_hub's thread pool would delay Ctrl-C until its downloads finish."""
     if "config.json" not in sizes:
         raise CheckpointNotFoundError(
             f"The Hub repository {repo_id!r} has no config.json.",
-            f"It is not a checkpoint in transformers' format. It has: {listing(sizes)}.",
-            "Look for the model's repository for transformers, often named with -hf.",
+            f"It is not a transformers checkpoint. It has: {listing(sizes)}.",
+            "Use the model's transformers repository, often named with -hf.",
         )
     weights = choose_weight_files([name for name in sizes if "/" not in name], f"The Hub repository {repo_id!r}")
     folder = fetcher.get("config.json", is_first=True).parent
@@ -188,7 +188,7 @@ def _fetch_files(fetcher: _Fetcher, repo_id: str, sizes: dict[str, int], allow_c
 
 
 def _companions(names: Iterable[str], allow_code: bool) -> list[str]:
-    """Configuration, tokenizer and chat template files, and code if it is allowed."""
+    """Configuration, tokenizer and chat template files, and Python code if allowed."""
 
     def is_wanted(name: str) -> bool:
         if name.endswith(".py"):
@@ -206,17 +206,17 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 def _cached_snapshot(
     repo_id: str, revision: str | None, cache_dir: Path | None, reason: str, error: BaseException | None
 ) -> Path:
-    """The snapshot that an earlier call left, for when the Hub is not asked or does not answer."""
+    """The snapshot cached by an earlier call, for offline use or when the Hub is unreachable."""
     cache = _cache_folder(cache_dir)
     config = _cached_file(repo_id, "config.json", revision or "main", cache_dir)
     if config is None:
         raise CheckpointNotFoundError(
             f"{repo_id!r} ({revision or 'main'}) is neither a local folder nor in the cache {cache}.",
             f"It was not looked up on the Hub: {reason}.",
-            "Run once with network access, or pass the folder that the checkpoint lies in.",
+            "Run once with network access, or pass the checkpoint's folder.",
         ) from error
     folder = config.parent
-    # Only the revision's folder is known to be there; a download that was cut short may lack weights, shards included.
+    # Only the snapshot folder is known to exist; an interrupted download may lack weights or shards.
     names = {path.name for path in folder.iterdir()}
     try:
         weights = choose_weight_files(names, str(folder))
@@ -230,11 +230,11 @@ def _cached_snapshot(
     except HfaxError as incomplete:
         raise CheckpointNotFoundError(
             f"{repo_id!r} ({revision or 'main'}) is only partly in the cache {cache}.",
-            f"A download was cut short, and did not go on: {reason}. {incomplete.what}",
-            "Run once more with network access; files already complete are not fetched again.",
+            f"A download was interrupted and could not resume: {reason}. {incomplete.what}",
+            "Run once with network access; complete files are not downloaded again.",
         ) from error
     if error is not None:
-        logger.warning("%s: using the cached commit %s, since %s", repo_id, folder.name[:12], reason)
+        logger.warning("%s: using the cached commit %s because %s", repo_id, folder.name[:12], reason)
     return folder
 
 
@@ -248,35 +248,37 @@ def _cache_folder(cache_dir: Path | None) -> Path:
 
 
 def _refused(repo_id: str, revision: str | None, token: str | bool | None, error: HfHubHTTPError) -> HfaxError:
-    """The Hub's refusals, in our words."""
+    """Translate the Hub's HTTP errors into hfax errors."""
     has_token = token is not False and (isinstance(token, str) or huggingface_hub.get_token() is not None)
     status = error.response.status_code
     page = f"https://huggingface.co/{repo_id}"
     if isinstance(error, GatedRepoError):
-        why = "The token's account has not been granted access to it." if has_token else "No token was sent."
+        why = "The token's account has not been granted access." if has_token else "No token was sent."
         return CheckpointAccessError(
             f"The Hub repository {repo_id!r} is gated (HTTP {status}).",
-            f"Its authors ask everybody to accept a licence first. {why}",
+            f"Access requires accepting its licence first. {why}",
             f"Accept the licence at {page}, then log in with `hf auth login`, or pass token= or set HF_TOKEN.",
         )
     if isinstance(error, RevisionNotFoundError):
         return CheckpointNotFoundError(
             f"The Hub repository {repo_id!r} has no revision {revision or 'main'!r}.",
-            "There is no branch, tag or commit of that name.",
-            f"Choose one of those listed at {page}/tree/main, or leave revision out.",
+            "No branch, tag or commit has that name.",
+            f"Use a revision listed at {page}/tree/main, or omit revision.",
         )
     if isinstance(error, RepositoryNotFoundError):
-        private = "or the token's account may not see it" if has_token else "or it is private and no token was sent"
+        private = (
+            "or the token's account has no access to it" if has_token else "or it is private and no token was sent"
+        )
         return CheckpointNotFoundError(
             f"{repo_id!r} is neither a local folder nor a repository on the Hub (HTTP {status}).",
-            f"No folder of that name lies in {Path.cwd()}; on the Hub no model has it, {private}.",
+            f"{Path.cwd()} has no such folder; the Hub has no such model, {private}.",
             "Check the spelling (owner/name); for a private repository log in with `hf auth login` or pass token=.",
         )
     if isinstance(error, DisabledRepoError) or status in (401, 403):
         return CheckpointAccessError(
             f"The Hub refused access to {repo_id!r} (HTTP {status}).",
             _first_line(error),
-            "Check that the token is valid and may read this repository: `hf auth whoami`, `hf auth login`.",
+            "Check that the token is valid and can read this repository: `hf auth whoami`, `hf auth login`.",
         )
     return HfaxError(
         f"The Hub did not serve {repo_id!r} (HTTP {status}).", _first_line(error), "Try again in a few minutes."
@@ -288,8 +290,8 @@ def _cannot_download(repo_id: str, cache_dir: Path | None, error: OSError) -> Hf
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return HfaxError(
             f"{repo_id!r} does not fit on the disk of {cache}: {error.strerror}.",
-            "huggingface_hub keeps downloaded models there; complete files stay, the one in progress was removed.",
-            "Free some space (`hf cache prune`), or pass cache_dir= or set HF_HOME to a larger disk.",
+            "huggingface_hub caches downloads there; complete files were kept, the partial one was removed.",
+            "Free some space (`hf cache prune`), or point cache_dir= or HF_HOME to a larger disk.",
         )
     return HfaxError(
         f"Downloading {repo_id!r} to {cache} failed.",

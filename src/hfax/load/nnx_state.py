@@ -1,4 +1,4 @@
-"""Weights by name out of what flax.nnx keeps them in. flax is not imported before it is needed."""
+"""Extracts weights by name from flax.nnx modules and states. flax is imported only when needed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hfax.errors import InvalidInputError
 
 
 def weights_of(module_or_state: Any) -> dict[str, jax.Array]:
-    """Weights by name, of a module of `hfax.to_nnx`, of its state, or of a dict of them.
+    """Weights by name, from an `hfax.to_nnx` module, its state, or a dict of weights.
 
     Raises:
-        InvalidInputError: it is none of these.
+        InvalidInputError: the argument is none of these.
     """
     if isinstance(module_or_state, Mapping) and all(isinstance(name, str) for name in module_or_state):
         found = dict(module_or_state)
@@ -38,6 +38,6 @@ def _value(leaf: Any) -> Any:
 def _no_weights(given: Any) -> InvalidInputError:
     return InvalidInputError(
         f"A {type(given).__name__} holds no weights.",
-        "They are in a module of to_nnx, in its state, or in a dict by name.",
+        "Weights come from a to_nnx module, its state, or a dict of arrays by name.",
         "Pass one of these.",
     )

@@ -1,6 +1,6 @@
-"""A model's weights as an orbax checkpoint: each process writes, and reads, the parts that its own devices hold.
+"""Saves and loads a model's weights with orbax: each process writes and reads only its own devices' shards.
 
-Turns arrays by name, as they lie over devices, into a folder, and back onto other devices. It does not know what they are for.
+Writes sharded arrays by name to a folder, and restores them onto other devices. It knows nothing about models.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from hfax.load.save import earlier_save
 from hfax.load.weight_files import ORBAX_FOLDER
 
 Parts = Callable[[str], int]
-"""Into how many parts the array of that name is going to be split where it is read."""
+"""Number of shards the named array will have when it is read."""
 
 _SMALL_BYTES = 1 << 20
-"""Arrays of less are one piece."""
+"""Smaller arrays are stored as one chunk."""
 _CHUNK_BYTES = 64 << 20
-"""At most so much of an array is read for a part of it."""
+"""Maximum chunk size, the most that is read to restore part of an array."""
 
 
 def save_orbax(folder: Path, arrays: Mapping[str, jax.Array], parts: Parts | None = None) -> None:
-    """Write the weights of one model, replacing those of an earlier save in the folder.
+    """Write one model's weights, replacing an earlier save in the folder.
 
     Args:
-        folder: made if it is not there.
-        arrays: by name; every process of the run passes its view of the same ones.
-        parts: how the arrays will be split by those that read them, where that is not how they are split now.
+        folder: created if it does not exist.
+        arrays: arrays by name; every process passes its view of the same arrays.
+        parts: shard count of each array when it is read, if that differs from its current sharding.
 
     Raises:
         BackendNotAvailableError: orbax is not installed.
-        HfaxError: the folder cannot be written, or the disk is full; what was there before stays.
+        HfaxError: the folder cannot be written, or the disk is full; its previous contents are kept.
     """
     ocp = _orbax()
     wanted = (folder / ORBAX_FOLDER).absolute()
@@ -60,7 +60,7 @@ def save_orbax(folder: Path, arrays: Mapping[str, jax.Array], parts: Parts | Non
             shutil.rmtree(earlier, ignore_errors=True)
             for path in list(earlier_save(folder)):
                 path.unlink(missing_ok=True)
-    except (OSError, ValueError) as error:  # tensorstore gives a ValueError for a full disk
+    except (OSError, ValueError) as error:  # tensorstore raises ValueError when the disk is full
         if jax.process_index() == 0:
             shutil.rmtree(writing, ignore_errors=True)
         free = shutil.disk_usage(folder).free if folder.is_dir() else 0
@@ -68,24 +68,24 @@ def save_orbax(folder: Path, arrays: Mapping[str, jax.Array], parts: Parts | Non
         raise HfaxError(
             f"{needed / 1e9:.3f} GB of weights could not be saved to {folder}.",
             f"{type(error).__name__}: {str(error).splitlines()[0]} ({free / 1e9:.3f} GB are free)",
-            "Check the path, its permissions and the free space. What was saved there before is still there.",
+            "Check the path, its permissions and the free space. The earlier save is unchanged.",
         ) from error
 
 
 def remove_orbax(folder: Path) -> None:
-    """Remove an earlier save, which another format has replaced."""
+    """Remove an earlier orbax save that another format has replaced."""
     shutil.rmtree(folder / ORBAX_FOLDER, ignore_errors=True)
 
 
 class OrbaxStore:
-    """The arrays of a folder that `save_orbax` wrote.
+    """Reads arrays that `save_orbax` wrote.
 
     Args:
-        path: the folder of the arrays alone.
+        path: the orbax subfolder, not the model folder.
 
     Raises:
         BackendNotAvailableError: orbax is not installed.
-        CheckpointCorruptError: it is not what its name says.
+        CheckpointCorruptError: not a readable orbax checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
@@ -95,12 +95,12 @@ class OrbaxStore:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True)) as checkpointer:
                 found: Any = checkpointer.metadata(self._path).item_metadata
             self.arrays = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in dict(found).items()}
-        except Exception as error:  # orbax has no class of its own for this
+        except Exception as error:  # orbax has no specific exception class
             raise _corrupt(path, error) from error
-        """What is stored, by name."""
+        """Shapes and dtypes of the stored arrays, by name."""
 
     def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """Arrays as they are wanted: of these dtypes, split as these shardings say; each process reads its devices' parts.
+        """Restore arrays with the given dtypes and shardings; each process reads only its devices' shards.
 
         Raises:
             CheckpointCorruptError: the data cannot be read.
@@ -123,7 +123,7 @@ def _orbax() -> Any:
         import orbax.checkpoint
     except ImportError as error:
         raise BackendNotAvailableError(
-            "Weights in orbax's format need orbax.", str(error), "Install it: pip install 'hfax[export]'."
+            "The orbax format requires orbax.", str(error), "Install it: pip install 'hfax[export]'."
         ) from error
     return orbax.checkpoint
 
@@ -133,5 +133,5 @@ def _corrupt(path: Path, error: Exception) -> CheckpointCorruptError:
     return CheckpointCorruptError(
         f"{path} could not be read.",
         f"{type(error).__name__}: {lines[0]}",
-        "It was not written or copied completely; save it again.",
+        "Save it again; it was not written or copied completely.",
     )

@@ -1,7 +1,7 @@
-"""Weights from host memory onto a device or over several, one at a time.
+"""Places weights from host memory onto one or more devices, one at a time.
 
-Turns a torch tensor in host memory into a `jax.Array`. On the CPU platform the array adopts the tensor's memory where alignment
-allows, so loading makes no second copy. It does not know names, files or models.
+Turns a torch tensor in host memory into a `jax.Array`. On CPU the array reuses the tensor's memory if alignment permits, so
+loading makes no second copy. It knows nothing about names, files or models.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hfax.sharding.layout import from_slices
 
 
 def place(tensor: torch.Tensor, where: Sharding) -> jax.Array:
-    """The tensor there. The caller must not change the tensor's memory afterwards."""
+    """Place a tensor with a sharding. The caller must not modify the tensor's memory afterwards."""
     array = to_numpy(tensor)
     if where.is_fully_addressable:
         return jax.device_put(array, where)
@@ -30,7 +30,7 @@ def place(tensor: torch.Tensor, where: Sharding) -> jax.Array:
 def place_slices(
     shape: tuple[int, ...], where: Sharding, read: Callable[[tuple[slice, ...]], torch.Tensor]
 ) -> jax.Array:
-    """An array of which `read` gives the slices that this process's devices hold, each once."""
+    """Build an array from `read`, which is called once for each slice that this process's devices hold."""
     parts: dict[str, np.ndarray] = {}
 
     def part(index: tuple[slice, ...]) -> np.ndarray:
@@ -43,22 +43,22 @@ def place_slices(
 
 
 def check_fits(needed_bytes: int, device: jax.Device, what: str, fix: str) -> None:
-    """Raise if `needed_bytes` more do not fit the device's free memory; silent where the free memory is not known.
+    """Raise if `needed_bytes` exceeds the device's free memory; does nothing if the free memory is unknown.
 
     Raises:
-        OutOfMemoryError: naming both figures.
+        OutOfMemoryError: states needed and free memory.
     """
     free = free_bytes(device)
     if free is not None and needed_bytes > free:
         raise OutOfMemoryError(
             f"{what} needs {needed_bytes / 1e9:.2f} GB, and {device} has {free / 1e9:.2f} GB free.",
-            "The device's memory is too small, or something else in this process or on this machine holds it.",
+            "The device's memory is too small, or this process or another one is using it.",
             f"{fix} About {free / needed_bytes:.0%} of it would fit.",
         )
 
 
 def free_bytes(device: jax.Device) -> int | None:
-    """Free memory of a device, bytes; for CPU devices the host's available memory. None where neither is known."""
+    """Free memory of a device, in bytes; the host's available memory for CPU devices. None if unknown."""
     if device.platform == "cpu":
         return _host_available_bytes()
     stats = device.memory_stats() or {}

@@ -1,7 +1,7 @@
-"""Legacy PyTorch checkpoints (`pytorch_model*.bin`) as torch tensors.
+"""Reads legacy PyTorch checkpoints (`pytorch_model*.bin`) as torch tensors.
 
-These files are pickles, and unpickling can run any code; only torch's restricted unpickler is used, which knows tensors
-and a few plain types. This module does not know names or models.
+These files are pickles, and unpickling can run arbitrary code. Only torch's restricted unpickler is used, which accepts
+tensors and a few plain types. This module knows nothing about names or models.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from hfax.errors import CheckpointCorruptError
 
 
 def read_pytorch_bin(paths: Sequence[Path]) -> dict[str, torch.Tensor]:
-    """All tensors of the files, mapped from disk where their format allows it.
+    """All tensors of the files, memory-mapped where the format supports it.
 
     Raises:
-        CheckpointCorruptError: a file is truncated, holds something other than tensors by name, or needs code to be
-            unpickled.
+        CheckpointCorruptError: a file is truncated, is not a dict of tensors, or would run code when unpickled.
     """
     tensors: dict[str, torch.Tensor] = {}
     for path in paths:
@@ -29,8 +28,8 @@ def read_pytorch_bin(paths: Sequence[Path]) -> dict[str, torch.Tensor]:
             content = content["state_dict"]
         if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
             raise CheckpointCorruptError(
-                f"{path} does not hold tensors by name.",
-                f"It is a {type(content).__name__}; neither training checkpoints nor pickled modules are weights.",
+                f"{path} is not a state dict.",
+                f"It holds a {type(content).__name__}; training checkpoints and pickled modules are not supported.",
                 "Save the model with `save_pretrained`, or its `state_dict()` with `torch.save`.",
             )
         tensors.update(content)
@@ -55,7 +54,7 @@ def _load(path: Path) -> object:
 
 
 def _reason(error: BaseException) -> str:
-    """The line of torch's message that says what was wrong with the file."""
+    """The line of torch's message that describes the problem."""
     lines = [line.strip() for line in str(error).splitlines()]
     advice = ("Weights only load failed", "Please file an issue", "Check the documentation")
     return next((line for line in lines if line and not line.startswith(advice)), type(error).__name__)
@@ -63,16 +62,16 @@ def _reason(error: BaseException) -> str:
 
 def _needs_code(path: Path, reason: str) -> CheckpointCorruptError:
     return CheckpointCorruptError(
-        f"{path} was not loaded, since unpickling it could run code.",
-        f"A .bin checkpoint is a pickle, which may carry any program; torch may read tensors only, and said: {reason}",
-        "Use the repository's safetensors files. If you trust the file's author, convert it once elsewhere with "
-        "transformers (`save_pretrained` writes safetensors).",
+        f"{path} was not loaded because unpickling it could run code.",
+        f"A .bin checkpoint is a pickle, which can contain arbitrary code; torch reported: {reason}",
+        "Use the repository's safetensors files. If you trust the file's author, convert it with transformers "
+        "(`save_pretrained` writes safetensors).",
     )
 
 
 def _unreadable(path: Path, reason: str) -> CheckpointCorruptError:
     return CheckpointCorruptError(
         f"{path} ({path.stat().st_size if path.exists() else 0} bytes) cannot be read.",
-        f"It is truncated or not a PyTorch checkpoint; torch said: {reason}",
+        f"It is truncated or not a PyTorch checkpoint; torch reported: {reason}",
         f"Delete {path.name} and download or save it again.",
     )

@@ -1,8 +1,8 @@
-"""Weights as 8- or 4-bit integers with scales, made while a model is loaded.
+"""Quantizes weights to 8- or 4-bit integers with scales while a model is loaded.
 
-Turns one tensor in host memory into a `QuantizedArray` on the device; the tensor is not needed afterwards. Which weights are
-quantized is read off the module: the matrices of its linear layers, the output head included, and an embedding table that is its
-head; and experts of transformers' experts interface. Norms, biases, other embeddings and convolutions stay as they are.
+Turns one tensor in host memory into a `QuantizedArray` on the device; the tensor is not needed afterwards. The module determines
+which weights are quantized: linear layer weights, including the output head and an embedding table tied to it, and experts behind
+transformers' experts interface. Norms, biases, other embeddings and convolutions are not quantized.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from hfax.load.placement import place
 Quantization = Literal["int8", "int4"]
 
 _GROUPS = {"int8": (128, 64, 32), "int4": (INT4_GROUP,)}
-"""Columns that share a scale: the first that divides the row."""
+"""Group sizes (columns per scale); the first that divides the row width is used."""
 
 
 SCALE_SUFFIX = "_scale"
-"""After a weight's name in a saved checkpoint: the name of its scales."""
+"""Appended to a weight's name to form the name of its scales in a saved checkpoint."""
 
 
 def check_name(quantization: str | None) -> None:
-    """Raise if there is no quantization of that name.
+    """Raise if the quantization is unknown.
 
     Raises:
-        UnsupportedOptionError: naming those that there are.
+        UnsupportedOptionError: lists the supported ones.
     """
     if quantization is not None and quantization not in get_args(Quantization):
         raise UnsupportedOptionError(
-            f"quantization={quantization!r} is not available.",
+            f"quantization={quantization!r} is not supported.",
             "hfax quantizes weights to 8 or 4 bits; activations stay floating-point.",
             'Use quantization="int8", "int4" or None.',
         )
 
 
 def weights_to_quantize(module: torch.nn.Module, shapes: dict[str, torch.Tensor], tied: dict[str, str]) -> set[str]:
-    """Names, among those of `shapes`, of the matrices that linear layers multiply with."""
+    """Names in `shapes` of linear layer and expert weights."""
     found = set()
     for prefix, part in module.named_modules():
         if isinstance(part, torch.nn.Linear):
@@ -56,10 +56,10 @@ def weights_to_quantize(module: torch.nn.Module, shapes: dict[str, torch.Tensor]
 
 
 def quantize(tensor: torch.Tensor, quantization: Quantization, where: Sharding) -> QuantizedArray | None:
-    """A matrix, [out, in], or several, [n, out, in], as integers and scales; None where rows do not divide into groups.
+    """Quantize a matrix, [out, in], or a stack of them, [n, out, in]; None if rows do not divide into groups.
 
-    8 bits: of each group the largest magnitude becomes 127. 4 bits: it becomes -8, so that all 16 values are used. Rows that do
-    not divide into groups for 4 bits get 8.
+    8 bits: each group's largest magnitude maps to 127. 4 bits: it maps to -8, so that all 16 values are used. If rows do not
+    divide into 4-bit groups, 8 bits are used.
     """
     width = tensor.shape[-1]
     group = _group(width, quantization)
@@ -70,20 +70,20 @@ def quantize(tensor: torch.Tensor, quantization: Quantization, where: Sharding) 
 
 
 def columns_together(width: int, quantization: Quantization) -> int:
-    """Columns of a row of this width that must not be split between devices, since they share a scale."""
+    """Group size for rows of this width; a group shares a scale and must not be split between devices."""
     found = bits_and_group(width, quantization)
     return 1 if found is None else found[1]
 
 
 def bits_and_group(width: int, quantization: Quantization) -> tuple[int, int] | None:
-    """Bits of a weight and columns that share a scale, for rows of this width; None if they are not quantized."""
+    """Bits per weight and group size for rows of this width; None if they are not quantized."""
     if (group := _group(width, quantization)) is not None:
         return (8 if quantization == "int8" else 4), group
     return bits_and_group(width, "int8") if quantization == "int4" else None
 
 
 def bytes_of(shape: tuple[int, ...], quantization: Quantization) -> int:
-    """Of a quantized matrix of this shape, its scales included; 2 a number if its rows do not divide into groups."""
+    """Size of a quantized matrix, including scales, in bytes; 2 bytes per value if rows do not divide into groups."""
     numbers, found = math.prod(shape), bits_and_group(shape[-1], quantization)
     return numbers * 2 if found is None else numbers * found[0] // 8 + numbers // found[1] * 2
 
@@ -93,15 +93,15 @@ def _group(width: int, quantization: Quantization) -> int | None:
 
 
 def restore(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, where: Sharding) -> QuantizedArray:
-    """Integers (int8, or uint8 for 4 bits) and scales, as `QuantizedArray` describes them; both are split as `where` says.
+    """Build a `QuantizedArray` from stored integers (int8, or uint8 for 4 bits) and scales, both sharded as `where`.
 
     Raises:
-        CheckpointCorruptError: they are of other types.
+        CheckpointCorruptError: unexpected dtypes.
     """
     bits = {torch.int8: 8, torch.uint8: 4}.get(values.dtype)
     if bits is None or scale.dtype != torch.bfloat16 or values.ndim != scale.ndim:
         raise CheckpointCorruptError(
-            f"A quantized weight is stored as {values.dtype} with scales of {scale.dtype}.",
+            f"A quantized weight is stored as {values.dtype} with {scale.dtype} scales.",
             "hfax stores int8, or uint8 for 4 bits, with bfloat16 scales.",
             "Save the quantized model again.",
         )
@@ -116,7 +116,7 @@ def restore(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, where
 
 
 def spec_of(where: Sharding) -> P | None:
-    """How a weight there is split over a mesh; None where it is not."""
+    """The weight's partition spec on a mesh; None if it is not sharded."""
     return where.spec if isinstance(where, NamedSharding) and where.mesh.size > 1 else None
 
 
@@ -138,5 +138,5 @@ def _int4(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _nonzero(scale: torch.Tensor) -> torch.Tensor:
-    """[..., groups, 1] float32, 1 where a group is all zeros."""
+    """[..., groups, 1] float32; 1 where a group is all zeros."""
     return torch.where(scale == 0, torch.ones_like(scale), scale).float()[..., None]

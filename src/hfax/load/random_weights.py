@@ -1,4 +1,4 @@
-"""Random weights for a skeleton, drawn as transformers draws them."""
+"""Random weights for a skeleton, initialised as transformers does."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def draw_weights(
     layout: Layout,
     quantization: Quantization | None = None,
 ) -> dict[str, jax.Array | QuantizedArray]:
-    """Build the module for real once and take its weights over; uses torch's global generator.
+    """Instantiate the module with real weights and take them; uses torch's global generator.
 
     Raises:
-        OutOfMemoryError: the weights do not fit the device.
+        OutOfMemoryError: the weights do not fit on the device.
     """
     needed = sum(t.numel() * t.element_size() for t in skeleton.shapes.values())
     needed = needed if layout.plan is None else layout.plan.bytes_per_device

@@ -1,4 +1,4 @@
-"""What every backend asks of a weight while it is loaded: its dtype, its shape, and what it is where no checkpoint holds it."""
+"""Loading rules shared by all backends: a weight's dtype, its shape, and its initial value if the checkpoint lacks it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def check_shape(name: str, tensor: torch.Tensor, expected: torch.Tensor, step: C
     """Raise `CheckpointCorruptError` if a stored tensor does not have the weight's shape."""
     if tensor.shape != expected.shape:
         raise CheckpointCorruptError(
-            f"{name!r} has shape {tuple(tensor.shape)} in the checkpoint; the model wants {tuple(expected.shape)}.",
-            f"config.json and the weights do not belong together (stored as {step.sources[0][0]!r}).",
+            f"{name!r} has shape {tuple(tensor.shape)} in the checkpoint; the model expects {tuple(expected.shape)}.",
+            f"config.json does not match the weights (stored as {step.sources[0][0]!r}).",
             "Use the config.json that was saved with these weights.",
         )
 
 
 def dtype_rule(module: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, torch.Tensor], torch.dtype]:
-    """Which dtype a weight gets: as transformers decides, the class's float32 exceptions first."""
+    """A function that gives each weight's dtype, by transformers' rules: the class's float32 exceptions take precedence."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan = module._get_dtype_plan(dtype)
@@ -40,7 +40,7 @@ def dtype_rule(module: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, to
 
 
 def draw_missing(skeleton: Skeleton, names: list[str]) -> dict[str, torch.Tensor]:
-    """Random values for weights that no checkpoint holds, drawn as transformers' own initialisation does (torch's seed)."""
+    """Initialise weights missing from the checkpoint as transformers does (torch's seed)."""
     if not names:
         return {}
     wanted = set(names)
@@ -63,7 +63,7 @@ def draw_missing(skeleton: Skeleton, names: list[str]) -> dict[str, torch.Tensor
 
 
 def _owning_model(root: PreTrainedModel, prefix: str) -> PreTrainedModel:
-    """The innermost PreTrainedModel around a submodule, whose `_init_weights` is the one that counts."""
+    """The innermost PreTrainedModel that contains a submodule; its `_init_weights` applies."""
     owner, module = root, root
     for part in prefix.split(".") if prefix else []:
         module = getattr(module, part)

@@ -1,10 +1,10 @@
-"""Tensors of a safetensors file as numpy arrays that XLA can adopt without a copy.
+"""Reads safetensors files as numpy arrays that XLA can use without a copy.
 
-Where a tensor lies at a multiple of 64 bytes in the file, its array is a private mapping of the page cache: nothing is
-copied, and processes that load the same file share the memory. Elsewhere (the usual case in files that hfax did not
-write, whose headers are padded to 8 bytes) it is read once, straight into aligned anonymous memory. Either way the
-array is writable, and writing to it changes neither the file nor another array. This module does not know names, dtypes
-wanted, or devices.
+If a tensor's file offset is a multiple of 64 bytes, its array is a private mapping of the page cache: nothing is copied,
+and processes that load the same file share the memory. Otherwise (the usual case in files not written by hfax, whose
+headers are padded to 8 bytes) it is read once into aligned anonymous memory. Either way the array is writable, and
+writing to it changes neither the file nor another array. This module knows nothing about names, target dtypes or
+devices.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from hfax.load.safetensors_header import ALIGNMENT, TensorInfo, corrupt, read_he
 if TYPE_CHECKING:
     import torch
 
-# One call's worth: long enough that its cost does not show, short enough that Ctrl-C is served at once.
+# Bytes per call: large enough to amortise its cost, small enough that Ctrl-C is handled at once.
 _READ_BYTES = 8 << 20
 # linux/mman.h since 5.14; Python's mmap module does not name it.
 _MADV_POPULATE_READ = 22
 
 
 class SafetensorsFile:
-    """An open safetensors file, its header read and checked. Reads are safe from several threads.
+    """An open safetensors file with a validated header. Reads are thread-safe.
 
     Args:
         path: the file.
-        mapped: whether tensors that are aligned in the file may be mapped rather than copied. A mapped file must not be
-            changed in place while its arrays live (replacing it by another file, as `save_safetensors` does, is fine):
-            the arrays would change with it, and if it was truncated the process would be killed.
-        alignment: bytes, a power of two; of every array's address. 64 is what XLA's CPU platform adopts; a device that
-            copies from host memory needs none, and with 1 every tensor is mapped.
+        mapped: whether aligned tensors may be memory-mapped instead of copied. A mapped file must not be modified in
+            place while its arrays are alive (replacing it with another file, as `save_safetensors` does, is fine): the
+            arrays would change too, and truncating it would kill the process.
+        alignment: address alignment of every array, in bytes, a power of two. XLA's CPU platform needs 64; devices that
+            copy from host memory need none, and with 1 every tensor is mapped.
 
     Raises:
         CheckpointCorruptError: see `read_header`.
 
-    The arrays keep what they need alive; closing the file does not touch them.
+    Arrays keep their memory alive and stay valid after the file is closed.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, mapped: bool = True, alignment: int = ALIGNMENT) -> None:
@@ -73,27 +73,27 @@ class SafetensorsFile:
 
         Raises:
             KeyError: no such tensor.
-            CheckpointCorruptError: the file became shorter since it was opened, or the disk fails.
-            UnsupportedOptionError: a dtype of less than a byte a value.
+            CheckpointCorruptError: the file was truncated after it was opened, or the disk failed.
+            UnsupportedOptionError: a dtype with less than one byte per value.
         """
         info = self.tensors[name]
         return self._rows(name, info, info.begin, info.end, info.shape)
 
     def read_slice(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A part of the tensor, as `read(name)[index]` gives it, in memory of its own size.
+        """A slice of the tensor, equal to `read(name)[index]`, allocating only the slice's size.
 
         Args:
-            name: of the tensor.
-            index: one slice for each axis, of step 1. A range of the leading axis alone reads only those bytes; other
-                parts cost the page-cache reads that they touch and one strided copy.
+            name: tensor name.
+            index: one slice per axis, step 1. Slicing only the leading axis reads only those bytes; other slices read the
+                page-cache pages they touch and make one strided copy.
 
         Raises:
-            ValueError: not one slice an axis, or a step other than 1.
-            KeyError, CheckpointCorruptError, UnsupportedOptionError: as `read`.
+            ValueError: not one slice per axis, or a step other than 1.
+            KeyError, CheckpointCorruptError, UnsupportedOptionError: same as `read`.
         """
         info = self.tensors[name]
         if len(index) != len(info.shape) or any(part.step not in (None, 1) for part in index):
-            raise ValueError(f"{name!r} of shape {info.shape} takes one slice of step 1 an axis, got {index}")
+            raise ValueError(f"{name!r} of shape {info.shape} takes one slice of step 1 per axis, got {index}")
         ranges = [part.indices(size)[:2] for part, size in zip(index, info.shape, strict=True)]
         shape = tuple(max(stop - start, 0) for start, stop in ranges)
         if shape[1:] == info.shape[1:] and 0 not in shape:
@@ -118,7 +118,7 @@ class SafetensorsFile:
         self.close()
 
     def _rows(self, name: str, info: TensorInfo, begin: int, end: int, shape: tuple[int, ...]) -> np.ndarray:
-        """The bytes `begin` to `end` of the file as an array, mapped where that is allowed."""
+        """Bytes `begin` to `end` of the file as an array, mapped if allowed."""
         if not self._close.alive:
             raise ValueError(f"{self.path} is closed; tensor {name!r} can no longer be read")
         dtype = info.numpy_dtype
@@ -151,17 +151,19 @@ class SafetensorsFile:
                 raise corrupt(self.path, f"reading tensor {name!r} failed: {error}") from error
             if count == 0:
                 end = begin + len(buffer)
-                raise corrupt(self.path, f"tensor {name!r} ends at byte {end}, and the file now at byte {begin + done}")
+                raise corrupt(
+                    self.path, f"tensor {name!r} ends at byte {end}, but the file now ends at byte {begin + done}"
+                )
             done += count
 
     def _map(self) -> mmap.mmap | None:
-        """The whole file, mapped once; None where its file system cannot."""
+        """The whole file, mapped once; None if the file system does not support it."""
         with self._lock:
             if self._mapping is None:
                 file_bytes = max(info.end for info in self.tensors.values())
                 try:
-                    # Writable, so that torch and XLA take the arrays as ordinary memory; private, so that the file
-                    # never changes.
+                    # Writable, so that torch and XLA treat the arrays as ordinary memory; private, so that the
+                    # file never changes.
                     self._mapping = mmap.mmap(
                         self._fd, file_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
                     )
@@ -175,7 +177,7 @@ class SafetensorsFile:
             return self._mapping
 
     def _populate(self, mapping: mmap.mmap, name: str, begin: int, end: int) -> None:
-        """Bring the pages in now: loading is where disk errors and waiting belong, not the first forward pass."""
+        """Load the pages now, so that disk errors and waits occur during loading, not in the first forward pass."""
         if sys.platform != "linux":
             return
         for start in range(begin - begin % mmap.PAGESIZE, end, _READ_BYTES):
@@ -183,7 +185,7 @@ class SafetensorsFile:
                 mapping.madvise(_MADV_POPULATE_READ, start, min(_READ_BYTES, end - start))
             except OSError as error:
                 if error.errno == errno.EINVAL:
-                    return  # a kernel before 5.14: the pages come in when they are first touched
+                    return  # kernels before 5.14: pages are loaded on first access
                 raise corrupt(self.path, f"reading tensor {name!r} failed: {error}") from error
 
 
@@ -198,17 +200,17 @@ def as_torch(array: np.ndarray) -> torch.Tensor:
 
 
 _ARENA_BYTES = 64 << 20
-"""Tensors smaller than this share pieces of it: huge pages are wasted on one small tensor each, and the system limits
-the number of mappings. Memory goes back to the system when all tensors of a piece are gone."""
+"""Arena size, in bytes. Smaller tensors share an arena: a huge page per small tensor would be wasteful, and the system
+limits the number of mappings. An arena is freed when all of its tensors are gone."""
 
 _HUGE_PAGE_BYTES = 2 << 20
 
 
 class HostBuffers:
-    """Hands out buffers; each keeps its memory alive by itself. Safe from several threads.
+    """Allocates buffers; each keeps its own memory alive. Thread-safe.
 
     Args:
-        alignment: bytes, a power of two no larger than a page; of every buffer's address.
+        alignment: address alignment of every buffer, in bytes, a power of two no larger than a page.
     """
 
     def __init__(self, alignment: int) -> None:
@@ -218,7 +220,7 @@ class HostBuffers:
         self._used = 0
 
     def take(self, num_bytes: int) -> memoryview:
-        """A fresh, zeroed buffer of `num_bytes`, more than none."""
+        """A zeroed buffer of `num_bytes`, at least 1."""
         if num_bytes >= _ARENA_BYTES:
             return _anonymous(num_bytes)[:num_bytes]
         with self._lock:
@@ -230,7 +232,7 @@ class HostBuffers:
 
 
 def _anonymous(num_bytes: int) -> memoryview:
-    # Whole huge pages: Linux aligns a mapping to them only if its length is a multiple. Pages never touched cost
+    # Round up to whole huge pages: Linux aligns a mapping to them only if its length is a multiple. Untouched pages cost
     # nothing.
     rounded = -(-num_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     memory = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

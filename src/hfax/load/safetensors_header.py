@@ -1,8 +1,8 @@
-"""The header of a safetensors file: which tensors it holds, and where.
+"""Safetensors headers: which tensors a file holds, and where.
 
-Turns the first bytes of a file into checked `TensorInfo` records, and records back into header bytes. The format is
-eight bytes of header length (little endian), a JSON object, then the tensors back to back
-(https://github.com/huggingface/safetensors#format). This module reads no tensor, and knows nothing of models.
+Parses a file's first bytes into validated `TensorInfo` records, and encodes records as header bytes. The format is eight
+bytes of header length (little endian), a JSON object, then the tensors back to back
+(https://github.com/huggingface/safetensors#format). This module reads no tensors and knows nothing about models.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     import torch
 
 MAX_HEADER_BYTES = 100_000_000
-"""The limit that the safetensors library sets too: no real checkpoint comes near it, so more means that the file is
-something else."""
+"""Same limit as the safetensors library: no real checkpoint comes near it, so a larger header means the file is not
+safetensors."""
 
 ALIGNMENT = 64
-"""Bytes. XLA adopts host memory on its CPU platform only at such addresses; files written here keep to it."""
+"""Tensor alignment in files written here, in bytes. XLA's CPU platform uses host memory without a copy only if aligned."""
 
 _BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
@@ -60,7 +60,7 @@ _NAMES = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }
 STORED_DTYPES = {name: code for code, name in _NAMES.items()}
-"""dtype name, the same in numpy (with ml_dtypes), torch and jax, to the format's own."""
+"""dtype name (identical in numpy with ml_dtypes, torch and jax) to the safetensors dtype."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,10 +68,10 @@ class TensorInfo:
     """One stored tensor.
 
     Args:
-        dtype: the format's name for it, for instance `BF16`.
-        shape: as stored.
-        begin: where its first byte is, counted from the start of the file.
-        end: where the byte after its last is.
+        dtype: safetensors dtype, such as `BF16`.
+        shape: stored shape.
+        begin: file offset of the first byte.
+        end: file offset after the last byte.
     """
 
     dtype: str
@@ -81,15 +81,15 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Size in the file and in memory."""
+        """Size in the file and in memory, in bytes."""
         return self.end - self.begin
 
     @property
     def numpy_dtype(self) -> np.dtype:
-        """The numpy dtype (of ml_dtypes for bfloat16 and float8).
+        """The numpy dtype (from ml_dtypes for bfloat16 and float8).
 
         Raises:
-            UnsupportedOptionError: values of less than a byte.
+            UnsupportedOptionError: less than one byte per value.
         """
         name = self._name()
         if name in np.sctypeDict:
@@ -103,7 +103,7 @@ class TensorInfo:
         """The torch dtype.
 
         Raises:
-            UnsupportedOptionError: values of less than a byte.
+            UnsupportedOptionError: less than one byte per value.
         """
         import torch
 
@@ -112,39 +112,39 @@ class TensorInfo:
     def _name(self) -> str:
         if self.dtype not in _NAMES:
             raise UnsupportedOptionError(
-                f"A tensor of shape {self.shape} is stored as {self.dtype}, {_BITS[self.dtype]} bits a value.",
-                "hfax reads dtypes of whole bytes; packed ones belong to quantization methods that it does not have.",
-                "Use the checkpoint of the same model in bfloat16, float16 or float8.",
+                f"A tensor of shape {self.shape} is stored as {self.dtype}, {_BITS[self.dtype]} bits per value.",
+                "hfax reads whole-byte dtypes; packed dtypes belong to quantization methods that it does not support.",
+                "Use the same model's bfloat16, float16 or float8 checkpoint.",
             )
         return _NAMES[self.dtype]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a file holds: tensors in the order of their bytes, and its free-form metadata."""
+    """A file's tensors, in byte order, and its free-form metadata."""
 
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str]
 
 
 def read_header(fd: int, path: Path) -> Header:
-    """Read and check the header of the open file `fd`; `path` is for messages only.
+    """Read and validate the header of the open file `fd`; `path` is used only in messages.
 
     Raises:
-        CheckpointCorruptError: the file is no safetensors file, is truncated, or its tensors overlap, leave holes or
-            have a size other than their shape and dtype say.
+        CheckpointCorruptError: the file is not safetensors, is truncated, or its tensors overlap, leave holes or have a
+            size that does not match their shape and dtype.
     """
     file_bytes = os.fstat(fd).st_size
     start = os.pread(fd, 128, 0)
     if start.startswith(b"version https://git-lfs"):
         raise corrupt(path, "it is a Git LFS pointer, not the file itself", fix="Run `git lfs pull` in its repository.")
     if len(start) < 8:
-        raise corrupt(path, f"it is {file_bytes} bytes long; a safetensors file begins with 8 bytes of header length")
+        raise corrupt(path, f"it is {file_bytes} bytes long; a safetensors file starts with an 8-byte header length")
     (header_bytes,) = struct.unpack("<Q", start[:8])
     if header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
         raise corrupt(
             path,
-            f"its header claims {header_bytes} bytes, and the file has {file_bytes - 8} after the length "
+            f"its header claims {header_bytes} bytes, but the file has {file_bytes - 8} after the length "
             f"(at most {MAX_HEADER_BYTES} are allowed)",
         )
     entries = _parse(os.pread(fd, header_bytes, 8), header_bytes, path)
@@ -159,10 +159,10 @@ def read_header(fd: int, path: Path) -> Header:
 
 
 def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
-    """The bytes before the first tensor, padded so that it begins at a multiple of `ALIGNMENT`.
+    """The bytes before the first tensor, padded so that the tensor starts at a multiple of `ALIGNMENT`.
 
     Args:
-        tensors: name to (format dtype, shape, size in bytes), in the order of writing.
+        tensors: name to (safetensors dtype, shape, size in bytes), in write order.
         metadata: free-form strings.
     """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -176,17 +176,17 @@ def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]], metadat
 
 
 def corrupt(path: Path, found: str, fix: str | None = None) -> CheckpointCorruptError:
-    """The error for a file that is not what it should be; `found` completes "…, because"."""
+    """The error for an unreadable file; `found` describes the problem."""
     return CheckpointCorruptError(
         f"{path} cannot be read as safetensors: {found}.",
-        "The file was not written or downloaded to its end, was changed afterwards, or is of another kind.",
+        "The file was not completely written or downloaded, was modified later, or is not safetensors.",
         fix or f"Delete {path.name} and download or save it again.",
     )
 
 
 def _parse(text: bytes, header_bytes: int, path: Path) -> dict[str, Any]:
     if len(text) < header_bytes:
-        raise corrupt(path, f"its header has {header_bytes} bytes, of which {len(text)} could be read")
+        raise corrupt(path, f"its header has {header_bytes} bytes, but only {len(text)} could be read")
     try:
         entries = json.loads(text.decode(), object_pairs_hook=lambda pairs: _unique(pairs, path))
     except (ValueError, RecursionError) as error:
@@ -209,14 +209,14 @@ def _tensor_info(name: str, entry: dict[str, Any], data_start: int, path: Path) 
         raise corrupt(path, f"the header's entry for {name!r} is {entry!r}, not an object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if dtype not in _BITS:
-        raise corrupt(path, f"tensor {name!r} has the dtype {dtype!r}; known are {', '.join(_BITS)}")
+        raise corrupt(path, f"tensor {name!r} has dtype {dtype!r}; known dtypes: {', '.join(_BITS)}")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise corrupt(path, f"tensor {name!r} has the shape {shape!r} and the data_offsets {offsets!r}")
+        raise corrupt(path, f"tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}")
     expected, rest = divmod(math.prod(shape) * _BITS[dtype], 8)
     if rest or offsets[1] - offsets[0] != expected:
         raise corrupt(
             path,
-            f"tensor {name!r} of dtype {dtype} and shape {shape} takes {expected} bytes, and its data_offsets "
+            f"tensor {name!r} of dtype {dtype} and shape {shape} takes {expected} bytes, but its data_offsets "
             f"{offsets} span {offsets[1] - offsets[0]}",
         )
     return TensorInfo(dtype=dtype, shape=tuple(shape), begin=data_start + offsets[0], end=data_start + offsets[1])
@@ -227,7 +227,7 @@ def _are_counts(values: Any) -> TypeGuard[list[int]]:
 
 
 def _check_layout(tensors: dict[str, TensorInfo], data_start: int, file_bytes: int, path: Path) -> None:
-    """Back to back, from the header's end to the file's."""
+    """Check that tensors are back to back, from the end of the header to the end of the file."""
     end = data_start
     previous = "the header"
     for name, info in tensors.items():
@@ -235,7 +235,7 @@ def _check_layout(tensors: dict[str, TensorInfo], data_start: int, file_bytes: i
             relation = "overlaps" if info.begin < end else "leaves a hole after"
             raise corrupt(path, f"tensor {name!r} at byte {info.begin} {relation} {previous}, which ends at byte {end}")
         if info.end > file_bytes:
-            raise corrupt(path, f"tensor {name!r} ends at byte {info.end}, and the file at byte {file_bytes}")
+            raise corrupt(path, f"tensor {name!r} ends at byte {info.end}, but the file ends at byte {file_bytes}")
         end, previous = info.end, repr(name)
     if end != file_bytes:
-        raise corrupt(path, f"its last tensor ends at byte {end}, and the file at byte {file_bytes}")
+        raise corrupt(path, f"its last tensor ends at byte {end}, but the file ends at byte {file_bytes}")

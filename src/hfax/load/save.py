@@ -1,8 +1,8 @@
-"""A model's weights as safetensors files that plain transformers reads back bit for bit.
+"""Saves a model's weights as safetensors files that plain transformers loads bit for bit.
 
-Turns arrays by name into `model.safetensors`, or shards and their index, in a folder. Everything is written and flushed
-under temporary names first, so a full disk or an interrupt leaves the folder as it was. It does not know configurations
-or tokenizers.
+Writes arrays by name to `model.safetensors`, or to shards with an index, in a folder. Everything is written and flushed
+under temporary names first, so a full disk or an interrupt leaves the folder unchanged. It does not handle
+configurations or tokenizers.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ def save_safetensors(
     max_shard_size: int | str = "50GB",
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[Path, ...]:
-    """Write the weights of one model, replacing those of an earlier save in the folder.
+    """Write one model's weights, replacing an earlier save in the folder.
 
     Args:
-        folder: made if it does not exist.
-        tensors: name to a torch tensor or whatever `numpy.asarray` takes (numpy and jax arrays); each is fetched from
-            its device only when its turn comes, and none in host memory is copied.
-        max_shard_size: bytes, or a text such as "5GB"; more than that becomes shards and an index.
-        metadata: of every file; `{"format": "pt"}` if None, which transformers asks for.
+        folder: created if it does not exist.
+        tensors: name to a torch tensor or anything `numpy.asarray` accepts (numpy and jax arrays). Each is fetched from
+            its device only when it is written; tensors in host memory are not copied.
+        max_shard_size: maximum file size, in bytes or as a string such as "5GB"; larger models are sharded with an index.
+        metadata: written to every file; None: `{"format": "pt"}`, which transformers requires.
 
     Returns:
         The files written, the index last.
 
     Raises:
-        InvalidInputError: a dtype that the format does not have, or a `max_shard_size` that is no size.
-        HfaxError: the disk is full, or the folder cannot be written; what it held before is still there.
+        InvalidInputError: a dtype that safetensors does not support, or an invalid `max_shard_size`.
+        HfaxError: the disk is full, or the folder cannot be written; its previous contents are kept.
 
-    Every tensor whose size is a multiple of 64 bytes begins at one in the file, so that `SafetensorsFile` can map it.
+    Tensors with a size that is a multiple of 64 bytes start at such an offset, so that `SafetensorsFile` can map them.
     """
     folder = Path(folder)
     metadata = {"format": "pt"} if metadata is None else metadata
@@ -80,20 +80,20 @@ def save_safetensors(
 
 
 def _layout(name: str, tensor: Any) -> tuple[str, tuple[int, ...], int]:
-    """(format dtype, shape, size in bytes) of a tensor, without fetching it."""
+    """(safetensors dtype, shape, size in bytes) of a tensor, without fetching it."""
     is_torch = isinstance(tensor, torch.Tensor)
     dtype_name = str(tensor.dtype).removeprefix("torch.") if is_torch else np.dtype(tensor.dtype).name
     if dtype_name not in STORED_DTYPES:
         raise InvalidInputError(
-            f"{name!r} of shape {tuple(tensor.shape)} has the dtype {dtype_name}.",
-            f"safetensors files hold {', '.join(STORED_DTYPES)}.",
+            f"{name!r} of shape {tuple(tensor.shape)} has dtype {dtype_name}.",
+            f"safetensors supports {', '.join(STORED_DTYPES)}.",
             "Cast it to one of these before saving.",
         )
     return STORED_DTYPES[dtype_name], tuple(tensor.shape), int(tensor.nbytes)
 
 
 def _split(layouts: Mapping[str, tuple[str, tuple[int, ...], int]], max_shard_size: int | str) -> dict[str, list[str]]:
-    """File name to the names of its tensors, in the order of their bytes."""
+    """File name to its tensor names, in byte order."""
     try:
         split = split_state_dict_into_shards_factory(
             dict(layouts),
@@ -103,14 +103,14 @@ def _split(layouts: Mapping[str, tuple[str, tuple[int, ...], int]], max_shard_si
         )
     except ValueError as error:
         raise InvalidInputError(
-            f"max_shard_size={max_shard_size!r} is not a size.", str(error), 'Use bytes, or a text such as "5GB".'
+            f"max_shard_size={max_shard_size!r} is not a size.", str(error), 'Pass bytes, or a string such as "5GB".'
         ) from error
     shards = split.filename_to_tensors or {_PATTERN.format(suffix=""): []}
     return {file_name: sorted(names, key=lambda name: _place(layouts[name])) for file_name, names in shards.items()}
 
 
 def _place(layout: tuple[str, tuple[int, ...], int]) -> tuple[bool, int]:
-    """Sort key: sizes that would shift the tensors after them off alignment go last, wider dtypes first."""
+    """Sort key: wider dtypes first; sizes that would misalign the tensors after them go last."""
     _, shape, num_bytes = layout
     itemsize = num_bytes // max(int(np.prod(shape, dtype=np.int64)), 1)
     return num_bytes % ALIGNMENT != 0, -itemsize
@@ -133,7 +133,7 @@ def _write_shard(
 
 
 def _content(tensor: Any) -> memoryview:
-    """The bytes of a tensor in row-major order, little endian; a view where it already lies so in host memory."""
+    """A tensor's bytes, row-major and little endian; a view if host memory already has that layout."""
     if isinstance(tensor, torch.Tensor):
         flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         return flat.view(torch.uint8).numpy().data
@@ -159,10 +159,10 @@ def _write_index(path: Path, shards: Mapping[str, list[str]], total_bytes: int) 
 
 
 def _put_in_place(folder: Path, written: Mapping[str, Path]) -> tuple[Path, ...]:
-    """Rename what was written to its names, and remove the rest of an earlier save.
+    """Rename temporary files to their final names, and remove the rest of an earlier save.
 
-    One file replaces another in one step. Where shards of the same names are replaced, the earlier index goes first: a
-    crash between the renames then leaves a folder that is plainly incomplete, never one that mixes two models.
+    Each rename is atomic. If shards with the same names are replaced, the earlier index is removed first: a crash between
+    renames then leaves a clearly incomplete folder, never a mix of two models.
     """
     earlier = {path.name for path in earlier_save(folder)}
     if INDEX_NAME in earlier and any(name in earlier for name in written if name != INDEX_NAME):
@@ -198,7 +198,7 @@ def _cannot_write(folder: Path, total_bytes: int, error: OSError) -> HfaxError:
         free = shutil.disk_usage(folder).free if folder.is_dir() else 0
         return HfaxError(
             f"{total_bytes / 1e9:.3f} GB of weights could not be saved to {folder}: {error.strerror}.",
-            f"The disk has {free / 1e9:.3f} GB free, or a quota ends before. An earlier checkpoint stays until the new "
+            f"The disk has {free / 1e9:.3f} GB free, or a quota is lower. An earlier checkpoint is kept until the new "
             "one is complete, so both must fit.",
             "Free some space or save to another disk. Nothing in the folder was changed.",
         )

@@ -1,7 +1,6 @@
-"""A model's folder, as plain transformers writes and reads it: config, generation config, and weights in the checkpoint's layout.
+"""Saves a model folder in transformers' format: config, generation config, and weights in the checkpoint's layout.
 
-Turns a skeleton and its weights back into files; the inverse of `load.weights`. How the weight files are written whole or not at
-all is in `load.save`.
+Writes a skeleton and its weights to files; the inverse of `load.weights`. `load.save` writes the weight files atomically.
 """
 
 from __future__ import annotations
@@ -35,20 +34,20 @@ def save_model(
     max_shard_size: int | str = "50GB",
     parts: Parts | None = None,
 ) -> None:
-    """Write a folder that plain transformers loads back bit for bit; or, of quantized weights and for orbax, hfax alone.
+    """Write a folder that plain transformers loads bit for bit; quantized and orbax folders load only in hfax.
 
     Args:
-        folder: made if it is not there.
+        folder: created if it does not exist.
         skeleton: the module that the weights belong to.
-        params: weights by name, tied ones once.
+        params: weights by name, tied weights once.
         generation_config: written as generation_config.json, if the model can generate.
         format: "safetensors", "flax" or "orbax".
-        max_shard_size: of one file of safetensors, bytes or as "5GB".
+        max_shard_size: maximum size of one safetensors file, in bytes or as a string such as "5GB".
         parts: see `save_orbax`.
 
     Raises:
-        InvalidInputError: another format.
-        HfaxError: the folder cannot be written, or the disk is full; what was there before stays.
+        InvalidInputError: an unknown format.
+        HfaxError: the folder cannot be written, or the disk is full; its previous contents are kept.
     """
     module = skeleton.module
     bits = {array.bits for array in params.values() if isinstance(array, QuantizedArray)}
@@ -60,21 +59,21 @@ def save_model(
     elif format == "flax":
         if bits:
             raise InvalidInputError(
-                "Quantized weights cannot be written as Flax.", "Flax classes know no integers.", "Load them without."
+                "Quantized weights cannot be saved as Flax.", "Flax has no integer weights.", "Omit quantization."
             )
         if jax.process_index() == 0:
             tensors = {name: _as_host_tensor(array) for name, array in by_stored_name(params).items()}
             save_flax(folder, skeleton, revert_weight_conversion(module, tensors))
     elif format != "safetensors":
         raise InvalidInputError(
-            f"format={format!r} is not known.",
-            "Weights are written as safetensors, as Flax, or by orbax.",
+            f"Unknown format={format!r}.",
+            "Weights can be saved as safetensors, Flax or orbax.",
             'Pass format="safetensors", format="flax" or format="orbax".',
         )
     else:
         tensors = {name: _as_host_tensor(array) for name, array in by_stored_name(params).items()}
         tensors = tensors if bits else revert_weight_conversion(module, tensors)
-        if jax.process_index() == 0:  # every process helped to bring the weights together; one writes
+        if jax.process_index() == 0:  # all processes gather the weights; one writes
             save_safetensors(folder, tensors, max_shard_size=max_shard_size)
             remove_orbax(folder)
     if jax.process_index() == 0:
@@ -82,7 +81,7 @@ def save_model(
 
 
 def by_stored_name(params: Mapping[str, jax.Array | QuantizedArray]) -> dict[str, jax.Array]:
-    """Of quantized weights the integers under the weight's name, and its scales under the name with a suffix."""
+    """Arrays by stored name: a quantized weight's integers under its name, its scales under the name with a suffix."""
     arrays: dict[str, jax.Array] = {}
     for name, array in params.items():
         if isinstance(array, QuantizedArray):
@@ -93,7 +92,7 @@ def by_stored_name(params: Mapping[str, jax.Array | QuantizedArray]) -> dict[str
 
 
 def _as_host_tensor(array: jax.Array) -> torch.Tensor:
-    """The array as a torch tensor in host memory; without a copy where the array is on one CPU device."""
+    """The array as a torch tensor in host memory; not copied if it is on a single CPU device."""
     here = jax.local_devices(backend="cpu")[0]
     if len(array.sharding.device_set) > 1:
         return torch.from_dlpack(jax.device_put(to_host(array), here))

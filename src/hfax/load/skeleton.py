@@ -1,7 +1,7 @@
-"""The structure of a model without its weights: a transformers module whose parameters are on torch's meta device.
+"""A model's structure without its weights: a transformers module with parameters on torch's meta device.
 
-Turns a config into a module ready to be traced, the list of the names its weights go by, and the values of the buffers that no
-checkpoint holds (rotary frequencies, causal masks). It does not read checkpoints and knows nothing of jax.
+Turns a config into a module ready for tracing, its weight names, and the values of non-persistent buffers (rotary frequencies,
+causal masks). It reads no checkpoints and does not use jax.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ TASK_TO_AUTO_CLASS: dict[str, tuple[str, ...]] = {
     "automatic-speech-recognition": ("AutoModelForSpeechSeq2Seq", "AutoModelForCTC"),
     "audio-classification": ("AutoModelForAudioClassification",),
 }
-"""transformers' pipeline task names, and the auto classes that each stands for."""
+"""transformers pipeline task names and their auto classes."""
 
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
@@ -62,12 +62,13 @@ class Skeleton:
     """A module without weights.
 
     Args:
-        module: in eval mode; every parameter is on the meta device, every buffer holds its real values on the CPU.
-        dtype: that its floating-point weights are to have.
-        shapes: name to meta tensor, for everything a checkpoint is expected to hold, tied names left out.
-        tied: alias to the name in `shapes` whose array it shares.
-        buffers: name to value, for the buffers that a checkpoint does not hold.
-        derived: what was computed from the module and is not to be computed twice, by name.
+        module: in eval mode; parameters are on the meta device, buffers have real values on the CPU.
+        dtype: target dtype of floating-point weights.
+        shapes: name to meta tensor, for every tensor expected in a checkpoint, without tied aliases.
+        tied: alias to the name in `shapes` that it shares an array with.
+        buffers: name to value, for buffers that checkpoints do not store.
+        derived: cache of values computed from the module, by name.
+        lock: held while a trace uses the module.
     """
 
     module: PreTrainedModel
@@ -76,6 +77,7 @@ class Skeleton:
     tied: dict[str, str]
     buffers: dict[str, torch.Tensor]
     derived: dict[str, Any] = dataclasses.field(default_factory=dict)
+    lock: threading.RLock = dataclasses.field(default_factory=threading.RLock)
 
 
 def resolve_model_class(
@@ -85,18 +87,18 @@ def resolve_model_class(
 
     Args:
         config: the model's configuration.
-        task: a pipeline task name of `TASK_TO_AUTO_CLASS`, or None for the checkpoint's own architecture.
-        code_folder: where to import custom modelling code from; None if such code is not trusted.
+        task: a key of `TASK_TO_AUTO_CLASS`, or None for the checkpoint's own architecture.
+        code_folder: folder to import custom modelling code from; None if it is not trusted.
 
     Raises:
-        UnsupportedOptionError: `task` is not a pipeline name, or this model type has no class for it.
-        UnsupportedModelError: the config names no architecture that transformers has, and no trusted code provides it.
+        UnsupportedOptionError: `task` is unknown, or this model type has no class for it.
+        UnsupportedModelError: neither transformers nor trusted code has the config's architecture.
     """
     if task is not None and task not in TASK_TO_AUTO_CLASS:
         raise UnsupportedOptionError(
             f"Unknown task {task!r}.",
-            "task= takes a pipeline name of transformers.",
-            f"Use one of: {', '.join(sorted(TASK_TO_AUTO_CLASS))}; or leave it out for the checkpoint's own class.",
+            "task= takes a transformers pipeline task.",
+            f"Use one of: {', '.join(sorted(TASK_TO_AUTO_CLASS))}; or omit task for the checkpoint's own class.",
         )
     auto_names = TASK_TO_AUTO_CLASS[task] if task else ()
     architectures = getattr(config, "architectures", None) or []
@@ -110,9 +112,9 @@ def resolve_model_class(
         found = [c for m in mappings if type(config) in m for c in _as_tuple(m[type(config)])]
         if not found:
             raise UnsupportedOptionError(
-                f"task={task!r} does not fit a {config.model_type!r} model.",
+                f"task={task!r} is not available for a {config.model_type!r} model.",
                 f"transformers has no {' or '.join(auto_names)} class for {type(config).__name__}.",
-                f"Leave task out to use {', '.join(architectures) or 'the default class'}.",
+                f"Omit task to use {', '.join(architectures) or 'the default class'}.",
             )
         return next((c for c in found if c.__name__ in architectures), found[0])
     for name in architectures:
@@ -124,9 +126,8 @@ def resolve_model_class(
             return _as_tuple(mapping[type(config)])[0]
     raise UnsupportedModelError(
         f"No model class for architectures {architectures} (model type {config.model_type!r}).",
-        f"transformers {transformers.__version__} has no class of that name, and custom code was not trusted or is not there.",
-        "Update transformers, or, if the repository carries its own modelling code and you trust it, pass "
-        "trust_remote_code=True.",
+        f"transformers {transformers.__version__} has no such class, and custom code is missing or not trusted.",
+        "Update transformers; or, if you trust the repository's own modelling code, pass trust_remote_code=True.",
     )
 
 
@@ -137,7 +138,7 @@ def _as_tuple(classes: Any) -> tuple[Any, ...]:
 def _remote_class(
     config: PretrainedConfig, auto_names: tuple[str, ...], architectures: list[str], code_folder: str
 ) -> type[PreTrainedModel] | None:
-    """The class that the checkpoint's own code provides (`auto_map`), if it does."""
+    """The class provided by the checkpoint's own code (`auto_map`), if any."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     auto_map = getattr(config, "auto_map", None) or {}
@@ -150,10 +151,10 @@ def _remote_class(
 
 
 def resolve_dtype(dtype: str | torch.dtype, config: PretrainedConfig, stored: torch.dtype | None) -> torch.dtype:
-    """The dtype asked for; for "auto" the config's, else that of the stored weights, else float32.
+    """The requested dtype; for "auto" the config's, else the stored weights', else float32.
 
     Raises:
-        InvalidInputError: it is none that every XLA device has.
+        InvalidInputError: the dtype is not supported on every XLA device.
     """
     if dtype == "auto":
         chosen: Any = getattr(config, "dtype", None) or stored or torch.float32
@@ -162,8 +163,8 @@ def resolve_dtype(dtype: str | torch.dtype, config: PretrainedConfig, stored: to
     name = str(chosen).removeprefix("torch.")
     if name not in FLOAT_DTYPES:
         raise InvalidInputError(
-            f"dtype={dtype!r} is not available.",
-            "Models run in one of the floating-point types that every XLA device has.",
+            f"dtype={dtype!r} is not supported.",
+            "Models run in a floating-point dtype that every XLA device supports.",
             f"Use 'auto' or one of {', '.join(FLOAT_DTYPES)}.",
         )
     return getattr(torch, name)
@@ -181,11 +182,11 @@ def build_skeleton(
 
     Args:
         model_class: the transformers class.
-        config: copied, not changed.
-        dtype: of the floating-point parameters.
-        attention: the name of the attention function to use; or what stands for each of those that transformers chooses, which
-            differ between the parts of some models, where these go through its interface.
-        experts: the name of the experts function, likewise.
+        config: copied, not modified.
+        dtype: dtype of floating-point parameters.
+        attention: the attention function to use; or a mapping from each function that transformers chooses (some models use
+            several) to its replacement, applied to parts that use transformers' attention interface.
+        experts: the experts function to use.
 
     Raises:
         UnsupportedModelError: the class cannot be built from this config.
@@ -205,7 +206,7 @@ def build_skeleton(
         raise UnsupportedModelError(
             f"{model_class.__name__} could not be built from its config.",
             f"{type(error).__name__}: {error}",
-            "Check config.json against the version of transformers (`hfax env` shows it); custom code may need another one.",
+            "Check config.json against the transformers version (see `hfax env`); custom code may require another version.",
         ) from error
     module.eval()
     module.requires_grad_(False)
@@ -217,9 +218,9 @@ def build_skeleton(
 
 
 def with_dtype(skeleton: Skeleton, dtype: torch.dtype) -> Skeleton:
-    """The same module for weights of another floating-point dtype; modules that transformers keeps in float32 stay so.
+    """The same module with another floating-point dtype; modules that transformers keeps in float32 are unchanged.
 
-    The skeleton that is given must not be used any more: its module is changed.
+    Modifies the module in place: do not use the given skeleton afterwards.
     """
     from transformers.core_model_loading import build_glob_alternation
 
@@ -238,9 +239,9 @@ def with_dtype(skeleton: Skeleton, dtype: torch.dtype) -> Skeleton:
 
 
 def _rename_attention(module: PreTrainedModel, names: Mapping[str, str]) -> None:
-    """Have each part that goes through transformers' attention interface use what stands for the function chosen for it.
+    """Replace the attention function of each part that uses transformers' attention interface.
 
-    A class outside the interface looks its own names up, so it keeps transformers' names.
+    Classes outside the interface look up transformers' names themselves, so they keep them.
     """
     for part in module.modules():
         if isinstance(part, PreTrainedModel) and part._supports_attention_backend:
@@ -250,7 +251,7 @@ def _rename_attention(module: PreTrainedModel, names: Mapping[str, str]) -> None
 
 
 def _tied_names(module: PreTrainedModel) -> dict[str, str]:
-    """Alias to canonical name, for weights that transformers ties and for modules that are shared objects."""
+    """Alias to canonical name, for weights that transformers ties and for shared modules."""
     tied = dict(getattr(module, "all_tied_weights_keys", None) or {})
     first: dict[int, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -267,10 +268,9 @@ _local = threading.local()
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Send every parameter that this thread registers to the meta device; buffers keep their real values.
+    """Move every parameter this thread registers to the meta device; buffers keep their real values.
 
-    torch's own `torch.device("meta")` context would lose the buffers too, and with them every table a model computes in its
-    constructor.
+    torch's `torch.device("meta")` context would also lose the buffers, including tables computed in the constructor.
     """
     original = torch.nn.Module.register_parameter
 

@@ -1,7 +1,7 @@
-"""A checkpoint's name into the files that hold it.
+"""Resolves a checkpoint name to local files.
 
-Turns a local folder, the id of a Hub repository, or "demo" into a `CheckpointSource`: a folder on this machine with the
-configuration, the tokenizer and one weight format. It reads no tensor and no configuration.
+Turns a local folder, a Hub repository id, or "demo" into a `CheckpointSource`: a local folder with the configuration,
+the tokenizer and one weight format. It reads no tensors and no configuration.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from hfax.load.weight_files import (
 )
 
 DEMO_NAME = "demo"
-"""The name of the checkpoint that the package carries. A folder of that name is meant by "./demo"."""
+"""Name of the checkpoint bundled with the package. Use "./demo" for a folder of that name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointSource:
-    """Where a checkpoint lies on this machine.
+    """A checkpoint's local files.
 
     Args:
-        name: as it was asked for.
-        folder: holds config.json, tokenizer files and the weights; transformers' `from_pretrained` classes accept it.
-        revision: the commit of a Hub repository; None for a local folder.
-        format: of the weights.
-        weight_files: in order.
-        weight_map: tensor name to the name of its file in `folder`, from the index; None for a single file.
+        name: the name as requested.
+        folder: has config.json, tokenizer files and weights; transformers' `from_pretrained` accepts it.
+        revision: commit of a Hub repository; None for a local folder.
+        format: weight format.
+        weight_files: weight files, in order.
+        weight_map: tensor name to file name in `folder`, from the index; None for a single file.
     """
 
     name: str
@@ -56,21 +56,21 @@ def resolve_checkpoint(
     local_files_only: bool = False,
     allow_code: bool = False,
 ) -> CheckpointSource:
-    """Find a checkpoint, downloading what is not on this machine yet.
+    """Find a checkpoint, downloading missing files.
 
     Args:
         name_or_path: a folder, a Hub repository id ("Qwen/Qwen3-0.6B"), or "demo".
         revision: branch, tag or commit of a Hub repository; its main branch if None. Ignored for folders.
-        token: for private and gated repositories; None uses the one that `hf auth login` stored, False none.
-        cache_dir: huggingface_hub's cache if None.
-        local_files_only: use the cache alone.
+        token: Hub token for private and gated repositories; None uses the token stored by `hf auth login`, False sends none.
+        cache_dir: Hub cache folder; None: huggingface_hub's default.
+        local_files_only: use only the cache.
         allow_code: also fetch the repository's Python files.
 
     Raises:
-        CheckpointNotFoundError: no such folder, repository or revision; no config.json; no weights that hfax reads; or
-            not in the cache while the Hub may not or cannot be reached.
-        CheckpointAccessError: the repository is gated or private and the token does not open it.
-        CheckpointCorruptError: an index of shards is unreadable or names files that do not exist.
+        CheckpointNotFoundError: no such folder, repository or revision; no config.json; no supported weights; or not
+            cached while offline.
+        CheckpointAccessError: the repository is gated or private and the token has no access.
+        CheckpointCorruptError: a shard index is unreadable or names missing files.
         HfaxError: the disk is full.
     """
     name = os.fspath(name_or_path)
@@ -81,15 +81,15 @@ def resolve_checkpoint(
         return _open_folder(name, folder, None)
     if folder.exists():
         raise CheckpointNotFoundError(
-            f"{name} is a file, not a checkpoint's folder.",
+            f"{name} is a file, not a checkpoint folder.",
             "A checkpoint is a folder with config.json, tokenizer files and weights.",
-            f"Pass {folder.parent} if the rest lies beside the file.",
+            f"Pass {folder.parent} if the other files are there.",
         )
     if _is_path(name):
         raise CheckpointNotFoundError(
             f"There is no folder {folder.absolute()}.",
-            "The name has the form of a path, not of a Hub repository (owner/name).",
-            f"Check the spelling and the working folder. {_beside(folder)}",
+            "The name looks like a path, not a Hub repository (owner/name).",
+            f"Check the spelling and the working directory. {_beside(folder)}",
         )
     from hfax.load.hub import fetch_checkpoint
 
@@ -110,8 +110,8 @@ def _open_folder(name: str, folder: Path, commit: str | None) -> CheckpointSourc
     if "config.json" not in names:
         raise CheckpointNotFoundError(
             f"{where} has no config.json.",
-            f"It is not a checkpoint in transformers' format. It has: {listing(names)}.",
-            "Pass the folder that config.json lies in; original and consolidated weights need converting first.",
+            f"It is not a transformers checkpoint. It has: {listing(names)}.",
+            "Pass the folder that contains config.json; convert original or consolidated weights first.",
         )
     weights = choose_weight_files(names, where)
     weight_map = None
@@ -132,7 +132,7 @@ def _open_folder(name: str, folder: Path, commit: str | None) -> CheckpointSourc
 
 
 def _is_path(name: str) -> bool:
-    """Whether a name that is no existing folder can only have meant one."""
+    """Whether a name that is not an existing folder can only be a path."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint's files as one store, whatever their format. It does not know what they are for."""
+"""A uniform tensor store over a checkpoint's weight files, for all formats. It knows nothing about models."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class TensorStore:
     """Stored tensors by name.
 
     Args:
-        names: all of them.
-        read: gives one, in host memory that nobody else uses.
-        read_slice: gives a part of one, by a slice for each axis, without reading the rest.
-        shape: of one.
-        float_dtype: of the floating-point tensors, None if there are none.
-        is_flax: it was written by a Flax class, which has no arrays for some weights of the PyTorch class.
+        names: names of all tensors.
+        read: returns a tensor in unshared host memory.
+        read_slice: returns part of a tensor, given one slice per axis, without reading the rest.
+        shape: returns a tensor's shape.
+        float_dtype: dtype of the floating-point tensors; None if there are none.
+        is_flax: written by a Flax class, which does not store some of the PyTorch class's weights.
     """
 
     names: Iterable[str]
@@ -40,7 +40,7 @@ def open_store(source: CheckpointSource) -> TensorStore:
     """Index the checkpoint's weight files.
 
     Raises:
-        CheckpointCorruptError: a file is not what its name says.
+        CheckpointCorruptError: a file is damaged or not in its format.
     """
     if source.format == "pytorch_bin":
         tensors = read_pytorch_bin(source.weight_files)

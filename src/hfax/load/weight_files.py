@@ -1,7 +1,7 @@
-"""Which files of a checkpoint hold its weights, decided by their names alone.
+"""Chooses a checkpoint's weight files by their names.
 
-Turns the file names of a folder or a Hub repository into the one weight format that hfax reads, safetensors before
-PyTorch's pickles, as transformers chooses. It opens nothing but an index's text given to it.
+Selects one weight format from the file names of a folder or a Hub repository, preferring safetensors over PyTorch pickles
+as transformers does. It opens no files; it only parses index text passed to it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hfax.errors import CheckpointCorruptError, CheckpointNotFoundError
 
 WeightFormat = Literal["safetensors", "orbax", "pytorch_bin", "flax"]
 ORBAX_FOLDER = "orbax"
-"""The folder of weights that hfax saved by orbax; in a list of file names its name stands for it."""
+"""Subfolder of orbax weights saved by hfax; listed by name among the file names."""
 
 _CANDIDATES: tuple[tuple[str, WeightFormat], ...] = (
     ("model.safetensors", "safetensors"),
@@ -28,22 +28,22 @@ _CANDIDATES: tuple[tuple[str, WeightFormat], ...] = (
     ("flax_model.msgpack.index.json", "flax"),
 )
 _OTHER_FORMATS = (
-    ("flax_model-*-of-*.msgpack", "shards without their index", "Fetch flax_model.msgpack.index.json too"),
+    ("flax_model-*-of-*.msgpack", "shards without their index", "Download flax_model.msgpack.index.json too"),
     ("tf_model*.h5", "TensorFlow", "Load it in transformers 4 with from_tf=True and call save_pretrained there"),
     ("*.ckpt*", "TensorFlow 1", "Convert it with the model's conversion script in transformers"),
     ("*.gguf", "GGUF", "Use the repository that the GGUF file was made from"),
     ("*.onnx", "ONNX", "Use the repository that the ONNX file was made from"),
     ("adapter_model.*", "an adapter (PEFT)", "Merge it into its base model with peft's merge_and_unload and save that"),
-    ("consolidated*", "the author's own", "Use the author's repository for transformers, often named with -hf"),
-    ("model-*-of-*.safetensors", "shards without their index", "Fetch model.safetensors.index.json too"),
-    ("pytorch_model-*-of-*.bin", "shards without their index", "Fetch pytorch_model.bin.index.json too"),
+    ("consolidated*", "the author's own", "Use the author's transformers repository, often named with -hf"),
+    ("model-*-of-*.safetensors", "shards without their index", "Download model.safetensors.index.json too"),
+    ("pytorch_model-*-of-*.bin", "shards without their index", "Download pytorch_model.bin.index.json too"),
     ("*.safetensors", "safetensors under another name", "Rename it to model.safetensors if it is the whole model"),
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightFiles:
-    """The chosen format, and the file that holds the weights or lists the shards that do."""
+    """The chosen format, and its weight file or shard index."""
 
     format: WeightFormat
     main: str
@@ -51,7 +51,7 @@ class WeightFiles:
 
 
 def choose_weight_files(names: Collection[str], where: str) -> WeightFiles:
-    """Choose among the file names at a checkpoint's root; `where` is for messages.
+    """Choose among the file names at a checkpoint's root; `where` is used only in messages.
 
     Raises:
         CheckpointNotFoundError: no weights, or only in formats that hfax does not read.
@@ -63,22 +63,22 @@ def choose_weight_files(names: Collection[str], where: str) -> WeightFiles:
         if found := sorted(name for name in names if fnmatch.fnmatchcase(name.rpartition("/")[2], pattern)):
             raise CheckpointNotFoundError(
                 f"{where} has no weights that hfax reads; it has {found[0]}{' and more' if len(found) > 1 else ''}.",
-                f"Its weights are in another form: {kind}. This version reads model.safetensors, pytorch_model.bin and "
-                "flax_model.msgpack, whole or in shards.",
+                f"Its weights are in another format: {kind}. This version reads model.safetensors, pytorch_model.bin and "
+                "flax_model.msgpack, whole or sharded.",
                 f"{fix}.",
             )
     raise CheckpointNotFoundError(
         f"{where} has no weights.",
         f"None of {', '.join(main for main, _ in _CANDIDATES)} is there. It has: {listing(names)}.",
-        "Check the name; or build the model with random weights by AutoModelForTPU.from_config.",
+        "Check the name; or build the model with random weights with AutoModelForTPU.from_config.",
     )
 
 
 def read_weight_map(text: str, where: str) -> dict[str, str]:
-    """Tensor name to the name of its shard, from the text of an index file; `where` is for messages.
+    """Parse an index file into tensor name to shard name; `where` is used only in messages.
 
     Raises:
-        CheckpointCorruptError: it is no index, or names a shard outside its folder.
+        CheckpointCorruptError: not an index, or it names a shard outside its folder.
     """
     try:
         weight_map = json.loads(text)["weight_map"]
@@ -94,17 +94,17 @@ def read_weight_map(text: str, where: str) -> dict[str, str]:
 
 
 def check_shards(weight_map: dict[str, str], names: Collection[str], where: str) -> tuple[str, ...]:
-    """The shards that an index names, in order, all of which must be among `names`.
+    """The shards that an index names, in order; all must be in `names`.
 
     Raises:
-        CheckpointCorruptError: one is missing.
+        CheckpointCorruptError: a shard is missing.
     """
     shards = sorted(set(weight_map.values()))
     if missing := [shard for shard in shards if shard not in names]:
         raise CheckpointCorruptError(
-            f"{len(missing)} of {len(shards)} shards that the index names are missing in {where}: {listing(missing)}.",
+            f"{len(missing)} of {len(shards)} shards that the index names are missing from {where}: {listing(missing)}.",
             "The checkpoint was not copied or uploaded completely, or shards were renamed.",
-            "Fetch the missing files into the same folder, or save the checkpoint again.",
+            "Download the missing files into the same folder, or save the checkpoint again.",
         )
     return tuple(shards)
 
@@ -117,7 +117,7 @@ def listing(names: Collection[str]) -> str:
 
 def _corrupt_index(where: str, found: str) -> CheckpointCorruptError:
     return CheckpointCorruptError(
-        f"{where} is not an index of shards: {found}.",
-        'An index is JSON with a "weight_map" from tensor names to file names beside it.',
+        f"{where} is not a shard index: {found}.",
+        'An index is JSON with a "weight_map" from tensor names to file names in its folder.',
         "Download or save it again.",
     )

@@ -1,7 +1,7 @@
-"""A checkpoint's tensors into a model's weights, on the device.
+"""Loads a checkpoint's tensors as a model's weights on the device.
 
-Turns a source (files on disk) and a skeleton into `dict[str, jax.Array]`, one conversion step at a time: at no moment does host
-memory hold more than the tensors of one step beside what is already placed. It does not know how the weights are used.
+Turns a source (files on disk) and a skeleton into `dict[str, jax.Array]`, one conversion step at a time, so host memory holds
+only the current steps' tensors besides the weights already placed. It knows nothing about how the weights are used.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Weight = jax.Array | QuantizedArray
 logger = logging.getLogger(__name__)
 
 _READERS = 2
-"""Threads that read steps side by side; what they hold at once is bounded by the tensors of as many steps."""
+"""Number of steps loaded concurrently; bounds the tensors held in host memory."""
 _COMPARED_BYTES = 1 << 20
 
 
@@ -48,19 +48,19 @@ def load_weights(
     """Read, convert, cast, quantize and place every weight.
 
     Args:
-        skeleton: what is wanted.
-        store: what there is.
-        layout: where the arrays go.
-        strict: missing and unexpected tensors are errors.
-        quantization: of the linear layers' matrices.
+        skeleton: the model structure.
+        store: the checkpoint's tensors.
+        layout: device placement.
+        strict: treat missing and unexpected tensors as errors.
+        quantization: quantization of linear layer weights.
 
     Returns:
-        The weights under their names, and the aliases that share them (fewer than the skeleton's, where the checkpoint stores two
-        tied weights with different values).
+        Weights by name, and the aliases that share them (fewer than the skeleton's if the checkpoint stores different values for
+        tied weights).
 
     Raises:
         CheckpointCorruptError: tensors are missing, unexpected, misshapen or cannot be merged.
-        OutOfMemoryError: the weights do not fit the device.
+        OutOfMemoryError: the weights do not fit on the device.
     """
     plan = plan_conversion(skeleton, store.names)
     packed = weights_to_quantize(skeleton.module, skeleton.shapes, skeleton.tied) if quantization else set()
@@ -79,13 +79,13 @@ def load_weights(
     expected = {**skeleton.shapes, **{alias: skeleton.shapes[name] for alias, name in skeleton.tied.items()}}
 
     def load_slices(step: ConversionStep) -> list[tuple[str, Weight]] | None:
-        """A weight that is stored as it is, of which no device needs the whole."""
+        """Load a weight stored unconverted that no device holds in full."""
         name, stored = step.target, step.sources[0][0]
         where = layout.weight(skeleton.tied.get(name, name))
         if step.converter is not None or name in packed or where.is_fully_replicated:
             return None
         if (shape := store.shape(stored)) != tuple(expected[name].shape):
-            return None  # the other way has the words for it
+            return None  # the full load reports this error
         wanted = target_dtype(name, expected[name])
         floats = expected[name].is_floating_point()
 
@@ -103,7 +103,7 @@ def load_weights(
             if name not in expected:
                 raise CheckpointCorruptError(
                     f"{step.sources[0][0]!r} was converted to {name!r}, which the model does not have.",
-                    "The conversion rule of transformers does not fit this checkpoint.",
+                    "transformers' conversion rule does not fit this checkpoint.",
                     "Save the checkpoint again with a current version of transformers.",
                 )
             check_shape(name, tensor, expected[name], step)
@@ -131,7 +131,7 @@ def load_weights(
 
 
 def load_quantized(skeleton: Skeleton, store: TensorStore, layout: Layout) -> dict[str, Weight]:
-    """The weights of a checkpoint that `save_pretrained` wrote from a quantized model: its own names, integers and scales.
+    """Load a quantized checkpoint written by `save_pretrained`: the module's own names, integers and scales.
 
     Raises:
         CheckpointCorruptError: tensors are missing, unexpected or misshapen.
@@ -152,14 +152,14 @@ def load_quantized(skeleton: Skeleton, store: TensorStore, layout: Layout) -> di
 
 
 def load_arrays(skeleton: Skeleton, store: OrbaxStore, layout: Layout) -> tuple[dict[str, Weight], dict[str, str]]:
-    """The weights of a checkpoint that `save_pretrained(format="orbax")` wrote: under the module's own names, quantized or not.
+    """Load a checkpoint written by `save_pretrained(format="orbax")`: the module's own names, quantized or not.
 
     Returns:
-        As `load_weights`; for a layout that is only described, what stands for the weights.
+        Same as `load_weights`; placeholders instead of arrays for an abstract layout.
 
     Raises:
         CheckpointCorruptError: arrays are missing, unexpected, misshapen or cannot be read.
-        OutOfMemoryError: the weights do not fit the device.
+        OutOfMemoryError: the weights do not fit on the device.
     """
     stored = store.arrays
     tied = {alias: name for alias, name in skeleton.tied.items() if alias not in stored}
@@ -200,7 +200,7 @@ def _check_names(expected: set[str], stored: set[str]) -> None:
     if missing or unexpected:
         raise CheckpointCorruptError(
             f"{len(missing)} tensors are missing and {len(unexpected)} are unexpected: {(missing + unexpected)[:3]} …",
-            "The weights do not belong to the config.json beside them.",
+            "The weights do not match config.json.",
             "Save the model again.",
         )
 
@@ -208,19 +208,19 @@ def _check_names(expected: set[str], stored: set[str]) -> None:
 def _check_stored_shape(name: str, weight: Weight, expected: torch.Tensor) -> None:
     if tuple(weight.shape) != tuple(expected.shape):
         raise CheckpointCorruptError(
-            f"{name!r} has shape {tuple(weight.shape)} in the checkpoint; the model wants {tuple(expected.shape)}.",
-            "config.json and the weights do not belong together.",
+            f"{name!r} has shape {tuple(weight.shape)} in the checkpoint; the model expects {tuple(expected.shape)}.",
+            "config.json does not match the weights.",
             "Save the model again.",
         )
 
 
 def initialise(skeleton: Skeleton, names: list[str], layout: Layout) -> dict[str, jax.Array]:
-    """Random values for weights that no checkpoint holds, see `draw_missing`."""
+    """Initialise weights missing from the checkpoint, see `draw_missing`."""
     return {name: place(tensor, layout.weight(name)) for name, tensor in draw_missing(skeleton, names).items()}
 
 
 def _settle_ties(weights: dict[str, Weight], tied: dict[str, str]) -> dict[str, str]:
-    """Drop stored copies of tied weights, move a weight stored only under its alias, and untie those that differ."""
+    """Drop stored copies of tied weights, rename weights stored only under an alias, and untie those that differ."""
     kept: dict[str, str] = {}
     for alias, name in tied.items():
         if alias in weights and name not in weights:
@@ -228,7 +228,9 @@ def _settle_ties(weights: dict[str, Weight], tied: dict[str, str]) -> dict[str, 
         elif alias in weights:
             if not _equal(weights[alias], weights[name]):
                 logger.warning(
-                    "%s and %s are tied in the config but stored with different values: not tied", alias, name
+                    "%s and %s are tied in the config but stored with different values; leaving them untied",
+                    alias,
+                    name,
                 )
                 continue
             del weights[alias]
@@ -237,7 +239,7 @@ def _settle_ties(weights: dict[str, Weight], tied: dict[str, str]) -> dict[str, 
 
 
 def _equal(a: Weight, b: Weight) -> bool:
-    """Bit for bit, in pieces: a comparison of whole arrays would hold a second embedding table."""
+    """Compare bit for bit, in chunks: comparing whole arrays would need memory for another embedding table."""
     if isinstance(a, QuantizedArray) or isinstance(b, QuantizedArray):
         parts = list(zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=False))
         return jax.tree.structure(a) == jax.tree.structure(b) and all(_equal(x, y) for x, y in parts)

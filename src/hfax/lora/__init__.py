@@ -1,4 +1,4 @@
-"""Low-rank adapters in peft's format."""
+"""LoRA adapters in PEFT format."""
 
 from hfax.lora.config import LoraConfig
 

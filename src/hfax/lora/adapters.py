@@ -1,7 +1,7 @@
-"""The adapters of one model: which there are, which one is in force, and what of the model's own weights they stand for.
+"""Manages a model's adapters: which are loaded, which one is active, and the base weights they replace.
 
-An adapter in force is arrays among the model's weights (see `hfax.tracing.adapters`), so programs take it as an argument: another
-adapter of the same layers needs no other program. To that end all adapters are padded with zeros to the largest rank of each layer.
+An active adapter is stored among the model's weights (see `hfax.tracing.adapters`), so programs take it as an argument: switching
+to another adapter on the same layers does not recompile. For this, adapters are zero-padded to each layer's largest rank.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _RANK_AXIS = {LORA_A: 0, LORA_B: 1, EMBEDDING_A: 0, EMBEDDING_B: 1}
 
 
 class Adapters:
-    """See the module.
+    """The adapters of one model.
 
     Args:
         module: the model, without weights.
-        layout: where its weights are.
-        tied: alias to name of weights that share an array.
+        layout: placement of the model's weights.
+        tied: alias to name, for weights that share an array.
     """
 
     def __init__(self, module: torch.nn.Module, layout: Layout, tied: Mapping[str, str]) -> None:
@@ -58,22 +58,22 @@ class Adapters:
         self._tied = tied
         self.configs: dict[str, LoraConfig] = {}
         self._arrays: dict[str, Params] = {}
-        """Of each adapter, unpadded: low-rank arrays and whole weights of `modules_to_save`."""
+        """Each adapter's unpadded low-rank arrays and the full weights of `modules_to_save`."""
         self.active: str | None = None
         self._replaced: Params = {}
-        """The model's own weights that the active adapter's or the merged one's stand for."""
+        """Base weights replaced by the active or merged adapter."""
         self.merged: str | None = None
 
     @property
     def dropout(self) -> float:
-        """Of the active adapter's inputs, in training."""
+        """Dropout rate of the active adapter's inputs during training."""
         return 0.0 if self.active is None else self.configs[self.active].lora_dropout
 
     def draw(self, name: str, config: LoraConfig, params: Params, seed: int) -> None:
-        """Add an adapter that changes nothing yet, drawn as peft draws it: `lora_A` uniform, `lora_B` zero.
+        """Add a new adapter, initialised as in PEFT (`lora_A` uniform, `lora_B` zero), so outputs do not change yet.
 
         Raises:
-            InvalidInputError: the name is taken, or the config names no layers.
+            InvalidInputError: the name is taken, or the config matches no layers.
         """
         self._check_new(name)
         parts = dict(self._module.named_modules())
@@ -97,7 +97,7 @@ class Adapters:
         self.configs[name], self._arrays[name] = config, arrays
 
     def describe(self, name: str, config: LoraConfig, params: Params) -> Params:
-        """The weights with what stands for an adapter, of a model that is only described."""
+        """The weights of an abstract model, with placeholders for an adapter."""
         self.configs[name], self.active = config, name
         shapes = self._expected_shapes(config)
         paths = dict.fromkeys((f"{layer}.{SCALING}" for layer in config.targets(self._module)), ())
@@ -108,11 +108,11 @@ class Adapters:
         return {**params, **low}
 
     def load(self, name: str, folder: Path, params: Params) -> None:
-        """Add an adapter that peft or hfax saved.
+        """Add an adapter saved by PEFT or hfax.
 
         Raises:
-            InvalidInputError: the name is taken, or the adapter is of another architecture.
-            CheckpointCorruptError: the files cannot be read, or are not all there.
+            InvalidInputError: the name is taken, or the adapter is for another architecture.
+            CheckpointCorruptError: files are unreadable or missing.
         """
         self._check_new(name)
         config = LoraConfig.read(folder)
@@ -122,18 +122,18 @@ class Adapters:
         wrong = [n for n in expected if n in stored and tuple(stored[n].shape) != expected[n]]
         if missing or unexpected:
             raise InvalidInputError(
-                f"The adapter in {folder} is not one of {type(self._module).__name__}: "
-                f"{len(missing)} of its arrays are missing and {len(unexpected)} are unexpected: {(missing + unexpected)[:3]}.",
-                f"It was made for {config.base_model_name_or_path or 'another model'}.",
-                "Load it beside the model that it was trained with.",
+                f"The adapter in {folder} does not fit {type(self._module).__name__}: "
+                f"{len(missing)} arrays are missing and {len(unexpected)} are unexpected: {(missing + unexpected)[:3]}.",
+                f"It was trained on {config.base_model_name_or_path or 'another model'}.",
+                "Load it into its base model.",
             )
         if wrong:
             found = wrong[0]
             raise InvalidInputError(
-                f"The adapter in {folder} has {found} of the shape {tuple(stored[found].shape)}; "
-                f"this model wants {expected[found]}.",
-                f"It was made for {config.base_model_name_or_path or 'a model of another size'}.",
-                "Load it beside the model that it was trained with.",
+                f"The adapter in {folder} has {found} with shape {tuple(stored[found].shape)}; "
+                f"this model expects {expected[found]}.",
+                f"It was trained on {config.base_model_name_or_path or 'a model of another size'}.",
+                "Load it into its base model.",
             )
         self._arrays[name] = {
             n: self._put(n, to_numpy(t), _dtype_of(params[n]) if n in params else _stored_dtype(t))
@@ -142,10 +142,10 @@ class Adapters:
         self.configs[name] = config
 
     def save(self, name: str, folder: Path, params: Params, base_name: str) -> None:
-        """Write one so that peft loads it.
+        """Save an adapter in PEFT format.
 
         Raises:
-            HfaxError: the folder cannot be written; what was there stays.
+            HfaxError: the folder cannot be written; its previous contents are kept.
         """
         self._require(name)
         self._keep_active(params)
@@ -159,15 +159,15 @@ class Adapters:
         write_adapter(folder, LoraConfig(**{**vars(config), **given}), arrays)
 
     def activate(self, name: str | None, params: Params) -> Params:
-        """The model's weights with that adapter in force; None: with none.
+        """The model's weights with the given adapter active; None: with no adapter.
 
         Raises:
-            InvalidInputError: there is no such adapter, or one is merged.
+            InvalidInputError: no such adapter, or an adapter is merged.
         """
         if self.merged is not None:
             raise InvalidInputError(
                 f"The adapter {self.merged!r} is merged into the weights.",
-                "Another one would be added to it.",
+                "A second adapter would be added on top of it.",
                 "Call unmerge_adapter() first.",
             )
         if name is not None:
@@ -182,17 +182,17 @@ class Adapters:
         return {**base, **whole, **self._padded(name, low)}
 
     def without(self, params: Params) -> Params:
-        """The model's own weights; what training made of the active adapter is kept with it."""
+        """The base weights; the active adapter's trained values are saved back to it."""
         self._keep_active(params)
         own, _ = split_adapters(params)
         return {**own, **self._replaced}
 
     def merge(self, params: Params) -> Params:
-        """The weights with the active adapter added to them, as peft adds it.
+        """The weights with the active adapter merged into them, as in PEFT.
 
         Raises:
-            InvalidInputError: none is active.
-            UnsupportedOptionError: the weights are integers.
+            InvalidInputError: no adapter is active.
+            UnsupportedOptionError: the weights are quantized.
         """
         if self.active is None:
             raise InvalidInputError(
@@ -206,9 +206,9 @@ class Adapters:
             weight = self._own_name(f"{path}.weight")
             if isinstance(base[weight], QuantizedArray):
                 raise UnsupportedOptionError(
-                    f"{weight} is kept as integers.",
-                    "What an adapter adds is lost when it is rounded to them.",
-                    "Merge into the model loaded without quantization.",
+                    f"{weight} is quantized.",
+                    "Rounding to integers would lose the adapter's update.",
+                    "Load the model without quantization, then merge.",
                 )
             layer = self._module.get_submodule(path)
             changed[weight] = _merged(changed.get(weight, base[weight]), layer, parts, scale(path))
@@ -218,10 +218,10 @@ class Adapters:
         return {**base, **changed}
 
     def unmerge(self, params: Params) -> Params:
-        """The weights as they were before, bit for bit, with the adapter active again.
+        """The weights before the merge, bit for bit, with the adapter active again.
 
         Raises:
-            InvalidInputError: none is merged.
+            InvalidInputError: no adapter is merged.
         """
         if self.merged is None:
             raise InvalidInputError("No adapter is merged.", "There is nothing to undo.", "Call merge_adapter() first.")
@@ -230,31 +230,31 @@ class Adapters:
         return self.activate(name, base)
 
     def forget(self) -> None:
-        """Keep none of the adapters; what one of them has changed in the weights stays.
+        """Drop all adapters; a merged adapter stays in the weights.
 
         Raises:
-            InvalidInputError: one is in force, and not merged.
+            InvalidInputError: an unmerged adapter is active.
         """
         if self.active is not None:
             raise InvalidInputError(
-                f"The adapter {self.active!r} is in force.", "Its arrays are used.", "Merge it first, or disable it."
+                f"The adapter {self.active!r} is active.", "The model is using it.", "Merge or disable it first."
             )
         self.configs.clear()
         self._arrays.clear()
         self.merged, self._replaced = None, {}
 
     def move_to(self, layout: Layout) -> None:
-        """Keep the adapters on other devices."""
+        """Move the adapters to other devices."""
         self._layout = layout
         for arrays in (*self._arrays.values(), self._replaced):
             for name, array in arrays.items():
                 arrays[name] = jax.device_put(array, self._where(name))
 
     def delete(self, name: str, params: Params) -> Params:
-        """The weights without an adapter, which is forgotten.
+        """Delete an adapter; returns the weights without it.
 
         Raises:
-            InvalidInputError: there is none of that name, or it is merged.
+            InvalidInputError: no such adapter, or it is merged.
         """
         self._require(name)
         params = self.activate(None, params) if self.active == name or self.merged == name else params
@@ -264,7 +264,7 @@ class Adapters:
     # Arrays
 
     def _keep_active(self, params: Params) -> None:
-        """Take over what the active adapter has become in the model's weights."""
+        """Copy the active adapter's current values back from the model's weights."""
         if self.active is None:
             return
         for n, array in self._arrays[self.active].items():
@@ -275,7 +275,7 @@ class Adapters:
             self._arrays[self.active][n] = now
 
     def _padded(self, name: str, low: Params) -> Params:
-        """With zeros up to the largest ranks of any adapter, on all layers of any, and with each layer's scaling."""
+        """Zero-pad an adapter to the largest rank of any adapter on each layer, and add each layer's scaling."""
         ranks: dict[str, int] = {}
         for other, config in self.configs.items():
             for path in split_adapters(self._arrays[other])[1]:
@@ -318,19 +318,19 @@ class Adapters:
         return column_norms(weight, arrays[f"{path}.{LORA_A}"], arrays[f"{path}.{LORA_B}"], jnp.float32(scaling))
 
     def _without_tables(self, stored: dict[str, torch.Tensor], folder: Path, params: Params) -> dict[str, torch.Tensor]:
-        """Without the model's own embedding tables, which peft writes beside adapters of them.
+        """Drop the base embedding tables that PEFT saves with embedding adapters.
 
         Raises:
-            UnsupportedOptionError: one is not the model's own.
+            UnsupportedOptionError: a table differs from the model's.
         """
         tables = [name for name in stored if name.endswith(_BASE_TABLE)]
         for name in tables:
             own = self._own_name(name.replace(_BASE_TABLE, ".weight"))
             if own not in params or not np.array_equal(to_host(params[own]), to_numpy(stored[name])):
                 raise UnsupportedOptionError(
-                    f"The adapter in {folder} brings an embedding table that is not the model's ({name}).",
-                    "It was made with tokens that the model does not have.",
-                    "Merge it into its base model with peft and save that.",
+                    f"The adapter in {folder} has an embedding table that differs from the model's ({name}).",
+                    "It was trained with tokens that the model does not have.",
+                    "Merge it into its base model with PEFT and load the merged model.",
                 )
         return {name: tensor for name, tensor in stored.items() if name not in tables}
 
@@ -349,10 +349,10 @@ class Adapters:
         return shapes | {n: tuple(weights[n].shape) for n in self._saved_weights(config)}
 
     def _saved_weights(self, config: LoraConfig) -> list[str]:
-        """Weights that an adapter holds whole.
+        """Weights that an adapter stores in full (`modules_to_save`).
 
         Raises:
-            UnsupportedOptionError: one is tied to another.
+            UnsupportedOptionError: a weight is tied.
         """
         names = []
         for path in config.saved_modules(self._module):
@@ -360,9 +360,9 @@ class Adapters:
             for name in own:
                 if name in self._tied or name in self._tied.values():
                     raise UnsupportedOptionError(
-                        f"modules_to_save names {path}, whose {name} is tied to another weight.",
+                        f"modules_to_save names {path}, but {name} is tied to another weight.",
                         "An adapter would change both.",
-                        "Leave it out, or load a checkpoint whose weights are not tied.",
+                        "Remove it from modules_to_save, or load a checkpoint with untied weights.",
                     )
             names += own
         return names
@@ -376,7 +376,7 @@ class Adapters:
         return self._layout.place(np.asarray(array).astype(dtype), self._where(name))
 
     def _where(self, name: str) -> Sharding:
-        """Of an adapter's array: along the layer's inputs or outputs as the layer's weight is split there."""
+        """Sharding of an adapter's array: split along the layer's inputs or outputs like the layer's weight."""
         path, part = next(((name[: -len(p) - 1], p) for p in PARTS if name.endswith(f".{p}")), (name, None))
         weight = self._own_name(f"{path}.weight")
         plan = self._layout.plan
@@ -387,7 +387,7 @@ class Adapters:
         if isinstance(layer, Conv1D):
             rows, columns = columns, rows
         parts = plan.mesh.shape[FSDP]
-        rows, columns = (  # the axis that the layer has no fsdp on is the adapter's other half
+        rows, columns = (  # the other half of the adapter takes the axis without fsdp
             FSDP if axes is None and parts > 1 and size % parts == 0 else axes
             for axes, size in zip((rows, columns), _widths(layer), strict=True)
         )
@@ -403,33 +403,35 @@ class Adapters:
     def _check_new(self, name: str) -> None:
         if name in self.configs:
             raise InvalidInputError(
-                f"There is an adapter {name!r} already.",
-                "Each has a name of its own.",
-                "Choose another adapter_name, or delete_adapter() first.",
+                f"An adapter named {name!r} already exists.",
+                "Adapter names are unique.",
+                "Choose another adapter_name, or call delete_adapter() first.",
             )
         if not name or "." in name:
             raise InvalidInputError(
-                f"An adapter cannot be named {name!r}.", "peft's names have no dots.", "Use another adapter_name."
+                f"An adapter cannot be named {name!r}.",
+                "PEFT names are not empty and have no dots.",
+                "Use another adapter_name.",
             )
 
     def _require(self, name: str) -> None:
         if name not in self.configs:
             raise InvalidInputError(
                 f"There is no adapter {name!r}.",
-                f"There are: {', '.join(self.configs) or 'none'}.",
-                "Add it by load_adapter() or add_adapter().",
+                f"Loaded adapters: {', '.join(self.configs) or 'none'}.",
+                "Add it with load_adapter() or add_adapter().",
             )
 
 
 def trained_names(params: Mapping[str, Any]) -> list[str]:
-    """The weights that training changes where nobody says which: the active adapter's, else all floating-point ones."""
+    """The weights trained by default: the active adapter's, else all floating-point weights."""
     names = [name for name in params if not name.endswith(SCALING)]
     low = [name for name in names if ".lora_" in name]
     return low or [name for name in names if jnp.issubdtype(params[name].dtype, jnp.floating)]
 
 
 def _merged(weight: jax.Array, layer: torch.nn.Module, parts: Mapping[str, jax.Array], scaling: float) -> jax.Array:
-    """`weight + scaling · B @ A`, in float32, back in the weight's dtype; of DoRA scaled to its magnitudes."""
+    """`weight + scaling · B @ A`, computed in float32, cast to the weight's dtype; for DoRA scaled to its magnitudes."""
     is_table = isinstance(layer, torch.nn.Embedding)
     a, b = (parts[n].astype(jnp.float32) for n in ((EMBEDDING_A, EMBEDDING_B) if is_table else (LORA_A, LORA_B)))
     added = scaling * jnp.matmul(b, a, precision="highest")
@@ -444,7 +446,7 @@ def _merged(weight: jax.Array, layer: torch.nn.Module, parts: Mapping[str, jax.A
 
 
 def _widths(layer: Any) -> tuple[int, int]:
-    """Outputs and inputs of a layer; rows and width of a table."""
+    """Output and input widths of a layer; rows and width of an embedding table."""
     if isinstance(layer, torch.nn.Embedding):
         return layer.num_embeddings, layer.embedding_dim
     if isinstance(layer, Conv1D):
@@ -457,7 +459,7 @@ def _keyed(paths: list[str], seed: int) -> list[tuple[str, jax.Array]]:
 
 
 def _dtype_of(weight: Any) -> Any:
-    """In which an adapter beside this weight is kept: of half precision float32, as peft has it."""
+    """dtype of an adapter for this weight: float32 for half-precision weights, as in PEFT."""
     return (
         jnp.float32
         if weight.dtype in (jnp.bfloat16, jnp.float16) or isinstance(weight, QuantizedArray)

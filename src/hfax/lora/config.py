@@ -1,7 +1,7 @@
-"""What an adapter is: peft's `adapter_config.json`, and the layers of a model that it names.
+"""LoRA configuration: PEFT's `adapter_config.json`, and the model layers it targets.
 
-Names and meanings are peft's (https://huggingface.co/docs/peft/package_reference/lora). Options that change what is computed and
-that hfax does not have are refused, never ignored.
+Names and meanings are those of PEFT (https://huggingface.co/docs/peft/package_reference/lora). Unsupported options that change the
+computation are rejected, never ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ALL_LINEAR = "all-linear"
 _USUAL = re.compile(
     r"(^|\.)(q_proj|v_proj|q|v|query|value|query_proj|value_proj|c_attn|query_key_value|qkv_proj|Wqkv)$"
 )
-"""Where adapters go if a config names nothing, as peft's table has it for most architectures."""
+"""Default target modules, as in PEFT's table for most architectures."""
 _LAYER_INDEX = r".*?\.[^.]*\.(?P<idx>\d+)\."
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bias": (None, "none"),
@@ -40,29 +40,29 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "velora_config": (None,),
     "monteclora_config": (None,),
 }
-"""Options that hfax does not have, and what leaves them out."""
+"""Options that hfax does not support, and the values that disable them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """An adapter's shape.
+    """LoRA configuration.
 
     Args:
         r: rank.
         lora_alpha: outputs are scaled by `lora_alpha / r`.
-        lora_dropout: of the adapter's inputs, in training.
-        target_modules: names of layers, or their ends behind a dot; a text is a regular expression for whole names, or "all-linear"
-            for every linear layer but the output head; None: queries and values.
-        exclude_modules: likewise, left out.
-        layers_to_transform: numbers of the layers; None: all.
-        layers_pattern: what stands before such a number in a name.
-        rank_pattern: ranks of some layers, by the ends of their names or regular expressions of them.
-        alpha_pattern: the same for `lora_alpha`.
-        use_rslora: outputs are scaled by `lora_alpha / sqrt(r)`.
-        use_dora: a magnitude of its own for each output (DoRA).
-        modules_to_save: names of modules that are trained whole.
-        base_model_name_or_path: of the model that it belongs to; written down, not looked at.
-        task_type: peft's, "CAUSAL_LM" for instance; likewise.
+        lora_dropout: dropout rate of the adapter's inputs during training.
+        target_modules: layer names or name suffixes after a dot; a string is a regular expression for full names, or "all-linear"
+            for every linear layer except the output head; None: query and value projections.
+        exclude_modules: layers to exclude; same format as `target_modules`.
+        layers_to_transform: layer indices to adapt; None: all.
+        layers_pattern: name component before the layer index.
+        rank_pattern: per-layer ranks, keyed by name suffix or regular expression.
+        alpha_pattern: per-layer `lora_alpha`, keyed like `rank_pattern`.
+        use_rslora: scale outputs by `lora_alpha / sqrt(r)`.
+        use_dora: learn a magnitude per output (DoRA).
+        modules_to_save: modules to train in full.
+        base_model_name_or_path: base model name; saved but not checked.
+        task_type: PEFT task type such as "CAUSAL_LM"; saved but not checked.
     """
 
     r: int = 8
@@ -85,17 +85,17 @@ class LoraConfig:
         if any(not isinstance(r, int) or r < 1 for r in ranks) or not 0 <= self.lora_dropout < 1:
             raise InvalidInputError(
                 f"An adapter cannot have r={self.r}, rank_pattern={dict(self.rank_pattern)}, lora_dropout={self.lora_dropout}.",
-                "Ranks are positive whole numbers, dropout is at least 0 and less than 1.",
-                "Change those values.",
+                "Ranks are positive integers; dropout is at least 0 and less than 1.",
+                "Correct these values.",
             )
 
     @classmethod
     def read(cls, folder: Path) -> LoraConfig:
-        """From a folder that peft wrote.
+        """Read the config from an adapter folder.
 
         Raises:
-            CheckpointCorruptError: the file is missing or no such config.
-            UnsupportedOptionError: another kind of adapter, or an option that hfax does not have.
+            CheckpointCorruptError: the file is missing or not an adapter config.
+            UnsupportedOptionError: not a LoRA adapter, or an unsupported option.
         """
         path = folder / CONFIG_NAME
         try:
@@ -103,47 +103,47 @@ class LoraConfig:
             kind = given["peft_type"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointCorruptError(
-                f"{path} is no config of an adapter.",
+                f"{path} is not an adapter config.",
                 f"{type(error).__name__}: {error}",
-                "Pass a folder that peft or hfax saved an adapter to.",
+                "Pass an adapter folder saved by PEFT or hfax.",
             ) from error
         if kind != "LORA":
             raise UnsupportedOptionError(
-                f"{path} is of an adapter of the kind {kind}.",
-                "hfax computes LoRA, with DoRA and rank-stabilised scaling.",
-                "Merge it into its base model with peft and save that.",
+                f"{path} has peft_type {kind}.",
+                "hfax supports LoRA, including DoRA and rank-stabilised scaling.",
+                "Merge it into its base model with PEFT and load the merged model.",
             )
         wrong = {n: given[n] for n, fine in _NEUTRAL.items() if n in given and given[n] not in fine}
         if wrong:
             raise UnsupportedOptionError(
                 f"{path} sets {', '.join(f'{n}={v!r}' for n, v in wrong.items())}.",
-                "hfax does not compute that.",
-                "Merge the adapter into its base model with peft and save that.",
+                "hfax does not support this option.",
+                "Merge the adapter into its base model with PEFT and load the merged model.",
             )
         names = [f.name for f in dataclasses.fields(cls)]
         return cls(**{name: given[name] for name in names if given.get(name) is not None})
 
     def to_dict(self) -> dict[str, Any]:
-        """As peft's file has it."""
+        """The config as in PEFT's adapter_config.json."""
         as_lists = {n: list(v) if isinstance(v, tuple) else v for n, v in vars(self).items()}
         as_lists |= {"rank_pattern": dict(self.rank_pattern), "alpha_pattern": dict(self.alpha_pattern)}
         return {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False, "inference_mode": True, **as_lists}
 
     def rank(self, layer: str) -> int:
-        """Of the layer of that name."""
+        """Rank of the named layer's adapter."""
         return self.rank_pattern.get(_key(self.rank_pattern, layer), self.r)
 
     def scaling(self, layer: str) -> float:
-        """What the outputs of its adapter are multiplied with."""
+        """Scaling factor of the named layer's adapter."""
         alpha, rank = self.alpha_pattern.get(_key(self.alpha_pattern, layer), self.lora_alpha), self.rank(layer)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def targets(self, module: torch.nn.Module) -> list[str]:
-        """Names of the layers of a model that get an adapter.
+        """Names of the model's layers that get an adapter.
 
         Raises:
-            InvalidInputError: there are none.
-            UnsupportedOptionError: one is of a kind that hfax has no adapters for.
+            InvalidInputError: no layer matches.
+            UnsupportedOptionError: a layer type that does not support adapters.
         """
         parts = dict(module.named_modules())
         found = [name for name in parts if name and self._is_target(name, parts[name], module)]
@@ -151,33 +151,33 @@ class LoraConfig:
             linear = sorted({n.rpartition(".")[2] for n, part in parts.items() if _is_linear(part)})
             raise InvalidInputError(
                 f"target_modules={self.target_modules!r} matches no layer of {type(module).__name__}.",
-                "The adapter is of another architecture, or the names are misspelt.",
-                f"The linear layers are named {', '.join(linear)}.",
+                "The adapter is for another architecture, or the names are misspelled.",
+                f"Use the model's linear layers: {', '.join(linear)}.",
             )
         for name in found:
             if not _is_linear(parts[name]) and not isinstance(parts[name], torch.nn.Embedding):
                 raise UnsupportedOptionError(
                     f"{name} is a {type(parts[name]).__name__}.",
-                    "hfax has adapters for linear layers and embeddings.",
-                    "Name other layers in target_modules.",
+                    "hfax supports adapters on linear layers and embeddings.",
+                    "Remove it from target_modules.",
                 )
         return found
 
     def saved_modules(self, module: torch.nn.Module) -> list[str]:
-        """Names of the modules that are trained whole.
+        """Names of the modules that are trained in full.
 
         Raises:
-            InvalidInputError: one names nothing.
+            InvalidInputError: a name matches no module.
         """
         found: list[str] = []
         for wanted in self.modules_to_save or ():
             own = [
                 n for n, _ in module.named_modules() if n.endswith(wanted)
-            ]  # so does peft: "norm" is also "…layernorm"
+            ]  # as in PEFT: "norm" also matches "…layernorm"
             if not own:
                 raise InvalidInputError(
                     f"modules_to_save names {wanted!r}, which {type(module).__name__} does not have.",
-                    "The adapter is of another architecture, or of another head.",
+                    "The adapter is for another architecture or another head.",
                     "Load the model for the task that the adapter was trained for (task=…).",
                 )
             found += own

@@ -1,4 +1,4 @@
-"""An adapter's folder, as peft writes and reads it. Turns files into arrays by name and back; knows no models."""
+"""Reads and writes adapter folders in PEFT format, as arrays by name. Knows nothing about models."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _PREFIX = "base_model.model."
 
 
 def find_adapter(name_or_path: str | Path, *, revision: str | None = None, token: str | bool | None = None) -> Path:
-    """The adapter's folder on this machine; from the Hub, if the name is no folder.
+    """The adapter's local folder, downloaded from the Hub if the name is not a folder.
 
     Raises:
-        CheckpointNotFoundError: there is none.
+        CheckpointNotFoundError: no such adapter.
     """
     folder = Path(name_or_path).expanduser()
     if folder.is_dir():
@@ -40,18 +40,18 @@ def find_adapter(name_or_path: str | Path, *, revision: str | None = None, token
     except (OSError, HFValidationError, ValueError) as error:
         raise CheckpointNotFoundError(
             f"There is no adapter {name_or_path}.",
-            f"It is no folder, and the Hub gave {type(error).__name__}: {str(error).splitlines()[0]}",
-            "Check the spelling, and `hf auth login` for private repositories.",
+            f"It is not a folder, and the Hub returned {type(error).__name__}: {str(error).splitlines()[0]}",
+            "Check the spelling; run `hf auth login` for private repositories.",
         ) from error
     return Path(found)
 
 
 def read_adapter(folder: Path) -> dict[str, torch.Tensor]:
-    """The adapter's tensors, by the names of the model's layers.
+    """The adapter's tensors, keyed by the model's layer names.
 
     Raises:
-        CheckpointNotFoundError: no weights.
-        CheckpointCorruptError: they cannot be read.
+        CheckpointNotFoundError: no adapter weights.
+        CheckpointCorruptError: the weights cannot be read.
     """
     path = folder / _WEIGHTS
     if path.is_file():
@@ -59,25 +59,25 @@ def read_adapter(folder: Path) -> dict[str, torch.Tensor]:
             stored = safetensors.torch.load_file(path)
         except (safetensors.SafetensorError, OSError) as error:
             raise CheckpointCorruptError(
-                f"{path} could not be read.", str(error), "It was not written or copied completely; fetch it again."
+                f"{path} could not be read.", str(error), "Download or copy it again; it is incomplete."
             ) from error
     elif (folder / _OLD_WEIGHTS).is_file():
         stored = read_pytorch_bin([folder / _OLD_WEIGHTS])
     else:
         raise CheckpointNotFoundError(
             f"{folder} has no {_WEIGHTS}.",
-            f"An adapter is {CONFIG_NAME} and its weights beside it.",
-            "Pass the folder that peft saved the adapter to.",
+            f"An adapter folder has {CONFIG_NAME} and weights.",
+            "Pass an adapter folder saved by PEFT or hfax.",
         )
     named = {name.removeprefix(_PREFIX): tensor for name, tensor in stored.items()}
     return {f"{n}.weight" if n.endswith("lora_magnitude_vector") else n: t for n, t in named.items()}
 
 
 def write_adapter(folder: Path, config: LoraConfig, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write an adapter so that peft loads it; the folder changes only when all of it is on disk.
+    """Write an adapter in PEFT format; the folder changes only after everything is on disk.
 
     Raises:
-        HfaxError: the folder cannot be written, or the disk is full; what was there before stays.
+        HfaxError: the folder cannot be written, or the disk is full; its previous contents are kept.
     """
     tensors = {_PREFIX + name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
     scratch = [folder / f".{uuid.uuid4().hex}.{name}" for name in (_WEIGHTS, CONFIG_NAME)]
@@ -91,7 +91,7 @@ def write_adapter(folder: Path, config: LoraConfig, arrays: Mapping[str, np.ndar
         raise HfaxError(
             f"The adapter could not be saved to {folder}.",
             f"{type(error).__name__}: {error}",
-            "Check the path, its permissions and the free space. What was saved there before is still there.",
+            "Check the path, its permissions and the free space. The earlier save is unchanged.",
         ) from error
     finally:
         for path in scratch:

@@ -1,4 +1,4 @@
-"""A model's methods for adapters, with the names that transformers gives them (`PeftAdapterMixin`)."""
+"""Adapter methods of a model, named as in transformers' `PeftAdapterMixin`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hfax.tracing.adapters import SCALING
 
 
 class AdapterMethods:
-    """Adapters of a model that has `params`.
+    """Adapter methods for a model with `params`.
 
     Attributes:
-        adapters: those there are.
+        adapters: the loaded adapters.
     """
 
     params: dict[str, jax.Array]
@@ -26,15 +26,15 @@ class AdapterMethods:
     name_or_path: str
 
     def add_adapter(self, adapter_config: LoraConfig, adapter_name: str = "default", *, seed: int = 0) -> None:
-        """Add a new adapter and put it in force; it changes nothing before it is trained.
+        """Add a new adapter and activate it; outputs do not change until it is trained.
 
         Args:
-            adapter_config: its shape.
-            adapter_name: of one's own choice.
-            seed: of its random part.
+            adapter_config: LoRA configuration.
+            adapter_name: name for the adapter.
+            seed: seed of the random initialisation.
 
         Raises:
-            InvalidInputError: the name is taken, or the config names no layers of the model.
+            InvalidInputError: the name is taken, or the config matches no layers of the model.
         """
         self.adapters.draw(adapter_name, adapter_config, self._own_params(), seed)
         self.set_adapter(adapter_name)
@@ -47,34 +47,34 @@ class AdapterMethods:
         revision: str | None = None,
         token: str | bool | None = None,
     ) -> None:
-        """Load an adapter that peft or hfax saved, and put it in force.
+        """Load an adapter saved by PEFT or hfax, and activate it.
 
         Args:
-            peft_model_id: a folder, or a Hub id.
-            adapter_name: of one's own choice.
-            revision: of the Hub's repository.
-            token: for it.
+            peft_model_id: a folder or a Hub id.
+            adapter_name: name for the adapter.
+            revision: branch, tag or commit of the Hub repository.
+            token: Hub token.
 
         Raises:
-            CheckpointNotFoundError: there is none.
-            InvalidInputError: it belongs to another architecture, or the name is taken.
-            UnsupportedOptionError: of a kind that hfax does not compute.
+            CheckpointNotFoundError: no such adapter.
+            InvalidInputError: it is for another architecture, or the name is taken.
+            UnsupportedOptionError: an unsupported adapter type or option.
         """
         folder = find_adapter(peft_model_id, revision=revision, token=token)
         self.adapters.load(adapter_name, folder, self._own_params())
         self.set_adapter(adapter_name)
 
     def set_adapter(self, adapter_name: str) -> None:
-        """Put an adapter in force, instead of the one that is. Programs stay, if all adapters are on the same layers.
+        """Switch to an adapter. Does not recompile if all adapters are on the same layers.
 
         Raises:
-            InvalidInputError: there is none of that name, or one is merged.
+            InvalidInputError: no such adapter, or an adapter is merged.
         """
         self.params = self.adapters.activate(adapter_name, self.params)
         self._disabled = None
 
     def disable_adapters(self) -> None:
-        """Run the model without any."""
+        """Run the model without adapters."""
         self._disabled = self.adapters.active
         self.params = self.adapters.activate(None, self.params)
 
@@ -82,7 +82,7 @@ class AdapterMethods:
         """Undo `disable_adapters`.
 
         Raises:
-            InvalidInputError: none was disabled.
+            InvalidInputError: no adapter was disabled.
         """
         if getattr(self, "_disabled", None) is None:
             raise InvalidInputError(
@@ -91,39 +91,39 @@ class AdapterMethods:
         self.set_adapter(str(self._disabled))
 
     def active_adapters(self) -> list[str]:
-        """The adapter in force, if there is one."""
+        """The active adapter, if any."""
         return [] if self.adapters.active is None else [self.adapters.active]
 
     def delete_adapter(self, adapter_name: str) -> None:
-        """Forget an adapter.
+        """Delete an adapter.
 
         Raises:
-            InvalidInputError: there is none of that name, or it is merged.
+            InvalidInputError: no such adapter, or it is merged.
         """
         self.params = self.adapters.delete(adapter_name, self.params)
 
     def save_adapter(self, folder: str | Path, adapter_name: str | None = None) -> None:
-        """Write an adapter into a folder that peft loads.
+        """Save an adapter in PEFT format.
 
         Args:
-            folder: made if it is not there; an interrupted save leaves what was there before.
-            adapter_name: None: the one in force.
+            folder: created if it does not exist; an interrupted save keeps its previous contents.
+            adapter_name: adapter to save; None: the active one.
 
         Raises:
-            InvalidInputError: there is none.
+            InvalidInputError: no such adapter, or none is active.
             HfaxError: the folder cannot be written.
         """
         name = adapter_name or self.adapters.active
         if name is None:
-            raise InvalidInputError("No adapter is in force.", "None was named.", "Pass adapter_name=….")
+            raise InvalidInputError("No adapter is active.", "No adapter_name was given.", "Pass adapter_name=….")
         self.adapters.save(name, Path(folder), self.params, self.name_or_path)
 
     def merge_adapter(self) -> None:
-        """Add the adapter in force to the weights, so that it costs nothing; the weights it changes are kept for `unmerge_adapter`.
+        """Merge the active adapter into the weights, so that it adds no cost; the original weights are kept for `unmerge_adapter`.
 
         Raises:
-            InvalidInputError: none is in force.
-            UnsupportedOptionError: the weights are integers.
+            InvalidInputError: no adapter is active.
+            UnsupportedOptionError: the weights are quantized.
         """
         self.params = self.adapters.merge(self.params)
 
@@ -131,16 +131,16 @@ class AdapterMethods:
         """Undo `merge_adapter`, bit for bit.
 
         Raises:
-            InvalidInputError: none is merged.
+            InvalidInputError: no adapter is merged.
         """
         self.params = self.adapters.unmerge(self.params)
 
     def merge_and_unload(self) -> Self:
-        """Merge the adapter in force for good, and forget all adapters; the model is then one of its own.
+        """Merge the active adapter permanently and drop all adapters.
 
         Raises:
-            InvalidInputError: none is in force.
-            UnsupportedOptionError: the weights are integers.
+            InvalidInputError: no adapter is active.
+            UnsupportedOptionError: the weights are quantized.
         """
         if self.adapters.merged is None:
             self.merge_adapter()
@@ -148,7 +148,7 @@ class AdapterMethods:
         return self
 
     def print_trainable_parameters(self) -> None:
-        """Print how many of the weights training would change, in peft's words."""
+        """Print the number of trainable parameters, in PEFT's format."""
         total = sum(array.size for name, array in self.params.items() if not name.endswith(SCALING))
         trained = sum(self.params[name].size for name in trained_names(self.params))
         print(  # noqa: T201 (that is what it is for)
@@ -156,11 +156,11 @@ class AdapterMethods:
         )
 
     def _own_params(self) -> dict[str, Any]:
-        """The model's weights as they are without adapters."""
+        """The base model's weights, without adapters."""
         if self.adapters.merged is not None:
             raise InvalidInputError(
                 f"The adapter {self.adapters.merged!r} is merged into the weights.",
-                "Others are made beside the model's own weights.",
+                "New adapters are added to the unmerged base weights.",
                 "Call unmerge_adapter() first.",
             )
         return self.adapters.without(self.params)

@@ -1,7 +1,6 @@
-"""Which architectures transformers has: a class for each model type and each of its auto mappings, and a small config for each.
+"""transformers' architectures, one class per model type and auto mapping, and a small config for each.
 
-Turns the name of a mapping into `Architecture`s, and an architecture into the config that its class is built from. It builds no
-models.
+Turns a mapping name into `Architecture`s, and an architecture into a config for its class. It builds no models.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ class Architecture:
 
     Args:
         mapping: a key of `MAPPINGS`.
-        model_type: transformers' name.
-        class_name: of the model.
+        model_type: transformers model type.
+        class_name: model class name.
     """
 
     mapping: str
@@ -133,14 +132,14 @@ MISSING: dict[str, dict[str, Any]] = {
     "moonshine_streaming": {"num_key_value_heads": 8},
     "granite4_vision": {"deepstack_layer_map": [(0, 0), (1, 1)], "downsample_rate": "1/2"},
 }
-"""Model type to what its default config leaves out and every published checkpoint has."""
+"""Model type to config fields missing from its defaults but set in every published checkpoint."""
 
 
 def complete(config: Any) -> None:
-    """Fill in what a class's default config leaves out and its model cannot be built without."""
+    """Fill in config fields that have no usable default but are required to build the model."""
     backbone: Any = getattr(config, "backbone_config", None)
     if type(backbone).__name__ == "TimmBackboneConfig":
-        # the same kind of network, of which transformers has a port
+        # the equivalent network in transformers
         if "swin" in backbone.backbone:
             small: Any = SwinConfig(embed_dim=16, depths=[1] * 4, num_heads=[2] * 4, image_size=64, window_size=4)
         else:
@@ -155,7 +154,7 @@ def complete(config: Any) -> None:
             object.__setattr__(config, name, config.sub_configs[name]())
     for name, value in MISSING.get(config.model_type, {}).items():
         object.__setattr__(config, name, copy.deepcopy(value))
-    for name in ("image_token_id", "image_token_index"):  # a place in the text for images, which only checkpoints name
+    for name in ("image_token_id", "image_token_index"):  # image placeholder token, set only in checkpoints
         if name in vars(config) and getattr(config, name) is None and not config.is_encoder_decoder:
             object.__setattr__(config, name, config.get_text_config().vocab_size - 1)
     rope = vars(config).get("rope_parameters")
@@ -169,7 +168,7 @@ def complete(config: Any) -> None:
 
 
 def small_config(architecture: Architecture) -> PretrainedConfig:
-    """The small config that the architecture's class takes; for a class of a part, the part's own config.
+    """A small config for the architecture's class; for a submodel's class, the sub-config.
 
     Raises:
         UnsupportedModelError: the config cannot be shrunk.

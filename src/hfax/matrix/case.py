@@ -1,8 +1,7 @@
-"""One row of the support matrix: a small random model of an architecture, in plain transformers and in hfax, compared.
+"""One row of the support matrix: compares a small random model of an architecture in plain transformers and in hfax.
 
-Turns an `Architecture` into a `CaseResult`. The model's weights are drawn, written to disk by transformers and loaded by hfax, so
-conversion, tying and buffers are part of what is compared. Runs in a process of its own: architectures may crash, hang or change
-torch's state.
+Turns an `Architecture` into a `CaseResult`. Random weights are saved by transformers and loaded by hfax, so conversion, tying and
+buffers are tested too. Runs in its own process: architectures may crash, hang or change torch's state.
 """
 
 from __future__ import annotations
@@ -29,39 +28,39 @@ from hfax.synthetic.inputs import GENERATING, CaseInputs, make_inputs
 
 NEW_TOKENS = 16
 TOLERANCE = 1e-4
-"""Of the outputs' scale."""
+"""Relative to the outputs' scale."""
 _INSTALLED = re.compile(r"/[^ ()]*/(transformers|torch|jax|hfax)/")
-"""What stands before a library's own path on the machine that ran a case."""
+"""Installation path prefix of a library, removed from messages."""
 _ROUNDING = 4.0
-"""A difference of so many times the reference's own from float64 is rounding."""
+"""A difference up to this multiple of the reference's own error against float64 counts as rounding."""
 _MEANINGLESS = 1e-2
-"""A reference with such an error of its own says nothing."""
+"""A reference with a larger error of its own is not usable."""
 _UNCACHED_REFERENCES = frozenset({"rwkv"})
-"""Model types whose reference writes without a cache: the steps of transformers' own RWKV mix the rows of a batch
+"""Model types with an uncached reference: transformers' own RWKV decoding steps mix the rows of a batch
 (`hfax.patches.steps`)."""
 _WITH_SCORES = {"return_dict_in_generate": True, "output_scores": True}
 _TIE = 1e-4
-"""A reference whose two best logits are nearer than this says nothing about greedy tokens."""
+"""If the reference's two best logits are closer than this, its greedy token is a tie."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class CaseResult:
-    """What came of one architecture.
+    """The result for one architecture.
 
     Args:
-        mapping, model_type, class_name: which it was.
+        mapping, model_type, class_name: the architecture.
         outcome: "works"; "unbuilt" (no small model); "reference fails" (plain transformers cannot run it); "forward fails",
             "forward differs", "generate fails", "generate differs" (hfax).
-        reason: the error's first lines or the difference, "" if it works.
+        reason: first lines of the error, or the difference; "" if it works.
         generates: whether greedy tokens were compared.
-        error: largest difference of the outputs over their scale.
-        patches: names of the patches that ran.
-        num_parameters: of the small model.
-        decode_traces: how often the decoding step was traced in one call.
-        has_plan: the class has a plan for tensor parallelism of its own; looked up where weights were split.
-        split: share of the weights' bytes that were split, where they were to be.
-        seconds: the whole case.
-        variation: what was drawn for it; None: the shrunken config and the case's own inputs.
+        error: largest output difference, relative to the outputs' scale.
+        patches: names of the applied patches.
+        num_parameters: parameter count of the small model.
+        decode_traces: number of traces of the decoding step in one call.
+        has_plan: whether the class has its own tensor parallelism plan; None if weights were not sharded.
+        split: sharded share of the weight bytes; None if weights were not sharded.
+        seconds: total time.
+        variation: the random variation; None: the small config with default inputs.
     """
 
     mapping: str
@@ -134,7 +133,7 @@ def _build(state: dict[str, Any]) -> None:
     model = model_class._from_config(config) if hasattr(model_class, "_from_config") else model_class(config)
     model = model.eval()
     if getattr(model, "generation_config", None) is not None:
-        # what is compared is the architecture, with plain greedy decoding
+        # compare the architecture with plain greedy decoding
         model.generation_config = transformers.GenerationConfig(
             **{n: v for n, v in vars(model.generation_config).items() if n.endswith("_token_id") and isinstance(v, int)}
         )
@@ -146,12 +145,12 @@ def _build(state: dict[str, Any]) -> None:
 
 
 def _reload(state: dict[str, Any]) -> None:
-    """The reference is what plain transformers reads back: some configs change on their way through config.json."""
+    """Reload the reference with plain transformers: some configs change when saved to config.json."""
     written = state["model"]
     written.save_pretrained(state["folder"])
     model, report = type(written).from_pretrained(state["folder"], output_loading_info=True)
     if report["missing_keys"] or report["unexpected_keys"] or report["mismatched_keys"]:
-        raise RuntimeError(f"transformers does not read back what it wrote: {sorted(report['missing_keys'])[:2]}")
+        raise RuntimeError(f"transformers does not reload what it saved: {sorted(report['missing_keys'])[:2]}")
     model.generation_config = getattr(written, "generation_config", None)
     state["model"] = model.eval()
 
@@ -162,7 +161,7 @@ def _make_inputs(state: dict[str, Any]) -> None:
 
 
 def draw_weights(model: torch.nn.Module, seed: int = 0) -> None:
-    """Weights of which every layer shows in the outputs: unit gain for matrices, noise around their start for vectors."""
+    """Random weights such that every layer affects the outputs: unit gain for matrices, noise added to vectors."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -188,7 +187,7 @@ def _run_reference(state: dict[str, Any]) -> None:
 
 
 def _generate_plain(state: dict[str, Any], model: Any, inputs: dict[str, Any], **options: Any) -> Any:
-    """Greedy text of transformers' own generate."""
+    """Greedy generation with transformers' own generate."""
     fixed = {"do_sample": False, "num_beams": 1, "eos_token_id": None, "pad_token_id": 0}
     fixed["use_cache"] = state["architecture"].model_type not in _UNCACHED_REFERENCES
     return model.generate(**inputs, max_new_tokens=state["variation"].new_tokens, **fixed | options)
@@ -227,7 +226,7 @@ def _compare_forward(state: dict[str, Any]) -> None:
 
 
 def _noise(state: dict[str, Any]) -> float:
-    """How far transformers' outputs are from themselves: after another seed, and in float64, over their scale."""
+    """How much the reference's outputs vary with another seed and in float64, relative to their scale."""
     model, inputs = state["model"], state["inputs"]
     others = []
     with torch.no_grad():
@@ -247,7 +246,7 @@ def _as_double(value: Any) -> Any:
 
 
 def _pairs(mine: Any, theirs: Any, name: str) -> Any:
-    """Corresponding tensors of two results; caches are left out."""
+    """Corresponding tensors of two results, without caches."""
     if isinstance(theirs, torch.Tensor):
         yield name, mine, theirs
     elif isinstance(theirs, dict) or hasattr(theirs, "items"):
@@ -318,7 +317,7 @@ def _compare_generate(state: dict[str, Any]) -> None:
             if int(tokens[row, column]) != int(reference[row, column]):
                 best = expected.scores[max(column - start, 0)][row].topk(2).values
                 if float(best[0] - best[1]) < _TIE * float(best[0].abs() + 1) or _says_nothing(state, row, column):
-                    break  # a tie of the reference: everything after it may differ
+                    break  # a tie in the reference: everything after it may differ
                 raise _DiffersError(
                     "generate differs",
                     f"row {row}, new token {column - start}: {int(tokens[row, column])}, expected "
@@ -327,10 +326,10 @@ def _compare_generate(state: dict[str, Any]) -> None:
 
 
 def _says_nothing(state: dict[str, Any], row: int, column: int) -> bool:
-    """Whether the reference differs from itself in a row up to this column, in text or in scores.
+    """Whether the reference's tokens or scores in a row are unstable up to this column.
 
-    That is in float64 (rounding), without a cache, or with the ties of `torch.topk` broken by their order, which torch leaves open
-    (in Doge's first layer, equal tokens tie as keys).
+    It is rerun in float64 (rounding), without a cache, and with `torch.topk` ties broken by index, since torch leaves their order
+    undefined (in Doge's first layer, equal tokens tie as keys).
     """
     expected = state["expected_tokens"]
     start = expected.sequences.shape[1] - len(expected.scores)
@@ -355,7 +354,7 @@ def _says_nothing(state: dict[str, Any], row: int, column: int) -> bool:
 
 
 def _with_ties_in_order(run: Any) -> Any:
-    """What `run` returns where `torch.topk` takes the first of equal values."""
+    """Call `run` with `torch.topk` breaking ties by index."""
 
     def topk(values: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
         found = values.sort(dim=dim, descending=largest, stable=True)

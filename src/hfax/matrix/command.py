@@ -1,6 +1,6 @@
-"""The whole matrix from one call: which architectures, where the results go.
+"""Runs the support matrix for `hfax matrix`.
 
-Turns names of mappings and model types into a file of results and a page. It is what `hfax matrix` calls.
+Runs the selected mappings and model types, and writes a results file and a Markdown page.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hfax.matrix.report import render, versions
 from hfax.matrix.runner import run_cases
 
 HFAX_FAILS = ("forward fails", "forward differs", "generate fails", "generate differs")
-"""Outcomes that are hfax's fault, not the shrinker's or transformers'."""
+"""Outcomes that are hfax failures, not failures of shrinking or transformers."""
 
 
 def run_matrix(
@@ -32,20 +32,20 @@ def run_matrix(
     markdown: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> int:
-    """Run architectures and write what came of them.
+    """Run architectures and write the results.
 
     Args:
         mappings: keys of `MAPPINGS`; None for all.
-        model_types: only these; None for all.
-        num_jobs: processes at a time.
-        timeout_s: for one architecture.
-        tensor: over how many virtual devices the weights are split.
-        json_file: where to write the results, when all is done.
-        markdown: where to write the page.
-        say: gets a line for each architecture that does not work, and for each mapping.
+        model_types: model types to run; None for all.
+        num_jobs: number of parallel processes.
+        timeout_s: time limit per architecture, in seconds.
+        tensor: number of virtual devices to shard weights over.
+        json_file: results file, updated after each mapping.
+        markdown: Markdown page, updated after each mapping.
+        say: receives a line for each architecture that does not work, and for each mapping.
 
     Returns:
-        How many failed in hfax.
+        Number of hfax failures.
 
     Raises:
         InvalidInputError: no such mapping or model type.
@@ -66,9 +66,9 @@ def run_matrix(
         _write(results, json_file, markdown)  # after each mapping: an interrupted run keeps what it has
     if not results:
         raise InvalidInputError(
-            f"None of the mappings has {', '.join(model_types or [])}.",
+            f"No mapping has {', '.join(model_types or [])}.",
             "Model types are spelled as in config.json.",
-            "Look them up in docs/support.md.",
+            "Use a model type from docs/support.md.",
         )
     return sum(r.outcome in HFAX_FAILS for r in results)
 
@@ -78,9 +78,9 @@ def check_mappings(mappings: Iterable[str] | None) -> None:
     wrong = sorted(set(mappings or ()) - set(MAPPINGS))
     if wrong:
         raise InvalidInputError(
-            f"No mapping is called {', '.join(wrong)}.",
-            "The matrix goes by transformers' auto mappings.",
-            f"Use some of: {', '.join(MAPPINGS)}.",
+            f"Unknown mapping {', '.join(wrong)}.",
+            "Mappings are transformers' auto mappings.",
+            f"Use one or more of: {', '.join(MAPPINGS)}.",
         )
 
 
@@ -94,7 +94,7 @@ def _write(results: list[CaseResult], json_file: Path | None, markdown: Path | N
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_text(text + "\n")

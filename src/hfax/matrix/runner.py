@@ -1,7 +1,7 @@
-"""Runs many architectures, each in a process of its own, a few at a time.
+"""Runs architectures in separate processes, a few in parallel.
 
-Turns a list of `Architecture`s into `CaseResult`s. Processes are forked from a server that has imported the libraries but started
-no XLA client, so a crash, a hang or an exhausted memory costs one row.
+Turns a list of `Architecture`s into `CaseResult`s. Processes are forked from a server that has imported the libraries but not
+started an XLA client, so a crash, hang or out-of-memory error affects only one row.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def run_cases(
     """Run every architecture.
 
     Args:
-        architectures: which.
-        variations: one for each of them; None: their shrunken configs.
-        num_jobs: processes at a time.
-        timeout_s: for one architecture; then its process is ended.
-        tensor: over how many virtual devices the weights are split.
-        on_result: called with each result as it comes.
+        architectures: architectures to run.
+        variations: one variation per architecture; None: small configs.
+        num_jobs: number of parallel processes.
+        timeout_s: time limit per architecture, in seconds; its process is then killed.
+        tensor: number of virtual devices to shard weights over.
+        on_result: called with each result as it arrives.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
@@ -65,7 +65,7 @@ def run_cases(
 
 
 def _ready(running: dict[Connection, Any]) -> list[Connection]:
-    """Those that have sent a result or ended, and those that are out of time."""
+    """Connections that have a result or were closed, and those past their deadline."""
     nearest = min(deadline for _, _, deadline in running.values())
     found = wait(list(running), timeout=max(0.0, nearest - time.monotonic()))
     late = [r for r, (_, _, deadline) in running.items() if time.monotonic() > deadline and r not in found]

@@ -1,7 +1,6 @@
-"""Many drawn variations of many architectures, and what came of them: the matrix as a search for defects.
+"""Fuzzing with random variations of architectures, for `hfax matrix --draws`.
 
-Turns mappings, a number of draws and a seed into counts and a list of failures, each with as few changes as still show it. It is
-what `hfax matrix --draws` calls.
+Turns mappings, a number of draws and a seed into counts and a list of minimised failures.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from hfax.synthetic.images import AROUND, SIZES
 from hfax.synthetic.inputs import GENERATING
 
 REFUSALS = ("UnsupportedModelError", "UnsupportedOptionError", "InvalidInputError")
-"""hfax's errors that say what to do instead: no defects."""
+"""hfax errors that reject unsupported input: not failures."""
 
 
 def run_sweep(
@@ -36,23 +35,23 @@ def run_sweep(
     corpus: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Counter[str]:
-    """Draw, run and compare.
+    """Sample variations, run and compare them.
 
     Args:
-        draws: variations of each architecture.
-        seed: of the first; the others follow.
-        mappings: keys of `MAPPINGS`; None: those that write text.
-        model_types: only these; None for all.
-        num_jobs: processes at a time.
-        timeout_s: for one case.
-        corpus: a file that gets the failures, minimised, beside those in it.
-        say: gets a line for each failure, and for each mapping.
+        draws: variations per architecture.
+        seed: seed of the first variation; the others follow.
+        mappings: keys of `MAPPINGS`; None: those that generate text.
+        model_types: model types to run; None for all.
+        num_jobs: number of parallel processes.
+        timeout_s: time limit per case, in seconds.
+        corpus: file to add minimised failures to.
+        say: receives a line for each failure, and for each mapping.
 
     Returns:
-        How often each outcome came; "refused" are hfax's own errors.
+        Count of each outcome; "refused" counts hfax's own errors.
 
     Raises:
-        InvalidInputError: no such mapping.
+        InvalidInputError: an unknown mapping.
     """
     check_mappings(mappings)
     total: Counter[str] = Counter()
@@ -77,7 +76,7 @@ def run_sweep(
 
 
 def outcome_of(result: CaseResult) -> str:
-    """The outcome, with hfax's own clear errors apart."""
+    """The outcome; "refused" for hfax's own errors."""
     is_refused = result.outcome in HFAX_FAILS and result.reason.partition(":")[0] in REFUSALS
     return "refused" if is_refused else result.outcome
 
@@ -97,7 +96,7 @@ def _cases(
 
 
 def minimise(result: CaseResult, *, timeout_s: float = 300.0) -> CaseResult:
-    """The same failure with as few changes, rows and tokens as show it."""
+    """The same failure with a minimal set of changes, rows and tokens."""
     architecture = Architecture(mapping=result.mapping, model_type=result.model_type, class_name=result.class_name)
     smallest = result
     is_smaller = True
@@ -131,7 +130,7 @@ def _smaller(variation: Variation) -> Iterable[Variation]:
 
 
 def add_to_corpus(corpus: Path, results: Iterable[CaseResult]) -> None:
-    """Write cases into the file beside those that it has, each once."""
+    """Add cases to the file, without duplicates."""
     known = read_corpus(corpus)
     for result in results:
         architecture = Architecture(mapping=result.mapping, model_type=result.model_type, class_name=result.class_name)
@@ -142,7 +141,7 @@ def add_to_corpus(corpus: Path, results: Iterable[CaseResult]) -> None:
 
 
 def read_corpus(corpus: Path) -> list[tuple[Architecture, Variation]]:
-    """The cases of a file; none if there is no such file."""
+    """The cases in a file; empty if it does not exist."""
     if not corpus.is_file():
         return []
     found = []

@@ -1,8 +1,7 @@
-"""Configurations drawn at random, and calls of random lengths: the matrix with other eyes than the shrinker's.
+"""Random configurations and prompt lengths, to cover more than the small configs of the matrix.
 
-Turns a shrunken config and a seed into a `Variation`: which of its fields have other values, and which prompts the model gets.
-Fields are changed by what their names mean; whether a model of the changed config can be built and run is for plain transformers
-to say. It builds no models.
+Turns a small config and a seed into a `Variation`: changed config fields and prompts. Fields are changed by the meaning of their
+names; plain transformers determines whether the changed model can be built and run. It builds no models.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ _MOST_CHANGES = 6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variation:
-    """What a drawn case changes.
+    """The changes of a random case.
 
     Args:
-        changes: field of the config ("sliding_window", "text_config.vocab_size") to its value.
-        lengths: real tokens of each row of text; () where the case's own inputs are kept.
-        padding: of the forward pass: "left", "right" or "holes" (left, and some tokens in the middle masked); texts are written
-            after padding on the left.
-        new_tokens: greedy tokens to write.
-        seed: of weights and prompts.
-        image_sizes: of the two images, as `ImageSizes`; () where the case's own are kept.
+        changes: config field ("sliding_window", "text_config.vocab_size") to value.
+        lengths: non-padding tokens per text row; (): keep the case's inputs.
+        padding: forward pass padding: "left", "right" or "holes" (left, with some middle tokens masked); generation always uses
+            left padding.
+        new_tokens: number of greedy tokens to generate.
+        seed: seed of weights and prompts.
+        image_sizes: sizes of the two images, as `ImageSizes`; (): keep the case's sizes.
         around: tokens of text before and after each image.
     """
 
@@ -54,7 +53,7 @@ class Variation:
 
 
 def draw(config: PretrainedConfig, mapping: str, seed: int) -> Variation:
-    """A random variation of a shrunken config; the same for the same seed."""
+    """A random variation of a small config, deterministic in the seed."""
     rng = random.Random(f"{config.model_type} {mapping} {seed}")
     possible = list(_possible_changes(config, rng))
     count = rng.randint(1, _MOST_CHANGES)
@@ -78,7 +77,7 @@ def draw(config: PretrainedConfig, mapping: str, seed: int) -> Variation:
 
 
 def apply_changes(config: Any, changes: dict[str, Any]) -> None:
-    """Give a config the values of a variation."""
+    """Apply a variation's values to a config."""
     for path, value in changes.items():
         *parts, name = path.split(".")
         holder = config
@@ -88,7 +87,7 @@ def apply_changes(config: Any, changes: dict[str, Any]) -> None:
 
 
 def vary_inputs(model: Any, inputs: CaseInputs, variation: Variation) -> CaseInputs:
-    """The case's inputs with texts of the variation's lengths, or images of its sizes; others stay as they are."""
+    """The case's inputs with the variation's text lengths or image sizes; other inputs are unchanged."""
     if variation.image_sizes and "pixel_values" in inputs.forward and not model.config.is_encoder_decoder:
         text = token_ids(model, rows=2, length=sum(variation.around), seed=variation.seed)
         one, two = variation.image_sizes
@@ -117,7 +116,7 @@ def vary_inputs(model: Any, inputs: CaseInputs, variation: Variation) -> CaseInp
         mask = mask * ((place - width) % 5 != 2).long()
         mask[:, -1] = 1
     forward = {n: v for n, v in (("input_ids", ids * mask), ("attention_mask", mask)) if n in inputs.forward}
-    if "attention_mask" not in forward:  # nothing tells padding from text
+    if "attention_mask" not in forward:  # the model cannot distinguish padding from text
         forward, left, mask = {"input_ids": ids}, torch.ones_like(left), torch.ones_like(mask)
     if "position_ids" in inputs.forward:
         forward["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
@@ -126,7 +125,7 @@ def vary_inputs(model: Any, inputs: CaseInputs, variation: Variation) -> CaseInp
 
 
 def _possible_changes(config: PretrainedConfig, rng: random.Random) -> Iterator[dict[str, Any]]:
-    """One change each, of one field or of several that belong together."""
+    """Possible changes, each of one field or several related fields."""
     text: Any = config.get_text_config(decoder=True)
     if "tie_word_embeddings" in vars(config):
         yield {"tie_word_embeddings": not config.tie_word_embeddings}
@@ -188,7 +187,7 @@ _RULES: dict[str, Callable[[Any, random.Random], Any]] = {
 
 
 def _heads(text: Any, rng: random.Random) -> Iterator[dict[str, Any]]:
-    """One head, many groups, odd numbers of heads where their width is a field of its own."""
+    """Vary head counts: one head, many groups, odd counts if head_dim is a separate field."""
     heads, groups = getattr(text, "num_attention_heads", None), vars(text).get("num_key_value_heads")
     if not isinstance(heads, int):
         return
@@ -204,7 +203,7 @@ def _heads(text: Any, rng: random.Random) -> Iterator[dict[str, Any]]:
 
 
 def _rope(text: Any, rng: random.Random) -> Iterator[dict[str, Any]]:
-    """Other ways to stretch rotary embeddings, for texts shorter and longer than what they were made for."""
+    """Other RoPE scaling types, for sequences shorter and longer than the original maximum."""
     rope = vars(text).get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope or "mrope_section" in rope:
         return
@@ -221,7 +220,7 @@ def _rope(text: Any, rng: random.Random) -> Iterator[dict[str, Any]]:
 
 
 def _layers(text: Any, rng: random.Random) -> Iterator[dict[str, Any]]:
-    """Another order of the kinds of layers that there are."""
+    """Another order of the existing layer types."""
     kinds = vars(text).get("layer_types")
     if isinstance(kinds, list) and len(set(kinds)) > 1:
         drawn = [rng.choice(sorted(set(kinds))) for _ in kinds]

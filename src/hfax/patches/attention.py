@@ -1,4 +1,4 @@
-"""torch's attention operation, for modelling code that calls it without transformers' attention interface."""
+"""torch's attention operation, for modelling code that bypasses transformers' attention interface."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> jax.Array:
-    """`torch.nn.functional.scaled_dot_product_attention`, [..., heads, length, dim]; a row that may see nothing is 0."""
+    """`torch.nn.functional.scaled_dot_product_attention`, [..., heads, length, dim]; fully masked rows are 0."""
     lead = query.shape[:-3] if query.ndim >= 3 else ()
     four: list[jax.Array] = [a.reshape(-1, *((1,) * (3 - a.ndim) + a.shape)[-3:]) for a in (query, key, value)]
     mask = attn_mask

@@ -1,4 +1,4 @@
-"""Python code of transformers and torch that looks at values, replaced by code that does not."""
+"""Replacements for Python code of transformers and torch that reads tensor values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _local = threading.local()
 
 @contextlib.contextmanager
 def collecting_checks(found: dict[str, Any]) -> Iterator[None]:
-    """Within the block, what modelling code checks of traced values goes to `found`: where it stands, to a scalar bool tensor."""
+    """Within the block, data-dependent checks of modelling code are added to `found`: location mapped to a scalar bool tensor."""
     before, _local.checks = getattr(_local, "checks", None), found
     try:
         yield
@@ -28,17 +28,17 @@ def collecting_checks(found: dict[str, Any]) -> Iterator[None]:
 
 
 def merge_checks(found: dict[str, Any]) -> None:
-    """Add what was collected apart, within a part of the trace that has to return all that it computes."""
+    """Add checks collected separately, in a part of the trace that must return everything it computes."""
     if (checks := getattr(_local, "checks", None)) is not None:
         checks |= found
 
 
 def note_check(condition: Any, what: str | None = None) -> None:
-    """Remember a condition on traced values that must hold when the program runs.
+    """Record a condition on traced values that must hold when the program runs.
 
     Args:
-        condition: bool, of any shape; all of it must be true.
-        what: what it says; None: the line of modelling code that is running.
+        condition: bool of any shape; all elements must be true.
+        what: description of the condition; None: the current line of modelling code.
     """
     if (found := getattr(_local, "checks", None)) is not None:
         found[f"{what or 'a check of the model fails'} ({running_line()})"] = condition.all()
@@ -92,7 +92,7 @@ PATCHES: list[Patch] = [
     OpPatch(
         name="any",
         why="for models that ask `if mask.any()` only to save work: see any-is-true",
-        ops=("torch.any", "torch.Tensor.any"),  # not aten.any, of which `all` is made
+        ops=("torch.any", "torch.Tensor.any"),  # not aten.any, since `all` is built on it
         lower=_any,
     ),
     ForwardPatch(

@@ -1,10 +1,10 @@
-"""Whether a function is a copy of another one, in all that it reaches.
+"""Whether a function is a copy of another one, including everything it references.
 
-transformers copies functions and classes from model to model, and a patch that stands for one of them knows its copies by their
-source. A function's own source is not enough: NanoChat's `apply_rotary_pos_emb` is Llama's word by word, but the `rotate_half` that
-it calls turns the other way. So a function is read together with everything that it reaches: what it calls (through its module's
-globals, its closure, or its class), the constants that it names, and the defaults of its arguments, and of each of these the same.
-Names of local variables count, types and docstrings do not. What cannot be read is a copy of nothing but itself.
+transformers copies functions and classes from model to model, and a patch that replaces one of them identifies its copies by
+source. A function's own source is not enough: NanoChat's `apply_rotary_pos_emb` is identical to Llama's, but the `rotate_half` it
+calls rotates in the other direction. So a function is compared together with everything it references, recursively: what it calls
+(through its module's globals, its closure, or its class), the constants it uses, and its argument defaults. Names of local
+variables count, types and docstrings do not. Objects without readable source are copies only of themselves.
 """
 
 from __future__ import annotations
@@ -28,43 +28,43 @@ _DISPATCHERS: set[types.CodeType] = set()
 
 
 def stands_in(function: Callable[..., Any]) -> None:
-    """From now on, functions with this one's code are read as what they wrap (`__wrapped__`)."""
+    """From now on, functions with this code object are compared as the function they wrap (`__wrapped__`)."""
     _DISPATCHERS.add(function.__code__)  # type: ignore[attr-defined]
 
 
 def difference(
     function: Any, reference: Any, *, owner: type | None = None, reference_owner: type | None = None
 ) -> str | None:
-    """The first thing in which a function is no copy of another one.
+    """The first difference between a function and a reference that it may be a copy of.
 
     Args:
-        function: a function, or a method as its class has it.
-        reference: what it may be a copy of.
-        owner: the class of the objects that the method gets as its first argument; None: it is no method.
-        reference_owner: the same of `reference`.
+        function: a function, or a method as stored on its class.
+        reference: the possible original.
+        owner: class of the method's first argument; None: not a method.
+        reference_owner: class of the first argument of `reference`; None: not a method.
 
     Returns:
-        A name as the functions' code has it ("apply_rotary_pos_emb", "rotate_half", "self._norm"), or None: it is a copy.
+        A name from the function's code ("apply_rotary_pos_emb", "rotate_half", "self._norm"), or None if it is a copy.
     """
     function, reference = _without_dispatcher(function), _without_dispatcher(reference)
     if function is reference and owner is reference_owner:
         return None
     name = getattr(reference, "__name__", "it")
     if (read := _read(function)) is None or read != _read(reference):
-        return name  # most functions end here, before anything else is looked up
+        return name  # most functions differ here, before any further lookup
     ours, theirs = _facts(function, name, owner), _facts(reference, name, reference_owner)
     return next((n for n in [*theirs, *ours] if ours.get(n) != theirs.get(n)), None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Reading:
-    """What the source of a function says.
+    """The parsed source of a function.
 
     Args:
         arguments: names and kinds.
         body: its statements.
-        names: what it names outside of itself, with attributes: ("torch", "cat").
-        own: attributes of its first argument that it names.
+        names: external names that it uses, with attributes: ("torch", "cat").
+        own: attributes of its first argument that it uses.
     """
 
     arguments: str
@@ -102,7 +102,7 @@ def _read_code(code: types.CodeType) -> _Reading | None:
 
 
 def _bare(arguments: ast.arguments) -> ast.arguments:
-    """Arguments without types and defaults, which are not a part of the function's own scope."""
+    """Arguments without types and defaults, which are outside the function's own scope."""
 
     def bare(argument: ast.arg | None) -> Any:
         return argument and ast.arg(arg=argument.arg)
@@ -124,7 +124,7 @@ def _num_arguments(code: types.CodeType) -> int:
 
 
 def _outside(table: symtable.SymbolTable) -> set[str]:
-    """Names that a function, or one inside of it, takes from where it was written."""
+    """Names that a function, or a function nested in it, takes from its enclosing scope."""
     found = {s.get_name() for s in table.get_symbols() if s.is_global()}
     return found.union(*(_outside(child) for child in table.get_children()))
 
@@ -144,11 +144,11 @@ def _chains(node: ast.AST) -> Iterator[tuple[str, ...]]:
 
 
 _Facts = dict[str, list[Any]]
-"""Names, in the order in which they are met, to what can be compared, for each time that they are met."""
+"""Names in order of first use, mapped to comparable facts, one per use."""
 
 
 def _facts(function: Any, name: str, owner: type | None) -> _Facts:
-    """Everything that a function reaches."""
+    """Everything that a function references."""
     found: _Facts = {}
     _add_function(found, {}, name, function, owner)
     return found
@@ -207,7 +207,7 @@ def _note(found: _Facts, name: str, fact: Any) -> None:
 
 
 def _comparable(value: Any) -> Any:
-    """A constant as its value, anything else as the object that it is."""
+    """A constant by value, anything else by identity."""
     if isinstance(value, _PLAIN):
         return type(value), repr(value)
     if type(value) in (tuple, list):
@@ -218,7 +218,7 @@ def _comparable(value: Any) -> Any:
 
 
 def _resolve(function: Any, chain: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
-    """What a name with attributes is for a function, and how many of them it took: attributes are followed in modules alone."""
+    """The object of a dotted name in a function, and the attributes used to reach it: attributes are followed only in modules."""
     code, cells = function.__code__, function.__closure__ or ()
     closure = dict(zip(code.co_freevars, cells, strict=True))
     first = chain[0]
@@ -237,7 +237,7 @@ def _resolve(function: Any, chain: tuple[str, ...]) -> tuple[Any, tuple[str, ...
 
 
 def _is_of_libraries(value: Any) -> bool:
-    """Whether it comes from torch or Python, of which there is one for all models."""
+    """Whether an object comes from torch or Python, which all models share."""
     return (getattr(value, "__module__", None) or "").partition(".")[0] in ("torch", "builtins", "math", "typing")
 
 

@@ -1,7 +1,7 @@
-"""Mixtures of experts whose modelling code loops over experts by what the router chose, written without looking at the choice.
+"""Replacements for mixture-of-experts code that loops over the routed experts, which depends on router values.
 
-Most models go through transformers' experts interface, where hfax registers its function. The patches here are for those that have
-a loop of their own.
+Most models use transformers' experts interface, where hfax registers its function. The patches here are for models with their own
+loop.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from hfax.patches.patch import ForwardPatch, Patch
 def gated_experts(
     hidden: Any, chosen: Any, weights: Any, gate_up: Any, down: Any, activation: Callable[[Any], Any]
 ) -> Any:
-    """Sum of the chosen experts' outputs.
+    """Weighted sum of the routed experts' outputs.
 
     Args:
         hidden: [tokens, width].
-        chosen: [tokens, k] int, experts.
-        weights: [tokens, k], of each chosen expert.
+        chosen: [tokens, k] int, expert indices.
+        weights: [tokens, k], router weights.
         gate_up: [experts, 2 · inner, width].
         down: [experts, width, inner].
-        activation: of the gate.
+        activation: activation function of the gate.
 
-    For few tokens the chosen experts' matrices are gathered, for many every expert runs on every token.
+    For few tokens the matrices of the routed experts are gathered; for many, every expert runs on every token.
     """
     if chosen.numel() <= gate_up.shape[0]:
         gate, up = torch.einsum("th,tkih->tki", hidden, gate_up[chosen]).chunk(2, dim=-1)
@@ -104,7 +104,7 @@ def _parallel_experts(module: Any, original: Callable[..., Any]) -> Callable[...
 
 def _clamped_experts(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
-        """Experts whose gate and other half are clamped; the index past the last expert stands for none."""
+        """Experts with clamped gate and up projections; the index past the last expert means no expert."""
         is_real = top_k_index < module.num_experts
         weights = torch.where(is_real, top_k_weights, torch.zeros_like(top_k_weights)).to(hidden_states.dtype)
         chosen = top_k_index.clamp(max=module.num_experts - 1)

@@ -1,4 +1,4 @@
-"""Modelling code for images and videos whose shapes depend on values, replaced by code whose shapes do not."""
+"""Replacements for image and video code with data-dependent shapes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _WITH_PADDING_IMAGES = {
     "ModernVBertModel": "modernvbert.modeling_modernvbert",
     "UltraVBertModel": "ultravbert.modeling_ultravbert",
 }
-"""Classes to the modules of transformers that they are from."""
+"""Class names mapped to their transformers modules."""
 
 
 def _without_padding_images(module: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Pixels of the real images alone, [rows, images, channels, height, width]; one row where rows have unequal numbers.
+    """Pixels of only the real images, [rows, images, channels, height, width]; a single row if rows differ in image count.
 
     Padding images are all zeros.
     """
@@ -53,7 +53,7 @@ def _all_images(module: Any, original: Callable[..., Any]) -> Callable[..., Any]
             mask = pixel_attention_mask.flatten(0, 1)
         patch = module.config.vision_config.patch_size
         subgrid = mask.unfold(1, patch, patch).unfold(2, patch, patch).sum(dim=(-1, -2))
-        is_whole = type(module).__name__ == "Idefics2Model"  # the others count a patch that is real in part
+        is_whole = type(module).__name__ == "Idefics2Model"  # the others count partially real patches
         patches = subgrid == patch * patch if is_whole else subgrid > 0
         outputs = module.vision_model(pixel_values=pixels, patch_attention_mask=patches, return_dict=True)
         arguments = {"attention_mask": patches.flatten(1)} if is_whole else {}

@@ -1,4 +1,4 @@
-"""Sparse attention's choice of keys, where the modelling code makes it query by query, written for all queries at once."""
+"""Key selection of sparse attention for all queries at once, where modelling code loops over queries."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def _pooled_blocks(module: Any, original: Callable[..., Any]) -> Callable[..., A
     def forward(hidden_states: Any, position_embeddings: Any, attention_mask: Any, past_key_values: Any) -> Any:
         """Which keys each query attends to, [batch, 1, queries, keys] bool.
 
-        The keys that a query sees are counted in their order and form blocks of `compress_ratio`; the query takes the best of its
-        whole blocks and the rest behind them. What a query sees is a beginning of what the last one sees, so the blocks are the
-        same for all.
+        The visible keys of a query form consecutive blocks of `compress_ratio`; the query attends to its best complete blocks and
+        to the remaining keys after them. The visible keys of a query are a prefix of those of the last query, so all queries share
+        the same blocks.
         """
         apply_rotary = sys.modules[type(module).__module__].apply_rotary_pos_emb
         batch, num_queries, _ = hidden_states.shape

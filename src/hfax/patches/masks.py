@@ -1,12 +1,13 @@
-"""Attention masks built from positions and padding; values are never looked at.
+"""Attention masks built from positions and padding, without reading values.
 
-Stands for transformers' mask functions inside a trace, whichever attention a model uses: theirs skip the mask when its values allow
-it, and know neither a cache's ring of slots nor the padding of prompts in a model that gets no mask in decoding.
+Replaces transformers' mask functions inside a trace, for any attention implementation: theirs skip the mask if its values allow it,
+and support neither ring caches nor prompt padding in models that get no mask in decoding.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -20,12 +21,39 @@ from hfax.patches.patch import FunctionPatch, Patch
 _local = threading.local()
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MaskStructure:
+    """What is known about a mask besides its values, so that attention can do without them.
+
+    Args:
+        is_causal: the mask is causal, within `window` and `padding`, and nothing else.
+        window: tokens that each query sees, itself included; None: all before it. Only if `is_causal`.
+        padding: [batch, length], nonzero for real tokens; None: no padding. Only if `is_causal`.
+        block: a function from query and key indices to their part of the mask, for blockwise attention; None: there is none.
+        all_real: a traced scalar: no token is padding, where transformers would then skip the mask; None: it never would.
+    """
+
+    is_causal: bool = False
+    window: int | None = None
+    padding: Any = None
+    block: Callable[[Any, Any], Any] | None = None
+    all_real: Any = None
+
+
+_UNKNOWN = MaskStructure()
+
+
+def structure_of(mask: Any) -> MaskStructure:
+    """The structure of a mask made by `attention_mask`; nothing is known about any other mask, or about None."""
+    return getattr(mask, "mask_structure", None) or _UNKNOWN
+
+
 @contextlib.contextmanager
 def decoder_padding(attention_mask: Any | None) -> Iterator[None]:
-    """Within the block, masks made without an `attention_mask` leave out the keys where this one, [batch, capacity], is 0.
+    """Within the block, masks built without an `attention_mask` exclude the keys where this one, [batch, capacity], is 0.
 
-    For models with recurrent layers: given a mask longer than the tokens of a step, some apply its last columns to the step, which
-    are not the step's.
+    For models with recurrent layers: given a mask longer than the tokens of a step, some apply its last columns to the step, though
+    they belong to other positions.
     """
     previous = getattr(_local, "padding", None)
     _local.padding = attention_mask
@@ -51,12 +79,11 @@ def attention_mask(
 ) -> Any:
     """transformers' mask interface: bool, [batch, 1, queries, keys].
 
-    `kv_offset` may be a vector over the keys, for a cache whose slots are not in the order of their positions. The result has the
-    mask of any block of queries and keys as `block`, a function of their indices, for attention that works in blocks.
+    `kv_offset` may be a vector over the keys, for a cache with slots that are not in position order. `structure_of` the result
+    tells what is known about it.
 
-    Where transformers would leave out a causal mask if no token were padding, the result has that condition, a traced scalar, as
-    `all_real`: the attention of modules that are not causal by themselves then sees everything, as there (PaliGemma without token
-    types).
+    Where transformers would skip a causal mask if no token is padding, that condition is part of the structure: modules with
+    `is_causal=False` then attend to everything, as in transformers (PaliGemma without token types).
     """
     is_ring = isinstance(kv_offset, torch.Tensor) and kv_offset.ndim == 1
     if attention_mask is None:
@@ -85,12 +112,14 @@ def attention_mask(
         return mask & (keys >= 0)[None, None, None, :] if is_ring else mask
 
     mask = seen(queries, keys)
-    if is_skipped:
-        mask.all_real = (attention_mask != 0).all()
-    if not is_ring and (window := _causal_window(mask_function)) is not _OTHER:
-        mask.causal = window, attention_mask
-    if not is_ring:
-        mask.block = lambda queries, keys: seen(queries + q_offset, keys + kv_offset)
+    window = _OTHER if is_ring else _causal_window(mask_function)
+    mask.mask_structure = MaskStructure(
+        is_causal=window is not _OTHER,
+        window=None if window is _OTHER else window,
+        padding=None if window is _OTHER else attention_mask,
+        block=None if is_ring else lambda queries, keys: seen(queries + q_offset, keys + kv_offset),
+        all_real=(attention_mask != 0).all() if is_skipped else None,
+    )
     return mask
 
 
@@ -98,9 +127,9 @@ _OTHER: Any = object()
 
 
 def _causal_window(mask_function: Callable[..., Any]) -> Any:
-    """How many tokens a causal mask lets each see, None for all before it; `_OTHER` for any other mask.
+    """The window of a causal mask, None for full causal attention; `_OTHER` for any other mask.
 
-    transformers builds masks by putting functions together; these two are recognised by what they are put together from.
+    transformers composes masks from functions; these two are recognised by their components.
     """
     if mask_function is masking_utils.causal_mask_function:
         return None
@@ -115,7 +144,7 @@ def _causal_window(mask_function: Callable[..., Any]) -> Any:
 
 
 def _place(function: Any) -> str:
-    """Where transformers' masking code defines a function; "" for those of others."""
+    """The qualified name of a function in transformers' masking code; "" for other functions."""
     code = getattr(function, "__code__", None)
     return code.co_qualname if code is not None and code.co_filename == masking_utils.__file__ else ""
 
@@ -125,14 +154,14 @@ def _is_zero(offset: Any) -> bool:
 
 
 def _real_keys(padding: Any, keys: Any) -> Any:
-    """[batch, 1, 1, keys] bool: the key's position is inside of `padding`, [batch, length], which is nonzero there."""
+    """[batch, 1, 1, keys] bool: whether `padding`, [batch, length], is nonzero at the position of each key."""
     length = padding.shape[-1]
     picked = (padding != 0)[:, keys.clamp(0, length - 1)]
     return (picked & ((keys >= 0) & (keys < length))[None])[:, None, None, :]
 
 
 def chosen_keys(indices: Any, mask: Any, num_keys: int) -> Any:
-    """A mask, [batch, 1, queries, keys], narrowed to the keys that `indices`, [batch, queries, n], name."""
+    """A mask, [batch, 1, queries, keys], restricted to the keys in `indices`, [batch, queries, n]."""
     chosen = torch.zeros((*indices.shape[:2], num_keys), dtype=torch.bool, device=indices.device)
     chosen = chosen.scatter(-1, indices.long(), True).unsqueeze(1)
     if mask is None:
@@ -143,17 +172,17 @@ def chosen_keys(indices: Any, mask: Any, num_keys: int) -> Any:
 
 
 def additive_mask(dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
-    """The same as 0 where a query may look and the dtype's lowest number elsewhere, which eager attention adds.
+    """`attention_mask` in additive form, for eager attention: 0 for visible keys and the dtype's lowest value elsewhere.
 
-    A causal mask is never left out: eager attention has no other way to know of it.
+    A causal mask is never skipped, since eager attention is not causal otherwise.
     """
     mask = attention_mask(dtype=dtype, **{**kwargs, "allow_is_causal_skip": False})
     if mask is None:
         return None
     lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=mask.device)
     added: Any = torch.where(mask, torch.zeros_like(lowest), lowest)
-    if hasattr(mask, "causal"):  # what it says, as long as nobody adds anything else
-        added.causal = mask.causal
+    # valid as long as nothing else is added; a block would be one of truth values
+    added.mask_structure = dataclasses.replace(structure_of(mask), block=None, all_real=None)
     return added
 
 
@@ -168,7 +197,7 @@ def _make(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _make_block_padding(original: Callable[..., Any]) -> Callable[..., Any]:
     def pad(block_sequence_ids: Any, attention_mask: Any, kv_length: int, kv_offset: Any) -> Any:
-        if isinstance(kv_offset, torch.Tensor):  # a cache's ring, in decoding: what is written belongs to no block
+        if isinstance(kv_offset, torch.Tensor):  # a ring cache, in decoding: generated tokens belong to no block
             return torch.full_like(block_sequence_ids, -1)
         return original(block_sequence_ids, attention_mask, kv_length, kv_offset)
 

@@ -1,7 +1,7 @@
-"""Norms and rotary embeddings: where gradients are taken these are written out, and few rows on CPU are one call each.
+"""Norms and rotary embeddings, with custom gradients if differentiated, and as a single call for few rows on CPU.
 
-Their classes and functions are copied from model to model, so they are known by their source and that of all that they call
-(`patches/copies.py`), not by their names alone.
+Their classes and functions are copied from model to model, so they are identified by their source and that of everything they call
+(`patches/copies.py`), not only by name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _is_one_call_possible(_: Any) -> bool:
 
 
 def _why_not_llamas_norm(module: Any) -> str | None:
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm  # only such programs pay for its import
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm  # imported only for programs that need it
 
     kind = type(module)
     name = copies.difference(kind.forward, LlamaRMSNorm.forward, owner=kind, reference_owner=LlamaRMSNorm)
@@ -82,7 +82,7 @@ def _rotation(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @torch.library.custom_op("hfax::rotate", mutates_args=())
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Llama's rotary embedding of one tensor; traces have `hfax.kernels.norms.rotate` in its place."""
+    """Llama's rotary embedding of one tensor; traces replace it by `hfax.kernels.norms.rotate`."""
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-high, low), dim=-1) * sin
 

@@ -1,4 +1,4 @@
-"""Lowerings of single torch operations that are faster, or more exact, than torchax's own, in plain JAX."""
+"""Lowerings of single torch operations in plain JAX that are faster or more accurate than torchax's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hfax.patches.patch import OpPatch, Patch
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> jax.Array:
-    """torch's `linear`, whatever the weight is kept as."""
+    """torch's `linear`, for plain and quantized weights."""
     return (
         quantized.linear(input, weight, bias)
         if isinstance(weight, quantized.QuantizedArray)
@@ -39,10 +39,10 @@ def embedding(
 ) -> jax.Array:
     """torch's `embedding`: rows of [rows, width] by an index of any shape.
 
-    No gradient flows to the row `padding_idx`, as in torch; `scale_grad_by_freq` and `sparse` are not looked at.
+    No gradient flows to the row `padding_idx`, as in torch; `scale_grad_by_freq` and `sparse` are ignored.
 
     Raises:
-        NotImplementedError: a norm bound, which would change the table.
+        NotImplementedError: `max_norm` is set, which would modify the table.
     """
     if max_norm is not None:
         raise NotImplementedError("embedding with max_norm has no lowering")
@@ -61,7 +61,7 @@ def _rows(weight: jax.Array, index: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _rows_with_gradient(weight: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows of a table. Zeros for the table's gradient are made when it is known, not kept from the step's begin on."""
+    """Rows of a table. The zeros for the table's gradient are allocated in the backward pass, not kept from the forward pass."""
     return _rows(weight, index)
 
 
@@ -82,7 +82,7 @@ _rows_with_gradient.defvjp(_rows_forward, _rows_backward)
 def rms_norm(
     input: jax.Array, normalized_shape: Any, weight: jax.Array | None = None, eps: float | None = None
 ) -> jax.Array:
-    """torch's `rms_norm` over the last axes, in float32; `eps` is the input dtype's own if it is not given."""
+    """torch's `rms_norm` over the last axes, in float32; `eps` defaults to the input dtype's epsilon."""
     eps = float(jnp.finfo(input.dtype).eps) if eps is None else eps
     width = math.prod(normalized_shape)
     scale = jnp.ones((width,), input.dtype) if weight is None else weight.reshape(width)
@@ -111,20 +111,20 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> jax.Array:
-    """torch's `cross_entropy`, without an index into the logits, whose gradient is a slow scatter.
+    """torch's `cross_entropy`, without indexing into the logits, since the gradient would be a slow scatter.
 
     Args:
-        input: [classes], [batch, classes] or [batch, classes, …], of logits.
-        target: the classes, shaped as `input` without its classes; or probabilities, shaped as `input`.
+        input: logits, [classes], [batch, classes] or [batch, classes, …].
+        target: class indices, shaped like `input` without the classes axis; or probabilities, shaped like `input`.
         weight: [classes].
         size_average: deprecated in torch; must be None.
-        ignore_index: of targets that do not count.
-        reduce: as `size_average`.
+        ignore_index: target value that is ignored.
+        reduce: deprecated in torch; must be None.
         reduction: "mean", "sum" or "none".
-        label_smoothing: share of the probability that goes to all classes.
+        label_smoothing: share of the probability spread over all classes.
 
     Raises:
-        NotImplementedError: one of torch's deprecated arguments is given.
+        NotImplementedError: a deprecated argument is passed.
     """
     if size_average is not None or reduce is not None:
         raise NotImplementedError("cross_entropy with size_average or reduce has no lowering")
@@ -153,21 +153,21 @@ def cross_entropy(
         return losses.sum()
     count = jnp.asarray(count).astype(losses.dtype)
     mean = losses.sum() / jnp.where(count == 0, 1, count)
-    return jnp.where(count == 0, jnp.nan, mean)  # as torch has it where nothing counts; the gradient is 0
+    return jnp.where(count == 0, jnp.nan, mean)  # as in torch if all targets are ignored; the gradient is 0
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _losses_of_classes(axis: int, logits: jax.Array, target: jax.Array) -> jax.Array:
-    """The negative logarithm of each target's probability; 0 is picked for targets that are no class.
+    """The negative log-probability of each target; 0 for targets that are not a class.
 
-    Its gradient is one pass over the logits, which alone are kept for it.
+    Its gradient is one pass over the logits, and keeps only them.
     """
     return _losses_forward(axis, logits, target)[0]
 
 
 def _losses_forward(axis: int, logits: jax.Array, target: jax.Array) -> tuple[jax.Array, Any]:
     total = jax.nn.logsumexp(logits, axis=axis)
-    if where.mesh() is None:  # over a mesh, whose devices may each have a part of the classes, only by comparing
+    if where.mesh() is None:  # over a mesh, where classes may be sharded, only by comparison
         is_class = (target >= 0) & (target < logits.shape[axis])
         index = jnp.expand_dims(jnp.where(is_class, target, 0), axis)
         picked = jnp.where(is_class, jnp.take_along_axis(logits, index, axis).squeeze(axis), 0)
@@ -199,16 +199,16 @@ def interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> jax.Array:
-    """torch's `interpolate`, axis by axis, with weights that torch itself gives for each axis.
+    """torch's `interpolate`, axis by axis, with weights computed by torch for each axis.
 
     Args:
         x: [batch, channels, *spatial], one to three spatial axes.
         size: new spatial sizes, or one for all.
-        scale_factor: factors of the sizes, instead.
+        scale_factor: scale factors, instead of `size`.
         mode: "nearest", "nearest-exact", "linear", "bilinear", "bicubic", "trilinear" or "area".
-        align_corners: corners keep their values.
-        recompute_scale_factor: places follow the rounded sizes, not the factors.
-        antialias: wider filters where sizes shrink.
+        align_corners: preserve the corner values.
+        recompute_scale_factor: compute positions from the rounded sizes, not the factors.
+        antialias: wider filters when downsampling.
 
     Returns:
         [batch, channels, *size] in the dtype of `x`; sums are float32.
@@ -225,7 +225,7 @@ def interpolate(
             given = {"size": tuple(int(sizes[axis]) if i == axis else 2 for i in range(axes))}
         elif factors[axis] is not None:
             given["scale_factor"] = tuple(float(factors[axis]) if i == axis else 1.0 for i in range(axes))
-        weights = _axis_weights(length, axis, axes, repr(sorted({**options, **given}.items())), options | given)
+        weights = _axis_weights(length, axis, axes, tuple(sorted({**options, **given}.items())))
         if weights.shape == (length, length) and (weights == np.eye(length)).all():
             continue
         moved = jnp.moveaxis(out, 2 + axis, -1)
@@ -253,7 +253,7 @@ def embedding_bag(
     """torch's `embedding_bag` for bags of equal size, [bags, n] indices into [rows, width]: [bags, width].
 
     Raises:
-        NotImplementedError: bags given by offsets, a norm bound or a padding index.
+        NotImplementedError: offsets, a norm bound, a padding index or mode "max" is passed.
     """
     if (
         input.ndim != 2
@@ -282,30 +282,22 @@ def convolution(
     output_padding: Any,
     groups: int,
 ) -> jax.Array:
-    """torch's `aten.convolution`; over a mesh one of several groups is computed whole on every device."""
+    """torch's `aten.convolution`; over a mesh, a grouped convolution is replicated on every device."""
     from torchax.ops.jaten import _aten_convolution
 
     out = _aten_convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
     return out if groups == 1 else split_by_rows(out)
 
 
-_weights: dict[Any, np.ndarray] = {}
-
-
-def _axis_weights(length: int, axis: int, axes: int, key: str, options: dict[str, Any]) -> np.ndarray:
-    """[length, new length] float32: what each new place takes from each old one; torch interpolates the unit vectors."""
-    found = _weights.get((length, axis, axes, key))
-    if found is None:
-        with no_dispatch(), torch._C.DisableTorchFunction():
-            # the other axes have two places, not one: torch's antialiased kernel takes the wrong strides for one
-            shape = [1, length, *([1] * axis), length, *([1] * (axes - axis - 1))]
-            units = (
-                torch.eye(length).reshape(shape).expand([1, length, *(length if i == axis else 2 for i in range(axes))])
-            )
-            out = torch.nn.functional.interpolate(units.contiguous(), **options)
-            found = out.movedim(2 + axis, 2).flatten(3)[..., 0][0].numpy() if axes > 1 else out[0].numpy()
-        _weights[(length, axis, axes, key)] = found
-    return found
+@functools.lru_cache(maxsize=64)
+def _axis_weights(length: int, axis: int, axes: int, options: tuple[tuple[str, Any], ...]) -> np.ndarray:
+    """[length, new length] float32: the weights of `interpolate` along one axis, which torch computes from unit vectors."""
+    with no_dispatch(), torch._C.DisableTorchFunction():
+        # the other axes have two places, not one: torch's antialiased kernel takes the wrong strides for one
+        shape = [1, length, *([1] * axis), length, *([1] * (axes - axis - 1))]
+        units = torch.eye(length).reshape(shape).expand([1, length, *(length if i == axis else 2 for i in range(axes))])
+        out = torch.nn.functional.interpolate(units.contiguous(), **dict(options))
+        return out.movedim(2 + axis, 2).flatten(3)[..., 0][0].numpy() if axes > 1 else out[0].numpy()
 
 
 PATCHES: list[Patch] = [

@@ -1,9 +1,9 @@
-"""What a patch is: a named, reasoned, reversible change that holds only while one thread traces.
+"""Patches: named, documented, reversible changes that are active only while one thread traces.
 
-Four kinds, in the order in which they should be reached for. An `OpPatch` lowers one torch operation. A `FunctionPatch` stands for
-one function or method of transformers or torch, in the tracing thread alone. A `ForwardPatch` stands for the forward of certain
-modules of the model at hand, on the instances, not on their class. An `InputPatch` changes the model's inputs on the host, before
-anything is traced, where shapes depend on their values. What exists and what is in force is the registry's business.
+There are four kinds, in order of preference. An `OpPatch` lowers one torch operation. A `FunctionPatch` replaces one function or
+method of transformers or torch, only in the tracing thread. A `ForwardPatch` replaces the forward of certain modules of the
+model, on the instances, not on their class. An `InputPatch` changes the model's inputs on the host, before tracing, where shapes
+depend on their values. The registry tracks which patches exist and which are active.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Undo = Callable[[], None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Patch:
-    """What every patch says of itself.
+    """The fields common to all patches.
 
     Args:
         name: unique, lower case with hyphens.
-        why: the error or the wrong result that it removes, with a link where there is one.
+        why: the error or wrong result that it fixes, with a link if there is one.
         versions: requirements ("transformers>=5.0") that must all hold for it to be needed; empty: always.
-        backends: names of the backends that it is for.
+        backends: names of the backends it applies to.
     """
 
     kind: ClassVar[str] = ""
@@ -44,7 +44,7 @@ class Patch:
     backends: tuple[str, ...] = ("jax",)
 
     def applies_to(self) -> str:
-        """What it changes, in words."""
+        """A description of what it changes."""
         raise NotImplementedError
 
     def is_needed(self) -> bool:
@@ -53,22 +53,22 @@ class Patch:
         return all(r.specifier.contains(_version(r.name), prereleases=True) for r in requirements)
 
     def matches(self, module: torch.nn.Module) -> bool:
-        """Whether it concerns this model."""
+        """Whether it applies to this model."""
         return True
 
     def refused(self, module: torch.nn.Module) -> dict[Any, str]:
-        """Classes or functions of this model that look as if it were for them, to why it is not."""
+        """Classes or functions of this model that resemble its targets, mapped to why it does not apply."""
         return {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpPatch(Patch):
-    """A torch operation computed by a function of arrays.
+    """A lowering of a torch operation to a function of arrays.
 
     Args:
-        ops: the operation's names, as "torch.nn.functional.linear" or "aten.linear" (or "aten.linear.default").
-        lower: takes the operation's arguments with `jax.Array`s for tensors; gives arrays.
-        takes_quantized: weights may come as `QuantizedArray`s; else they come as the numbers that they stand for.
+        ops: names of the operation, such as "torch.nn.functional.linear" or "aten.linear" (or "aten.linear.default").
+        lower: takes the operation's arguments with `jax.Array`s instead of tensors; returns arrays.
+        takes_quantized: weights may be `QuantizedArray`s; otherwise they are dequantized.
     """
 
     kind: ClassVar[str] = "operation"
@@ -81,22 +81,22 @@ class OpPatch(Patch):
         return ", ".join(self.ops)
 
     def resolve(self) -> list[Any]:
-        """torch's own objects for the names; those that this torch does not have are left out."""
+        """The torch objects for the names; names that this torch version lacks are skipped."""
         found = (_torch_op(name) for name in self.ops)
         return [op for op in found if op is not None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FunctionPatch(Patch):
-    """A replaced function of a module, or method of a class.
+    """A replacement for a function of a module or a method of a class.
 
     Args:
         target: "package.module:function" or "package.module:Class.method"; "*:function" for the function of that name in every
             module that defines a class of the model.
-        make: gets the original and returns what stands for it.
-        model_types: the models that it is for; empty: all.
+        make: takes the original and returns its replacement.
+        model_types: model types it applies to; empty: all.
         only_if: a further condition on the function.
-        why_not: says why the patch cannot stand for a function, for `hfax doctor`; None: it can.
+        why_not: returns why the patch cannot replace a function, for `hfax doctor`; None: it can.
     """
 
     kind: ClassVar[str] = "function"
@@ -107,20 +107,20 @@ class FunctionPatch(Patch):
     why_not: Callable[[Any], str | None] = lambda function: None
 
     def applies_to(self) -> str:
-        """The function."""
+        """The name of the function."""
         return self.target
 
     def matches(self, module: torch.nn.Module) -> bool:
-        """Whether the model is of one of the types."""
+        """Whether the model has one of the types."""
         return not self.model_types or bool(set(self.model_types) & model_types_of(module))
 
     def owners(self, module: torch.nn.Module) -> list[tuple[Any, str]]:
-        """The objects that hold the function for this model, and its name there."""
+        """The objects that hold the function for this model, and its name on them."""
         found = self._holders(module)
         return [(h, n) for h, n in found if self.only_if(getattr(h, n)) and self.why_not(getattr(h, n)) is None]
 
     def refused(self, module: torch.nn.Module) -> dict[Any, str]:
-        """Functions of that name that it does not stand for."""
+        """Functions of that name that it does not replace."""
         found = [getattr(h, n) for h, n in self._holders(module)] if self.matches(module) else []
         return {function: why for function in found if (why := self.why_not(function)) is not None}
 
@@ -140,17 +140,17 @@ class FunctionPatch(Patch):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForwardPatch(Patch):
-    """A replaced forward (or other method) of some of a model's modules.
+    """A replacement for the forward (or another method) of some modules of a model.
 
     Args:
-        classes: names of the modules' classes, or of a base class of theirs ("DbrxExperts"); empty: `only_if` alone decides. With
-            the module that a class is from ("transformers.models.dbrx.modeling_dbrx:DbrxExperts") the patch stands for that
-            class's own method, and for copies of it: not for what a subclass, or another class of the name, has in its place.
-        make: gets the module and its own method, returns what is called instead.
-        method: which method.
+        classes: class names of the modules, or of a base class ("DbrxExperts"); empty: only `only_if` decides. With the defining
+            module ("transformers.models.dbrx.modeling_dbrx:DbrxExperts") the patch replaces the method of that class and its
+            copies, but not an override in a subclass or in another class of that name.
+        make: takes the module and its own method, and returns the replacement.
+        method: name of the method.
         only_if: a further condition on the module.
-        why_not: says why the patch cannot stand for a module's method; None: it can.
-        candidates: a pattern of class names ("*RMSNorm") for which `hfax doctor` tells what `why_not` says.
+        why_not: returns why the patch cannot replace a module's method; None: it can.
+        candidates: a pattern of class names ("*RMSNorm") for which `hfax doctor` reports `why_not`.
     """
 
     kind: ClassVar[str] = "module"
@@ -172,11 +172,11 @@ class ForwardPatch(Patch):
         return any(self.fits(m) for m in module.modules())
 
     def fits(self, module: torch.nn.Module) -> bool:
-        """Whether it concerns this one module."""
+        """Whether it applies to this module."""
         return self._is_candidate(module) and self.only_if(module) and self._why_not(module) is None
 
     def refused(self, module: torch.nn.Module) -> dict[Any, str]:
-        """Classes that it does not stand for, of those that it names or that are candidates."""
+        """Named or candidate classes that it does not replace."""
         found = {
             type(m): m
             for m in module.modules()
@@ -185,7 +185,7 @@ class ForwardPatch(Patch):
         return {kind: why for kind, m in found.items() if (why := self._why_not(m)) is not None}
 
     def _named(self) -> dict[str, str]:
-        """Names of classes to the modules that they are from; "" where any will do."""
+        """Class names mapped to their modules; "" for any module."""
         return {name: place for place, _, name in (c.rpartition(":") for c in self.classes)}
 
     def _is_candidate(self, module: torch.nn.Module) -> bool:
@@ -208,12 +208,11 @@ class ForwardPatch(Patch):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InputPatch(Patch):
-    """Inputs changed on the host, before the trace, for models whose shapes depend on their values.
+    """A change of inputs on the host, before tracing, for models with shapes that depend on input values.
 
     Args:
-        classes: names of the classes of the model, or of a module in it.
-        prepare: takes the module and the inputs by name, as arrays on the host; gives the inputs that are traced. It must do
-            nothing to inputs that it has changed already.
+        classes: class names of the model or of a module in it.
+        prepare: takes the module and the inputs by name, as host arrays; returns the inputs to trace. Must be idempotent.
     """
 
     kind: ClassVar[str] = "inputs"
@@ -221,7 +220,7 @@ class InputPatch(Patch):
     prepare: Callable[[torch.nn.Module, dict[str, Any]], dict[str, Any]]
 
     def applies_to(self) -> str:
-        """The classes."""
+        """The names of the classes."""
         return ", ".join(self.classes)
 
     def matches(self, module: torch.nn.Module) -> bool:
@@ -229,12 +228,12 @@ class InputPatch(Patch):
         return self.holder(module) is not None
 
     def holder(self, module: torch.nn.Module) -> torch.nn.Module | None:
-        """The module that it is for."""
+        """The module it applies to."""
         return next((m for m in module.modules() if {c.__name__ for c in type(m).__mro__} & set(self.classes)), None)
 
 
 def model_types_of(module: torch.nn.Module) -> set[str]:
-    """The model types of a model and of its parts."""
+    """The model types of a model and its submodels."""
     config = getattr(module, "config", None)
     found = {getattr(config, "model_type", "")}
     for name in getattr(config, "sub_configs", None) or ():
@@ -272,7 +271,7 @@ def _torch_op(name: str) -> Any:
 
 @contextlib.contextmanager
 def forwards_replaced(replaced: Iterable[tuple[torch.nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """For the block, each module's `forward` is the function given for it; then what it was before."""
+    """Within the block, each module's `forward` is replaced by its function; restored afterwards."""
     given = list(replaced)
     before = [module.__dict__.get("forward") for module, _ in given]
     try:

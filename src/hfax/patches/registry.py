@@ -1,8 +1,8 @@
-"""All patches there are, and those that are in force.
+"""The registry of patches, and the patches that are active.
 
-The families' modules list their patches as `PATCHES`; other packages add theirs by `register_patch` or the entry point
-`hfax.patches` (a patch, a list of patches, or a function that returns one). `patched(module)` puts those in force that concern a
-model, for this thread, until its block ends; other threads keep the originals. Installing is all or nothing.
+The patch modules list their patches as `PATCHES`; other packages add theirs by `register_patch` or the entry point
+`hfax.patches` (a patch, a list of patches, or a function that returns one). `patched(module)` activates the patches of a model,
+for this thread, until its block ends; other threads keep the originals. Activation is atomic.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FAMILIES = (
     "torch_xla",
 )
 _OF_JAX = ("ops", "attention", "control_flow", "images", "norms")
-"""Those that import JAX; nothing else asks for them."""
+"""The modules that import JAX; loaded only for the JAX backend."""
 
 _lock = threading.RLock()
 _registered: dict[str, Patch] = {}
@@ -52,29 +52,29 @@ _loaded: set[str] = set()
 
 
 def register_patch(patch: Patch) -> Callable[[], None]:
-    """Add a patch for every model that it matches, from the next trace on.
+    """Register a patch for every model it matches, from the next trace on.
 
     Args:
-        patch: an `OpPatch`, `FunctionPatch`, `ForwardPatch` or `InputPatch`; its name must be new.
+        patch: an `OpPatch`, `FunctionPatch`, `ForwardPatch` or `InputPatch` with a unique name.
 
     Returns:
-        A function that takes it away again.
+        A function that unregisters it.
 
     Raises:
-        InvalidInputError: the name is taken, or it is no patch.
+        InvalidInputError: the name is taken, or `patch` is not a patch.
     """
     global _version
     _load()
     if not isinstance(patch, Patch):
         raise InvalidInputError(
-            f"{patch!r} is no patch.",
-            "A patch says what it changes and why.",
-            "Pass an OpPatch, FunctionPatch, ForwardPatch or InputPatch of hfax.patches.patch.",
+            f"{patch!r} is not a patch.",
+            "A patch declares what it changes and why.",
+            "Pass an OpPatch, FunctionPatch, ForwardPatch or InputPatch from hfax.patches.patch.",
         )
     with _lock:
         if patch.name in _registered:
             raise InvalidInputError(
-                f"A patch named {patch.name!r} is registered already.",
+                f"A patch named {patch.name!r} is already registered.",
                 f"It applies to {_registered[patch.name].applies_to()}.",
                 "Choose another name, or undo the first registration.",
             )
@@ -92,16 +92,16 @@ def register_patch(patch: Patch) -> Callable[[], None]:
 
 
 def all_patches(backend: str = "jax") -> list[Patch]:
-    """Every patch of a backend that the installed versions need, hfax's own first."""
+    """All patches of a backend that the installed versions need, hfax's own first."""
     _load(backend)
     with _lock:
         return [p for p in _registered.values() if backend in p.backends and p.is_needed()]
 
 
 def refusals(module: torch.nn.Module, backend: str = "jax") -> dict[str, str]:
-    """Patches that leave out parts of a model which look as if they were for them: name to why.
+    """Patches that do not apply to modules resembling their targets: name mapped to why.
 
-    What another patch for the same candidates stands for is no loss, and is not told.
+    Modules covered by another patch for the same candidates are not reported.
     """
     patches = all_patches(backend)
     refused = {p.name: p.refused(module) for p in patches}
@@ -124,17 +124,17 @@ def version() -> int:
 
 
 def fingerprint() -> str:
-    """Of the patches that are not hfax's own, for the key of a compiled program; "" if there are none."""
+    """Fingerprint of third-party patches, for the key of a compiled program; "" if there are none."""
     foreign = [p for p in all_patches() if p.name not in _own]
     return hashlib.sha256("".join(repr(p) + _source(p) for p in foreign).encode()).hexdigest() if foreign else ""
 
 
 @contextlib.contextmanager
 def patched(module: torch.nn.Module, backend: str = "jax") -> Iterator[set[str]]:
-    """Put the model's function and forward patches in force for this thread until the block ends.
+    """Activate the model's function and forward patches for this thread until the block ends.
 
     Yields:
-        The names of the patches that ran; it fills while the block runs.
+        The names of the patches used; filled while the block runs.
     """
     used: set[str] = set()
     with contextlib.ExitStack() as stack:
@@ -153,13 +153,13 @@ def patched(module: torch.nn.Module, backend: str = "jax") -> Iterator[set[str]]
 def prepare_inputs(
     module: torch.nn.Module, inputs: dict[str, Any], used: set[str], backend: str = "jax"
 ) -> dict[str, Any]:
-    """The inputs as the model's input patches want them.
+    """The inputs after the model's input patches.
 
     Args:
         module: the model.
-        inputs: by name; arrays on the host.
-        used: gets the names of the patches that changed something.
-        backend: that runs the model.
+        inputs: host arrays by name.
+        used: collects the names of the patches that changed something.
+        backend: name of the backend that runs the model.
     """
     for patch in all_patches(backend):
         if isinstance(patch, InputPatch) and (holder := patch.holder(module)) is not None:
@@ -172,9 +172,9 @@ def prepare_inputs(
 
 _local = threading.local()
 _installed: dict[tuple[int, str], tuple[Any, Any, int]] = {}
-"""(holder, name) to the holder, the original and how many blocks want the dispatcher there."""
+"""(holder, name) mapped to the holder, the original and the number of blocks that use the dispatcher."""
 _inherited: dict[tuple[int, str], bool] = {}
-"""Whether the holder, a class, had the function from a base class."""
+"""Whether the holder, a class, inherited the function from a base class."""
 
 
 @contextlib.contextmanager
@@ -215,12 +215,12 @@ def _function_in_force(patch: FunctionPatch, holder: Any, name: str, used: set[s
 
 
 def _plain(original: Any, holder: Any) -> Any:
-    """The function inside of a static or class method."""
+    """The function wrapped by a static or class method."""
     return original.__func__ if isinstance(original, (staticmethod, classmethod)) else original
 
 
 def _dispatcher(key: tuple[int, str], original: Any) -> Any:
-    """What stands in the module: this thread's replacement, or the original."""
+    """The function installed in the module, which calls this thread's replacement or the original."""
     plain = _plain(original, None)
 
     @functools.wraps(plain)
@@ -255,7 +255,7 @@ def _forward_in_force(patch: ForwardPatch, module: torch.nn.Module, used: set[st
 
 
 def _load(backend: str | None = None) -> None:
-    """hfax's own patches for a backend, or for JAX if it is installed, then those of entry points; once."""
+    """Load hfax's patches for a backend, or for JAX if it is installed, then those of entry points; once."""
     if backend is None:
         backend = "jax" if importlib.util.find_spec("jax") else "torch_xla"
     wanted = [family for family in _FAMILIES if backend == "jax" or family not in _OF_JAX]
@@ -279,7 +279,7 @@ def _of_entry_point(entry: importlib.metadata.EntryPoint) -> Iterable[Patch]:
         found = found if isinstance(found, (Patch, list, tuple)) else found()
         return [found] if isinstance(found, Patch) else list(found)
     except Exception:
-        logger.exception("The patches of %s could not be loaded and are left out", entry.value)
+        logger.exception("The patches of %s could not be loaded and are skipped", entry.value)
         return []
 
 
@@ -292,5 +292,5 @@ def _source(patch: Patch) -> str:
 
 
 def op_patches(backend: str = "jax") -> list[OpPatch]:
-    """The patches of operations."""
+    """The operation patches."""
     return [p for p in all_patches(backend) if isinstance(p, OpPatch)]

@@ -1,4 +1,4 @@
-"""Modelling code whose decoding step is wrong with a cache of fixed size or for several rows, written so that it is right."""
+"""Corrections of decoding steps that are wrong with a fixed-size cache or for several rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hfax.patches.patch import ForwardPatch, Patch
 
 def _causal_by_position(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(hidden_states: Any, attention_mask: Any = None, layer_past: Any = None, **kwargs: Any) -> Any:
-        """GPT-Neo's attention, whose table of causal order and windows is cut where the text ends, not where the cache does."""
+        """GPT-Neo's attention, with its causal and window table cut at the end of the text instead of the cache."""
         if layer_past is None:
             return original(hidden_states, attention_mask=attention_mask, layer_past=None, **kwargs)
         start = layer_past.get_seq_length(module.layer_id)
@@ -38,7 +38,7 @@ def _causal_by_position(module: Any, original: Callable[..., Any]) -> Callable[.
 
 
 def _before(hidden: Any, state: Any, layer: int) -> Any:
-    """The token before each of [batch, length, width], the state's before the first."""
+    """The previous token of each of [batch, length, width]; the state's token before the first."""
     first = torch.zeros_like(hidden[:, 0]) if state is None else state[:, :, layer].to(hidden.dtype)
     return torch.cat([first[:, None], hidden[:, :-1]], dim=1)
 

@@ -1,4 +1,4 @@
-"""What torch_xla needs of transformers and torch beside the masks and experts that every backend shares."""
+"""Patches of transformers and torch for torch_xla, besides the masks and experts shared by all backends."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """`torch.nn.functional.scaled_dot_product_attention`, [..., heads, length, dim], where a row that may see nothing is finite.
+    """`torch.nn.functional.scaled_dot_product_attention`, [..., heads, length, dim], with finite fully masked rows.
 
-    Heads of keys and values are not repeated: queries that share one are a batch of its products. Sums are float32.
+    Heads of keys and values are not repeated: queries that share a head are batched in its products. Accumulates in float32.
     """
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     groups = query.shape[-3] // key.shape[-3] if query.ndim > 3 and query.shape[-3] != key.shape[-3] else 1

@@ -1,6 +1,6 @@
-"""`hfax.pipeline`: transformers' pipelines, from raw text, images and sound to answers, with a model of hfax inside.
+"""`hfax.pipeline`: transformers pipelines for raw text, images and audio, running an hfax model.
 
-transformers 5 removed some tasks that many models are still made for; those that hfax adds are modules of this package.
+transformers 5 removed some tasks that are still widely used; this package adds them back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PARTS = {
     "video_processor": "AutoVideoProcessor",
     "processor": "AutoProcessor",
 }
-"""What reads inputs, and the class of transformers that loads it."""
+"""Preprocessors, and the transformers class that loads each."""
 _PLACING = ("device", "device_map", "torch_dtype", "model_kwargs")
 
 
@@ -45,35 +45,35 @@ def pipeline(
     """A transformers pipeline whose model runs on XLA.
 
     Args:
-        task: a pipeline task of transformers, such as "text-generation", "text-classification", "token-classification",
+        task: a transformers pipeline task, such as "text-generation", "text-classification", "token-classification",
             "fill-mask", "feature-extraction", "zero-shot-classification", "image-classification", "image-text-to-text" or
             "automatic-speech-recognition"; or "question-answering", which transformers 5 no longer has.
-        model: a folder, a Hub id or "demo", loaded for the task; or a model of hfax.
-        backend: as in `AutoModelForTPU.from_pretrained`, like the next seven; they are for models that are loaded here.
-        dtype: of the weights.
+        model: a folder, a Hub id or "demo", loaded for the task; or a loaded hfax model.
+        backend: see `AutoModelForTPU.from_pretrained`. This and the next seven arguments apply only if the model is loaded here.
+        dtype: weight dtype.
         revision: branch, tag or commit on the Hub.
         token: Hub token.
         cache_dir: Hub cache folder.
         local_files_only: never use the network.
-        trust_remote_code: run code that the checkpoint carries.
-        strict: missing and unexpected tensors are errors.
-        **options: for the pipeline, as transformers names them: `tokenizer`, `processor`, `image_processor`,
-            `feature_extractor` (objects or names; else they come from the model's folder), `batch_size`, `top_k`, and the
-            other defaults of its calls.
+        trust_remote_code: run the checkpoint's own code.
+        strict: treat missing and unexpected tensors as errors.
+        **options: transformers pipeline options: `tokenizer`, `processor`, `image_processor`, `feature_extractor` (objects or
+            names; default: from the model's folder), `batch_size`, `top_k`, and other call defaults.
 
     Returns:
-        transformers' pipeline object for the task. Text is written with one beam, where transformers takes five for some tasks
-        (speech recognition). A program is compiled for each shape of its inputs; with text, pass
-        `padding="max_length"` and `max_length` to the pipelines that take them, so that all texts share one.
+        transformers' pipeline object for the task. Text is generated with one beam; transformers uses five for some tasks (speech
+        recognition). A program is compiled for each input shape; for text, pass `padding="max_length"` and `max_length` to
+        pipelines that support them, so that all inputs share one shape.
 
     Raises:
-        UnsupportedOptionError: no such task, or the model is of another kind.
+        UnsupportedOptionError: an unknown task, or one that does not fit the model.
         CheckpointNotFoundError: the model's folder has no tokenizer or processor for the task.
         HfaxError: the model cannot be loaded.
 
     Example:
-        >>> classify = hfax.pipeline("text-classification", "distilbert/…-sst-2-english")  # doctest: +SKIP
-        >>> classify("what a day")  # doctest: +SKIP
+        >>> write = hfax.pipeline("text-generation", "demo")
+        >>> len(write("def add(a, b):", max_new_tokens=4))
+        1
     """
     import transformers
     from transformers.pipelines import PIPELINE_REGISTRY
@@ -81,8 +81,8 @@ def pipeline(
     if wrong := sorted(set(_PLACING) & set(options)):
         raise UnsupportedOptionError(
             f"pipeline() does not take {', '.join(wrong)}.",
-            "hfax places the weights when the model is loaded, on the platform that JAX_PLATFORMS names.",
-            "Leave it out; dtype chooses the weights' type.",
+            "hfax places the weights at load time, on the platform set by JAX_PLATFORMS.",
+            "Omit it; use dtype to set the weight dtype.",
         )
     own = _own_pipelines()
     if (pipeline_class := own.get(task)) is None:
@@ -93,7 +93,7 @@ def pipeline(
             known = sorted({*PIPELINE_REGISTRY.get_supported_tasks(), *own})
             raise UnsupportedOptionError(
                 f"Unknown task {task!r}.",
-                "pipeline() takes the names of transformers' tasks.",
+                "pipeline() takes transformers task names.",
                 f"Use one of: {', '.join(known)}.",
             ) from error
     if isinstance(model, (str, Path)):
@@ -132,13 +132,13 @@ def pipeline(
     except (OSError, ValueError, RuntimeError, ImportError, TypeError) as error:
         raise UnsupportedOptionError(
             f"transformers could not make a {task!r} pipeline for {type(loaded).__name__}: {str(error).splitlines()[0]}",
-            "The model is of another kind, or an option is not one of the pipeline's.",
-            "Choose the task that the checkpoint was made for, and options of that task.",
+            "The model does not fit the task, or the pipeline does not support an option.",
+            "Use the task that the checkpoint was trained for, and options of that task.",
         ) from error
 
 
 def _parts(pipeline_class: Any, model: JaxModel, options: dict[str, Any], trust_remote_code: bool) -> dict[str, Any]:
-    """The tokenizer and processors that the task needs: objects that were given, or loaded from a name or the model's folder."""
+    """The tokenizer and processors that the task needs: passed objects, or loaded by name or from the model's folder."""
     import transformers
 
     found: dict[str, Any] = {}
@@ -161,16 +161,16 @@ def _parts(pipeline_class: Any, model: JaxModel, options: dict[str, Any], trust_
                 raise CheckpointNotFoundError(
                     f"{source} has no {name.replace('_', ' ')} that transformers can load.",
                     str(error).splitlines()[0],
-                    f"Pass {name}=…, the name of a checkpoint that has one, or the object itself.",
+                    f"Pass {name}=…: a checkpoint that has one, or the object itself.",
                 ) from error
     return found
 
 
 def _require_vocabulary(tokenizer: Any, folder: Path) -> None:
-    """Raise if a folder holds none of the files a tokenizer is read from: transformers then makes an empty one."""
+    """Raise if a folder has no tokenizer files: transformers would create an empty tokenizer."""
     names = {*tokenizer.vocab_files_names.values(), "tokenizer.json", "tokenizer_config.json", "tekken.json"}
     if folder.is_dir() and not any((folder / name).is_file() for name in names):
-        raise OSError(f"It holds none of {', '.join(sorted(names))}.")
+        raise OSError(f"It has none of {', '.join(sorted(names))}.")
 
 
 def _checked(model: Any) -> JaxModel:
@@ -179,8 +179,8 @@ def _checked(model: Any) -> JaxModel:
     if not isinstance(model, JaxModel):
         raise InvalidInputError(
             f"pipeline() got {type(model).__name__} as its model.",
-            "It takes the name of a checkpoint, or a model that hfax has loaded.",
-            "Pass a folder or Hub id, or AutoModelForTPU.from_pretrained(…); plain torch models go to transformers.pipeline.",
+            "It takes a checkpoint name or a model loaded by hfax.",
+            "Pass a folder, a Hub id or AutoModelForTPU.from_pretrained(…); use transformers.pipeline for plain torch models.",
         )
     return model
 

@@ -1,6 +1,6 @@
-"""Extractive question answering: the span of a text that answers a question, with the options that transformers 4 had for it.
+"""Extractive question answering: finds the context span that answers a question, with transformers 4's options.
 
-Turns a question and a context into overlapping windows, runs each, and takes the spans whose start and end are likeliest.
+Splits a question and a context into overlapping windows, runs each, and takes the spans with the most likely start and end.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _ANSWER_OPTIONS = ("top_k", "max_answer_len", "handle_impossible_answer", "align
 
 
 class QuestionAnsweringPipeline(ChunkPipeline):
-    """Finds answers. Call it with `question=` and `context=` (strings or lists of them), or with such a dict or a list of dicts.
+    """Finds answers. Call it with `question=` and `context=` (strings or lists of strings), a dict of both, or a list of dicts.
 
-    Options, of the pipeline or of a call: `top_k` (1), `doc_stride` (128 tokens that windows share), `max_seq_len` (384 tokens of a
-    window, question included), `max_question_len` (64; a longer question is an error), `max_answer_len` (15 tokens),
-    `handle_impossible_answer` (False: an answer is always given), `align_to_words` (True: answers begin and end at white space).
+    Pipeline or call options: `top_k` (1), `doc_stride` (128, overlap of windows in tokens), `max_seq_len` (384, window length in
+    tokens including the question), `max_question_len` (64 tokens; a longer question is an error), `max_answer_len` (15 tokens),
+    `handle_impossible_answer` (False: always answer), `align_to_words` (True: answers start and end at word boundaries).
 
-    A call gives `{"score", "start", "end", "answer"}`: the probability, and the place in the context in characters; with
-    `top_k` above 1 a list of them, best first; for several questions a list of results.
+    Returns `{"score", "start", "end", "answer"}`: the probability, and the character offsets in the context; with `top_k` above 1
+    a list of them, best first; for several questions a list of results.
     """
 
     _load_processor = False
@@ -40,22 +40,22 @@ class QuestionAnsweringPipeline(ChunkPipeline):
         if not getattr(self.tokenizer, "is_fast", False):
             raise InvalidInputError(
                 f"question-answering needs a fast tokenizer, not {type(self.tokenizer).__name__}.",
-                "Only fast tokenizers say where in the text each token stands.",
-                "Convert it (it is saved as tokenizer.json), or pass another tokenizer=.",
+                "Only fast tokenizers provide token offsets.",
+                "Convert it to a fast tokenizer (tokenizer.json), or pass another tokenizer=.",
             )
 
     def _sanitize_parameters(self, **options: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         if wrong := sorted(set(options) - {*_CALL_OPTIONS, *_ANSWER_OPTIONS}):
             raise InvalidInputError(
                 f"question-answering does not take {', '.join(wrong)}.",
-                "It is no option of this pipeline.",
-                f"Use some of: {', '.join((*_CALL_OPTIONS, *_ANSWER_OPTIONS))}.",
+                "This pipeline has no such option.",
+                f"Use only: {', '.join((*_CALL_OPTIONS, *_ANSWER_OPTIONS))}.",
             )
         for name in ("top_k", "max_answer_len", "max_seq_len"):
             if name in options and (not isinstance(options[name], int) or options[name] < 1):
                 raise InvalidInputError(
-                    f"{name}={options[name]!r} is not a whole number of 1 or more.",
-                    "It counts.",
+                    f"{name}={options[name]!r} is not a positive integer.",
+                    "It is a count.",
                     f"Pass {name}=1 or more.",
                 )
         return (
@@ -65,19 +65,19 @@ class QuestionAnsweringPipeline(ChunkPipeline):
         )
 
     def __call__(self, inputs: Any = None, *, question: Any = None, context: Any = None, **options: Any) -> Any:
-        """Answer one question or several.
+        """Answer one or more questions.
 
         Args:
             inputs: a dict with "question" and "context", or a list of such dicts.
             question: one question, or a list.
-            context: one text for all questions, or a list with one for each.
-            **options: see the class.
+            context: one context for all questions, or a list with one per question.
+            **options: see `QuestionAnsweringPipeline`.
 
         Returns:
-            See the class.
+            See `QuestionAnsweringPipeline`.
 
         Raises:
-            InvalidInputError: empty or ill-formed questions or contexts.
+            InvalidInputError: empty or malformed questions or contexts.
         """
         examples = _examples(inputs, question, context)
         answers: Any = super().__call__(examples, **options)
@@ -92,7 +92,7 @@ class QuestionAnsweringPipeline(ChunkPipeline):
         max_seq_len: int | None = None,
         max_question_len: int = 64,
     ) -> Iterator[dict[str, Any]]:
-        """Windows of one example: the question and a part of the context each."""
+        """Windows of one example, each with the question and part of the context."""
         tokenizer: Any = self.tokenizer
         length = min(max_seq_len or 384, tokenizer.model_max_length or 384)
         question = tokenizer(example["question"], add_special_tokens=False)["input_ids"]
@@ -106,8 +106,8 @@ class QuestionAnsweringPipeline(ChunkPipeline):
         room = length - len(question) - tokenizer.num_special_tokens_to_add(pair=True)
         if not 0 <= stride < room:
             raise InvalidInputError(
-                f"doc_stride={stride} does not fit: {room} tokens of context are in a window of max_seq_len={length}.",
-                "Windows must advance, so they may share fewer tokens than they hold.",
+                f"doc_stride={stride} does not fit: a window of max_seq_len={length} has {room} context tokens.",
+                "Windows must advance, so their overlap must be shorter than their context.",
                 "Pass a smaller doc_stride or a larger max_seq_len.",
             )
         is_right = tokenizer.padding_side == "right"
@@ -176,8 +176,8 @@ def _examples(inputs: Any, question: Any, context: Any) -> list[Example]:
         if len(contexts) != len(questions):
             raise InvalidInputError(
                 f"{len(questions)} questions and {len(contexts)} contexts were given.",
-                "Each question is answered from one text.",
-                "Pass one context for all, or as many as there are questions.",
+                "Each question needs one context.",
+                "Pass one context for all questions, or one per question.",
             )
         given: list[Any] = [{"question": q, "context": c} for q, c in zip(questions, contexts, strict=True)]
     else:
@@ -187,31 +187,31 @@ def _examples(inputs: Any, question: Any, context: Any) -> list[Example]:
         if not all(isinstance(t, str) and t.strip() for t in texts):
             raise InvalidInputError(
                 f"Example {index} has no question or no context.",
-                "Both must be strings that hold more than white space.",
+                "Both must be non-blank strings.",
                 'Pass question="…" and context="…", or dicts with both.',
             )
     if not given:
         raise InvalidInputError(
-            "No question was given.", "There is nothing to answer.", 'Pass question="…" and context="…".'
+            "No question was given.", "The pipeline needs at least one question.", 'Pass question="…" and context="…".'
         )
     return [{"question": e["question"], "context": e["context"]} for e in given]
 
 
 def _place(ids: list[int], token: int | None) -> str:
-    """Where a token stands, as a string, which batching leaves alone; "" if it does not."""
+    """A token's index, as a string so that batching ignores it; "" if absent."""
     return str(ids.index(token)) if token in ids else ""
 
 
 def _probabilities(window: Mapping[str, Any], *, is_right: bool) -> tuple[np.ndarray, np.ndarray, float]:
-    """Of each token to start and to end an answer, [tokens], 0 outside of the context; and of no answer.
+    """Start and end probabilities of each token, [tokens], 0 outside the context; and the no-answer probability.
 
     Args:
-        window: an output of `_forward`; in a batch its logits go on into padding.
-        is_right: whether that stands on the right.
+        window: an output of `_forward`; in a batch its logits include padding.
+        is_right: whether padding is on the right.
     """
     is_allowed = np.array(window["is_context"])
     cut = slice(None, len(is_allowed)) if is_right else slice(-len(is_allowed), None)
-    is_allowed[no_answer := [int(window["no_answer"])] if window["no_answer"] else []] = True  # it takes its share
+    is_allowed[no_answer := [int(window["no_answer"])] if window["no_answer"] else []] = True  # included in the softmax
     found = []
     for name in ("start", "end"):
         values = np.asarray(window[name][0].float(), np.float64)[cut]
@@ -224,7 +224,7 @@ def _probabilities(window: Mapping[str, Any], *, is_right: bool) -> tuple[np.nda
 
 
 def _characters(encoding: Any, first: int, last: int, align_to_words: bool) -> tuple[int, int]:
-    """The place of tokens `first` to `last` in the context."""
+    """Character offsets of tokens `first` to `last` in the context."""
     if align_to_words:
         words = encoding.word_ids
         sequence = encoding.sequence_ids[first]
@@ -236,7 +236,7 @@ def _characters(encoding: Any, first: int, last: int, align_to_words: bool) -> t
 
 
 def _merged(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Spans at the same place once, with the best of their scores: windows overlap."""
+    """Deduplicate spans from overlapping windows, keeping the best score."""
     best: dict[tuple[int, int], dict[str, Any]] = {}
     for span in found:
         place = (span["start"], span["end"])

@@ -1,1 +1,1 @@
-"""Plans for machines that are not here: what fits, how fast at best, on which mesh."""
+"""Capacity plans for absent hardware: what fits, the best-case speed, and on which mesh."""

@@ -1,4 +1,4 @@
-"""What accelerators have, as their makers publish it. Figures are of one chip, which is one device of JAX."""
+"""Published accelerator specifications, per chip (one JAX device)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class Chip:
     """One kind of accelerator.
 
     Args:
-        name: as in topologies, "v5e".
-        memory_bytes: of its main memory.
-        bandwidth: bytes a second of that memory; 0 where nobody publishes it.
-        operations: bfloat16 multiplications and additions a second; likewise.
-        interconnect: bytes a second from this chip to the others, all links together, one direction; likewise.
-        source: where the figures are published.
+        name: chip name as in topologies, such as "v5e".
+        memory_bytes: main memory size, in bytes.
+        bandwidth: main memory bandwidth, in bytes per second; 0 if not published.
+        operations: bfloat16 multiplications and additions per second; 0 if not published.
+        interconnect: total one-way bandwidth to other chips, in bytes per second; 0 if not published.
+        source: source of the figures.
     """
 
     name: str
@@ -56,10 +56,10 @@ TPUS = ("v5e", "v5p", "v6e")
 
 
 def chip_of(name: str) -> Chip:
-    """The chip of a topology ("v5e:2x4") or of a kind and a count ("h100:8"); "cpu:8" are as many parts of this host's memory.
+    """The chip of a topology ("v5e:2x4") or of a kind and a count ("h100:8"); "cpu:8" is this host's memory in eight parts.
 
     Raises:
-        InvalidInputError: nobody's.
+        InvalidInputError: an unknown chip.
     """
     kind = name.partition(":")[0].lower()
     if kind == "cpu":
@@ -75,9 +75,9 @@ def chip_of(name: str) -> Chip:
         )
     if kind not in CHIPS:
         raise InvalidInputError(
-            f"There is no chip {kind!r} in hfax's list.",
-            "A plan needs a chip's memory, bandwidth and operations.",
-            f"Use one of {', '.join(CHIPS)} or cpu, for instance v5e:2x4, h100:8 or cpu:8.",
+            f"Unknown chip {kind!r}.",
+            "A plan needs a chip's memory size, bandwidth and peak operations.",
+            f"Use one of {', '.join(CHIPS)} or cpu, such as v5e:2x4, h100:8 or cpu:8.",
         )
     return CHIPS[kind]
 
@@ -93,25 +93,25 @@ _KINDS = {
     "a100": "a100",
     "b200": "b200",
 }
-"""What JAX calls a device's kind has one of these in it; the first that fits counts."""
+"""Substring of JAX's device kind to chip name; the first match wins."""
 
 
 def chip_of_kind(device_kind: str) -> Chip | None:
-    """The chip that JAX describes so ("TPU v5 lite", "NVIDIA H200"); None for those that are not in the list."""
+    """The chip with this JAX device kind ("TPU v5 lite", "NVIDIA H200"); None if unknown."""
     return next((CHIPS[name] for part, name in _KINDS.items() if part in device_kind.lower()), None)
 
 
 def count_of(name: str) -> int:
-    """How many devices "h100:8" names.
+    """The device count in a name such as "h100:8".
 
     Raises:
-        InvalidInputError: it names none.
+        InvalidInputError: the count is invalid.
     """
     count = name.partition(":")[2] or "1"
     if not count.isdigit() or int(count) < 1:
         raise InvalidInputError(
-            f"{name!r} says no number of devices.",
-            "Devices that are no TPUs are planned by kind and count.",
-            "For instance h100:8 or cpu:8.",
+            f"{name!r} has no valid device count.",
+            "Non-TPU devices are planned by kind and count.",
+            "Pass a name such as h100:8 or cpu:8.",
         )
     return int(count)

@@ -1,4 +1,4 @@
-"""How many multiplications and additions a token costs, counted from a model's structure."""
+"""Multiplications and additions per token, counted from a model's structure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hfax.sharding.mesh import num_experts
 
 
 def used_numbers(skeleton: Skeleton) -> dict[str, float]:
-    """Of each matrix that a token is multiplied with, how many numbers; of experts the chosen ones' share."""
+    """Values per matrix that a token is multiplied with; for experts, only the routed share."""
     config = skeleton.module.config
     text: Any = config.get_text_config(decoder=True)
     experts, chosen = num_experts(config), getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k", None)
@@ -20,5 +20,5 @@ def used_numbers(skeleton: Skeleton) -> dict[str, float]:
 
 
 def operations_per_token(skeleton: Skeleton) -> float:
-    """Of a forward pass: two for each number that the token is multiplied with; attention is not counted."""
+    """Operations per token of a forward pass: two per multiplied value; attention is not counted."""
     return 2 * sum(used_numbers(skeleton).values())

@@ -1,9 +1,9 @@
-"""What a model needs on devices that are not here, and how fast it can be there at best.
+"""Inference plans for absent hardware: memory needs and best-case speed.
 
-Turns a config, a machine ("v5e:2x4", "h100:8") and a request's shape into a `Plan`: the mesh that serves it best, bytes a device,
-what else would fit, and limits from the chips' published figures. Weights and cache are counted from the model's own structure and
-the mesh's plan; for TPUs both programs are compiled by the real compiler, which tells temporaries and communication. Nothing here
-needs the devices.
+Turns a config, a machine ("v5e:2x4", "h100:8") and a request shape into a `Plan`: the best mesh, bytes per device, the largest
+batch and context that fit, and speed limits from published chip figures. Weights and cache are counted from the model's structure
+and the sharding plan; for TPUs both programs are compiled with the real compiler, which reports temporaries and communication.
+The devices are not needed.
 """
 
 from __future__ import annotations
@@ -31,43 +31,44 @@ from hfax.tracing.abstract import open_skeleton, without_weights
 
 ASSUMPTIONS = (
     "Times are limits: memory is read at the chip's published bandwidth, matrices multiply at its published bfloat16 peak, "
-    "messages go at its published interconnect bandwidth and 1 microsecond each, and nothing overlaps. A decoding step reads "
-    "every weight that it uses once and the whole cache of every sequence at the context's end; of experts it reads as many as "
-    "its tokens choose on average. 6% of a chip's memory is left to the runtime."
+    "messages take 1 microsecond each plus transfer at the published interconnect bandwidth, and nothing overlaps. A decoding "
+    "step reads every weight it uses once and every sequence's whole cache at full context; for experts, the average number "
+    "that its tokens select. 6% of a chip's memory is reserved for the runtime."
 )
 USABLE = 0.94
-"""Of a chip's memory; the rest is left to the runtime."""
+"""Usable share of a chip's memory; the rest is reserved for the runtime."""
 _MESSAGE_S = 1e-6
 _MAX_CONTEXT, _MAX_BATCH = 1 << 24, 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One machine and one shape of requests.
+    """A plan for one machine and one request shape.
 
     Args:
-        model: the model's name.
-        machine: a topology or a kind and a count.
-        num_devices: of it.
-        mesh: sizes by axis, the recommended ones; give them to `from_pretrained(parallelism=…)`.
+        model: model name.
+        machine: a TPU topology, or a chip kind and a count.
+        num_devices: number of devices.
+        mesh: recommended mesh sizes by axis; pass them to `from_pretrained(parallelism=…)`.
         dtype, quantization: of the weights.
-        batch: sequences side by side.
-        context: tokens of each, prompt included.
-        prompt: tokens of each prompt.
-        weight_bytes, cache_bytes: on each device.
-        temporary_bytes: likewise, the larger of both programs' as the compiler says; None where nothing was compiled.
-        memory_bytes: of a device, without what is left to the runtime.
-        fits: whether it all does.
-        longest_context: that fits with this batch; 0 if none does.
-        largest_batch: that fits with this context.
-        prefill_s: to the first token, at best; None for devices whose speed nobody publishes.
-        tokens_per_s: of all sequences together, at best; likewise.
-        limited_by: of a decoding step, what takes longest: "weights", "cache", "operations" or "communication"; likewise empty.
-        collectives: in each program, how often each kind stands in the compiled text.
-        collective_bytes: in each program, what a device gets from others in one step.
-        collectives_per_layer: of decoding, without those outside of layers.
-        compile_s: of both programs; None where nothing was compiled.
-        problem: why there is nothing of the above that needs a compiler; empty if there is.
+        batch: number of concurrent sequences.
+        context: tokens per sequence, including the prompt.
+        prompt: tokens per prompt.
+        weight_bytes, cache_bytes: bytes per device.
+        temporary_bytes: bytes per device, the larger of both programs as reported by the compiler; None if not compiled.
+        memory_bytes: usable memory per device, without the runtime's reserve.
+        fits: whether everything fits.
+        longest_context: longest context that fits with this batch; 0 if none does.
+        largest_batch: largest batch that fits with this context.
+        prefill_s: best-case time to first token, in seconds; None if the chip's speed is not published.
+        tokens_per_s: best-case throughput over all sequences; None if the chip's speed is not published.
+        limited_by: bottleneck of a decoding step: "weights", "cache", "operations" or "communication"; "" if the chip's speed is
+            not published.
+        collectives: per program, count of each kind of collective in the compiled HLO.
+        collective_bytes: per program, bytes that a device receives from others in one step.
+        collectives_per_layer: collectives per layer in the decode program.
+        compile_s: compile time of both programs, in seconds; None if not compiled.
+        problem: why nothing was compiled; empty if it was.
     """
 
     model: str
@@ -98,14 +99,14 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class _Model:
-    """What is counted once for all machines."""
+    """Figures computed once for all machines."""
 
     name: str
     config: PretrainedConfig
     skeleton: Skeleton
     quantization: Quantization | None
-    caches: dict[int, dict[str, jax.ShapeDtypeStruct]]  # of one sequence, by capacity
-    operations_per_token: float  # in products with weights that a token uses
+    caches: dict[int, dict[str, jax.ShapeDtypeStruct]]  # for one sequence, by capacity
+    operations_per_token: float  # in products with the weights that a token uses
     attention_per_token: float  # operations for each earlier token
 
 
@@ -124,25 +125,25 @@ def make_plans(
     """A plan for each machine and batch.
 
     Args:
-        name: of the model, for the table.
-        config: of a decoder-only model.
-        machines: TPU topologies ("v5e:2x4") or kinds of GPU with a count ("h100:8").
-        batches: sequences side by side.
-        context: tokens of each sequence at its end.
-        prompt: of them in the prompt; 512 if None, of a short context half.
-        quantization: of the weights.
-        mesh: sizes by axis; None: the best by the limits.
-        compiles: let the TPU compiler say what it knows; arithmetic alone otherwise.
+        name: model name for the table.
+        config: config of a decoder-only model.
+        machines: TPU topologies ("v5e:2x4") or GPU kinds with a count ("h100:8").
+        batches: batch sizes to plan for.
+        context: final tokens per sequence.
+        prompt: prompt tokens per sequence; None: 512, or half of a shorter context.
+        quantization: weight quantization.
+        mesh: mesh sizes by axis; None: the fastest by estimate.
+        compiles: compile with the TPU compiler; otherwise only estimate.
 
     Raises:
         UnsupportedOptionError: the model does not generate from token ids alone.
-        InvalidInputError: an unknown machine, or a shape that cannot be.
+        InvalidInputError: an unknown machine, or an impossible shape.
     """
     prompt = min(512, context // 2) if prompt is None else prompt
     if not 0 < prompt < context or min(batches, default=0) < 1:
         raise InvalidInputError(
-            f"A plan for batches {list(batches)}, a context of {context} and a prompt of {prompt} tokens cannot be made.",
-            "There is a sequence at least, and the prompt is shorter than the context.",
+            f"Batches {list(batches)} with a context of {context} and a prompt of {prompt} tokens cannot be planned.",
+            "A plan needs at least one sequence, and a prompt shorter than the context.",
             "Change --batch, --context or --prompt.",
         )
     found = [(machine, chip_of(machine), *devices_of(machine)) for machine in machines]
@@ -159,8 +160,8 @@ def _read(name: str, config: PretrainedConfig, quantization: Quantization | None
     if not module.can_generate() or traced.traits.is_encoder_decoder or traced.traits.main_input != "input_ids":
         raise UnsupportedOptionError(
             f"{type(module).__name__} cannot be planned.",
-            "Plans are of decoders, whose requests are a prompt's and a context's lengths.",
-            "For other models, hfax doctor counts weights and operations.",
+            "Plans are only for decoders that take token ids.",
+            "Use hfax doctor to count other models' weights and operations.",
         )
     ids = jax.ShapeDtypeStruct((1, 8), jnp.int32)
     caches: dict[int, dict[str, jax.ShapeDtypeStruct]] = {}
@@ -224,7 +225,7 @@ def _plan(
             )
         except HfaxError as error:
             problem = str(error)
-        except jax.errors.JaxRuntimeError as error:  # the compiler's way to say that it does not fit
+        except jax.errors.JaxRuntimeError as error:  # raised when the program does not fit
             problem = str(error).splitlines()[0]
     temporaries = max((p.temporary_bytes for p in programs), default=None)
     weights, cache = plan.bytes_per_device, _cache_bytes(model, plan, batch, context)
@@ -280,7 +281,7 @@ def _limits(
     if not chip.bandwidth:
         return _Limits()
     mesh = plan.mesh
-    rows = -(-batch // mesh.shape[DATA])  # sequences that one device sees
+    rows = -(-batch // mesh.shape[DATA])  # sequences per device
     parts = size_of(mesh, HEAD_AXES) * mesh.shape[EXPERT]
     weights = _read_bytes(model, plan, rows) / chip.bandwidth
     cache = _cache_bytes(model, plan, batch, context) / chip.bandwidth
@@ -297,7 +298,7 @@ def _limits(
     else:
         step, first = programs["decode"].collective_bytes, programs["prefill"].collective_bytes
         counts = {name: sum(p.collectives.values()) for name, p in programs.items()}
-    share = 2 * (parts - 1) / parts  # of a ring that adds up
+    share = 2 * (parts - 1) / parts  # of a ring all-reduce
     communication = share * step / chip.interconnect + counts["decode"] * _MESSAGE_S
     prefill += share * first / chip.interconnect + counts["prefill"] * _MESSAGE_S
     terms = {"weights": weights, "cache": cache, "operations": operations, "communication": communication}
@@ -306,7 +307,7 @@ def _limits(
 
 
 def _read_bytes(model: _Model, plan: ShardingPlan, rows: int) -> float:
-    """What a device reads of its weights in a step: all but the embedding table, and of experts those that are chosen."""
+    """Weight bytes that a device reads per step: all but the embedding table; for experts, the expected routed share."""
     used = used_numbers(model.skeleton)
     total = 0.0
     for name, weight in plan.weights.items():
@@ -315,13 +316,13 @@ def _read_bytes(model: _Model, plan: ShardingPlan, rows: int) -> float:
             share = used[name] / math.prod(weight.shape)  # of one token
             size *= 1 - (1 - share) ** rows
         elif name not in used and len(weight.shape) == 2:
-            continue  # a table, of which rows are read
+            continue  # an embedding table: only some rows are read
         total += size
     return total
 
 
 def _cache_bytes(model: _Model, plan: ShardingPlan, batch: int, context: int) -> int:
-    """On each device, for so many sequences of so many tokens."""
+    """Cache bytes per device, for `batch` sequences of `context` tokens."""
     low, high = sorted(model.caches) if len(model.caches) == 2 else (0, max(model.caches))
     total = 0.0
     for name, array in model.caches[high].items():
@@ -337,7 +338,7 @@ def _cache_bytes(model: _Model, plan: ShardingPlan, batch: int, context: int) ->
 
 
 def _largest(fits: Any, most: int) -> int:
-    """The largest number up to `most` for which `fits`, which is true of all below it."""
+    """The largest n up to `most` for which the monotonic predicate `fits` is true."""
     if not fits(1):
         return 0
     low, high = 1, most
@@ -348,16 +349,16 @@ def _largest(fits: Any, most: int) -> int:
 
 
 def devices_of(machine: str) -> tuple[list[Any], str]:
-    """The devices of a machine; of those that no compiler describes, stand-ins. And why there is no compiler."""
+    """The machine's devices (stand-ins without a compiler), and why nothing is compiled, or ""."""
     if chip_of(machine).name in TPUS:
         from hfax.planning.topology import topology_devices
 
         return topology_devices(machine), ""
-    return [_StandIn(i) for i in range(count_of(machine))], "compiled for TPU topologies alone; memory by arithmetic"
+    return [_StandIn(i) for i in range(count_of(machine))], "only TPU topologies are compiled; memory is estimated"
 
 
 class _StandIn:
-    """Has a device's place in a mesh, and nothing else."""
+    """A placeholder for a device in a mesh."""
 
     platform = "gpu"
 

@@ -1,7 +1,7 @@
-"""Compiling a model's programs for TPUs that are not there: the real compiler, a described topology, no weights.
+"""Ahead-of-time compilation for absent TPUs: the real compiler, a topology description, no weights.
 
-Turns a config, a topology ("v5e:2x4") and a request's shape into compiled prefill and decoding programs and what the compiler says
-of them. Needs libtpu (`hfax[tpu]`), and no TPU.
+Turns a config, a topology ("v5e:2x4") and a request shape into compiled prefill and decode programs and the compiler's reports.
+Requires libtpu (`hfax[tpu]`) but no TPU.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class CompiledProgram:
 
     Args:
         name: "prefill" or "decode".
-        trace_seconds: of the trace.
-        compile_seconds: of the TPU compiler.
-        argument_bytes: on each device.
-        temporary_bytes: on each device, beside arguments and results.
-        kernels: how often each Pallas kernel is called.
-        large_copies: copies of arrays of a megabyte or more in the compiled text, beside those of arguments that are passed on.
-        collectives: how often each kind of communication stands in the text.
-        collective_bytes: what a device gets from them in one run of the text, bytes.
-        chosen: which ways of computing were chosen.
-        text: the compiled program.
+        trace_seconds: tracing time.
+        compile_seconds: TPU compile time.
+        argument_bytes: argument size per device.
+        temporary_bytes: temporaries per device, without arguments and results.
+        kernels: number of calls of each Pallas kernel.
+        large_copies: copies of arrays of 1 MiB or more in main memory.
+        collectives: count of each kind of collective in the HLO.
+        collective_bytes: bytes that a device receives from collectives in one pass over the HLO.
+        chosen: kernels that were selected.
+        text: compiled HLO.
     """
 
     name: str
@@ -75,19 +75,19 @@ def compile_for(
     capacity: int = 2048,
     quantization: Quantization | None = None,
 ) -> list[CompiledProgram]:
-    """Compile both programs of `generate`, greedy, tensor-parallel over all devices of a topology.
+    """Compile both programs of greedy `generate`, tensor-parallel over all devices of a topology.
 
     Args:
-        config: of a decoder-only model.
-        topology: for instance "v5e:2x4" or "v6e:2x2".
-        batch_size: sequences side by side.
-        prompt_length: tokens of the prompts, padding included.
-        capacity: of the cache, tokens.
-        quantization: of the weights.
+        config: config of a decoder-only model.
+        topology: TPU topology, such as "v5e:2x4" or "v6e:2x2".
+        batch_size: number of concurrent sequences.
+        prompt_length: prompt length, in tokens, including padding.
+        capacity: cache capacity, in tokens.
+        quantization: weight quantization.
 
     Raises:
-        BackendNotAvailableError: libtpu is not installed, or knows no such topology.
-        InvalidInputError: the heads do not divide among the devices.
+        BackendNotAvailableError: libtpu is not installed, or the topology is unknown.
+        InvalidInputError: the number of heads is not divisible by the number of devices.
     """
     devices = topology_devices(topology)
     skeleton = open_skeleton(config)
@@ -105,7 +105,7 @@ def compile_programs(
     capacity: int,
     quantization: Quantization | None = None,
 ) -> list[CompiledProgram]:
-    """As `compile_for`, over the mesh of a plan, whose devices may be those of `topology_devices`."""
+    """Like `compile_for`, on a sharding plan's mesh, with devices such as those from `topology_devices`."""
     mesh, config = plan.mesh, skeleton.module.config
     model, weights = without_weights(skeleton)
 
@@ -154,7 +154,7 @@ def compile_programs(
     spec = LoopSpec(capacity=capacity, num_return_sequences=1, max_steps=0, keep=(), sampling=sampling)
 
     def state_shardings(state: Any) -> Any:
-        """A cache as `cache_spec` says; all else is on every device."""
+        """Cache arrays are sharded by `cache_spec`; everything else is replicated."""
         cache = state.get("cache", {})
         everywhere = jax.tree.map(lambda _: NamedSharding(mesh, P()), state)
         split = {name: NamedSharding(mesh, cache_spec(mesh, name, array.shape)) for name, array in cache.items()}
@@ -177,7 +177,7 @@ def compile_programs(
     state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
     limit = everywhere(jax.ShapeDtypeStruct((), jnp.int32))
     lowered = [
-        # the trace that gave the state's shapes is used again
+        # reuses the trace that determined the state's shapes
         _lower("prefill", prefill, (params, inputs, request), mesh, traced_s=prompt_seconds, chosen=chosen),
         _lower("decode", decode, (params, state, request, limit), mesh),
     ]
@@ -185,27 +185,27 @@ def compile_programs(
 
 
 def topology_devices(topology: str) -> list[Any]:
-    """The devices of a topology, which need not be there. Up to eight chips of v5e and v6e are one host, as Google lends them.
+    """Device descriptions of a topology; no hardware needed. Up to eight v5e or v6e chips form one host, as on Google Cloud.
 
     Raises:
-        BackendNotAvailableError: libtpu is not installed, or knows no such topology.
+        BackendNotAvailableError: libtpu is not installed, or the topology is unknown.
     """
-    if jax.default_backend() != "tpu":  # else libtpu looks for one, and complains
+    if jax.default_backend() != "tpu":  # otherwise libtpu searches for a TPU and warns
         for name, value in _NO_TPU.items():
             os.environ.setdefault(name, value)
     try:
         described = topologies.get_topology_desc(platform="tpu", topology_name=topology, **_host_of(topology))
         return list(described.devices)
-    except Exception as error:  # jaxlib's errors here have no common class
+    except Exception as error:  # jaxlib raises several unrelated classes here
         raise BackendNotAvailableError(
-            f"There is no compiler for the topology {topology!r}.",
+            f"Cannot compile for the topology {topology!r}.",
             str(error).splitlines()[0],
-            "Install hfax[tpu], whose libtpu compiles without a TPU, and name a topology such as v5e:2x4 or v6e:2x2.",
+            "Install hfax[tpu] (libtpu compiles without a TPU), and use a topology such as v5e:2x4 or v6e:2x2.",
         ) from error
 
 
 def _host_of(topology: str) -> dict[str, tuple[int, ...]]:
-    """The chips of a host, where that is not libtpu's own choice of four."""
+    """Chips per host, if different from libtpu's default of four."""
     kind, _, shape = topology.partition(":")
     sizes = [int(n) for n in shape.split("x") if n.isdigit()]
     is_one_host = kind in ("v5e", "v6e") and math.prod(sizes) <= _CHIPS_OF_A_HOST
@@ -271,14 +271,14 @@ _NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile at a time
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile at once
 }
-"""Environment of libtpu where there is no TPU."""
+"""libtpu environment on machines without a TPU."""
 _COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
 
 
 def _result_bytes(line: str) -> int:
-    """Of the arrays that an instruction makes."""
+    """Size of the largest array that an instruction produces, in bytes."""
     result = line.partition(" = ")[2].partition("(%")[0]
     shapes = re.findall(r"\b(\w+)\[([\d,]*)\]", result)
     sizes = [
@@ -291,9 +291,9 @@ _BYTES = {"bf16": 2, "f32": 4, "s32": 4, "u32": 4, "s8": 1, "u8": 1, "pred": 1, 
 
 
 def _large_copies(text: str) -> list[str]:
-    """Lines that copy a megabyte or more from one place of the main memory to another."""
+    """HLO instructions that copy 1 MiB or more within main memory."""
     found = []
-    # S(1) is the chip's fast memory: results that are made there, and copies into it ahead of their use
+    # S(1) is on-chip memory (VMEM): results produced there, and prefetch copies into it
     in_fast_memory = set(re.findall(r"^\s*(?:ROOT )?%?([\w.-]+) = [^(]*\{[^}]*S\(1\)[^}]*\} ", text, re.MULTILINE))
     for line in text.splitlines():
         match = re.match(r"\s*(?:ROOT )?%?([\w.-]*copy[\w.-]*) = \(?(\w+)\[([\d,]*)\]", line)

@@ -1,1 +1,1 @@
-"""Compiled programs, whatever they compute: their sizes, their keys, and where they are kept."""
+"""Compiled programs, whatever they compute: sizes, cache keys and storage."""

@@ -1,4 +1,4 @@
-"""Sizes that programs are compiled for, so that prompts of many lengths share few programs. Plain arithmetic."""
+"""Buckets: the sizes that programs are compiled for, so that prompts of many lengths share few programs. Plain arithmetic."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _SMALLEST_PROMPT = 16
 _SMALLEST_CAPACITY = 128
 
 Size = tuple[int, int, int]
-"""Rows, tokens of their prompts with padding, and the cache's capacity."""
+"""Rows, padded prompt length in tokens, and cache capacity in tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,30 +16,29 @@ class Buckets:
     """How sizes are rounded up.
 
     Args:
-        made: sizes of which the programs are at hand: the smallest of these that holds a request is taken, if one does; else a
-            power of two.
+        made: sizes with precompiled programs: the smallest that fits a request is used; if none fits, a power of two.
     """
 
     made: tuple[Size, ...] = ()
 
     def prompt(self, rows: int, length: int, limit: int | None = None) -> tuple[int, int]:
-        """Rows and length of a batch of prompts with its padding; `limit` is the model's context."""
+        """Padded rows and length of a batch of prompts; `limit` is the model's context length."""
         fitting = [(r, n) for r, n, _ in self.made if r >= rows and n >= length and (limit is None or n <= limit)]
         return min(fitting, default=(batch_bucket(rows), prompt_bucket(length, limit)))
 
     def capacity(self, rows: int, prompt: int, tokens: int) -> int:
-        """Of the cache of so many padded prompts, for so many tokens in all."""
+        """Cache capacity for `rows` padded prompts of length `prompt`, and `tokens` tokens in total."""
         fitting = [c for r, n, c in self.made if (r, n) == (rows, prompt) and c >= tokens]
         return min(fitting, default=capacity_bucket(tokens))
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least `n` (and at least 1)."""
+    """The smallest power of two that is at least `n` and at least 1."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def prompt_bucket(length: int, limit: int | None = None) -> int:
-    """The padded length of a prompt: a power of two from 16 up, or `limit` (the model's context) where that is smaller."""
+    """The padded length of a prompt: a power of two from 16, capped at `limit` (the model's context length)."""
     bucket = max(power_of_two(length), _SMALLEST_PROMPT)
     return max(min(bucket, limit), length) if limit is not None else bucket
 
@@ -50,7 +49,7 @@ def batch_bucket(size: int) -> int:
 
 
 def capacity_bucket(length: int) -> int:
-    """The cache's capacity for `length` tokens: a power of two from 128 up to 1024, then a multiple of 1024."""
+    """The cache capacity for `length` tokens: a power of two from 128 to 1024, then a multiple of 1024."""
     if length <= 1024:
         return max(power_of_two(length), _SMALLEST_CAPACITY)
     return -(-length // 1024) * 1024

@@ -1,10 +1,10 @@
-"""A bundle: a checkpoint's folder with the programs that run it, made ahead of time for certain devices.
+"""A bundle: a checkpoint folder with its programs, compiled ahead of time for specific devices.
 
-Turns what a bundle's `bundle.json` says into the mesh and the splits that its programs were made for, after checking that this
-process has the devices and versions that they need. It neither makes programs nor runs them.
+Reads the mesh and shardings of the programs from `bundle.json`, after checking that this process has the required devices and
+versions. It neither compiles nor runs programs.
 
-A program is a pickle, as JAX's serialized executables are, so a bundle can do whatever its maker wants: load your own. Bundles are
-read from folders alone, never from the Hub.
+Programs are pickles, as are JAX's serialized executables, so a bundle can run arbitrary code: load only bundles you trust. Bundles
+are read only from local folders, never from the Hub.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _FORMAT = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """What `bundle.json` says.
+    """The contents of `bundle.json`.
 
     Args:
-        runtime: what the programs need of the process that runs them, by name.
-        device_ids: the devices in the mesh's order.
-        mesh: sizes by the axes of `hfax.sharding.mesh.AXES`; None: one device.
-        specs: how each weight is split over the mesh; for each axis of the array the mesh's axes that split it.
-        attn_implementation: as `from_pretrained` was given it.
-        task: likewise.
-        programs: names by file.
-        sizes: of prompts and caches that the programs of `generate` were made for.
+        runtime: requirements of the programs on the process, by name.
+        device_ids: device ids in mesh order.
+        mesh: sizes by axis, for the axes of `hfax.sharding.mesh.AXES`; None: one device.
+        specs: sharding of each weight: for each array axis, the mesh axes that split it.
+        attn_implementation: the `attn_implementation` passed to `from_pretrained`.
+        task: the `task` passed to `from_pretrained`.
+        programs: program names by file.
+        sizes: prompt and cache sizes that the programs of `generate` were compiled for.
     """
 
     runtime: dict[str, str]
@@ -61,18 +61,18 @@ class Bundle:
     sizes: list[Size]
 
     def write(self, folder: Path) -> None:
-        """Into a bundle's folder."""
+        """Write `bundle.json` to a bundle's folder."""
         (folder / FILE).write_text(json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n")
 
     def given_specs(self) -> dict[str, P]:
-        """As `make_plan` takes them."""
+        """The specs in the form that `make_plan` takes."""
         return {name: P(*(tuple(a) if isinstance(a, list) else a for a in spec)) for name, spec in self.specs.items()}
 
     def make_mesh(self) -> Mesh | None:
-        """Of this process's devices; None for one device.
+        """The mesh over this process's devices; None for one device.
 
         Raises:
-            InvalidInputError: the programs were made for other devices or by other versions.
+            InvalidInputError: the programs were compiled for other devices or by other versions.
         """
         devices = {device.id: device for device in jax.devices()}
         here = runtime_of(jax.devices(), is_one_device=self.mesh is None)
@@ -82,9 +82,9 @@ class Bundle:
         absent = [i for i in self.device_ids if i not in devices]
         if differing or absent:
             raise InvalidInputError(
-                "The bundle's programs were made for another runtime.",
+                "The bundle's programs were compiled for another runtime.",
                 "; ".join(differing or [f"devices {absent} are not here"]) + ".",
-                'Export a bundle for this one; or pass parallelism= (for one device {"tensor": 1}), which loads the weights alone.',
+                'Export a bundle for this runtime, or pass parallelism (for one device {"tensor": 1}) to load only the weights.',
             )
         if self.mesh is None:
             return None
@@ -93,10 +93,10 @@ class Bundle:
 
 
 def read_bundle(folder: Path) -> Bundle | None:
-    """The bundle in a folder; None if it is only a checkpoint.
+    """The bundle in a folder; None for a plain checkpoint.
 
     Raises:
-        CheckpointCorruptError: `bundle.json` is not what this version writes.
+        CheckpointCorruptError: `bundle.json` is not in this version's format.
     """
     path = folder / FILE
     if not path.is_file():
@@ -108,14 +108,14 @@ def read_bundle(folder: Path) -> Bundle | None:
         bundle = Bundle(**{**found, "sizes": [tuple(size) for size in found["sizes"]]})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointCorruptError(
-            f"{path} is not a bundle that this version of hfax reads.",
+            f"{path} is not a bundle that this version of hfax can read.",
             f"{type(error).__name__}: {error}",
-            "Export it again with hfax export.",
+            "Export the bundle again with hfax export.",
         ) from error
     missing = [name for name in bundle.programs if not (folder / PROGRAMS / name).is_file()]
     if missing:
         raise CheckpointCorruptError(
-            f"{len(missing)} of {len(bundle.programs)} programs are missing in {folder / PROGRAMS}.",
+            f"{len(missing)} of {len(bundle.programs)} programs are missing from {folder / PROGRAMS}.",
             "The bundle was not copied completely.",
             "Copy it again, or export it again.",
         )
@@ -123,11 +123,11 @@ def read_bundle(folder: Path) -> Bundle | None:
 
 
 def runtime_of(devices: Sequence[Any], *, is_one_device: bool) -> dict[str, str]:
-    """What a program made for these devices needs of the process that runs it.
+    """The requirements on a process that runs a program compiled for these devices.
 
     Args:
-        devices: all of the run, or of a topology.
-        is_one_device: the program uses only one of them, so their number does not matter.
+        devices: all devices of the run, or of a topology.
+        is_one_device: the program uses only one device, so the device count is not required to match.
     """
     first = devices[0]
     versions = {name: version_of(name) for name in ("hfax", "transformers", "jax", "jaxlib")}
@@ -148,7 +148,7 @@ def runtime_of(devices: Sequence[Any], *, is_one_device: bool) -> dict[str, str]
 
 
 def specs_of(layout: Layout) -> dict[str, Spec]:
-    """How a layout splits each weight, as `Bundle.specs` says it."""
+    """The sharding of each weight in a layout, in the form of `Bundle.specs`."""
     if layout.plan is None:
         return {}
     return {
@@ -158,5 +158,5 @@ def specs_of(layout: Layout) -> dict[str, Spec]:
 
 
 def sizes_of(mesh: Mesh | None) -> dict[str, int] | None:
-    """By axis."""
+    """Mesh sizes by axis."""
     return None if mesh is None else {name: int(size) for name, size in mesh.shape.items()}

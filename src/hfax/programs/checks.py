@@ -1,4 +1,4 @@
-"""What modelling code checks of values, which a program can only give back, raised by the host."""
+"""Data-dependent checks of modelling code: programs return the conditions, and the host raises."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from hfax.tracing.traits import ModelTraits
 
 
 def raise_failed(checks: Mapping[str, Any]) -> None:
-    """Raise if one of the conditions that a program gave back does not hold.
+    """Raise if a condition returned by a program is false.
 
     Args:
-        checks: what each condition says, to a scalar bool.
+        checks: description of each condition, mapped to a scalar bool.
 
     Raises:
-        InvalidInputError: naming it.
+        InvalidInputError: names the condition.
     """
     for what, holds in checks.items():
         if not bool(holds):
             raise InvalidInputError(
-                f"The inputs do not fit together: {what}.",
-                "The model's own code checks this, and it is false for these inputs.",
-                "Pass what the model's processor returned for the prompt, all of it and unchanged.",
+                f"The inputs are inconsistent: {what}.",
+                "The model's code checks this condition, and it is false for these inputs.",
+                "Pass all outputs of the model's processor for the prompt, unchanged.",
             )
 
 
 _NEED_NOT_BE_READ = ("input_ids", "attention_mask", "position_ids", "decoder_input_ids", "mm_token_type_ids")
-"""Inputs that every tokenizer or processor returns, or that hfax adds: models that need none are run without."""
+"""Inputs that every tokenizer or processor returns, or that hfax adds: models may leave them unused."""
 
 
 def raise_unread(unread: Iterable[str], inputs: Mapping[str, Any], traits: ModelTraits) -> None:
-    """Raise if a program that reads prompts does not depend on something that was given for it.
+    """Raise if a prefill program does not depend on one of its inputs.
 
-    A decoder's whole numbers may go unread: its forward got them, so transformers does not read them either.
+    Integer inputs of a decoder may be unused: forward received them, so transformers ignores them too.
 
     Args:
-        unread: names of the inputs on which none of its results depends.
-        inputs: of the program, by name.
-        traits: of the model.
+        unread: names of the inputs that no result depends on.
+        inputs: inputs of the program, by name.
+        traits: traits of the model.
 
     Raises:
-        InvalidInputError: naming it.
+        InvalidInputError: names the input.
     """
     for name in unread:
         is_content = traits.is_encoder_decoder or inputs[name].dtype.kind not in "biu"
         if name not in _NEED_NOT_BE_READ and is_content:
             raise InvalidInputError(
-                f"The model does not read {name} while it writes.",
-                "No logit depends on it: the text would be the same without.",
-                "Leave it out; if the model should read it, report the architecture to the project.",
+                f"The model does not use {name} in generate().",
+                "No logit depends on it: the output would be the same without it.",
+                "Remove it; if the model should use it, report the architecture to the project.",
             )

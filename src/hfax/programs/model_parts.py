@@ -1,4 +1,4 @@
-"""What programs of a model are made from, for those who make programs of their own."""
+"""The components of a model from which programs are built, for code that builds further programs."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from hfax.tracing.traced_model import TracedModel
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelParts:
-    """A model, taken apart.
+    """The components of a model.
 
     Args:
         traced: its pure functions.
-        programs: where its compiled programs are kept.
-        layout: where they run.
-        weights: what they take beside inputs, by name.
-        vocab_size: of the logits.
-        context: the most positions that it has; None where they are not bound.
+        programs: its program cache.
+        layout: its devices and shardings.
+        weights: the arrays that programs take besides inputs, by name.
+        tied: alias mapped to name, for weights that share an array.
+        vocab_size: vocabulary size of the logits.
+        context: the context length in positions; None if unbounded.
     """
 
     traced: TracedModel
     programs: ProgramCache
     layout: Layout
     weights: Mapping[str, jax.Array]
+    tied: Mapping[str, str]
     vocab_size: int
     context: int | None

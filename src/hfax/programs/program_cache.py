@@ -1,12 +1,12 @@
-"""Compiled programs: made once, kept in memory and on disk.
+"""Compiled programs: compiled once, cached in memory and on disk.
 
-Turns a pure function and example arguments into an executable, unless one with the same key is at hand already. The key covers
-everything that shapes the program: the versions of what traces and compiles it, the device, the model's class and configuration,
-and the arguments' shapes. A program found on disk is loaded without tracing or compiling anything. This module does not know what
-a program computes.
+Turns a pure function and example arguments into an executable, unless one with the same key is cached. The key covers everything
+that shapes the program: versions of the tracing and compiling packages, the device, the model's class and configuration, and the
+shapes of the arguments. A program found on disk is loaded without tracing or compiling. This module does not know what a program
+computes.
 
-A file is a pickle, as JAX's own serialization of executables is. The folder is made readable by its owner alone, and a file that
-belongs to somebody else is not opened.
+Files are pickles, as are JAX's serialized executables. The folder is created with owner-only permissions, and files owned by
+another user are not opened.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _VERSIONED = ("hfax", "jax", "jaxlib", "libtpu", "torch", "torchax", "transforme
 LEAVES = frozenset(
     {"__main__", "cli", "doctor", "evaluation", "exporting", "matrix", "pipelines", "server", "verification"}
 )
-"""Parts of hfax that call programs and trace none: nothing else imports them, and they may change without making programs stale."""
+"""Parts of hfax that call programs but trace none: nothing else imports them, so changes do not make programs stale."""
 _MAX_BYTES = 4 << 30
-"""Size of the folder above which the programs unused for longest are removed."""
+"""Folder size above which the least recently used programs are removed."""
 
 _CHECKED_BYTES = 64 << 20
-"""Programs that take less are run without asking how much memory is free."""
+"""Programs that need less memory run without checking how much is free."""
 
 _OUT_OF_MEMORY_FIX = (
     "Use a smaller batch, a shorter prompt, fewer max_new_tokens, or a smaller dtype (dtype='bfloat16')."
@@ -61,15 +61,15 @@ _OUT_OF_MEMORY_FIX = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """An executable, and what its trace had to say about its results.
+    """An executable, and static information about its results from the trace.
 
     Args:
-        name: for logs.
-        run: takes and returns pytrees of arrays, as the function it was made from; for a layout that is only described, gives what
-            stands for them.
-        note: whatever the traced function left in its `note` argument (picklable).
-        packed: of such a layout: gives the file that `ProgramCache` reads where the devices are.
-        unread: names of the inputs on which no result depends, where `get` was asked to look.
+        name: name in logs.
+        run: takes and returns pytrees of arrays, like the function it was compiled from; for an abstract layout, returns abstract
+            arrays.
+        note: the `note` that the traced function returned (picklable).
+        packed: for an abstract layout: returns the file that `ProgramCache` reads on a machine with the devices.
+        unread: names of the inputs that no result depends on, if `get` got `inputs_at`.
     """
 
     name: str
@@ -84,8 +84,8 @@ class ProgramCache:
 
     Args:
         model_key: identifies the traced module: class, configuration, dtype, source of custom code.
-        layout: where the programs run, and how what they are given is split.
-        bundled: a folder of programs made ahead of time for this layout, looked at first.
+        layout: devices of the programs, and shardings of their arguments.
+        bundled: folder of programs compiled ahead of time for this layout, searched first.
     """
 
     def __init__(self, model_key: str, layout: Layout, *, bundled: Path | None = None) -> None:
@@ -95,7 +95,7 @@ class ProgramCache:
         self._bundled = bundled
         self._programs: dict[str, Program] = {}
         self.made: dict[str, Program] = {}
-        """Every program so far, by the name of its file in a bundle."""
+        """Every program so far, by its file name in a bundle."""
 
     def get(
         self,
@@ -111,16 +111,16 @@ class ProgramCache:
         """The program for `function` on arguments shaped like `args`.
 
         Args:
-            name: what it is, for logs and phases, for instance `prefill[1, 64]`.
-            static_key: everything beside the arguments' shapes that the trace depends on; its repr must say it all.
-            function: pure; returns `(results, note)`, the note being static.
+            name: name for logs and phases, such as `prefill[1, 64]`.
+            static_key: everything that the trace depends on besides the shapes of the arguments; its repr must be complete.
+            function: a pure function; returns `(results, note)` with a static note.
             args: example arguments: builtin containers of arrays, or `jax.ShapeDtypeStruct`s.
-            donate: positions of arguments whose memory the results may take.
+            donate: positions of donated arguments.
             is_loop: the program is a decoding loop over the weights, compiled without hoisting out of it on CPU.
-            inputs_at: position of an argument, a dict of arrays, of which the program's `unread` shall be known.
+            inputs_at: position of an argument, a dict of arrays, for which to compute the program's `unread`.
 
         Raises:
-            OutOfMemoryError: the compiler found that the program does not fit the device.
+            OutOfMemoryError: the program does not fit the device, according to the compiler.
         """
         leaves, tree = jax.tree.flatten(args)
         shapes = [(tuple(leaf.shape), str(leaf.dtype), _split(leaf)) for leaf in leaves]
@@ -139,7 +139,7 @@ class ProgramCache:
         return _read(self._path(file), name, self._layout)
 
     def _path(self, file: str) -> Path:
-        """Where this machine keeps the program."""
+        """The path of the program on this machine."""
         return program_folder() / f"{_digest(environment_key(self._device), file)}.program"
 
     def _compile(
@@ -182,29 +182,29 @@ class ProgramCache:
 
 
 def _unread(jaxpr: Any, args: tuple[Any, ...], at: int) -> tuple[str, ...]:
-    """Names of the dict `args[at]` on which none of the results depends."""
+    """Names in the dict `args[at]` that no result depends on."""
     _, is_read = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return inputs_without([index for index, read in enumerate(is_read) if read], args, at)
 
 
 def inputs_without(read: Collection[int], args: tuple[Any, ...], at: int) -> tuple[str, ...]:
-    """Names of the dict of arrays `args[at]` that are not among the arguments' leaves with the indices `read`."""
+    """Names in the dict of arrays `args[at]` that are not among the leaves of the arguments with indices `read`."""
     first = len(jax.tree.leaves(args[:at]))
     return tuple(name for index, name in enumerate(sorted(args[at]), first) if index not in read)
 
 
 def _split(array: Any) -> str:
-    """How it lies over a mesh; nothing for one device."""
+    """The sharding of an array over a mesh; empty for one device."""
     return str(getattr(getattr(array, "sharding", None), "spec", ""))
 
 
 def program_folder() -> Path:
-    """Where compiled programs are kept; it need not exist."""
+    """The folder of compiled programs; it may not exist."""
     return hfax_home() / "programs"
 
 
 def environment_key(device: jax.Device) -> str:
-    """What a program depends on besides the model: versions, device, compiler flags, hfax's own kernels."""
+    """Everything a program depends on besides the model: versions, device, compiler flags, hfax's kernels."""
     return _digest(_environment_key(device), kernels_digest(device.platform))
 
 
@@ -223,19 +223,19 @@ def _environment_key(device: jax.Device) -> str:
 
 
 def kernels_digest(platform: str) -> str:
-    """Of hfax's own kernels, or why there are none; asking also makes them known to XLA, which must be before a program that calls
-    them is read."""
+    """Digest of hfax's kernels, or why there are none. Also registers them with XLA, which must happen before a program that calls
+    them is loaded."""
     return (library.problem() or library.digest()) if platform == "cpu" else ""
 
 
 def _jax_settings() -> tuple[Any, ...]:
-    """Settings of JAX that change what a trace gives, and that a user may change at any time."""
+    """JAX settings that affect traces, and that a user may change at any time."""
     config: Any = jax.config
     return config.jax_enable_x64, config.jax_default_matmul_precision
 
 
 def version_of(name: str) -> str:
-    """Of an installed package; "none". hfax's own is that of its source, which an editable install's metadata may lag behind."""
+    """Version of an installed package, or "none". hfax's is read from its source, since editable installs may lag behind."""
     if name == "hfax":
         return __version__
     try:
@@ -246,7 +246,7 @@ def version_of(name: str) -> str:
 
 @functools.cache
 def source_digest(root: Path = Path(__file__).parents[1]) -> str:
-    """hfax's own source as far as programs are traced by it, so that a change to a lowering is never hidden by an old program.
+    """Digest of the hfax source that affects traces, so that a changed lowering never uses a stale program.
 
     Args:
         root: the package's folder.
@@ -277,7 +277,7 @@ def _guarded(compiled: Any, name: str, device: jax.Device) -> Callable[..., Any]
 
 
 def _new_bytes(compiled: Any) -> int:
-    """Memory that a program takes beside its arguments; 0 where the runtime does not say."""
+    """Memory of a program besides its arguments, in bytes; 0 if the runtime does not report it."""
     try:
         stats = compiled.memory_analysis()
         return stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -296,12 +296,12 @@ def _as_out_of_memory(error: Exception, name: str) -> OutOfMemoryError | None:
 
 
 def _read(path: Path, name: str, layout: Layout) -> Program | None:
-    """A program from disk; None if there is none or it cannot be used (then it is removed)."""
+    """Load a program from disk; None if there is none or it cannot be used (then it is removed)."""
     if os.environ.get("HFAX_PROGRAM_CACHE") == "0":
         return None
     try:
         if hasattr(os, "getuid") and path.stat().st_uid != os.getuid():
-            logger.warning("%s belongs to another user and is not used", path)
+            logger.warning("%s is owned by another user and was ignored", path)
             return None
         program = _unpack(path.read_bytes(), name, layout)
         with contextlib.suppress(OSError):
@@ -310,7 +310,7 @@ def _read(path: Path, name: str, layout: Layout) -> Program | None:
     except FileNotFoundError:
         return None
     except Exception as error:
-        logger.warning("%s could not be used and is compiled again (%s: %s)", path, type(error).__name__, error)
+        logger.warning("%s could not be loaded and will be recompiled (%s: %s)", path, type(error).__name__, error)
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
         return None
@@ -325,7 +325,7 @@ def _unpack(packed: bytes, name: str, layout: Layout) -> Program:
 
 
 def _write(path: Path, packed: Callable[[], bytes]) -> None:
-    """Keep a program on disk, whole or not at all; a disk that is full or read-only costs a warning, no more."""
+    """Write a program to disk atomically; a full or read-only disk only causes a warning."""
     if os.environ.get("HFAX_PROGRAM_CACHE") == "0":
         return
     try:
@@ -341,11 +341,11 @@ def _write(path: Path, packed: Callable[[], bytes]) -> None:
                 raise
         _prune(path.parent)
     except Exception as error:
-        logger.warning("program not kept in %s (%s: %s)", path.parent, type(error).__name__, error)
+        logger.warning("program not cached in %s (%s: %s)", path.parent, type(error).__name__, error)
 
 
 def _prune(folder: Path) -> None:
-    """Remove the programs unused for longest while the folder is too large, and files of writers that died."""
+    """Remove the least recently used programs while the folder is too large, and leftover files of interrupted writes."""
     with contextlib.suppress(OSError):
         for orphan in folder.glob(".writing-*"):
             if time.time() - orphan.stat().st_mtime > 3600:

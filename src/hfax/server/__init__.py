@@ -1,5 +1,5 @@
-"""A server that speaks the OpenAI API, over `hfax.engine`.
+"""An OpenAI-compatible server on top of `hfax.engine`.
 
-The way of a request: `guard` (who may ask, and how much) → `app` (routes) → `protocol` (what may be asked) → `chat` (messages to a
-prompt) → the engine → `output_parser` (reasoning and tool calls out of the text) → `responses` (JSON, or a stream of it).
+Request path: `guard` (access control and size limits) → `app` (routes) → `protocol` (request schemas) → `chat` (messages to a
+prompt) → the engine → `output_parser` (extracts reasoning and tool calls) → `responses` (JSON, or a stream of JSON events).
 """

@@ -40,7 +40,7 @@ _STREAM: dict[int | str, dict[str, Any]] = {
 
 
 def make_app(served: Served) -> Guard:
-    """The server, as an ASGI application."""
+    """Build the server's ASGI application."""
     app = FastAPI(title="hfax", version=__version__, docs_url=None, redoc_url=None, responses=_ERRORS)
     app.state.served = served
 
@@ -77,16 +77,16 @@ def make_app(served: Served) -> Guard:
 def _add_texts(app: FastAPI, served: Served) -> None:
     @app.post("/v1/completions", responses=_STREAM)
     async def completions(body: CompletionRequest, request: Request) -> Any:
-        """Texts after prompts."""
+        """Complete one or more prompts."""
         loaded, name = _begin(served, request, body.model, body.user), new_id("cmpl")
         engine = served.require_engine()
         prompts = _prompts(body.prompt)
         if len(prompts) * (body.n or 1) > MAX_TEXTS:
             raise ApiError(
-                400, f"{len(prompts)} prompts with n={body.n or 1} are more than {MAX_TEXTS} texts.", param="n"
+                400, f"{len(prompts)} prompts with n={body.n or 1} exceed {MAX_TEXTS} completions.", param="n"
             )
         if body.echo and body.stream and body.logprobs is not None:
-            raise ApiError(400, "echo with logprobs cannot be streamed.", param="stream")
+            raise ApiError(400, "stream does not support echo with logprobs.", param="stream")
         params = served.sampling_params(
             body,
             max_tokens=body.max_tokens,
@@ -96,7 +96,7 @@ def _add_texts(app: FastAPI, served: Served) -> None:
             else None,
             structured_outputs=None if body.response_format is None else structured_outputs_of(body.response_format),
         )
-        prepared = await served.in_thread(lambda: [engine.prepare(p, params) for p in prompts], what="Tokenizing")
+        prepared = await served.in_thread(lambda: [engine.prepare(p, params) for p in prompts], what="Tokenization")
         request.state.request_id = name
         answer = Answer(served, prepared, request_id=name, priority=body.priority, cache_salt=request.state.key)
         writer = CompletionWriter(body, answer, name, lambda token: loaded.tokenizer.decode([token]), prompts)
@@ -104,10 +104,10 @@ def _add_texts(app: FastAPI, served: Served) -> None:
 
     @app.post("/v1/chat/completions", responses=_STREAM)
     async def chat(body: ChatRequest, request: Request) -> Any:
-        """The next message of a conversation."""
+        """Generate the next message of a conversation."""
         loaded, name = _begin(served, request, body.model, body.user), new_id("chatcmpl")
         engine, template = served.require_engine(), loaded.template
-        prompt = await served.in_thread(template.render, body, _fetch(served), what="The chat template")
+        prompt = await served.in_thread(template.render, body, _fetch(served), what="Rendering the chat template")
         most = body.max_completion_tokens or body.max_tokens or loaded.max_new_tokens
         if body.max_completion_tokens is None and body.max_tokens is None and most is not None:
             most = min(most, max(engine.limits.max_model_len - len(prompt.token_ids), 1))
@@ -122,7 +122,7 @@ def _add_texts(app: FastAPI, served: Served) -> None:
             **more,
         )
         prepared = await served.in_thread(
-            lambda: engine.prepare(prompt.token_ids, params, inputs=prompt.inputs), what="The grammar"
+            lambda: engine.prepare(prompt.token_ids, params, inputs=prompt.inputs), what="Compiling the grammar"
         )
         request.state.request_id = name
         answer = Answer(
@@ -139,10 +139,10 @@ def _add_texts(app: FastAPI, served: Served) -> None:
 
     @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
-        """Vectors of texts."""
+        """Compute embeddings for one or more inputs."""
         loaded = _begin(served, request, body.model, body.user)
         if loaded.embedder is None:
-            raise ApiError(400, "The model writes text and makes no embeddings.", param="model")
+            raise ApiError(400, "The model generates text and does not support embeddings.", param="model")
         embedder = loaded.embedder
         texts = _prompts(body.input)
 
@@ -152,7 +152,7 @@ def _add_texts(app: FastAPI, served: Served) -> None:
                 raise ApiError(400, "An input is empty.", param="input")
             return ids
 
-        ids = await served.in_thread(lambda: [ids_of(t) for t in texts], what="Tokenizing")
+        ids = await served.in_thread(lambda: [ids_of(t) for t in texts], what="Tokenization")
         vectors = await _in_background(embedder.embed, ids)
         data = [
             {"object": "embedding", "index": i, "embedding": _vector(v, body.encoding_format)}
@@ -170,11 +170,11 @@ def _add_texts(app: FastAPI, served: Served) -> None:
 def _add_tokens(app: FastAPI, served: Served) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
-        """Token ids of a text, or of a conversation."""
+        """Tokenize a text or a conversation."""
         loaded = _begin(served, request, body.model, None)
         if body.messages is not None:
             prompt = await served.in_thread(
-                loaded.template.render_messages, body.messages, _fetch(served), what="The chat template"
+                loaded.template.render_messages, body.messages, _fetch(served), what="Rendering the chat template"
             )
             ids = prompt.token_ids
         else:
@@ -182,50 +182,50 @@ def _add_tokens(app: FastAPI, served: Served) -> None:
             def encode() -> list[int]:
                 return list(loaded.tokenizer(body.prompt, add_special_tokens=body.add_special_tokens)["input_ids"])
 
-            ids = await served.in_thread(encode, what="Tokenizing")
+            ids = await served.in_thread(encode, what="Tokenization")
         longest = loaded.engine.limits.max_model_len if loaded.engine is not None else None
         return {"tokens": ids, "count": len(ids), "max_model_len": longest}
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
-        """The text of token ids."""
+        """Decode token ids to text."""
         loaded = _begin(served, request, body.model, None)
         size = len(loaded.tokenizer)
         if bad := [token for token in body.tokens if token >= size]:
-            raise ApiError(400, f"Token id {bad[0]} is outside of the vocabulary of {size}.", param="tokens")
-        return {"prompt": await served.in_thread(lambda: loaded.tokenizer.decode(body.tokens), what="Detokenizing")}
+            raise ApiError(400, f"Token id {bad[0]} is outside the vocabulary of size {size}.", param="tokens")
+        return {"prompt": await served.in_thread(lambda: loaded.tokenizer.decode(body.tokens), what="Detokenization")}
 
 
 def _add_state(app: FastAPI, served: Served) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
-        """Whether the server works: 503 while it loads, and when the engine hangs or is dead."""
+        """Health of the server: 503 while the model loads, or if the engine hangs or is dead."""
         return JSONResponse({"status": served.state}, status_code=200 if served.state in ("ready", "stopping") else 503)
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
-        """Whether the server takes requests."""
+        """Readiness: 503 unless the server accepts requests."""
         return JSONResponse({"status": served.state}, status_code=200 if served.state == "ready" else 503)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The model, once it is ready."""
+        """List the served model, once it is ready."""
         return {"object": "list", "data": [_model(served, name) for name in served.settings.served_model_names]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        """The model by name."""
+        """Look up the served model by name."""
         served.require_name(name)
         return _model(served, name)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Prometheus metrics."""
         return Response(served.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/version")
     async def version() -> dict[str, str]:
-        """Of hfax."""
+        """The version of hfax."""
         return {"version": __version__}
 
     @app.get("/", include_in_schema=False)
@@ -241,7 +241,7 @@ def _add_state(app: FastAPI, served: Served) -> None:
 
 
 def _begin(served: Served, request: Request, model: str | None, user: str | None) -> Any:
-    """The model, if it is ready and asked for by its name."""
+    """Return the loaded model; raises `ApiError` if it is not ready or `model` is not its name."""
     loaded = served.loaded
     served.require_name(model)
     if user is not None:
@@ -271,12 +271,12 @@ async def _in_background(function: Any, *args: Any) -> Any:
 
 
 def _fetch(served: Served) -> Callable[[str], Any]:
-    """Loads the image that a message names, as far as the server may."""
+    """Return a function that loads an image URL, if the server's settings allow it."""
     return lambda url: load_image(url, served.settings.image_hosts)
 
 
 def _prompts(given: Any) -> list[Any]:
-    """Texts, or lists of ids, of a field that may be one of them."""
+    """Normalize a field to a list of prompts, each a text or a list of token ids."""
     if isinstance(given, str):
         return [given]
     return [given] if given and isinstance(given[0], int) else list(given)
@@ -310,7 +310,7 @@ def _json_error(error: ApiError) -> JSONResponse:
 
 
 def _validation_error(error: RequestValidationError) -> ApiError:
-    """The first thing that is wrong; what was sent is not sent back."""
+    """Report the first validation error, without echoing the input."""
     first = error.errors()[0]
     place = [str(part) for part in first["loc"] if part != "body"]
     name = ".".join(part for part in place if part.isidentifier() or part.isdigit()) or None

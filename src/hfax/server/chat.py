@@ -1,7 +1,7 @@
-"""Messages to a prompt, by the model's own chat template; and a conversation's images, tool calls and structured outputs.
+"""Renders messages to a prompt with the model's chat template; handles images, tool calls and structured outputs.
 
-Templates come with the model, never with a request, and run in transformers' sandbox; the values that a request may give them are
-short. Whoever calls `render` does so in a thread and does not wait for ever.
+Templates come with the model, never with a request, and run in transformers' sandbox. Template kwargs in requests are limited in
+size. Callers run `render` in a thread, with a timeout.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _OWN_NAMES = {
     "bos_token",
     "eos_token",
 }
-"""What a template gets from the server itself."""
+"""Template variables that the server sets; requests cannot override them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatPrompt:
-    """A conversation as the engine reads it.
+    """A tokenized conversation, ready for the engine.
 
     Args:
-        token_ids: of the prompt.
-        inputs: further inputs of the model, of images.
-        ends_in_reasoning: the text to come begins inside of <think>.
+        token_ids: the prompt's token ids.
+        inputs: further model inputs, such as pixel values.
+        ends_in_reasoning: the prompt ends with <think>, so the completion starts with reasoning.
     """
 
     token_ids: list[int]
@@ -47,12 +47,12 @@ class ChatPrompt:
 
 
 class ChatTemplate:
-    """A model's way to write conversations.
+    """A model's chat template.
 
     Args:
-        tokenizer: transformers'.
-        processor: for models that read images; None for others.
-        template: to use instead of the tokenizer's own.
+        tokenizer: a transformers tokenizer.
+        processor: a transformers processor for models with image input; None for others.
+        template: a chat template that replaces the tokenizer's.
     """
 
     def __init__(self, tokenizer: Any, processor: Any = None, template: str | None = None) -> None:
@@ -64,15 +64,15 @@ class ChatTemplate:
         self.has_reasoning = has_reasoning(self.text)
 
     def render(self, request: ChatRequest, load_image: Callable[[str], Any]) -> ChatPrompt:
-        """The prompt of a request.
+        """Render a request to a prompt.
 
         Raises:
-            ApiError: the model has no template, or the template refuses the conversation.
+            ApiError: the model has no chat template, or the template rejects the conversation.
         """
         tools = None
         if request.tools and request.tool_choice != "none":
             if self.tools is None:
-                raise ApiError(400, "The model's chat template knows no tools.", param="tools")
+                raise ApiError(400, "The model's chat template does not support tools.", param="tools")
             tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
         extra = dict(request.chat_template_kwargs or {})
         for name in extra:
@@ -85,15 +85,15 @@ class ChatTemplate:
     def render_messages(
         self, messages: list[Message], load_image: Callable[[str], Any], *, tools: Any = None, **extra: Any
     ) -> ChatPrompt:
-        """As `render`, of messages alone."""
+        """Render messages to a prompt, without a request's tools and template kwargs."""
         if self.text is None:
             raise ApiError(
-                400, "The model has no chat template. Ask /v1/completions, or start the server with --chat-template."
+                400, "The model has no chat template. Use /v1/completions, or start the server with --chat-template."
             )
         images: list[Any] = []
         plain = [self._message(message, images, load_image) for message in messages]
         if images and self._processor is None:
-            raise ApiError(400, "The model reads no images.", param="messages")
+            raise ApiError(400, "The model does not support image input.", param="messages")
         options: dict[str, Any] = {"add_generation_prompt": True, "tools": tools, **extra}
         if self._given is not None:
             options["chat_template"] = self._given
@@ -117,12 +117,12 @@ class ChatTemplate:
         ) as error:
             shown = str(error) if isinstance(error, jinja2.TemplateError) else type(error).__name__
             raise ApiError(
-                400, f"The model's chat template refused the conversation: {shown[:300]}", param="messages"
+                400, f"The model's chat template rejected the conversation: {shown[:300]}", param="messages"
             ) from error
         return ChatPrompt(token_ids=ids, inputs=encoded, ends_in_reasoning=text.rstrip().endswith("<think>"))
 
     def _message(self, message: Message, images: list[Any], load_image: Callable[[str], Any]) -> dict[str, Any]:
-        """A message as templates expect it."""
+        """Convert a message to the dictionary that chat templates expect."""
         plain: dict[str, Any] = {"role": message.role}
         for name in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(message, name)) is not None:
@@ -150,7 +150,7 @@ class ChatTemplate:
         return plain | {"content": parts}
 
     def parser(self, request: ChatRequest, prompt: ChatPrompt) -> OutputParser:
-        """What takes the text of an answer apart."""
+        """Create the output parser for one completion."""
         tools = self.tools if request.tools and request.tool_choice != "none" else None
         return OutputParser(
             tools,
@@ -159,7 +159,7 @@ class ChatTemplate:
         )
 
     def structured_outputs(self, request: ChatRequest) -> StructuredOutputsParams | None:
-        """What the answer must be."""
+        """The constraint on the completion: a response format or a forced tool call; None if unconstrained."""
         if request.response_format is not None:
             return structured_outputs_of(request.response_format)
         if not request.tools or request.tool_choice in (None, "auto", "none"):
@@ -188,7 +188,7 @@ class ChatTemplate:
         )
 
     def _mark(self, mark: str | None) -> str:
-        """A mark in a grammar: as a token, if it is a special one, else as text."""
+        """A marker in grammar syntax: a special token by name, anything else as a string literal."""
         if mark is None:
             return ""
         return mark if self._is_special(mark) else json.dumps(mark)
@@ -198,12 +198,12 @@ class ChatTemplate:
 
     @property
     def keeps_special_tokens(self) -> bool:
-        """Whether the marks around calls are tokens that are usually left out of a text."""
+        """Whether the tool-call markers are special tokens, which decoding would otherwise skip."""
         return self.tools is not None and self._is_special(self.tools.begin)
 
 
 def structured_outputs_of(wanted: ResponseFormat) -> StructuredOutputsParams | None:
-    """What a text of that format must be."""
+    """Convert a response format to structured-output parameters; None for plain text."""
     if wanted.type == "json_object":
         return StructuredOutputsParams(json_object=True)
     if wanted.type == "regex":
@@ -218,4 +218,4 @@ def _arguments(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, "arguments of a tool call are no JSON.", param="messages") from error
+        raise ApiError(400, "The arguments of a tool call are not valid JSON.", param="messages") from error

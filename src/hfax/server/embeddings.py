@@ -1,7 +1,7 @@
-"""Texts to vectors, by models that read and do not write.
+"""Embeddings from encoder models.
 
-Pools the last layer as the checkpoint says (sentence-transformers' 1_Pooling/config.json), else by the mean over tokens, and
-scales the vectors to length 1.
+Pools the last hidden state as the checkpoint says (sentence-transformers' 1_Pooling/config.json), mean pooling by default, and
+normalizes the vectors to unit length.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _KINDS = {"pooling_mode_cls_token": "first", "pooling_mode_mean_tokens": "mean",
 
 
 class Embedder:
-    """Makes vectors.
+    """Computes embeddings.
 
     Args:
-        model: of `AutoModelForTPU`, loaded for "feature-extraction".
-        tokenizer: transformers'.
-        folder: of the checkpoint.
+        model: an `AutoModelForTPU` model, loaded for "feature-extraction".
+        tokenizer: a transformers tokenizer.
+        folder: the checkpoint's folder.
     """
 
     def __init__(self, model: Any, tokenizer: Any, folder: Path | None) -> None:
@@ -36,23 +36,23 @@ class Embedder:
         self.max_tokens: int | None = model.config.get_text_config().to_dict().get("max_position_embeddings")
         reserved = getattr(model.config, "model_type", "") in ("roberta", "xlm-roberta", "camembert", "mpnet")
         if self.max_tokens is not None and reserved:
-            self.max_tokens -= 2  # their positions begin behind the padding's
+            self.max_tokens -= 2  # their position ids start after the padding index
 
     def embed(self, texts: list[list[int]]) -> np.ndarray:
-        """[texts, width] float32.
+        """Compute one embedding per input, [inputs, width] float32.
 
         Args:
-            texts: token ids.
+            texts: the token ids of each input.
 
         Raises:
-            InvalidInputError: a text has too many tokens, or ids outside of the vocabulary.
+            InvalidInputError: an input has too many tokens, or ids outside the vocabulary.
         """
         for ids in texts:
             if self.max_tokens is not None and len(ids) > self.max_tokens:
                 raise InvalidInputError(
-                    f"A text has {len(ids)} tokens; the model reads {self.max_tokens}.",
-                    "It has no more positions.",
-                    "Shorten it.",
+                    f"An input has {len(ids)} tokens; the model's limit is {self.max_tokens}.",
+                    "The model has no position embeddings beyond that.",
+                    "Shorten the input.",
                 )
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
         found: dict[int, np.ndarray] = {}
@@ -63,7 +63,7 @@ class Embedder:
         return np.stack([found[i] for i in range(len(texts))])
 
     def warm_up(self) -> None:
-        """Make the program of one short text."""
+        """Compile the program for one short input."""
         self.embed([[self._pad_id() + 1]])
 
     def _embed_batch(self, texts: list[list[int]]) -> np.ndarray:
@@ -96,8 +96,8 @@ def _read_pooling(folder: Path | None) -> str:
     found = [kind for key, kind in _KINDS.items() if json.loads(file.read_text()).get(key)]
     if len(found) != 1:
         raise InvalidInputError(
-            f"{file} asks for a pooling that the server does not do.",
-            "It does the first, mean or last token's.",
-            "Use a model with one of these.",
+            f"{file} sets an unsupported pooling mode.",
+            "The server supports CLS, mean and last-token pooling.",
+            "Use a model with one of these pooling modes.",
         )
     return found[0]

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API has them: a status, and `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in the OpenAI API's format: a status, and `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """An error response.
 
     Args:
-        status: of HTTP.
-        message: for people.
-        param: the field that is wrong.
-        code: for programs.
-        headers: further ones.
+        status: HTTP status code.
+        message: human-readable message.
+        param: the invalid field.
+        code: machine-readable error code.
+        headers: additional response headers.
     """
 
     def __init__(
@@ -53,25 +53,23 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """As JSON."""
+        """The error as a JSON object."""
         kind = _TYPES.get(self.status, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What to answer where something failed; nothing of what happened inside is told, but for errors made for users."""
+    """Convert an exception to an error response; internal details are hidden, except in errors meant for users."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineBusyError):
-        return ApiError(
-            429, "Too many requests wait. Try again later.", code="queue_full", headers={"Retry-After": "1"}
-        )
+        return ApiError(429, "The waiting queue is full. Retry later.", code="queue_full", headers={"Retry-After": "1"})
     if isinstance(error, EngineDeadError):
-        return ApiError(503, "The engine does not run.", code="engine_dead")
+        return ApiError(503, "The engine is not running.", code="engine_dead")
     if isinstance(error, (InvalidInputError, UnsupportedOptionError, UnsupportedModelError)):
         return ApiError(400, f"{error.what} {error.why} {error.fix}")
     if isinstance(error, OutOfMemoryError):
-        return ApiError(500, "The device's memory does not hold this request.", code="out_of_memory")
+        return ApiError(500, "Out of device memory for this request.", code="out_of_memory")
     if isinstance(error, HfaxError):
         return ApiError(500, error.what)
-    return ApiError(500, "The request failed inside of the server.", code="internal_error")
+    return ApiError(500, "Internal server error.", code="internal_error")

@@ -1,7 +1,7 @@
-"""Who may ask, and how much: the outermost layer of the server.
+"""Access control and size limits: the outermost layer of the server.
 
-Checks the Host, the Origin, the key and the body of every request before a route sees it, so that no route can forget to. Answers
-that nobody made become JSON errors here, too.
+Checks the Host, the Origin, the API key and the body of every request before it reaches a route. Unhandled exceptions become JSON
+errors here.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ logger = logging.getLogger(__name__)
 access = logging.getLogger("hfax.access")
 
 OPEN_PATHS = ("/health",)
-"""Routes that need no key."""
+"""Routes that do not require an API key."""
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_MAX_DEPTH_ERROR = "The body is not JSON that can be read."
+_MAX_DEPTH_ERROR = "The body is not valid JSON, or is nested too deeply."
 
 Scope = dict[str, Any]
 
 
 class Guard:
-    """An ASGI application around another.
+    """ASGI middleware that wraps the server's application.
 
     Args:
-        app: the other.
-        settings: of the server.
-        on_request: told of each request when it was answered: method, path and status.
+        app: the wrapped ASGI application.
+        settings: the server's settings.
+        on_request: called after each response with the method, path and status.
     """
 
     def __init__(self, app: Any, settings: Settings, on_request: Callable[[str, str, int], None]) -> None:
@@ -49,11 +49,11 @@ class Guard:
         self._is_loopback = settings.host in _LOOPBACK
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        """See ASGI."""
+        """Handle one ASGI connection."""
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
         if scope["type"] != "http":
-            return None  # there are no web sockets; closing is all that is due
+            return None  # WebSockets are not supported: close the connection
         started, status, has_started = time.perf_counter(), 500, False
 
         async def watched(message: Any) -> None:
@@ -83,12 +83,14 @@ class Guard:
         return None
 
     def _check_host(self, headers: dict[str, str]) -> None:
-        """On loopback a browser may be led here by another site's page, under a name of that site's (DNS rebinding)."""
+        """Check the Origin, and on loopback the Host too, against DNS rebinding from a browser."""
         settings = self._settings
         origin = headers.get("origin")
         if origin is not None and not self._is_own_origin(origin, headers.get("host", "")):
             raise ApiError(
-                403, "Pages of other sites may not ask. Start the server with --allowed-origin.", code="origin_refused"
+                403,
+                "Cross-origin requests are not allowed. Start the server with --allowed-origin.",
+                code="origin_refused",
             )
         if not self._is_loopback or "*" in settings.allowed_hosts:
             return
@@ -96,7 +98,7 @@ class Guard:
         if name not in (*_LOOPBACK, *settings.allowed_hosts):
             raise ApiError(
                 403,
-                "The server does not know itself under this Host. Start it with --allowed-host.",
+                "This Host is not allowed. Start the server with --allowed-host.",
                 code="host_refused",
             )
 
@@ -111,15 +113,15 @@ class Guard:
         return bool(found) and found.lower() == host.lower()
 
     def _check_key(self, path: str, headers: dict[str, str]) -> str:
-        """A name for the key that was brought; "" if there are none.
+        """Return an identifier of the request's API key; "" if the server requires none.
 
         Raises:
-            ApiError: 401.
+            ApiError: 401, the key is missing or wrong.
         """
         if not self._digests or path in OPEN_PATHS:
             return ""
         digest = hashlib.sha256(_brought(headers.get("authorization", "")).encode("utf-8", "surrogateescape")).digest()
-        # all of them, in constant time
+        # compare with every key, in constant time
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if not any(matches):
             raise ApiError(
@@ -131,7 +133,7 @@ class Guard:
         return digest.hex()[:16]
 
     async def _buffered(self, scope: Scope, headers: dict[str, str], receive: Any) -> Any:
-        """The body, read at once, within its size and its time; the rest of `receive` afterwards."""
+        """Read the whole body within its size and time limits; return a `receive` that replays it."""
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
             return receive
         most = self._settings.max_body_bytes
@@ -151,7 +153,7 @@ class Guard:
                     if not message.get("more_body"):
                         break
         except TimeoutError:
-            raise ApiError(408, "The body did not come in time.", code="body_timeout") from None
+            raise ApiError(408, "Timed out waiting for the request body.", code="body_timeout") from None
         _check_json(bytes(body), headers)
         return _replayed(bytes(body), receive)
 
@@ -175,19 +177,19 @@ class Guard:
 
 
 class _Disconnected(Exception):
-    """The client left before its request was there."""
+    """The client disconnected before sending the whole request."""
 
 
 _SAFETY = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
 
 
 def _headers(scope: Scope) -> dict[str, str]:
-    """By name, the first of each; a request with two Hosts or two keys is refused."""
+    """Headers by lowercase name, the first of each; conflicting Host or Authorization headers are rejected."""
     found: dict[str, str] = {}
     for raw_name, raw_value in scope["headers"]:
         name, value = raw_name.decode("latin-1").lower(), raw_value.decode("latin-1")
         if name in ("host", "authorization", "content-length", "origin") and found.get(name, value) != value:
-            raise ApiError(400, f"There are two {name} headers.")
+            raise ApiError(400, f"The request has two conflicting {name} headers.")
         found.setdefault(name, value)
     return found
 
@@ -199,7 +201,7 @@ def _host_name(host: str) -> str:
 
 
 def _brought(authorization: str) -> str:
-    """The key in a header: Bearer KEY, or, as browsers send it, Basic with the key as password."""
+    """The API key in an Authorization header: Bearer KEY, or Basic with the key as password, as browsers send it."""
     kind, _, value = authorization.partition(" ")
     if kind.lower() == "bearer":
         return value.strip()
@@ -212,7 +214,7 @@ def _brought(authorization: str) -> str:
 
 
 def _check_json(body: bytes, headers: dict[str, str]) -> None:
-    """Read once by a parser whose depth is bounded, since the next one's is not."""
+    """Parse the body with a depth-limited parser, since the next parser has no depth limit."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind not in ("", "application/json") and not kind.endswith("+json"):
         raise ApiError(400, "The Content-Type must be application/json.")
@@ -238,9 +240,7 @@ def _replayed(body: bytes, receive: Any) -> Any:
 
 
 def _too_large(most: int) -> ApiError:
-    return ApiError(
-        413, f"The body has more than {most} bytes.", code="body_too_large", headers={"Connection": "close"}
-    )
+    return ApiError(413, f"The body exceeds {most} bytes.", code="body_too_large", headers={"Connection": "close"})
 
 
 async def _answer(failure: ApiError, send: Any) -> None:

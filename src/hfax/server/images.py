@@ -1,7 +1,7 @@
-"""Images of requests: from data: URLs, or from hosts that the server was told to trust.
+"""Images in requests: from data: URLs, or from allowed hosts.
 
-A URL is taken apart once, and what is fetched is what was checked: the name must be allowed, every address of it public, and the
-connection goes to that address; redirects are refused. Sizes are bounded before and while decoding.
+A URL is parsed and resolved once, so the checked address is the one fetched: the host must be allowed, all its addresses must be
+public, and the connection goes to a checked address. Redirects are rejected. Sizes are limited before and during decoding.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ _TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 
 
 def load_image(url: str, allowed_hosts: tuple[str, ...]) -> Any:
-    """A PIL image, RGB.
+    """Load an image as an RGB PIL image.
 
     Args:
-        url: data:image/…;base64,… or https://… of an allowed host.
-        allowed_hosts: names.
+        url: data:image/…;base64,… or https://… on an allowed host.
+        allowed_hosts: host names that images may be fetched from.
 
     Raises:
-        ApiError: 400, saying what is wrong with it.
+        ApiError: 400, with the reason the image was rejected.
     """
     data = _from_data(url) if url.startswith("data:") else _from_host(url, allowed_hosts)
     return _decode(data)
 
 
 def _refused(why: str) -> ApiError:
-    return ApiError(400, f"The image was refused: {why}", param="messages")
+    return ApiError(400, f"The image was rejected: {why}", param="messages")
 
 
 def _from_data(url: str) -> bytes:
     head, comma, body = url.partition(",")
     kind, _, encoding = head.removeprefix("data:").partition(";")
     if not comma or kind not in _TYPES or encoding != "base64":
-        raise _refused(f"a data: URL is data:TYPE;base64,… with a TYPE of {', '.join(_TYPES)}.")
+        raise _refused(f"a data: URL must be data:TYPE;base64,… with TYPE one of {', '.join(_TYPES)}.")
     if len(body) > _MAX_BYTES * 4 // 3 + 4:
-        raise _refused(f"it has more than {_MAX_BYTES >> 20} MB.")
+        raise _refused(f"it exceeds {_MAX_BYTES >> 20} MB.")
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise _refused("it is not base64.") from error
+        raise _refused("it is not valid base64.") from error
 
 
 def check_url(url: str, allowed_hosts: tuple[str, ...]) -> tuple[str, str, int, str]:
-    """The host, its address, the port and the rest of a URL that may be fetched.
+    """Split an allowed URL into host, address, port and path.
 
     Raises:
-        ApiError: it may not.
+        ApiError: the URL may not be fetched.
     """
     if any(c in url for c in "\\@ \t\r\n") or not url.isprintable():
-        raise _refused("its URL has characters that none needs.")
+        raise _refused("its URL has characters that are not allowed.")
     try:
         parts = urlsplit(url)
         port = parts.port or 443
@@ -69,16 +69,14 @@ def check_url(url: str, allowed_hosts: tuple[str, ...]) -> tuple[str, str, int, 
         raise _refused("its URL is malformed.") from error
     host = parts.hostname or ""
     if parts.scheme != "https" or host not in allowed_hosts:
-        raise _refused(
-            "send it as a data: URL; this server fetches images from nowhere else, or from the hosts it was told."
-        )
+        raise _refused("its host is not allowed. Send a data: URL, or start the server with --allowed-image-host.")
     try:
         found = {info[4][0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     except OSError as error:
-        raise _refused("its host is not known.") from error
+        raise _refused("its host name does not resolve.") from error
     addresses = sorted(str(address) for address in found)
     if not addresses or any(not _is_public(address) for address in addresses):
-        raise _refused("its host is not on the public internet.")
+        raise _refused("its host has a non-public address.")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     return host, addresses[0], port, path
 
@@ -102,13 +100,13 @@ def _from_host(url: str, allowed_hosts: tuple[str, ...]) -> bytes:
         connection.request("GET", path, headers={"Accept": ", ".join(_TYPES)})
         answer = connection.getresponse()
         if answer.status != 200:
-            raise _refused(f"its host answered {answer.status}; redirects are not followed.")
+            raise _refused(f"its host returned HTTP {answer.status}; redirects are not followed.")
         data = answer.read(_MAX_BYTES + 1)
         connection.close()
     except (OSError, http.client.HTTPException) as error:
-        raise _refused("its host did not send it.") from error
+        raise _refused("the download failed.") from error
     if len(data) > _MAX_BYTES:
-        raise _refused(f"it has more than {_MAX_BYTES >> 20} MB.")
+        raise _refused(f"it exceeds {_MAX_BYTES >> 20} MB.")
     return data
 
 
@@ -120,9 +118,9 @@ def _decode(data: bytes) -> Any:
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             image = Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP", "GIF"))
             if image.width * image.height > _MAX_PIXELS:
-                raise _refused(f"it has more than {_MAX_PIXELS >> 20} million pixels.")
+                raise _refused(f"it exceeds {_MAX_PIXELS >> 20} million pixels.")
             if min(image.size) < 2:
-                raise _refused(f"it is {image.width} x {image.height} pixels, too few to see anything.")
+                raise _refused(f"it is {image.width} x {image.height} pixels; each side must be at least 2.")
             return image.convert("RGB")
     except (
         UnidentifiedImageError,
@@ -132,4 +130,4 @@ def _decode(data: bytes) -> Any:
         Image.DecompressionBombError,
         Image.DecompressionBombWarning,
     ) as error:
-        raise _refused("it is no PNG, JPEG, WebP or GIF that can be read.") from error
+        raise _refused("it is not a readable PNG, JPEG, WebP or GIF.") from error

@@ -1,4 +1,4 @@
-"""What a server counts, under vLLM's names where they mean the same."""
+"""The server's Prometheus metrics, with vLLM's names where the meaning is the same."""
 
 from __future__ import annotations
 
@@ -49,54 +49,56 @@ _count_compilations()
 
 
 class Metrics:
-    """The counters of one server.
+    """The metrics of one server.
 
     Args:
-        prefix: before each name: "hfax:", or "vllm:" for dashboards that know those.
-        model_name: label of all.
+        prefix: metric name prefix: "hfax:", or "vllm:" for dashboards built for vLLM.
+        model_name: value of the `model_name` label.
     """
 
     def __init__(self, prefix: str, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._prefix, self._label = prefix, model_name
         self.time_to_first_token = self._histogram(
-            "time_to_first_token_seconds", "From arrival to the first token.", _SECONDS
+            "time_to_first_token_seconds", "Time from arrival to the first token.", _SECONDS
         )
         self.inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Between two tokens of a text.", _SECONDS
+            "inter_token_latency_seconds", "Time between two tokens of a sequence.", _SECONDS
         )
-        self.e2e_latency = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", _SECONDS)
-        self.prompt_size = self._histogram("request_prompt_tokens", "Tokens of prompts.", _TOKENS)
-        self.text_size = self._histogram("request_generation_tokens", "Tokens of texts.", _TOKENS)
-        self.iteration_tokens = self._histogram("iteration_tokens_total", "Tokens that a step computed.", _TOKENS)
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that were computed or found.")
-        self.generation_tokens = self._counter("generation_tokens", "Tokens that were written.")
+        self.e2e_latency = self._histogram(
+            "e2e_request_latency_seconds", "Time from arrival to the last token.", _SECONDS
+        )
+        self.prompt_size = self._histogram("request_prompt_tokens", "Prompt tokens per request.", _TOKENS)
+        self.text_size = self._histogram("request_generation_tokens", "Generated tokens per sequence.", _TOKENS)
+        self.iteration_tokens = self._histogram("iteration_tokens_total", "Tokens computed per engine step.", _TOKENS)
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens, computed or cached.")
+        self.generation_tokens = self._counter("generation_tokens", "Generated tokens.")
         self._success = Counter(
-            f"{prefix}request_success", "Texts that ended.", ["model_name", "finished_reason"], registry=self.registry
+            f"{prefix}request_success", "Finished sequences.", ["model_name", "finished_reason"], registry=self.registry
         )
         self._http = Counter(
-            "http_requests", "Requests that were answered.", ["method", "path", "status"], registry=self.registry
+            "http_requests", "HTTP responses sent.", ["method", "path", "status"], registry=self.registry
         )
         self.registry.register(_Collected(prefix, model_name, {"xla_compilations": lambda: _compilations[0]}))
 
     def finished(self, reason: str) -> None:
-        """A text ended."""
+        """Count a finished sequence."""
         self._success.labels(self._label, reason).inc()
 
     def answered(self, method: str, path: str, status: int) -> None:
-        """A request was answered."""
+        """Count an HTTP response."""
         self._http.labels(method, path, str(status)).inc()
 
     def follow(self, engine: Engine) -> None:
-        """Show an engine's state."""
+        """Export an engine's state."""
         core, pages = engine.core, engine.pages
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
-            "num_requests_running": ("Texts that are being written.", lambda: len(core.scheduler.running)),
-            "num_requests_waiting": ("Texts that wait.", lambda: core.num_waiting),
+            "num_requests_running": ("Running sequences.", lambda: len(core.scheduler.running)),
+            "num_requests_waiting": ("Waiting sequences.", lambda: core.num_waiting),
         }
         if pages is not None:
             gauges["kv_cache_usage_perc"] = (
-                "Share of the cache's pages that are held.",
+                "Fraction of KV-cache pages in use.",
                 lambda: pages.num_held / pages.num_pages,
             )
         for name, (what, read) in gauges.items():
@@ -110,7 +112,7 @@ class Metrics:
         self.registry.register(_Collected(self._prefix, self._label, counters))
 
     def text(self) -> bytes:
-        """In Prometheus' format."""
+        """The metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
@@ -122,13 +124,13 @@ class Metrics:
 
 
 class _Collected:
-    """Counters that somebody else counts."""
+    """Counters kept elsewhere and read at collection time."""
 
     def __init__(self, prefix: str, label: str, counters: dict[str, Callable[[], float]]) -> None:
         self._prefix, self._label, self._counters = prefix, label, counters
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """See prometheus_client."""
+        """Yield the metrics for prometheus_client."""
         for name, read in self._counters.items():
             family = CounterMetricFamily(f"{self._prefix}{name}", name.replace("_", " "), labels=["model_name"])
             family.add_metric([self._label], read())

@@ -1,8 +1,8 @@
-"""Reasoning and tool calls out of a text, as it comes.
+"""Extracts reasoning and tool calls from generated text, incrementally.
 
-What a model writes around its reasoning and its calls stands in its chat template. The parser takes text piece by piece and gives
-pieces of reasoning, of content, and whole calls; text that may turn out to be the beginning of a mark is held back, so that a
-stream and a whole text give the same.
+The chat template shows which markers the model puts around reasoning and tool calls. The parser takes text in chunks and returns
+chunks of reasoning and content, and complete calls. Text that could be the start of a marker is held back, so streaming and
+parsing the whole text give the same result.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class Piece:
 
     Args:
         kind: "content", "reasoning" or "call".
-        text: of content and reasoning.
-        name: of the function that is called.
-        arguments: of the call, JSON.
+        text: the text of content or reasoning.
+        name: the called function's name.
+        arguments: the call's arguments as JSON.
     """
 
     kind: str
@@ -31,14 +31,14 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ToolFormat:
-    """How a template's model writes calls.
+    """A model's tool-call format.
 
     Args:
-        name: of the format.
-        begin: what stands before a call.
-        end: what stands after it; None: the end of the text.
-        arguments: the key that the arguments stand under.
-        is_list: a list of calls stands between the marks.
+        name: the format's name.
+        begin: the marker before a call.
+        end: the marker after a call; None: the end of the text.
+        arguments: the JSON key that holds the arguments.
+        is_list: the markers enclose a list of calls.
     """
 
     name: str
@@ -56,23 +56,23 @@ TOOL_FORMATS = (
 
 
 def tool_format_of(template: str | None) -> ToolFormat | None:
-    """The format in which a chat template writes calls; None if it writes none that is known."""
+    """The tool-call format of a chat template; None if it is unknown or the template has no tools."""
     if not template or "tools" not in template:
         return None
     return next((f for f in TOOL_FORMATS if f.begin in template), None)
 
 
 def has_reasoning(template: str | None) -> bool:
-    """Whether a chat template knows reasoning between marks."""
+    """Whether a chat template supports reasoning between <think> and </think>."""
     return bool(template) and "</think>" in (template or "")
 
 
 class OutputParser:
-    """One text.
+    """Parses the output of one sequence.
 
     Args:
-        tools: how calls are written; None: they are no calls.
-        splits_reasoning: what stands between <think> and </think> at the text's beginning is reasoning.
+        tools: the tool-call format; None: tool calls are not parsed.
+        splits_reasoning: text between <think> and </think> at the start of the output is reasoning.
         starts_in_reasoning: the prompt ended with <think>.
     """
 
@@ -86,7 +86,7 @@ class OutputParser:
         self._drops_space = False
 
     def feed(self, text: str, *, is_last: bool = False) -> list[Piece]:
-        """What a further piece of text gives."""
+        """Parse the next chunk of text; returns the pieces that are complete."""
         self._buffer += text
         found: list[Piece] = []
         while True:
@@ -111,7 +111,7 @@ class OutputParser:
         return self._call(is_last)
 
     def _start(self, is_last: bool) -> list[Piece]:
-        """Whether the text begins with reasoning."""
+        """Check whether the text starts with reasoning."""
         text = self._buffer.lstrip()
         if text.startswith("<think>"):
             self._buffer, self._state, self._drops_space = text[len("<think>") :], "reasoning", True
@@ -128,7 +128,7 @@ class OutputParser:
                 text = text.rstrip()
             return [Piece(kind=kind, text=text)] if text else []
         held = 0 if is_last else _possible_beginning(self._buffer, mark)
-        if not is_last and kind == "content":  # space before a call is no content
+        if not is_last and kind == "content":  # white space before a call is not content
             held = max(held, len(self._buffer) - len(self._buffer[: len(self._buffer) - held].rstrip()))
         text = self._buffer[: len(self._buffer) - held]
         self._buffer = self._buffer[len(self._buffer) - held :]
@@ -144,7 +144,7 @@ class OutputParser:
         self._buffer = "" if at < 0 or end is None else self._buffer[at + len(end) :]
         self._state, self._drops_space = "content", True
         calls = _calls(body, self._tools)
-        if calls is None:  # not what the format says: it is text after all
+        if calls is None:  # malformed call: return it as content
             return [Piece(kind="content", text=self._tools.begin + body + (end or "" if at >= 0 else ""))]
         self.num_calls += len(calls)
         return calls

@@ -1,7 +1,7 @@
-"""What may be asked: the bodies of requests, field by field.
+"""Request schemas.
 
-A field that is taken is honoured; one that is not known, or whose value asks for something that the server does not do, is an
-error. Fields of OpenAI's API that mean nothing here are taken with the one value that asks for nothing.
+Every accepted field takes effect; unknown fields and unsupported values are errors. OpenAI fields without a counterpart here are
+accepted only with their no-op value.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 from hfax.engine.sampling_params import MAX_BIASES, MAX_LOGPROBS, MAX_STOPS
 
 MAX_TEXTS = 64
-"""Texts of one request: prompts times `n`."""
+"""Maximum completions per request: prompts times `n`."""
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Seed = Annotated[StrictInt, Field(ge=0, lt=1 << 63)]
 
 
 class Strict(BaseModel):
-    """Knows its fields and no others."""
+    """A model that rejects unknown fields."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class StreamOptions(Strict):
-    """What a stream has beside text."""
+    """Options of streamed responses."""
 
     include_usage: StrictBool = False
 
 
 class Sampling(Strict):
-    """How tokens are drawn; None is the model's own default."""
+    """Sampling options; None selects the model's default."""
 
     model: StrictStr
     n: Annotated[StrictInt, Field(ge=1, le=MAX_TEXTS)] | None = None
@@ -62,17 +62,17 @@ class Sampling(Strict):
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     user: StrictStr | None = None
-    """Named in the access log."""
+    """Recorded in the access log."""
 
     @model_validator(mode="after")
     def _check_stream(self) -> Sampling:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is for streams: set stream to true")
+            raise ValueError("stream_options requires stream=true")
         return self
 
 
 class JsonSchema(Strict):
-    """A named schema."""
+    """A named JSON schema."""
 
     name: StrictStr
     description: StrictStr | None = None
@@ -81,7 +81,7 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """What the text must be."""
+    """Required format of the completion."""
 
     type: Literal["text", "json_object", "json_schema", "regex"]
     json_schema: JsonSchema | None = None
@@ -92,12 +92,12 @@ class ResponseFormat(Strict):
         if (self.json_schema is not None) != (self.type == "json_schema") or (self.regex is not None) != (
             self.type == "regex"
         ):
-            raise ValueError("json_schema belongs to the type json_schema, and regex to regex")
+            raise ValueError("json_schema requires type json_schema, and regex requires type regex")
         return self
 
 
 class CompletionRequest(Sampling):
-    """Of /v1/completions."""
+    """Body of /v1/completions."""
 
     prompt: (
         StrictStr
@@ -115,16 +115,16 @@ class CompletionRequest(Sampling):
     @model_validator(mode="after")
     def _check(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError("best_of other than n is not supported")
+            raise ValueError("best_of must equal n")
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens of 0 asks for nothing without echo")
+            raise ValueError("max_tokens=0 requires echo")
         if self.max_tokens == 0 and self.stream:
-            raise ValueError("max_tokens of 0 leaves nothing to stream")
+            raise ValueError("max_tokens=0 cannot be combined with stream")
         return self
 
 
 class ImageUrl(Strict):
-    """Where an image is: a data: URL, or one of an allowed host."""
+    """An image's location: a data: URL, or an https: URL on an allowed host."""
 
     url: StrictStr
     detail: Literal["auto"] | None = None
@@ -142,7 +142,7 @@ class ContentPart(Strict):
         if (self.type == "text") != (self.text is not None) or (self.type == "image_url") != (
             self.image_url is not None
         ):
-            raise ValueError("a part of type text has text, one of type image_url has image_url")
+            raise ValueError("type text requires the field text, type image_url the field image_url")
         return self
 
 
@@ -154,7 +154,7 @@ class FunctionCall(Strict):
 
 
 class ToolCall(Strict):
-    """A call that the model made."""
+    """A tool call made by the model."""
 
     id: StrictStr
     type: Literal["function"] = "function"
@@ -174,11 +174,11 @@ class Message(Strict):
     @model_validator(mode="after")
     def _check(self) -> Message:
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError("a message has content, unless it is the assistant's with tool_calls")
+            raise ValueError("content is required, except in assistant messages with tool_calls")
         if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls are the assistant's")
+            raise ValueError("tool_calls requires role assistant")
         if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise ValueError("tool_call_id belongs to the role tool")
+            raise ValueError("tool_call_id is required with role tool, and not allowed with other roles")
         return self
 
 
@@ -192,7 +192,7 @@ class FunctionDefinition(Strict):
 
 
 class Tool(Strict):
-    """A tool; functions are all there is."""
+    """A tool; only functions are supported."""
 
     type: Literal["function"]
     function: FunctionDefinition
@@ -212,7 +212,7 @@ class NamedTool(Strict):
 
 
 class ChatRequest(Sampling):
-    """Of /v1/chat/completions."""
+    """Body of /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=2048)]
     max_tokens: Annotated[StrictInt, Field(ge=1, lt=1 << 31)] | None = None
@@ -238,23 +238,23 @@ class ChatRequest(Sampling):
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs to be true")
+            raise ValueError("top_logprobs requires logprobs=true")
         both = self.max_tokens, self.max_completion_tokens
         if None not in both and both[0] != both[1]:
-            raise ValueError("max_tokens and max_completion_tokens differ; max_completion_tokens alone is enough")
+            raise ValueError("max_tokens and max_completion_tokens differ; pass only max_completion_tokens")
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
-            raise ValueError("tool_choice needs tools")
+            raise ValueError("tool_choice requires tools")
         if isinstance(self.tool_choice, NamedTool):
             names = [tool.function.name for tool in self.tools or []]
             if self.tool_choice.function.name not in names:
-                raise ValueError("tool_choice names a function that is not among tools")
+                raise ValueError("tool_choice names a function that is not in tools")
         if self.tools and self.response_format is not None and self.response_format.type != "text":
-            raise ValueError("response_format and tools do not go together")
+            raise ValueError("response_format and tools cannot be combined")
         return self
 
 
 class EmbeddingRequest(Strict):
-    """Of /v1/embeddings."""
+    """Body of /v1/embeddings."""
 
     model: StrictStr
     input: (
@@ -269,7 +269,7 @@ class EmbeddingRequest(Strict):
 
 
 class TokenizeRequest(Strict):
-    """Of /tokenize: a text, or messages."""
+    """Body of /tokenize: a prompt, or messages."""
 
     model: StrictStr | None = None
     prompt: StrictStr | None = None
@@ -279,12 +279,12 @@ class TokenizeRequest(Strict):
     @model_validator(mode="after")
     def _check(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("either prompt or messages")
+            raise ValueError("pass either prompt or messages")
         return self
 
 
 class DetokenizeRequest(Strict):
-    """Of /detokenize."""
+    """Body of /detokenize."""
 
     model: StrictStr | None = None
     tokens: Annotated[list[Annotated[StrictInt, Field(ge=0, lt=1 << 31)]], Field(max_length=1 << 20)]

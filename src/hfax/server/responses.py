@@ -1,4 +1,4 @@
-"""Answers as OpenAI's API has them: whole, or as a stream of events."""
+"""Responses in the OpenAI API's format: complete, or as a stream of events."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Json = dict[str, Any]
 
 
 class EventStream(Response):
-    """A response of server-sent events, which ends its generator as soon as the client leaves.
+    """A server-sent events response that closes its generator as soon as the client disconnects.
 
     Args:
-        events: each a JSON object, or None for a comment that keeps the connection alive.
+        events: JSON objects; None sends a keep-alive comment.
     """
 
     def __init__(self, events: AsyncIterator[Json | None]) -> None:
@@ -34,7 +34,7 @@ class EventStream(Response):
         self._events = events
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """See ASGI."""
+        """Send the response over ASGI."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         with contextlib.suppress(Left):
@@ -54,14 +54,14 @@ class EventStream(Response):
 
 
 class Left(Exception):
-    """The client left."""
+    """The client disconnected."""
 
 
 async def until_left(receive: Any, work: Any) -> Any:
-    """What `work` gives; if the client leaves first, it is cancelled.
+    """Return the result of `work`; cancel it if the client disconnects first.
 
     Raises:
-        Left: the client left.
+        Left: the client disconnected.
     """
 
     async def leave() -> None:
@@ -81,7 +81,7 @@ async def until_left(receive: Any, work: Any) -> Any:
 
 
 def new_id(kind: str) -> str:
-    """A name for an answer that no other has."""
+    """A unique id for a response."""
     return f"{kind}-{uuid.uuid4().hex}"
 
 
@@ -93,14 +93,14 @@ def _usage_event(head: Json, answer: Answer) -> Json:
 
 
 class CompletionWriter:
-    """Writes an answer of /v1/completions.
+    """Formats a response of /v1/completions.
 
     Args:
         body: the request.
-        answer: its texts.
-        request_id: of the answer.
-        decode: one token to text.
-        given: the prompts as they were given, texts or token ids.
+        answer: its completions.
+        request_id: the response's id.
+        decode: decodes one token to text.
+        given: the prompts as sent, texts or token ids.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class CompletionWriter:
         self._n = body.n or 1
 
     async def whole(self) -> Json:
-        """The answer, when it is written."""
+        """The complete response."""
         async for _ in self._answer.deltas():
             pass
         choices = []
@@ -140,7 +140,7 @@ class CompletionWriter:
         return {**self._head, "choices": choices, "usage": self._answer.usage}
 
     async def events(self) -> AsyncIterator[Json | None]:
-        """The answer as it comes."""
+        """The response as a stream of chunks."""
         echoed: set[int] = set()
         offsets: dict[int, int] = {}
         async for found in self._answer.deltas():
@@ -197,7 +197,7 @@ class CompletionWriter:
 
 
 def _null_usage(body: Any) -> Json:
-    """With include_usage every chunk but the last has a usage that is null."""
+    """With include_usage, every chunk except the last has a null usage."""
     return {"usage": None} if body.stream_options is not None and body.stream_options.include_usage else {}
 
 
@@ -205,14 +205,14 @@ def _null_usage(body: Any) -> Json:
 
 
 class ChatWriter:
-    """Writes an answer of /v1/chat/completions.
+    """Formats a response of /v1/chat/completions.
 
     Args:
         body: the request.
-        answer: its texts.
-        request_id: of the answer.
-        decode: one token to text.
-        make_parser: of a text's output.
+        answer: its completions.
+        request_id: the response's id.
+        decode: decodes one token to text.
+        make_parser: creates an output parser for one completion.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class ChatWriter:
         self._head = {"id": request_id, "created": int(time.time()), "model": body.model}
 
     async def whole(self) -> Json:
-        """The answer, when it is written."""
+        """The complete response."""
         async for _ in self._answer.deltas():
             pass
         choices = []
@@ -251,7 +251,7 @@ class ChatWriter:
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._answer.usage}
 
     async def events(self) -> AsyncIterator[Json | None]:
-        """The answer as it comes: the role, deltas, and the reason why it ended."""
+        """The response as a stream of chunks: the role, deltas, and the finish reason."""
         parsers = [self._make_parser() for _ in range(self._body.n or 1)]
         waiting: list[list[Json]] = [[] for _ in parsers]
         for index in range(len(parsers)):
@@ -313,7 +313,7 @@ def _delta(piece: Piece, index: int) -> Json:
 
 
 def _message(pieces: list[Piece]) -> Json:
-    """A message of pieces."""
+    """Assemble a message from parsed pieces."""
     texts = {kind: "".join(p.text for p in pieces if p.kind == kind) for kind in ("content", "reasoning")}
     calls = [_call(piece) for piece in pieces if piece.kind == "call"]
     message: Json = {"role": "assistant", "content": texts["content"] or (None if calls else "")}

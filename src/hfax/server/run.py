@@ -1,4 +1,4 @@
-"""A server from its start to its end: loading, listening, signals, and the exit code."""
+"""The server's lifecycle: loading, listening, signals and shutdown."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _WATCH_S = 0.2
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, that leaves signals to us (it would raise them again at the end), and says when the port is open."""
+    """A uvicorn server without its own signal handling (it re-raises signals on exit), with a callback once the port is open."""
 
     def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
         super().__init__(config)
         self._on_listening = on_listening
 
     async def startup(self, sockets: list[Socket] | None = None) -> None:
-        """Listen, and say so."""
+        """Start listening, and call `on_listening`."""
         await super().startup(sockets)
         self._on_listening()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Nothing."""
+        """Leave signals to `_serve`."""
         yield
 
 
@@ -43,18 +43,18 @@ def run_server(
     load: Callable[[Callable[[float, int], None]], Loaded],
     on_listening: Callable[[str], None],
 ) -> BaseException | None:
-    """Serve until told to stop.
+    """Run the server until it is stopped.
 
     Args:
-        settings: of the server.
-        load: makes the model.
-        on_listening: told the address once the port is open.
+        settings: the server's settings.
+        load: loads the model.
+        on_listening: called with the server's URL once the port is open.
 
     Returns:
-        Why it ended, if not because it was told to.
+        The failure that ended the server; None after a normal shutdown.
 
     Raises:
-        OSError: the port is taken.
+        OSError: the port is in use.
     """
     return asyncio.run(_serve(settings, load, on_listening))
 
@@ -84,7 +84,7 @@ async def _serve(
     def stop() -> None:
         if served.state == "stopping":
             server.force_exit = True
-        logger.info("stopping: running requests have %.0f s", settings.drain_timeout_s)
+        logger.info("stopping: running requests have %.0f s to finish", settings.drain_timeout_s)
         served.stop()
         server.should_exit = True
 
@@ -106,10 +106,10 @@ async def _serve(
 
 
 async def _watch(served: Served, server: uvicorn.Server) -> None:
-    """End the server when the model cannot be loaded, or its engine dies."""
+    """Shut the server down if the model fails to load or the engine dies."""
     while True:
         await asyncio.sleep(_WATCH_S)
         if served.state in ("failed", "dead"):
-            await asyncio.sleep(_WATCH_S)  # those who wait are told first
+            await asyncio.sleep(_WATCH_S)  # let waiting requests get their error first
             server.should_exit = True
             return

@@ -1,6 +1,6 @@
-"""The model that a server serves: loaded in the background, and its health.
+"""The served model: background loading, and health.
 
-Knows the model's tokenizer, template, engine and defaults; routes ask it and nothing else.
+Holds the model's tokenizer, chat template, engine and default options; routes use only this.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 _DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Options of a generation config that are defaults of requests."""
+"""Generation config options that serve as request defaults."""
 _PATIENCE = 3
-"""A step hangs when it takes so many times longer than any before it, and longer than the settings say."""
+"""A step counts as hung after this many times the slowest step so far, and `step_timeout_s` at least."""
 _THREADS = 4
-"""For templates, tokenizers and grammars, so that none of them holds up the server."""
+"""Threads for chat templates, tokenizers and grammars, to keep the event loop responsive."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """A model that is ready.
+    """A loaded model.
 
     Args:
-        tokenizer: transformers'.
-        template: for conversations.
-        engine: for models that write; None for others.
-        embedder: for encoders; None for others.
-        defaults: of requests, by name, from the model's generation config.
-        max_new_tokens: likewise, if it sets a number.
+        tokenizer: a transformers tokenizer.
+        template: the chat template.
+        engine: for generative models; None for others.
+        embedder: for encoder models; None for others.
+        defaults: default request options by name, from the model's generation config.
+        max_new_tokens: the generation config's `max_new_tokens`; None if unset.
     """
 
     tokenizer: Any
@@ -58,11 +58,11 @@ class Loaded:
 
 
 class Served:
-    """A model on its way from "loading" to "ready", and from there to "stopping"; or "failed".
+    """The served model and its state: "loading", "ready", "stopping"; or "hung", "dead", "failed".
 
     Args:
-        settings: of the server.
-        load: makes the model; runs in a thread of its own. Gets a function that the engine calls after each step.
+        settings: the server's settings.
+        load: loads the model, in its own thread. Its argument is the engine's `on_step` callback.
     """
 
     def __init__(self, settings: Settings, load: Callable[[Callable[[float, int], None]], Loaded]) -> None:
@@ -77,7 +77,7 @@ class Served:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hfax-server")
 
     def start(self) -> None:
-        """Begin to load."""
+        """Start loading the model."""
         threading.Thread(target=self._run_load, name="hfax-load", daemon=True).start()
 
     def _run_load(self) -> None:
@@ -103,18 +103,18 @@ class Served:
             if engine.core.failure is not None:
                 return "dead"
             since = engine.core.busy_since
-            # on a slow machine a step may take long without hanging
+            # on a slow machine, a long step is not necessarily hung
             patience = max(self.settings.step_timeout_s, _PATIENCE * engine.core.slowest_step_s)
             if since is not None and time.monotonic() - since > patience:
                 return "hung"
         return "stopping" if self._is_stopping else "ready"
 
     def stop(self) -> None:
-        """Take no more requests."""
+        """Stop accepting requests."""
         self._is_stopping = True
 
     def close(self) -> None:
-        """End the engine."""
+        """Close the engine, and flush traces."""
         if self._loaded is not None and self._loaded.engine is not None:
             self._loaded.engine.close(timeout_s=5)
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -122,24 +122,24 @@ class Served:
 
     @property
     def loaded(self) -> Loaded:
-        """The model.
+        """The loaded model.
 
         Raises:
-            ApiError: 503, it is not ready.
+            ApiError: 503, the model is not ready.
         """
         state = self.state
         if state == "hung":
-            raise ApiError(503, "The engine hangs.", code="engine_hung")
+            raise ApiError(503, "The engine is hung.", code="engine_hung")
         if self._loaded is None or state != "ready":
             raise ApiError(503, f"The model is {state}.", code=f"model_{state}", headers={"Retry-After": "5"})
         return self._loaded
 
     def require_name(self, name: str | None) -> None:
-        """Raise `ApiError` (404) if it is not the model's; a request can load nothing."""
+        """Raise `ApiError` (404) unless `name` is the served model's; requests cannot load models."""
         if name is not None and name not in self.settings.served_model_names:
             raise ApiError(
                 404,
-                f"The model {name[:200]!r} does not exist. There is {self.settings.served_model_names[0]!r}.",
+                f"The model {name[:200]!r} does not exist. Use {self.settings.served_model_names[0]!r}.",
                 param="model",
                 code="model_not_found",
             )
@@ -148,18 +148,18 @@ class Served:
         """The engine.
 
         Raises:
-            ApiError: the model does not write.
+            ApiError: 400, the model does not generate text.
         """
         engine = self.loaded.engine
         if engine is None:
-            raise ApiError(400, "The model does not write text; ask /v1/embeddings.", param="model")
+            raise ApiError(400, "The model does not generate text; use /v1/embeddings.", param="model")
         return engine
 
     async def in_thread(self, function: Callable[..., Result], *args: Any, what: str) -> Result:
-        """Run something that may take long outside of the loop, and wait no longer than the settings say.
+        """Run a slow function outside the event loop, with a timeout of `template_timeout_s`.
 
         Raises:
-            ApiError: 400, it took too long.
+            ApiError: 400, it timed out.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -170,7 +170,7 @@ class Served:
             raise ApiError(400, f"{what} took longer than {self.settings.template_timeout_s:g} s.") from None
 
     def sampling_params(self, body: Sampling, **more: Any) -> SamplingParams:
-        """A request's options, over the model's defaults."""
+        """Merge a request's options into the model's defaults."""
         given = {
             name: getattr(body, name)
             for name in (*_DEFAULTS, "presence_penalty", "frequency_penalty", "min_tokens", "seed", "n")
@@ -184,7 +184,7 @@ class Served:
         try:
             bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
         except ValueError:
-            raise ApiError(400, "logit_bias names tokens by their ids.", param="logit_bias") from None
+            raise ApiError(400, "logit_bias keys must be token ids.", param="logit_bias") from None
         return SamplingParams(
             **{"temperature": 1.0, **options},
             logit_bias=bias,
@@ -197,12 +197,12 @@ class Served:
 
 
 class Answer:
-    """The texts of one HTTP request: several prompts, each with several texts.
+    """The completions of one HTTP request: one or more prompts, each with `n` completions.
 
     Args:
-        served: the model.
-        prompts: of the request, all with the same sampling params.
-        options: of `Engine.submit`.
+        served: the served model.
+        prompts: the request's prompts, all with the same sampling params.
+        options: passed to `Engine.submit`.
     """
 
     def __init__(self, served: Served, prompts: list[PreparedPrompt], **options: Any) -> None:
@@ -229,17 +229,17 @@ class Answer:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of all prompts."""
+        """Prompt tokens of the whole request."""
         return sum(len(r.output.prompt_token_ids) for r in self.requests)
 
     @property
     def num_completion_tokens(self) -> int:
-        """Of all texts, so far."""
+        """Tokens generated so far."""
         return sum(len(o.token_ids) for r in self.requests for o in r.output.outputs)
 
     @property
     def usage(self) -> dict[str, Any]:
-        """As OpenAI counts."""
+        """Token usage in OpenAI's format."""
         prompt, text = self.num_prompt_tokens, self.num_completion_tokens
         cached = sum(r.output.num_cached_tokens for r in self.requests)
         return {
@@ -250,10 +250,10 @@ class Answer:
         }
 
     async def deltas(self) -> AsyncIterator[tuple[int, OutputDelta] | None]:
-        """What comes, with the index of its text among all; None where nothing came for a while.
+        """Deltas with the index of their completion; None after `keep_alive_s` without one.
 
         Raises:
-            Exception: what a text failed with.
+            Exception: the error of a failed completion.
         """
         metrics, keep_alive = self._served.metrics, self._served.settings.keep_alive_s
         left = len(self.requests) * self._params.n
@@ -299,7 +299,7 @@ class Answer:
             metrics.prompt_tokens.inc(len(request.output.prompt_token_ids))
 
     def close(self) -> None:
-        """End what still runs."""
+        """Abort unfinished requests."""
         for request in self.requests:
             request.abort()
 
@@ -313,15 +313,15 @@ def load_writer(
     chat_template: str | None,
     on_step: Callable[[float, int], None],
 ) -> Loaded:
-    """A model that writes, with its engine ready.
+    """Start an engine for a generative model, and warm it up.
 
     Args:
-        model: of hfax.
-        tokenizer: its own.
-        engine_config: of the engine.
-        processor: of images; None: it reads none.
-        chat_template: in the place of the tokenizer's.
-        on_step: told of each of the engine's steps.
+        model: an hfax model.
+        tokenizer: the model's tokenizer.
+        engine_config: the engine's configuration.
+        processor: a transformers processor for image input; None: the model takes no images.
+        chat_template: a chat template that replaces the tokenizer's.
+        on_step: called after each engine step with its seconds and token count.
     """
     engine = Engine(model, tokenizer, engine_config, on_step=on_step)
     defaults, most = read_defaults(model.generation_config)
@@ -337,7 +337,7 @@ def load_writer(
 
 
 def read_defaults(generation_config: Any) -> tuple[dict[str, Any], int | None]:
-    """The defaults of requests that a generation config sets, and its most new tokens."""
+    """Request defaults from a generation config, and its `max_new_tokens`."""
     found: dict[str, Any] = {}
     for name in _DEFAULTS:
         if (value := getattr(generation_config, name, None)) is not None:
@@ -347,7 +347,7 @@ def read_defaults(generation_config: Any) -> tuple[dict[str, Any], int | None]:
     if suppressed := tuple(generation_config.suppress_tokens or ())[:MAX_SUPPRESSED]:
         found["suppress_tokens"] = suppressed
     for name, value in found.items():
-        logger.info("default of requests, from generation_config.json: %s = %s", name, value)
+        logger.info("request default from generation_config.json: %s = %s", name, value)
     for name in (
         "no_repeat_ngram_size",
         "bad_words_ids",
@@ -358,5 +358,5 @@ def read_defaults(generation_config: Any) -> tuple[dict[str, Any], int | None]:
     ):
         value = getattr(generation_config, name, None)
         if value not in (None, 0, [], 1.0):
-            logger.warning("generation_config.json asks for %s, which the server does not do", name)
+            logger.warning("generation_config.json sets %s, which the server does not support", name)
     return found, generation_config.max_new_tokens

@@ -1,4 +1,4 @@
-"""What a server is told when it starts."""
+"""Server settings, fixed at startup."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ class Settings:
     """A server's settings.
 
     Args:
-        model: what to serve: Hub id, folder or "demo".
-        served_model_names: under which it is asked for; the first one is shown.
-        api_keys: one of which a request must bring; none: everybody may ask.
+        model: the model to serve: Hub id, folder or "demo".
+        served_model_names: model names accepted in requests; the first is the one reported.
+        api_keys: accepted API keys; empty: no authentication.
         host: address to listen on.
-        port: likewise.
-        allowed_hosts: names that a request's Host may have beside loopback's; "*" for any.
-        allowed_origins: of pages of other sites that may ask; "*" for any.
-        max_body_bytes: of a request.
-        body_timeout_s: in which a request's body must be there.
-        step_timeout_s: a step of the engine that takes longer, and three times longer than any before it, means that it hangs.
-        keep_alive_s: a stream that has nothing to say says so this often.
-        drain_timeout_s: for running requests, after the server was told to stop.
-        template_timeout_s: for a chat template, and for a grammar.
-        image_hosts: names of hosts that images may be fetched from; none: images only as data.
-        metrics_prefix: before the names of metrics.
-        json_logs: the access log is JSON lines.
-        otlp_endpoint: where traces go; None: nowhere.
+        port: port to listen on.
+        allowed_hosts: Host header values accepted besides loopback names; "*" for any.
+        allowed_origins: origins allowed for cross-origin requests; "*" for any.
+        max_body_bytes: maximum size of a request body.
+        body_timeout_s: timeout for receiving a request body.
+        step_timeout_s: an engine step that takes longer than this, and three times longer than any before it, counts as hung.
+        keep_alive_s: interval of keep-alive comments in an idle stream.
+        drain_timeout_s: time for running requests to finish at shutdown.
+        template_timeout_s: timeout for tokenization, rendering a chat template and compiling a grammar.
+        image_hosts: host names that images may be fetched from; empty: data: URLs only.
+        metrics_prefix: prefix of metric names.
+        json_logs: write the access log as JSON lines.
+        otlp_endpoint: OTLP endpoint for traces; None: no tracing.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""Traces by OpenTelemetry, where an address for them was given; else nothing."""
+"""OpenTelemetry tracing; a no-op without an endpoint."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from hfax.errors import UnsupportedOptionError
 
 
 class Tracing:
-    """Where spans go.
+    """Exports spans over OTLP.
 
     Args:
-        endpoint: of an OTLP collector over HTTP, "http://host:4318/v1/traces"; None: nowhere.
+        endpoint: an OTLP/HTTP collector, "http://host:4318/v1/traces"; None: tracing is off.
 
     Raises:
         UnsupportedOptionError: OpenTelemetry is not installed.
@@ -29,14 +29,14 @@ class Tracing:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
             raise UnsupportedOptionError(
-                "Traces were asked for, and OpenTelemetry is not installed.", str(error), "pip install 'hfax[otel]'"
+                "Tracing requires OpenTelemetry, which is not installed.", str(error), "Run: pip install 'hfax[otel]'"
             ) from error
         self._provider = TracerProvider(resource=Resource.create({"service.name": "hfax"}))
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
         self._tracer = self._provider.get_tracer("hfax")
 
     def start(self, name: str, params: Any, request_id: str) -> Span:
-        """A span of one request."""
+        """Start the span of one request."""
         if self._tracer is None:
             return Span(None)
         span = self._tracer.start_span(name)
@@ -47,35 +47,35 @@ class Tracing:
         return Span(span)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Flush remaining spans, and shut down."""
         if self._provider is not None:
             self._provider.shutdown()
 
 
 class Span:
-    """One request's span, or nothing.
+    """One request's span; a no-op without a span.
 
     Args:
-        span: OpenTelemetry's.
+        span: an OpenTelemetry span, or None.
     """
 
     def __init__(self, span: Any) -> None:
         self._span = span
 
     def event(self, name: str) -> None:
-        """Something happened."""
+        """Record an event."""
         if self._span is not None:
             self._span.add_event(name)
 
     def finish(self, num_prompt_tokens: int, num_completion_tokens: int) -> None:
-        """It is answered."""
+        """End the span after a response."""
         if self._span is not None:
             self._span.set_attribute("gen_ai.usage.prompt_tokens", num_prompt_tokens)
             self._span.set_attribute("gen_ai.usage.completion_tokens", num_completion_tokens)
             self._span.end()
 
     def fail(self, error: BaseException) -> None:
-        """It failed."""
+        """End the span with an error."""
         if self._span is not None:
             self._span.set_attribute("error.type", type(error).__name__)
             self._span.end()

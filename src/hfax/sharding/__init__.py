@@ -1,1 +1,1 @@
-"""Models over many devices: which mesh, which weight is split how, and where every array lies."""
+"""Sharding models over several devices: the mesh, the plan for each weight, and the placement of arrays."""

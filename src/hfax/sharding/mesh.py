@@ -1,15 +1,15 @@
-"""The mesh that a model is spread over.
+"""The mesh that a model is sharded over.
 
-Turns what a user asks for (`"auto"`, sizes by axis, a `jax.sharding.Mesh`) and a configuration into a mesh with the five axes that
-the rest of hfax knows:
+Turns the user's `parallelism` (`"auto"`, sizes by axis, a `jax.sharding.Mesh`) and a configuration into a mesh with the five axes
+used in the rest of hfax:
 
-- `data`: batches are split, weights are on every device.
-- `fsdp`: batches are split, and so are weights, which are put together when they are needed.
+- `data`: batches are split, weights are replicated.
+- `fsdp`: batches and weights are split; weights are gathered when needed.
 - `expert`: experts of mixtures are split.
-- `tensor` and `group`: heads and inner widths are split, between them as many ways as the user's `tensor` says. Keys and values are
-  split over `tensor` alone, which is no larger than there are heads of them, so devices of one `group` hold the same ones.
+- `tensor` and `group`: heads and inner widths are split; the product of both axes is the user's `tensor`. Keys and values are split
+  only over `tensor`, which is at most the number of key and value heads, so devices of one `group` hold the same ones.
 
-It does not know weights.
+This module does not know weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import PretrainedConfig
 
 from hfax.errors import InvalidInputError
 
-# JAX's own classes; without JAX, classes of the same shape, which a backend that has no JAX turns into its own.
+# JAX's classes; without JAX, equivalent classes that other backends convert to their own.
 if TYPE_CHECKING:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 else:
@@ -32,7 +32,7 @@ else:
     except ImportError:
 
         class PartitionSpec(tuple):
-            """For each axis of an array, the mesh's axes that split it: a name, several, or None."""
+            """For each array axis, the mesh axes that split it: a name, several, or None."""
 
             def __new__(cls, *axes: Any) -> PartitionSpec:
                 return super().__new__(cls, axes)
@@ -50,7 +50,7 @@ else:
                 self.size = self.devices.size
 
         class NamedSharding:
-            """A mesh and a spec."""
+            """A mesh and a partition spec."""
 
             def __init__(self, mesh: Mesh, spec: PartitionSpec) -> None:
                 self.mesh, self.spec = mesh, spec
@@ -63,7 +63,7 @@ BATCH_AXES = (DATA, FSDP)
 HEAD_AXES = (TENSOR, GROUP)
 EXPERT_AXES = (EXPERT, TENSOR, GROUP)
 GIVEN_AXES = AXES[:-1]
-"""The axes that users name; `group` is made from `tensor`."""
+"""The user-facing axes; `group` is derived from `tensor`."""
 
 
 def make_mesh(
@@ -72,13 +72,13 @@ def make_mesh(
     """A mesh with the axes `AXES`.
 
     Args:
-        parallelism: "auto" for all devices; sizes by axis ("data", "fsdp", "expert", "tensor"; left out: 1), for as many of the
-            devices as their product says; or a mesh with axes of these names.
-        config: of the model.
-        devices: those there are; None: all of this run.
+        parallelism: "auto" for all devices; sizes by axis ("data", "fsdp", "expert", "tensor"; default 1), using as many devices
+            as their product; or a mesh with axes of these names.
+        config: the model's config.
+        devices: available devices; None: all of this run.
 
     Raises:
-        InvalidInputError: unknown axes, more devices than there are, or heads that `tensor` does not divide.
+        InvalidInputError: an axis is unknown, there are not enough devices, or `tensor` does not divide the heads.
     """
     if isinstance(parallelism, Mesh):
         sizes = _checked_sizes(dict(parallelism.shape))
@@ -94,8 +94,8 @@ def make_mesh(
             sizes = choose_sizes(config, len(devices))
         elif isinstance(parallelism, str):
             raise InvalidInputError(
-                f"parallelism={parallelism!r} is not known.",
-                "It says over which axes of a mesh the model is spread.",
+                f"parallelism={parallelism!r} is not a known value.",
+                "It sets the mesh axes over which the model is sharded.",
                 f'Use "auto", sizes such as {{"tensor": 4}} by the axes {", ".join(GIVEN_AXES)}, or a jax.sharding.Mesh.',
             )
         else:
@@ -104,8 +104,8 @@ def make_mesh(
         if wanted > len(devices):
             raise InvalidInputError(
                 f"A mesh of {' x '.join(f'{n} {s}' for n, s in sizes.items())} needs {wanted} devices; there are {len(devices)}.",
-                "Every place of a mesh is a device.",
-                f"Make the sizes' product at most {len(devices)}, or start hfax where there are more devices.",
+                "The product of the sizes is the number of devices used.",
+                f"Choose sizes with a product of at most {len(devices)}, or run hfax on more devices.",
             )
         grid = _grid(devices[:wanted], [sizes[name] for name in GIVEN_AXES])
     heads, kv_heads = attention_heads(config)
@@ -114,8 +114,8 @@ def make_mesh(
         divisors = [n for n in range(2, heads + 1) if heads % n == 0]
         raise InvalidInputError(
             f"{heads} attention heads cannot be divided among {tensor} devices.",
-            'The axis "tensor" gives every device whole heads.',
-            f"Use a size that divides {heads}: {', '.join(map(str, divisors))}; the rest of the devices fit on another axis.",
+            'The axis "tensor" assigns whole heads to each device.',
+            f"Use a size that divides {heads}: {', '.join(map(str, divisors))}; put remaining devices on another axis.",
         )
     split = math.gcd(tensor, kv_heads) if kv_heads else tensor
     shape = (sizes[DATA], sizes[FSDP], sizes[EXPERT], split, tensor // split)
@@ -123,7 +123,7 @@ def make_mesh(
 
 
 def fitting_sizes(config: PretrainedConfig, count: int) -> Iterator[dict[str, int]]:
-    """Sizes by axis of the meshes of `count` devices that divide the model's heads and experts, without "fsdp"."""
+    """Sizes by axis of all meshes of `count` devices that divide the model's heads and experts, without "fsdp"."""
     heads, _ = attention_heads(config)
     experts = num_experts(config)
     for tensor in (n for n in range(1, count + 1) if count % n == 0 and (n == 1 or (heads and heads % n == 0))):
@@ -133,25 +133,25 @@ def fitting_sizes(config: PretrainedConfig, count: int) -> Iterator[dict[str, in
 
 
 def choose_sizes(config: PretrainedConfig, count: int) -> dict[str, int]:
-    """Of those as many as divide the heads on "tensor"; of the rest, experts, then batches."""
+    """The sizes with the largest "tensor" that divides the heads, then the largest "expert", then "data"."""
     return max(fitting_sizes(config, count), key=lambda sizes: (sizes[TENSOR], sizes[EXPERT]))
 
 
 def attention_heads(config: PretrainedConfig) -> tuple[int | None, int | None]:
-    """Query heads, and heads of keys and values, of the text part; None where the config does not say."""
+    """Query heads, and key and value heads, of the text model; None if not in the config."""
     text: Any = config.get_text_config(decoder=True)
     heads = _number(text, "num_attention_heads", "decoder_attention_heads", "n_head", "num_heads")
     return heads, _number(text, "num_key_value_heads", "num_kv_heads", "n_head_kv") or heads
 
 
 def num_experts(config: PretrainedConfig) -> int | None:
-    """Experts of a mixture; None if it is none."""
+    """Number of experts of a mixture; None for dense models."""
     text: Any = config.get_text_config(decoder=True)
     return _number(text, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def batch_axes(mesh: Mesh, rows: int) -> tuple[str, ...] | None:
-    """The axes over which so many rows are split; None where they do not divide."""
+    """The axes over which `rows` rows are split; None if they do not divide."""
     for axes in (BATCH_AXES, (DATA,), (FSDP,)):
         if (size := math.prod(mesh.shape[a] for a in axes)) > 1 and rows and rows % size == 0:
             return axes
@@ -159,7 +159,7 @@ def batch_axes(mesh: Mesh, rows: int) -> tuple[str, ...] | None:
 
 
 def expert_axes(mesh: Mesh, experts: int) -> tuple[str, ...]:
-    """The axes over which so many experts are split: all that there are, if they divide; else the largest part that does."""
+    """The axes over which the experts are split: all, if they divide; else the largest subset that does."""
     for axes in (EXPERT_AXES, (EXPERT, TENSOR), (EXPERT,)):
         if (size := math.prod(mesh.shape[a] for a in axes)) > 1 and experts % size == 0:
             return axes
@@ -167,7 +167,7 @@ def expert_axes(mesh: Mesh, experts: int) -> tuple[str, ...]:
 
 
 def size_of(mesh: Mesh, axes: str | Sequence[str] | None) -> int:
-    """Into how many parts these axes split."""
+    """The number of shards over these axes."""
     if axes is None:
         return 1
     return math.prod(mesh.shape[a] for a in ((axes,) if isinstance(axes, str) else axes))
@@ -178,17 +178,17 @@ def _checked_sizes(given: Mapping[str, int]) -> dict[str, int]:
     bad = {name: size for name, size in given.items() if not isinstance(size, int) or size < 1}
     if unknown or bad:
         raise InvalidInputError(
-            f"A mesh of hfax has no {', '.join(f'axis {name!r}' for name in unknown)}."
+            f"An hfax mesh has no {', '.join(f'axis {name!r}' for name in unknown)}."
             if unknown
-            else f"Sizes of a mesh are positive whole numbers; {bad} are not.",
+            else f"Mesh sizes must be positive integers; {bad} are not.",
             f"Its axes are {', '.join(GIVEN_AXES)}.",
-            'For instance parallelism={"data": 2, "tensor": 4}.',
+            'Pass for example parallelism={"data": 2, "tensor": 4}.',
         )
     return {name: given.get(name, 1) for name in GIVEN_AXES}
 
 
 def _grid(devices: list[Any], shape: list[int]) -> np.ndarray:
-    """The devices in an order that puts neighbours of the last axes close together on a TPU."""
+    """The devices in an order that keeps neighbours along the last axes close together on a TPU."""
     if devices and devices[0].platform == "tpu":
         from jax.experimental import mesh_utils
 

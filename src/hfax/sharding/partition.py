@@ -1,9 +1,9 @@
-"""How each weight is split over a mesh, and why.
+"""How each weight is sharded over a mesh, and why.
 
-Turns a skeleton's module and a mesh into a `PartitionSpec` for every weight. A split is taken from, in this order: what the user
-says for its name; the model's own plan for tensor parallelism (`base_model_tp_plan` of its config); the roles that the traced
-computation shows (`hfax.sharding.structure`). Experts are split by expert where they divide, embedding tables and heads by
-vocabulary. On the axis `fsdp` every matrix is split once more. What does not divide is on every device, and the plan says so.
+Turns a skeleton's module and a mesh into a `PartitionSpec` for every weight. The spec comes from, in this order: the user's spec
+for its name; the model's tensor-parallel plan (`base_model_tp_plan` of its config); the roles inferred from the traced computation
+(`hfax.sharding.structure`). Experts are split by expert if they divide, embedding tables and heads by vocabulary. On the axis
+`fsdp` every matrix is split once more. Weights that do not divide are replicated, and the plan says so.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Role:
     """How a weight can be split.
 
     Args:
-        axis: of the weight.
-        units: into how many parts at most, for instance heads; every split's size must divide it.
-        is_output: the axis is what the weight makes, rather than what it reads.
+        axis: axis of the weight.
+        units: maximum number of parts, for example heads; the split size must divide it.
+        is_output: the axis is an output axis of the weight rather than an input axis.
     """
 
     axis: int
@@ -38,25 +38,25 @@ class Role:
 
 
 Roles = Callable[[], Mapping[str, Role]]
-"""What the traced computation shows of weights, by name; asked only where a model has no plan of its own."""
+"""Returns the roles of weights inferred from the traced computation, by name; called only if a model has no plan of its own."""
 
 _KEYS_AND_VALUES = re.compile(r"(^|[._])(k|v|key|value)(_?proj|_lin)?$")
 _MAX_UNPLANNED = 0.01
-"""Share of the weights that a model's own plan may leave out before the traced computation is asked."""
+"""Share of the weights that a model's own plan may omit before roles are inferred from the traced computation."""
 _MIN_FSDP = 1 << 10
-"""Weights of fewer numbers stay whole on the axis "fsdp"."""
+"""Weights with fewer elements are not split over the axis "fsdp"."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightPlan:
-    """One weight.
+    """The plan of one weight.
 
     Args:
-        name: in the checkpoint's terms.
-        shape: of the whole.
-        num_bytes: of the whole.
-        spec: how it is split.
-        why: in words.
+        name: checkpoint name.
+        shape: full shape.
+        num_bytes: full size in bytes.
+        spec: its partition spec.
+        why: the reason, as text.
     """
 
     name: str
@@ -66,33 +66,33 @@ class WeightPlan:
     why: str
 
     def bytes_per_device(self, mesh: Mesh) -> int:
-        """What each device holds."""
+        """Size of the weight per device, in bytes."""
         return self.num_bytes // math.prod(size_of(mesh, axes) for axes in self.spec)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingPlan:
-    """All weights. Its text is a table.
+    """The sharding plan of all weights; printed as a table.
 
     Args:
-        mesh: has the axes of `hfax.sharding.mesh.AXES`.
-        weights: by name.
+        mesh: a mesh with the axes of `hfax.sharding.mesh.AXES`.
+        weights: plans by weight name.
     """
 
     mesh: Mesh
     weights: dict[str, WeightPlan]
 
     def sharding(self, name: str) -> NamedSharding:
-        """Where the weight of this name is."""
+        """The sharding of the weight of this name."""
         return NamedSharding(self.mesh, self.weights[name].spec)
 
     @property
     def bytes_per_device(self) -> int:
-        """Of all weights."""
+        """Size of all weights per device, in bytes."""
         return sum(w.bytes_per_device(self.mesh) for w in self.weights.values())
 
     def __str__(self) -> str:
-        """Layers that are alike share a line."""
+        """The plan as a table; equal layers share a line."""
         groups: dict[tuple[Any, ...], list[WeightPlan]] = {}
         for weight in self.weights.values():
             key = (re.sub(r"\.\d+(?=\.|$)", ".*", weight.name), weight.shape, weight.spec, weight.why)
@@ -122,24 +122,23 @@ def make_plan(
     granularity: Mapping[str, int] | None = None,
     num_bytes: Mapping[str, int] | None = None,
 ) -> ShardingPlan:
-    """A plan for every weight.
+    """Create a sharding plan for all weights.
 
     Args:
         module: a skeleton's module.
         shapes: its weights, by name.
-        mesh: from `make_mesh`.
-        roles: see `Roles`.
-        given: name patterns to specs, the first that matches counts.
+        mesh: the mesh from `make_mesh`.
+        roles: infers roles, see `Roles`.
+        given: name patterns mapped to specs; the first match wins.
         granularity: for quantized weights, columns that must stay together on the last axis.
-        num_bytes: of weights that are not stored as `shapes` says.
+        num_bytes: sizes of weights that are stored in another format than in `shapes`.
 
     Raises:
-        InvalidInputError: a given spec names an axis that the mesh does not have, or splits what does not divide; or a pattern
-            matches no weight.
+        InvalidInputError: a given spec names an unknown mesh axis or does not divide the shape, or a pattern matches no weight.
     """
     own = {name: style for name, style in (module.tp_plan or {}).items() if isinstance(style, str)}
     tables, experts = _tables(module), _experts(module)
-    # some plans are of the head alone, or leave large matrices out
+    # some plans cover only the head, or omit large matrices
     known = {*tables, *experts, *(name for name in shapes if _style(own, name) is not None)}
     unknown = sum(t.numel() for name, t in shapes.items() if t.ndim == 2 and name not in known)
     is_enough = unknown <= _MAX_UNPLANNED * sum(t.numel() for t in shapes.values())
@@ -168,7 +167,7 @@ def _split(
     tables: set[str],
     experts: Mapping[str, int],
 ) -> tuple[P, str]:
-    """The split wanted, whether it divides or not; on the axes of heads and experts."""
+    """The preferred split over the head and expert axes, whether it divides or not."""
     ndim = len(shape)
     style = _style(own, name)
     if name in experts and (axes := expert_axes(mesh, shape[0])):
@@ -178,7 +177,7 @@ def _split(
     if name in tables and ndim == 2:
         return _on_axis(0, HEAD_AXES, ndim), "vocabulary"
     if name in experts:
-        # a matrix of gate and up together: split between the two, either would have to be moved; they read the same
+        # a fused gate and up matrix: splitting outputs between the two would require communication; they share their input
         return _on_axis(experts[name], HEAD_AXES, ndim), "what experts read"
     if style is not None:
         axis = _axis_of_style(style, name, ndim)
@@ -205,7 +204,7 @@ def _on_axis(axis: int, axes: tuple[str, ...], ndim: int) -> P:
 
 
 def _fitting(spec: P, why: str, shape: tuple[int, ...], mesh: Mesh, together: int) -> tuple[P, str]:
-    """The same, but whole where a dimension does not divide."""
+    """The spec, but replicated if a dimension does not divide."""
     for axis, axes in enumerate(spec):
         parts = size_of(mesh, axes)
         unit = together if axis == len(shape) - 1 else 1
@@ -228,7 +227,7 @@ def _with_fsdp(spec: P, why: str, shape: tuple[int, ...], mesh: Mesh, together: 
 
 
 def _tables(module: PreTrainedModel) -> set[str]:
-    """Embedding tables of tokens, and output heads."""
+    """Token embedding tables and output heads."""
     found = set()
     parts = {part: path for path, part in module.named_modules()}
     for get in (module.get_input_embeddings, module.get_output_embeddings):
@@ -242,7 +241,7 @@ def _tables(module: PreTrainedModel) -> set[str]:
 
 
 def _experts(module: PreTrainedModel) -> dict[str, int]:
-    """Matrices of all experts of a layer, [experts, …], and the axis of each that its products read."""
+    """Stacked expert matrices of each layer, [experts, …], and their input axis."""
     found = {}
     for path, part in module.named_modules():
         if (is_transposed := getattr(part, "is_transposed", None)) is not None:  # transformers' experts interface
@@ -253,7 +252,7 @@ def _experts(module: PreTrainedModel) -> dict[str, int]:
 
 
 def _style(plan: Mapping[str, str], name: str) -> str | None:
-    """The plan's entry for a weight or for the layer that it belongs to."""
+    """The plan's entry for a weight or its layer."""
     general = re.sub(r"\.\d+(?=\.|$)", ".*", name)
     for key in (general, general.rpartition(".")[0]):
         if key in plan:
@@ -262,22 +261,22 @@ def _style(plan: Mapping[str, str], name: str) -> str | None:
 
 
 def _axis_of_style(style: str, name: str, ndim: int) -> int | None:
-    """Which axis of a layer's weight or bias a style splits."""
+    """The axis of a layer's weight or bias that a style splits."""
     if "colwise" in style:
         return max(ndim - 2, 0)
     return ndim - 1 if "rowwise" in style and ndim > 1 else None
 
 
 def _checked(given: Mapping[str, P], shapes: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, P]:
-    """The given spec of every weight that a pattern matches, with one entry an axis."""
+    """The given spec of every weight that a pattern matches, with one entry per axis."""
     found: dict[str, P] = {}
     for pattern, spec in given.items():
         matching = [name for name in shapes if fnmatch.fnmatchcase(name, pattern)]
         if not matching:
             raise InvalidInputError(
                 f"The pattern {pattern!r} matches no weight.",
-                "Patterns are of names in `model.params`; * stands for anything.",
-                f"Names look like {', '.join(list(shapes)[:3])}.",
+                "Patterns match names in `model.params`; * matches anything.",
+                f"Use names such as {', '.join(list(shapes)[:3])}.",
             )
         for name in matching:
             shape = tuple(shapes[name].shape)
@@ -288,15 +287,15 @@ def _checked(given: Mapping[str, P], shapes: Mapping[str, torch.Tensor], mesh: M
             if unknown or len(whole) > len(shape) or any(n % p for n, p in zip(shape, parts, strict=True)):
                 raise InvalidInputError(
                     f"{name}, {' x '.join(map(str, shape))}, cannot be split as {spec}.",
-                    f"The mesh has the axes {dict(mesh.shape)}, and each must divide what it splits.",
-                    "Change the spec, or leave the name out for hfax's own plan.",
+                    f"The mesh has the axes {dict(mesh.shape)}, and each must divide the dimension it splits.",
+                    "Change the spec, or remove it to use hfax's plan for this weight.",
                 )
             found.setdefault(name, whole)
     return found
 
 
 def _spec_text(spec: P, mesh: Mesh) -> str:
-    """Without axes of one device."""
+    """The spec as text, without mesh axes of size 1."""
     parts = []
     for axes in spec:
         names = (axes,) if isinstance(axes, str) else axes or ()

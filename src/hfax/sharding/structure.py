@@ -1,10 +1,10 @@
-"""Which weights of a traced computation can be split so that what lies between them stays split.
+"""Which weights of a traced computation can be split so that the activations between them stay split.
 
-A matrix whose outputs only pass through work on each output by itself (activations, gates, attention among heads) into another
-matrix's inputs makes a pair with it: the first can be split by its outputs, the second by its inputs, and nothing has to be sent
-between devices before the second one's sums. This module finds such pairs in a jaxpr. It follows, for every array, which of its
-axes still is some matrix's output axis, until an operation mixes that axis or needs all of it. What it does not know ends a trail,
-so the result may miss a pair, never claim one that is not there; and since XLA keeps any split correct, a miss costs speed alone.
+If the outputs of one matrix reach the inputs of another only through elementwise or per-head operations (activations, gates,
+attention), the two form a pair: the first can be split by its outputs, the second by its inputs, without communication before the
+second one's sums. This module finds such pairs in a jaxpr. It tracks, for every array, which axes are still the output axis of a
+matrix, until an operation mixes that axis or needs all of it. Unknown operations end the tracking, so the result may miss a pair
+but never reports a false one; and since XLA keeps any split correct, a missed pair only costs speed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from hfax.sharding.partition import Role
 _SAME = "same along the axis"
 _MANY = "an axis of its own"
 Axis = Any
-"""What is known of an axis of an array: `_SAME` if its values do not differ along it, `_MANY` if they do, or a set of the names of
-the weights whose outputs it is, heads or channels first."""
+"""The state of an array axis: `_SAME` if values are constant along it, `_MANY` if they differ, or the set of names of the weights
+that produce it, heads or channels first."""
 
 _ELEMENTWISE_CALLS = (
     "pjit",
@@ -41,11 +41,11 @@ _ALONG_AN_AXIS = frozenset(("cumsum", "cumprod", "cummax", "cummin", "cumlogsume
 
 
 def find_roles(jaxpr: Any, weights: Sequence[str | None]) -> dict[str, Role]:
-    """Roles of the weights that belong to a pair.
+    """Roles of the weights that form pairs.
 
     Args:
-        jaxpr: of a forward pass, no constants hidden in it that are weights.
-        weights: for each of its inputs the weight's name; None for other inputs.
+        jaxpr: jaxpr of a forward pass, without weights as constants.
+        weights: weight name of each input; None for other inputs.
     """
     trace = _Trace()
     known: dict[Var, list[Axis]] = {}
@@ -63,14 +63,14 @@ class _Trace:
     def __init__(self) -> None:
         self.views: dict[
             Var, tuple[str, list[int | None]]
-        ] = {}  # of a weight: its name, and which of its axes each axis is
-        self.sources: dict[str, tuple[int, int]] = {}  # a weight's output axis, and how many units it has
-        self.sizes: dict[str, int] = {}  # how long that axis is, before it is known to be heads
-        self.parents: dict[str, str] = {}  # weights whose outputs are worked on together (union-find)
+        ] = {}  # for views of a weight: its name, and the weight axis of each axis
+        self.sources: dict[str, tuple[int, int]] = {}  # a weight's output axis, and its number of units
+        self.sizes: dict[str, int] = {}  # length of that axis, before it is known to be heads
+        self.parents: dict[str, str] = {}  # weights with outputs that are combined (union-find)
         self.broken: set[str] = set()
         self.readers: dict[
             str, list[tuple[frozenset[str] | None, int]]
-        ] = {}  # what a weight reads at each use, on which axis
+        ] = {}  # the sources read by a weight at each use, and on which axis
         self.beside: dict[str, list[tuple[frozenset[str], int]]] = {}  # biases and scales of split outputs
 
     def roles(self) -> dict[str, Role]:
@@ -83,7 +83,7 @@ class _Trace:
                 continue
             for root in inputs:
                 good.setdefault(root, []).append(reader)
-        for reader, uses in self.readers.items():  # in the order of the computation: a reader is no source afterwards
+        for reader, uses in self.readers.items():  # in order of computation: a reader is not a source afterwards
             names = frozenset(name for each, _ in uses for name in each or ())
             roots = {self._root(name) for name in names}
             members = {name for name in self.sources if self._root(name) in roots}
@@ -93,7 +93,7 @@ class _Trace:
                 continue
             if any(other in members for other in all_readers):
                 continue
-            units = max(self.sources[name][1] for name in members)  # as many heads as there are queries
+            units = max(self.sources[name][1] for name in members)  # the number of query heads
             for name in members:
                 own = self.sources[name]
                 roles.setdefault(name, Role(axis=own[0], units=own[1], is_output=True))
@@ -126,11 +126,11 @@ class _Trace:
         return [_MANY] * len(axes)
 
     def _unified(self, axes: Sequence[Axis]) -> Axis:
-        """The axis of a result that is worked out place by place from these."""
+        """The result axis of an elementwise operation on these axes."""
         trails = [a for a in axes if isinstance(a, frozenset)]
         if not trails:
             return _SAME if all(a == _SAME for a in axes) else _MANY
-        # of what is whole on every device, each takes its part
+        # replicated values are sliced locally by each device
         joined = frozenset().union(*trails)
         self._join(joined)
         return joined
@@ -187,7 +187,7 @@ class _Trace:
         return [[_SAME] * _ndim(v) if isinstance(v, Literal) else known[v] for v in jaxpr.outvars]
 
     def _view(self, eqn: Any) -> tuple[str, list[int | None]] | None:
-        """Of a weight, by operations that rearrange it or change each number by itself."""
+        """A view of a weight by rearranging or elementwise operations."""
         kind = eqn.primitive.name
         other = eqn.invars[1] if kind in ("mul", "add", "sub", "max", "min") else None
         if isinstance(other, Var) and other in self.views and not _ndim(eqn.invars[0]):
@@ -202,7 +202,7 @@ class _Trace:
             and _shape(eqn.invars[0]) == _shape(eqn.outvars[0])
             and _is_elementwise(eqn)
         ):
-            return name, axes  # scaled, or a function of each number
+            return name, axes  # scaled, or an elementwise function
         if kind in ("convert_element_type", "copy", "stop_gradient", "reduce_precision", "optimization_barrier"):
             return name, axes
         if kind == "transpose":
@@ -251,7 +251,7 @@ class _Trace:
         return [a for i, a in enumerate(axes) if i not in gone]
 
     def _along(self, axes: list[Axis], axis: int) -> list[Axis]:
-        """Work along one axis; the others are left alone."""
+        """An operation along one axis; the others are unchanged."""
         self._break(axes[axis])
         return [_MANY if i == axis else a for i, a in enumerate(axes)]
 
@@ -341,7 +341,7 @@ class _Trace:
         return self._written(inputs[0], inputs[1], {i for i, n in enumerate(whole) if n != part[i]})
 
     def _written(self, whole: list[Axis], part: list[Axis], moved: set[int]) -> list[Axis]:
-        """An array with a part written into it, which is placed along the axes `moved`."""
+        """An array with a part written into it along the axes `moved`."""
         out = []
         for axis, (old, new) in enumerate(zip(whole, part, strict=True)):
             if axis in moved:
@@ -354,7 +354,7 @@ class _Trace:
         return self._elementwise(eqn, inputs)
 
     def _conv_general_dilated(self, eqn: Any, inputs: list[list[Axis]]) -> list[Axis]:
-        """A convolution of each channel by itself leaves channels alone."""
+        """A depthwise convolution leaves channels unchanged."""
         numbers = eqn.params["dimension_numbers"]
         batch, feature = numbers.lhs_spec[:2]
         channels = eqn.invars[0].aval.shape[feature]
@@ -419,7 +419,7 @@ _MIXING = frozenset(("sort", "gather", "scatter", "scatter-add", "fft", "reduce_
 
 
 def _is_elementwise(eqn: Any) -> bool:
-    """Each place of the result comes from the same place of the arguments; axes of length 1 go with any."""
+    """Whether an operation is elementwise; axes of length 1 broadcast."""
     out = eqn.outvars[0].aval.shape
     shapes = [v.aval.shape for v in eqn.invars if v.aval.ndim]
     return bool(shapes) and all(
@@ -440,7 +440,7 @@ def _inner(eqn: Any) -> Any:
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Which consecutive axes become which, the smallest such groups."""
+    """The smallest groups of consecutive axes that map to each other in a reshape."""
     groups, i, j = [], 0, 0
     while i < len(before) or j < len(after):
         old, new = [], []

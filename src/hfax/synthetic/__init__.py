@@ -1,1 +1,1 @@
-"""Small configurations and inputs for any model: for tests, the doctor, the support matrix and traces of structure."""
+"""Small configs and inputs for any model: for tests, doctor, the support matrix and structure tracing."""

@@ -16,7 +16,7 @@ import torch
 from hfax.synthetic.images import LAYOUTS, SIZES, draw, image_inputs, vision_config
 
 LENGTH = 20
-"""Tokens of a text."""
+"""Text length, in tokens."""
 ROWS = 2
 STEPS = 6
 """Of a time series or a trajectory."""
@@ -61,7 +61,7 @@ def find(config: Any, *names: str) -> Any:
 
 
 def vocabulary(model: Any) -> int:
-    """How many ids the model's text part knows."""
+    """Vocabulary size of the model's text part."""
     config = model.config.get_text_config(decoder=True)
     size = (
         getattr(config, "vocab_size", None)

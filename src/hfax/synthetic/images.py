@@ -72,7 +72,7 @@ def _reads_any_size(model: Any) -> bool:
 
 
 def draw(*shape: int) -> torch.Tensor:
-    """Normal numbers from a fixed seed."""
+    """Normal random values from a fixed seed."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 

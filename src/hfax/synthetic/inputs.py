@@ -16,7 +16,7 @@ from hfax.synthetic.fields import LENGTH, make_field, text_mask, token_ids
 from hfax.synthetic.images import CountFeatures, feature_counts, image_token, prompts_with_images
 
 GENERATING = ("causal-lm", "image-text-to-text", "seq2seq-lm", "speech-seq2seq")
-"""Mappings whose classes write text."""
+"""Mappings of classes that generate text."""
 PADDING = 7
 """Tokens of padding on the left of the first of two prompts."""
 _TOGETHER = (
@@ -36,12 +36,12 @@ _ALWAYS = ("bbox", "visual_feats", "qformer_input_ids", "noise_sequence", "task_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CaseInputs:
-    """What a case runs with.
+    """The inputs of a case.
 
     Args:
         forward: arguments of forward.
         generate: arguments of generate.
-        mask: [batch, length] bool, the positions whose outputs count; None if all do.
+        mask: [batch, length] bool, positions to compare; None: all.
     """
 
     forward: dict[str, Any]

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from hfax.errors import UnsupportedModelError
 
 WIDTH = 64
-"""Hidden size of every part, so that parts that are joined still fit."""
+"""Hidden size of every submodel, so that connected submodels still fit."""
 HEADS = 4
 HEAD_DIM = 16
 INNER = 128
@@ -230,7 +230,7 @@ def shrink_config(config: PretrainedConfig) -> PretrainedConfig:
         windows are 8 tokens, vocabularies 199, hidden sizes 64, and special tokens keep their distinctness.
 
     Raises:
-        UnsupportedModelError: the copy cannot be made consistent.
+        UnsupportedModelError: no consistent small copy could be created.
     """
     small = copy.deepcopy(config)
     try:
@@ -246,7 +246,7 @@ def shrink_config(config: PretrainedConfig) -> PretrainedConfig:
         raise UnsupportedModelError(
             f"The config of model type {config.model_type!r} could not be shrunk.",
             f"{type(error).__name__}: {error}",
-            "Pass a small config of your own, or report the model type to the project.",
+            "Pass your own small config, or report the model type to the project.",
         ) from error
     return small
 

@@ -1,1 +1,1 @@
-"""A transformers module's PyTorch code as a pure JAX function: the tensors, lowerings and inputs of a trace."""
+"""Tracing a transformers module's PyTorch code into a pure JAX function: tensors, lowerings and inputs."""

@@ -1,4 +1,4 @@
-"""Models without weights: a config as a skeleton that can be traced, and the shapes that stand for its weights and inputs."""
+"""Abstract models without weights: traceable skeletons from a config, and the shapes of weights and inputs."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ def open_skeleton(
     """The structure of a model without its weights, with hfax's attention and experts.
 
     Args:
-        config: of the model.
-        task: as `AutoModelForTPU.from_pretrained` takes it.
-        dtype: likewise.
-        stored_dtype: of the checkpoint's floating-point tensors.
-        attn_implementation: as `AutoModelForTPU.from_pretrained` takes it.
-        code_folder: where to import custom modelling code from; None if such code is not trusted.
+        config: the model's config.
+        task: as in `AutoModelForTPU.from_pretrained`.
+        dtype: as in `AutoModelForTPU.from_pretrained`.
+        stored_dtype: dtype of the checkpoint's floating-point tensors.
+        attn_implementation: as in `AutoModelForTPU.from_pretrained`.
+        code_folder: folder to import custom modelling code from; None if such code is not trusted.
 
     Raises:
-        InvalidInputError: no XLA device has this dtype.
-        UnsupportedModelError: the model has no class, or is quantized in another format than hfax's.
-        UnsupportedOptionError: the task does not fit the model, or hfax does not have the attention.
+        InvalidInputError: XLA devices do not support the dtype.
+        UnsupportedModelError: there is no class for the model, or it is quantized in a format other than hfax's.
+        UnsupportedOptionError: the model does not support the task, or hfax does not support the attention implementation.
     """
-    if attn_implementation == "sdpa":  # hfax's own stands for torch's
+    if attn_implementation == "sdpa":  # replaced by hfax's attention
         attn_implementation = None
     if attn_implementation not in (None, "eager"):
         raise UnsupportedOptionError(
-            f"attn_implementation={attn_implementation!r} is not available.",
-            "Kernels written for torch devices do not run on XLA; hfax brings its own attention.",
-            'Leave it out, or pass "eager" for transformers\' reference implementation.',
+            f"attn_implementation={attn_implementation!r} is not supported.",
+            "Kernels written for torch devices do not run on XLA; hfax has its own attention.",
+            'Remove it, or pass "eager" for transformers\' reference implementation.',
         )
     if getattr(config, "quantization_config", None) is not None and not is_quantized_by_hfax(config):
         raise UnsupportedModelError(
@@ -68,13 +68,13 @@ def open_skeleton(
 
 
 def is_quantized_by_hfax(config: PretrainedConfig) -> bool:
-    """Whether a checkpoint holds integers and scales that hfax wrote."""
+    """Whether a checkpoint was quantized by hfax."""
     given = getattr(config, "quantization_config", None)
     return isinstance(given, dict) and given.get("quant_method") == "hfax"
 
 
 def without_weights(skeleton: Skeleton) -> tuple[TracedModel, dict[str, jax.ShapeDtypeStruct]]:
-    """The traced model, and the shapes that stand for its weights, by name."""
+    """The traced model, and the shapes of its weights by name."""
     buffers = {name: jnp.asarray(to_numpy(buffer)) for name, buffer in skeleton.buffers.items()}
     shapes = {name: _weight_shape(tensor) for name, tensor in skeleton.shapes.items()}
     return TracedModel(skeleton, skeleton.tied, buffers), shapes
@@ -83,14 +83,14 @@ def without_weights(skeleton: Skeleton) -> tuple[TracedModel, dict[str, jax.Shap
 def example_inputs(
     traced: TracedModel, params: dict[str, Any]
 ) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, Any]]:
-    """Shapes of small inputs of the module's forward, and those that stay as they are, since they decide shapes.
+    """Shapes of small example inputs of forward, and concrete values for inputs that determine shapes.
 
     Args:
-        traced: of `without_weights`.
-        params: likewise.
+        traced: the traced model from `without_weights`.
+        params: the weight shapes from `without_weights`.
 
     Raises:
-        NotImplementedError: no rule fits the module's inputs.
+        NotImplementedError: no rule matches the module's inputs.
     """
 
     def count_features(module: Any, images: dict[str, Any]) -> list[int]:
@@ -106,7 +106,7 @@ def example_inputs(
 
     forward = make_inputs(traced.module, "base", count_features).forward
     forward = {name: to_numpy(value) if hasattr(value, "dtype") else value for name, value in forward.items()}
-    # positions that depend on values, and what else is decided on the host
+    # positions that depend on values, and other inputs computed on the host
     inputs = {name: _abstract(name, value) for name, value in traced.prepare(forward).items()}
     arrays = {name: value for name, value in inputs.items() if isinstance(value, jax.ShapeDtypeStruct)}
     return arrays, {name: value for name, value in inputs.items() if name not in arrays}

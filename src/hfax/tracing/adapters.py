@@ -1,9 +1,8 @@
-"""Low-rank adapters beside a module's own weights, in a trace.
+"""Low-rank adapters next to a module's weights, in a trace.
 
-Takes the adapters' arrays out of a model's weights, where they stand under the names that peft gives them
-("….q_proj.lora_A.weight"), and has the layers that they belong to add what they compute. Hu et al., 2021
-(https://arxiv.org/abs/2106.09685); with a magnitude, DoRA, Liu et al., 2024 (https://arxiv.org/abs/2402.09353). It does not know
-where adapters come from.
+Separates the adapter arrays from a model's weights, where they have peft's names ("….q_proj.lora_A.weight"), and adds the adapter
+outputs to their layers. LoRA: Hu et al., 2021 (https://arxiv.org/abs/2106.09685); with a magnitude, DoRA: Liu et al., 2024
+(https://arxiv.org/abs/2402.09353). It does not know where adapters come from.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from hfax.patches.patch import forwards_replaced
 LORA_A, LORA_B, SCALING, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_scaling", "lora_magnitude_vector.weight"
 EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
 PARTS = (LORA_A, LORA_B, SCALING, MAGNITUDE, EMBEDDING_A, EMBEDDING_B)
-"""Names of an adapter's arrays behind the name of the layer that they belong to."""
+"""Names of an adapter's arrays, appended to the layer name."""
 
 
 def split_adapters(weights: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """The weights without adapters, and each layer's adapter by the layer's name and the array's."""
+    """The weights without adapters, and the adapter arrays by layer name and array name."""
     own: dict[str, Any] = {}
     adapters: dict[str, dict[str, Any]] = {}
     for name, array in weights.items():
@@ -42,14 +41,14 @@ def split_adapters(weights: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
 def adapted(
     module: torch.nn.Module, adapters: Mapping[str, Mapping[str, jax.Array]], environment: Any, dropout: float
 ) -> Iterator[None]:
-    """For the block, layers add what their adapters compute.
+    """Within the block, layers add their adapter outputs.
 
     Args:
         module: the model.
-        adapters: by the name of the layer: `lora_A` [rank, in], `lora_B` [out, rank], a scaling without axes, and of DoRA a
-            magnitude [out]; of embeddings `lora_embedding_A` [rank, rows] and `lora_embedding_B` [width, rank].
-        environment: of the trace.
-        dropout: of the adapters' inputs, in train mode.
+        adapters: by layer name: `lora_A` [rank, in], `lora_B` [out, rank], a scalar scaling, and for DoRA a magnitude [out]; for
+            embeddings `lora_embedding_A` [rank, rows] and `lora_embedding_B` [width, rank].
+        environment: the environment of the trace.
+        dropout: dropout rate of the adapter inputs, in train mode.
     """
     layers = [(module.get_submodule(path), arrays) for path, arrays in adapters.items()]
 
@@ -82,7 +81,7 @@ def _linear(
         weight = own.t() if isinstance(layer, Conv1D) else own
         norm = environment.wrap(column_norms(*environment.t2j_iso((weight, a, b, scaling))))
         scale = magnitude / norm
-        if drops:  # the whole layer reads what dropout left
+        if drops:  # the whole layer reads the input after dropout
             base = torch.nn.functional.linear(given, weight.to(given.dtype))
         else:
             base = result if layer.bias is None else result - layer.bias
@@ -92,7 +91,7 @@ def _linear(
 
 
 def column_norms(weight: jax.Array, a: jax.Array, b: jax.Array, scaling: jax.Array) -> jax.Array:
-    """Of each row of `weight + scaling · b @ a`, [out, in]: [out] float32, through which no gradient flows, as DoRA has it."""
+    """Norm of each row of `weight + scaling · b @ a`, [out, in]: [out] float32, with stopped gradient as in DoRA."""
     merged = weight.astype(jnp.float32) + scaling * (b.astype(jnp.float32) @ a.astype(jnp.float32))
     return jax.lax.stop_gradient(jnp.linalg.norm(merged, axis=1))
 

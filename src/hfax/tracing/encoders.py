@@ -1,4 +1,4 @@
-"""The encoder of an encoder-decoder, run once, and its result in the classes that decoders look for. For every backend."""
+"""Runs the encoder of an encoder-decoder once, and wraps its output in the classes that decoders expect. For every backend."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hfax.tracing.forward_arguments import is_known, known_arguments
 
 
 class EncoderOutputs(BaseModelOutputWithPooling, BaseModelOutput):
-    """An encoder's result with whatever tensors it had, under their names; what it had not is None.
+    """An encoder output with its tensors by name; missing fields are None.
 
-    Of both classes, since models ask for one or the other and else take the result apart by its order.
+    Inherits from both classes, since models check for one or the other and otherwise unpack by position.
     """
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
@@ -32,13 +32,13 @@ class EncoderOutputs(BaseModelOutputWithPooling, BaseModelOutput):
 
 
 def run_encoder(module: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The encoder's result, and the inputs left for the decoder; as transformers' own generate does it.
+    """The encoder output and the remaining decoder inputs, as in transformers' generate.
 
-    A class that has a way of its own to feed its encoder (Florence-2 puts images' features into the text first) is followed in it.
+    Supports classes with custom encoder inputs (Florence-2 inserts image features into the text first).
 
     Raises:
-        InvalidInputError: an input that neither the encoder nor the decoder takes.
-        UnsupportedModelError: the class feeds its encoder in a way that is not followed.
+        InvalidInputError: neither the encoder nor the decoder takes an input.
+        UnsupportedModelError: the class prepares its encoder inputs in an unsupported way.
     """
     left = {n: v for n, v in inputs.items() if n.startswith("decoder_") or n == "attention_mask"}
     if _feeds_encoder_itself(module):
@@ -55,14 +55,14 @@ def run_encoder(module: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any
     if module.main_input_name in unread:
         raise UnsupportedModelError(
             f"generate() does not support {type(module).__name__} with a {type(encoder).__name__}.",
-            f"The class feeds {module.main_input_name} to it in a generate of its own.",
-            "Call the model itself, or generate with plain transformers.",
+            f"The class overrides generate() to pass {module.main_input_name} to its encoder.",
+            "Call the model directly, or generate with plain transformers.",
         )
     if unread:
         raise InvalidInputError(
-            f"generate() of {type(module).__name__} does not read {', '.join(unread)}.",
-            f"{type(encoder).__name__} does not take it, and the decoder gets the encoder's output alone.",
-            "Leave it out.",
+            f"generate() of {type(module).__name__} does not use {', '.join(unread)}.",
+            f"{type(encoder).__name__} does not take it, and the decoder gets only the encoder's output.",
+            "Remove it.",
         )
     return encoder(**own, return_dict=True), left
 

@@ -1,8 +1,8 @@
-"""How each torch call of a trace is carried out: on arrays by its lowering, among constants by torch itself.
+"""How each torch call of a trace is executed: by a lowering on arrays, by torch itself on constants.
 
-One `TraceEnvironment` stands between the modelling code and torchax's table of lowerings. It adds what that table lacks: constants
-that stay on the host, views that share storage, in-place forms of every operation that has a functional one, torch's rule for
-operands without axes, and plain torch tensors among traced ones. It does not know models.
+One `TraceEnvironment` sits between the modelling code and torchax's table of lowerings. It adds what that table lacks: constants
+that stay on the host, views that share storage, in-place forms of every functional operation, torch's type promotion of 0-d
+operands, and plain torch tensors mixed with traced ones. It does not know models.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _ARITHMETIC = (
     "add sub mul div rsub true_divide floor_divide pow maximum minimum fmod remainder lerp addcmul addcdiv atan2 hypot"
 )
 _SCALAR_AWARE = frozenset([*_ARITHMETIC.split(), "where", "masked_fill", "clamp", "clamp_min", "clamp_max"])
-"""Operations in which torch lets an operand without axes follow the dtype of those that have some."""
+"""Operations in which torch promotes a 0-d operand to the dtype of the others."""
 _RESHAPED_IN_PLACE = frozenset({"unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_"})
 _COMPARISONS = frozenset({"eq", "ne", "gt", "ge", "lt", "le"})
 
@@ -73,34 +73,34 @@ OperatorNotFound = torchax.tensor.OperatorNotFound
 
 
 class TraceEnvironment(torchax.tensor.Environment):
-    """torchax's environment with hfax's rules. It is entered for one trace at a time."""
+    """torchax's environment with hfax's rules. Entered for one trace at a time."""
 
     def __init__(self) -> None:
         super().__init__()
         self.used: set[str] = set()
-        """Names of the lowerings of patches that ran since it was emptied."""
+        """Names of patch lowerings used since the set was cleared."""
         for op, function in LOWERINGS.items():
             self.lower(op, function)
 
     def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Carry out one torch call."""
+        """Execute one torch call."""
         kwargs = kwargs or {}
         if is_in_64_bits() or not wide_integers.needs_64_bits(
             _name(func), list(_tensors((args, kwargs))), (*args, *kwargs.values())
         ):
             return self._carry_out(func, args, kwargs)
-        if func is torch.ops.aten.scalar_tensor.default:  # of `where`, in the dtype of the tensor beside it
+        if func is torch.ops.aten.scalar_tensor.default:  # from `where`, in the dtype of its other operand
             kwargs = {**kwargs, "dtype": torch.int64}
         with self._in_64_bits(_name(func)):
             return wide_integers.settled(_name(func), args, self._carry_out(func, args, kwargs))
 
     @contextlib.contextmanager
     def _in_64_bits(self, name: str) -> Iterator[None]:
-        """Within the block whole numbers have JAX's 64-bit types."""
+        """Within the block, integers have JAX's 64-bit types."""
         try:
             with in_64_bits():
                 yield
-        except (TypeError, OverflowError) as error:  # a lowering that takes 32 bits alone
+        except (TypeError, OverflowError) as error:  # a lowering that supports only 32 bits
             raise wide_integers.refusal(name, str(error).splitlines()[0]) from error
 
     def _carry_out(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -127,7 +127,7 @@ class TraceEnvironment(torchax.tensor.Environment):
         return self._traced(func, name, args, kwargs)
 
     def lower(self, op: Any, function: Callable[..., Any]) -> None:
-        """Carry out `op` by a function of arrays."""
+        """Register a function of arrays as the lowering of `op`."""
         self._ops[op] = torchax.ops.ops_registry.Operator(  # type: ignore[attr-defined]
             op, function, is_jax_function=True, is_user_defined=True, needs_env=False, is_view_op=False
         )
@@ -137,20 +137,20 @@ class TraceEnvironment(torchax.tensor.Environment):
         return TraceTensor(array, self)
 
     def constant(self, make: Callable[[], torch.Tensor]) -> TraceTensor:
-        """A tensor of the trace whose value torch code can look at.
+        """A tensor of the trace with a value that torch code can read.
 
         Args:
-            make: gives the value, in torch itself.
+            make: returns the value as a torch tensor.
         """
         with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
             return TraceTensor(make(), self)
 
     def j2t_iso(self, jaxarray: Any) -> Any:
-        """Arrays of any nested value as tensors of the trace."""
+        """Convert the arrays in a nested value to tensors of the trace."""
         return _map(lambda v: isinstance(v, jax.Array), self.wrap, jaxarray)
 
     def t2j_iso(self, torchtensors: Any) -> Any:
-        """Tensors of any nested value as arrays; plain torch tensors become constants of the program."""
+        """Convert the tensors in a nested value to arrays; plain torch tensors become constants of the program."""
         return _map(_is_tensor, as_array, torchtensors)
 
     # Constants
@@ -175,7 +175,7 @@ class TraceEnvironment(torchax.tensor.Environment):
         return self._traced(func, _name(func), args, kwargs)
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run torch's own function on constants; `_TOO_LARGE` if the result should rather be computed by the program."""
+        """Run torch's function on constants; `_TOO_LARGE` if the program should compute the result instead."""
         inputs: list[TraceTensor] = [t for t in _tensors((args, kwargs)) if isinstance(t, TraceTensor)]
         with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
             plain_args = _map(_is_tensor_or_device, _to_host, args)
@@ -255,7 +255,7 @@ class TraceEnvironment(torchax.tensor.Environment):
             target.wrote()
 
     def _widen(self, target: TraceTensor) -> Any:
-        """The array of a tensor that numbers of 64 bits are written to, in 64 bits."""
+        """The array of a tensor that 64-bit values are written to, widened to 64 bits."""
         if target.has_shared_storage:
             raise wide_integers.refusal("a write", "the tensor shares its storage with one of 32 bits")
         target._elem = target._elem.astype(jnp.int64)
@@ -363,7 +363,7 @@ class TraceEnvironment(torchax.tensor.Environment):
         return result
 
     def _like_meta(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Zeros of the shapes and dtypes that torch gives the operation, for a diagnosis that goes on without it."""
+        """Zeros with the operation's result shapes and dtypes in torch, for a diagnosis that continues without it."""
 
         def run(device: str) -> Any:
             make = lambda t: torch.zeros(tuple(t.shape), dtype=t.dtype, device=device)  # noqa: E731
@@ -372,12 +372,12 @@ class TraceEnvironment(torchax.tensor.Environment):
         with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
             try:
                 result = run("meta")
-            except NotImplementedError:  # torch itself must compute it to know its shape
+            except NotImplementedError:  # torch must compute the result to know its shape
                 result = run("cpu")
         return _map(_is_tensor, lambda t: self.wrap(jnp.zeros(tuple(t.shape), mappings.t2j_dtype(t.dtype))), result)
 
     def _as_function(self, func: Any) -> Callable[..., Any]:
-        """An operation that is lowered by others, as a function of an array."""
+        """A composite operation as a function of an array."""
 
         def function(array: Any, *rest: Any, **kwargs: Any) -> Any:
             return self.t2j_iso(self.dispatch(func, (), (self.wrap(array), *rest), kwargs))
@@ -394,7 +394,7 @@ _TOO_LARGE = object()
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether torch code sees a tensor in it; what a traced mask selected is one whose length is not known."""
+    """Whether torch code sees a tensor; a selection by a traced mask counts, though its length is unknown."""
     return isinstance(value, (torch.Tensor, MaskedSelection))
 
 
@@ -410,12 +410,12 @@ def as_array(tensor: Any) -> Any:
 
 
 def _quantized_too(value: Any) -> Any:
-    """As `TraceEnvironment.t2j_iso`, with quantized weights as they are."""
+    """Like `TraceEnvironment.t2j_iso`, but leaves quantized weights unchanged."""
     return _map(_is_tensor, lambda t: getattr(t, "quantized", None) or as_array(t), value)
 
 
 def _map(is_leaf: Callable[[Any], bool], change: Callable[[Any], Any], value: Any) -> Any:
-    """A nested value of lists, tuples and dicts with its leaves changed."""
+    """Map over the leaves of nested lists, tuples and dicts."""
     if is_leaf(value):
         return change(value)
     if isinstance(value, tuple):
@@ -452,7 +452,7 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 
 def _lies_otherwise(value: Any) -> bool:
-    """Whether a traced tensor in it is not contiguous, in torch."""
+    """Whether a traced tensor in `value` is non-contiguous in torch."""
     return any(isinstance(t, TraceTensor) and not t.is_contiguous() for t in _tensors(value))
 
 
@@ -525,7 +525,7 @@ def _functional_form(func: Any, name: str) -> Any:
 
 
 def _note_sum(result: Any, name: str, args: Any) -> None:
-    """Keep count when a traced scalar changes by a known number: ranges that begin and end with it have a known length."""
+    """Track offsets between traced scalars, so that ranges between them have a known length."""
     if not isinstance(result, TraceTensor) or result.host is not None or result.ndim or len(args) < 2:
         return
     one, other = args[0], args[1]
@@ -549,7 +549,7 @@ def _known_comparison(name: str, args: Any) -> bool | None:
 
 
 def _with_numbers(value: Any) -> Any:
-    """A list of sizes with constants without axes as Python numbers."""
+    """A list of sizes with 0-d constants as Python numbers."""
     if type(value) not in (list, tuple) or not any(isinstance(v, TraceTensor) for v in value):
         return value
     return type(value)(
@@ -558,7 +558,7 @@ def _with_numbers(value: Any) -> Any:
 
 
 def _match_scalars(arrays: Any) -> Any:
-    """torch's promotion: an array without axes takes the dtype of those with axes, if it is of the same kind or a lower one."""
+    """torch's promotion: 0-d arrays take the dtype of the others if they are of the same or a lower kind."""
     wide = [a.dtype for a in arrays if isinstance(a, jax.Array) and a.ndim]
     if not wide:
         return arrays

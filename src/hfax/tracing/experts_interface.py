@@ -1,4 +1,4 @@
-"""transformers' experts interface on JAX: each token's experts by grouped products, without a loop over what the router chose."""
+"""transformers' experts interface on JAX: grouped matrix products, without a loop over the routed experts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from hfax.tracing.environment import as_array
 
 
 def experts_forward(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
-    """Sum of the chosen experts' outputs, weighted; has the signature that transformers gives its experts functions.
+    """Weighted sum of the routed experts' outputs, with the signature of transformers' experts functions.
 
     Args:
-        self: a module with `gate_up_proj` or `up_proj` and `down_proj`, [experts, out, in] (or [experts, in, out] where it says
+        self: a module with `gate_up_proj` or `up_proj` and `down_proj`, [experts, out, in] (or [experts, in, out] if
             `is_transposed`).
         hidden_states: [tokens, width].
-        top_k_index: [tokens, k], the experts of each token; at or above `num_experts` for none.
+        top_k_index: [tokens, k], the experts of each token; indices at or above `num_experts` mean no expert.
         top_k_weights: [tokens, k].
 
     Returns:

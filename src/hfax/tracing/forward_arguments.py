@@ -1,9 +1,9 @@
-"""Which keyword arguments a model's forward makes use of: so that a name that it would pass over in silence is an error.
+"""Which keyword arguments a model's forward uses, so that a silently ignored name is an error.
 
-Nearly every forward of transformers ends in `**kwargs`, which are handed down to parts, attention and the loss; a misspelt
-`atention_mask` disappears in them. Known are the names in the signatures of the forward and of the models inside of it, in the
-typed dicts that it declares (`Unpack[TransformersKwargs]`), in its loss, and those that its source takes out of `kwargs` by name.
-For every backend; it imports none.
+Nearly every transformers forward ends in `**kwargs`, which are passed on to submodules, attention and the loss; a misspelt
+`atention_mask` disappears in them. Known names are those in the signatures of the forward and of its submodels, in the typed dicts
+it declares (`Unpack[TransformersKwargs]`), in its loss, and those that its source reads from `kwargs` by name. For every backend;
+imports none.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from transformers.utils.generic import TransformersKwargs
 from hfax.errors import InvalidInputError
 
 _OF_DECORATORS = frozenset({"use_cache", "return_dict"})
-"""What transformers' decorators of forward take out of the arguments (`can_return_tuple`, `merge_with_config_defaults`)."""
+"""Arguments consumed by transformers' decorators of forward (`can_return_tuple`, `merge_with_config_defaults`)."""
 _OF_PROCESSORS = frozenset({"attention_mask", "token_type_ids", "mm_token_type_ids"})
-"""What tokenizers and processors write beside the ids for every model, and most models pass over, in transformers as well."""
+"""Outputs of tokenizers and processors besides ids that most models ignore, in transformers too."""
 
 
 def known_arguments(module: torch.nn.Module) -> tuple[frozenset[str], tuple[str, ...]]:
-    """The names that forward takes, and the beginnings of names ("decoder_") that it hands to a part without them."""
+    """The names that forward takes, and the prefixes ("decoder_") that it strips when passing arguments to a submodule."""
     own = inspect.signature(module.forward).parameters.values()
     names = {p.name for p in own if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     if all(p.kind is not p.VAR_KEYWORD for p in own):
@@ -55,21 +55,21 @@ def known_arguments(module: torch.nn.Module) -> tuple[frozenset[str], tuple[str,
 
 
 def is_known(name: str, known: tuple[frozenset[str], tuple[str, ...]]) -> bool:
-    """Whether a forward makes use of an argument of that name, from its `known_arguments`."""
+    """Whether a forward uses an argument of that name, from its `known_arguments`."""
     names, beginnings = known
     return name in names or any(name.startswith(b) and name.removeprefix(b) in names for b in beginnings)
 
 
 def reject_unknown(class_name: str, given: Iterable[str], known: tuple[frozenset[str], tuple[str, ...]]) -> None:
-    """Raise for a keyword argument that forward makes no use of.
+    """Raise for a keyword argument that forward does not use.
 
     Args:
-        class_name: of the model.
-        given: names.
-        known: of `known_arguments`.
+        class_name: class name of the model.
+        given: names of the arguments.
+        known: the result of `known_arguments`.
 
     Raises:
-        InvalidInputError: naming it, with the nearest name that is known.
+        InvalidInputError: names the argument, with the nearest known name.
     """
     names, _ = known
     for name in given:
@@ -78,8 +78,8 @@ def reject_unknown(class_name: str, given: Iterable[str], known: tuple[frozenset
         near = difflib.get_close_matches(name, sorted(names), n=1)
         raise InvalidInputError(
             f"{class_name} was called with {name!r}, which its forward does not take.",
-            "It would be passed over, and the result would be as if it had not been given.",
-            f"Did you mean {near[0]!r}?" if near else f"Leave it out; forward takes {', '.join(sorted(names))}.",
+            "It would be silently ignored.",
+            f"Did you mean {near[0]!r}?" if near else f"Remove it; forward takes {', '.join(sorted(names))}.",
         )
 
 
@@ -97,7 +97,7 @@ def _keys(typed_dict: Any) -> Iterator[str]:
 
 @functools.cache
 def _taken_by_source(place: str) -> tuple[frozenset[str], frozenset[str]]:
-    """What a module's code reads of its `kwargs` by name, and the beginnings of names that it looks for."""
+    """Names that a module's code reads from its `kwargs`, and the name prefixes it looks for."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[place]))
     except (OSError, TypeError, KeyError, SyntaxError):

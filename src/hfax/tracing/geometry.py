@@ -1,8 +1,8 @@
-"""Inputs whose values decide shapes: the grids, sizes and lengths of images, videos and sound.
+"""Inputs with values that determine shapes: the grids, sizes and lengths of images, videos and audio.
 
-A compiled program has fixed shapes, so these stay constants of the program, on the host, where the modelling code may turn them
-into Python numbers; pixels, samples and token ids are traced. The three-dimensional positions that some models count from grids and
-token ids are computed here too, by the model's own function, before anything is traced.
+A compiled program has fixed shapes, so these are constants of the program, on the host, where modelling code may turn them into
+Python numbers; pixels, audio samples and token ids are traced. The 3-D positions that some models compute from grids and token ids
+are computed here too, by the model's own function, before tracing.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _TRACED = re.compile(r"^(high_res_)?pixel_values|^labels$")
 
 @dataclasses.dataclass(frozen=True)
 class HostArray:
-    """An array that is part of a program. Its repr tells every value apart.
+    """A host array that is part of a program. Its repr is unique to its values.
 
     Args:
-        array: int, bool or float; not changed afterwards.
+        array: int, bool or float; must not be modified afterwards.
     """
 
     array: np.ndarray
@@ -49,18 +49,18 @@ class HostArray:
         return hash(repr(self))
 
     def to_torch(self) -> torch.Tensor:
-        """A copy; integers have 64 bits, as transformers' processors give them."""
+        """A copy as a torch tensor; integers are int64, as from transformers' processors."""
         tensor = torch.from_numpy(np.array(self.array))
         return tensor.long() if tensor.dtype == torch.int32 else tensor
 
 
 def is_geometry(name: str) -> bool:
-    """Whether the values of an input of this name decide shapes."""
+    """Whether the values of an input of this name determine shapes."""
     return bool(_GEOMETRY.search(name)) and not _TRACED.search(name)
 
 
 def keep_on_host(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs with arrays that are geometry as `HostArray`s. Traced values stay: there is nothing to keep."""
+    """The inputs with geometry arrays as `HostArray`s. Traced values are unchanged."""
     return {n: HostArray(np.asarray(v)) if is_geometry(n) and _is_concrete(v) else v for n, v in inputs.items()}
 
 
@@ -69,14 +69,14 @@ def _is_concrete(value: Any) -> bool:
 
 
 def forward_positions(module: torch.nn.Module, inputs: Mapping[str, Any]) -> np.ndarray | None:
-    """The positions of a call of forward in which images or videos have grids, [3, batch, length] int32.
+    """Positions for a forward call with image or video grids, [3, batch, length] int32.
 
     Args:
-        module: the model, or one that holds it.
-        inputs: of forward, by name: arrays on the host, and `HostArray`s.
+        module: the model, or a model that contains it.
+        inputs: forward inputs by name: host arrays and `HostArray`s.
 
     Returns:
-        None for models that count positions in one dimension, and for calls without images or with positions.
+        None for models with 1-D positions, and for calls without images or with explicit positions.
     """
     if inputs.get("position_ids") is not None or not any(isinstance(v, HostArray) for v in inputs.values()):
         return None
@@ -84,7 +84,7 @@ def forward_positions(module: torch.nn.Module, inputs: Mapping[str, Any]) -> np.
     if holder is None or inputs.get("input_ids") is None or is_traced(inputs["input_ids"]):
         return None
     given = {"inputs_embeds": None, "past_key_values": None, **_as_torch(inputs)}
-    if given.get("feature_attention_mask") is not None:  # as the forward of these classes counts them
+    if given.get("feature_attention_mask") is not None:  # as the forward of these classes computes them
         given["audio_feature_lengths"] = given["feature_attention_mask"].sum(dim=1)
     names = inspect.signature(holder.compute_3d_position_ids).parameters
     given |= {
@@ -96,14 +96,14 @@ def forward_positions(module: torch.nn.Module, inputs: Mapping[str, Any]) -> np.
 
 
 def prompt_positions(module: Any, inputs: Mapping[str, Any]) -> np.ndarray | None:
-    """The positions of prompts as the model's own generate counts them, [batch, length] or [n, batch, length] int32.
+    """Prompt positions as in the model's generate, [batch, length] or [n, batch, length] int32.
 
     Args:
         module: the model.
-        inputs: of the prompts: `input_ids` and `attention_mask`, [batch, length], padded on the left, and what else was given.
+        inputs: prompt inputs: `input_ids` and `attention_mask`, [batch, length], left-padded, and all further inputs.
 
     Returns:
-        None if the class counts them as every text model does, or counts none.
+        None if the class uses standard text positions, or none.
     """
     from transformers import GenerationMixin
 
@@ -118,7 +118,7 @@ def prompt_positions(module: Any, inputs: Mapping[str, Any]) -> np.ndarray | Non
 
 @contextlib.contextmanager
 def _deltas_put_back(module: torch.nn.Module) -> Iterator[None]:
-    """What modelling code keeps of the positions of one call, for the steps after it, is not kept."""
+    """Restore the position state that modelling code stores for later steps."""
     parts: list[Any] = [m for m in module.modules() if hasattr(m, "rope_deltas")]
     before = [m.rope_deltas for m in parts]
     try:

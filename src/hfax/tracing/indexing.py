@@ -1,7 +1,7 @@
 """`x[index]` and `x[index] = value` with torch's rules, on arrays.
 
-Turns torch's index expressions into JAX's. An index whose result has a size that depends on values (a traced boolean mask, a traced
-slice bound) has no place in a compiled program: reading raises, writing through a mask becomes a choice between old and new.
+Turns torch's index expressions into JAX's. Indices with data-dependent result sizes (a traced boolean mask, a traced slice bound)
+cannot be compiled: reading raises, writing through a mask becomes a select between old and new values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Array = Any
 
 
 def is_basic(index: Any) -> bool:
-    """Whether an index, made of arrays and static parts, selects a regular part, so that the result is a view."""
+    """Whether an index of arrays and static parts is basic indexing, so that the result is a view."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(p is None or p is Ellipsis or (isinstance(p, (int, slice)) and not isinstance(p, bool)) for p in parts)
 
@@ -71,7 +71,7 @@ def read(array: Array, index: Any) -> Array:
     """`array[index]`, the index from `static_index`.
 
     Raises:
-        ValueReadError: the result's size would depend on a traced mask's values.
+        ValueReadError: the result's size would depend on the values of a traced mask.
     """
     for part in index if isinstance(index, tuple) else (index,):
         if isinstance(part, jax.Array) and part.dtype == jnp.bool_ and part.ndim:
@@ -80,7 +80,7 @@ def read(array: Array, index: Any) -> Array:
 
 
 def write(array: Array, index: Any, value: Any) -> Array:
-    """`array` after `array[index] = value`, the index from `static_index`."""
+    """`array` after `array[index] = value`, with the index from `static_index`."""
     value = jnp.asarray(value).astype(array.dtype)
     parts = index if isinstance(index, tuple) else (index,)
     masks = [i for i, p in enumerate(parts) if isinstance(p, jax.Array) and p.dtype == jnp.bool_]
@@ -101,7 +101,7 @@ def write(array: Array, index: Any, value: Any) -> Array:
 
 
 def masked_rows(array: Array, mask: Array, rows: Array) -> Array:
-    """`array` with its places where `mask` (over the leading axes) is True taken in turn from `rows`, [n, …]."""
+    """`array` with the entries where `mask` (over the leading axes) is True replaced in order by `rows`, [n, …]."""
     order = jnp.cumsum(mask.reshape(-1).astype(jnp.int32)) - 1
     picked = rows[jnp.clip(order, 0, rows.shape[0] - 1)].reshape(*mask.shape, *rows.shape[1:])
     return jnp.where(mask.reshape(mask.shape + (1,) * (rows.ndim - 1)), picked, array)
@@ -112,7 +112,7 @@ def _is_mask(part: Any) -> bool:
 
 
 def _fitted(value: Array, array: Array, index: Any) -> Array:
-    """torch lets a value carry leading axes of size 1 that its target has not."""
+    """Drop leading axes of size 1 that the target lacks, which torch allows."""
     target = jax.eval_shape(lambda a: a[index], array).ndim if value.ndim else 0
     while value.ndim > target and value.shape[0] == 1:
         value = value[0]
@@ -120,12 +120,12 @@ def _fitted(value: Array, array: Array, index: Any) -> Array:
 
 
 def whole_mask(index: Any) -> Array | None:
-    """The mask, if the index is one traced boolean mask over the leading axes, maybe with `:` behind it; else None."""
+    """The mask if the index is one traced boolean mask over the leading axes, optionally followed by `:`; else None."""
     parts = index if isinstance(index, tuple) else (index,)
     rest = [p for p in parts[1:] if p is not Ellipsis and not (isinstance(p, slice) and p == slice(None))]
     return parts[0] if parts and not rest and _is_mask(parts[0]) and parts[0].ndim else None
 
 
 def make_reader(index: Any) -> tuple[Callable[[Array], Array], Callable[[Array, Array], Array]]:
-    """For a basic index: the view's array from the base's, and the way back."""
+    """For a basic index: functions from the base array to the view's array, and back."""
     return lambda array: array[index], lambda array, new: array.at[index].set(new)

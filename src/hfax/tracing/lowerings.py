@@ -1,7 +1,7 @@
-"""Lowerings of torch operations whose numbers or dtypes in torchax's table are not torch's, in plain JAX.
+"""Lowerings in plain JAX of torch operations for which torchax's values or dtypes differ from torch's.
 
-`LOWERINGS` goes into the environment's table before any patch. What each entry does otherwise stands in its docstring; the
-comparison with torch that found them is docs/lowerings.md.
+`LOWERINGS` is added to the environment's table before any patch. Each docstring states the difference; the comparison with torch
+that found them is in docs/lowerings.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _aten = torch.ops.aten
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether it is an integer or a truth value, in Python or in an array."""
+    """Whether a Python value or an array is integer or bool."""
     if isinstance(value, (jax.Array, np.ndarray)):
         return jnp.issubdtype(value.dtype, jnp.integer) or value.dtype == jnp.bool_
     return isinstance(value, int)
@@ -36,7 +36,7 @@ def _of_one_dtype(*values: Any) -> list[jax.Array]:
 
 
 def _float_dtype(array: Any) -> Any:
-    """torch's dtype for a function of real numbers: a float's own, else the default one."""
+    """torch's result dtype of a floating-point function: the dtype of a float input, else the default dtype."""
     return array.dtype if jnp.issubdtype(array.dtype, jnp.inexact) else jnp.float32
 
 
@@ -46,14 +46,14 @@ def _torchax(op: Any) -> Callable[..., Any]:
 
 
 def _add(input: Any, other: Any, *, alpha: Any = 1) -> jax.Array:
-    """The sum of two truth values is one, not 2."""
+    """The sum of two bools is a bool, not 2."""
     if _is_truth(input) and _is_truth(other):
         return jnp.logical_or(input, jnp.logical_and(other, bool(alpha)))
     return _torchax(_aten.add.Tensor)(input, other, alpha=alpha)
 
 
 def _div(input: Any, other: Any, rounding_mode: str | None = None) -> jax.Array:
-    """A quotient of integers that is cut to an integer is never a float32, which holds no integer above 2^24 exactly."""
+    """Integer division with rounding is never computed in float32, which is inexact above 2^24."""
     if rounding_mode and _is_whole(input) and _is_whole(other):
         if rounding_mode == "floor":
             return jnp.floor_divide(input, other)
@@ -62,12 +62,12 @@ def _div(input: Any, other: Any, rounding_mode: str | None = None) -> jax.Array:
 
 
 def _fmod(input: Any, other: Any) -> jax.Array:
-    """The exact remainder; a quotient rounded to bfloat16 gives another."""
+    """The exact remainder; a quotient rounded to bfloat16 would change it."""
     return jnp.fmod(*_of_one_dtype(input, other))
 
 
 def _pow(input: Any, exponent: Any) -> jax.Array:
-    """Powers of integers are integers, never float32s."""
+    """Powers of integers are integers, never computed in float32."""
     if not (_is_whole(input) and _is_whole(exponent)):
         return _torchax(_aten.pow)(input, exponent)
     base, exponent = _of_one_dtype(input, exponent)
@@ -86,7 +86,7 @@ def _hardtanh(input: jax.Array, min_val: float = -1.0, max_val: float = 1.0) -> 
 def _vector_norm(
     input: jax.Array, ord: float = 2, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> jax.Array:
-    """Computed in float32 from 16-bit floats; `dtype` and the count of an order of 0 give floats."""
+    """Computes in float32 for 16-bit floats; with `dtype` or order 0 the result is floating-point."""
     out_dtype = mappings.t2j_dtype(dtype) if dtype is not None else _float_dtype(input)
     if jnp.issubdtype(input.dtype, jnp.complexfloating):
         out_dtype = jnp.zeros((), out_dtype).real.dtype
@@ -116,7 +116,7 @@ def _prod(
 
 
 def _sort(input: jax.Array, dim: int = -1, descending: bool = False, stable: bool = False) -> tuple[Any, Any]:
-    """Equal elements keep their order, as in torch on CPU, where falling, too."""
+    """The sort is stable, as in torch on CPU, also when descending."""
     if not input.ndim:
         return input, jnp.zeros((), jnp.int32)
     order = jnp.argsort(input, axis=dim, stable=True, descending=descending)
@@ -126,7 +126,7 @@ def _sort(input: jax.Array, dim: int = -1, descending: bool = False, stable: boo
 def _scatter_reduce(
     input: jax.Array, dim: int, index: jax.Array, src: Any, reduce: str, *, include_self: bool = True
 ) -> jax.Array:
-    """Integers and truth values have no infinity to begin a maximum with: they begin with their least number."""
+    """Integers and bools have no infinity: a maximum starts from their lowest value."""
     lower = _torchax(_aten.scatter_reduce)
     if not _is_whole(input) or not isinstance(src, jax.Array):
         return lower(input, dim, index, src, reduce, include_self=include_self)
@@ -143,26 +143,26 @@ def _scatter_reduce(
 
 
 def _in_its_dtype(op: Any, input: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
-    """A function that torchax gives in float32 whatever it is of: in the dtype of its floats."""
+    """Compute in the dtype of the float input, where torchax always returns float32."""
     dtype = _float_dtype(input)
     return _torchax(op)(input.astype(jnp.float32), *args, **kwargs).astype(dtype)
 
 
 def _of_triangle(input: jax.Array, is_lower: bool) -> jax.Array:
-    """The Hermitian matrix whose one triangle it is."""
+    """The Hermitian matrix with the given triangle."""
     triangle = jnp.tril(input, -1) if is_lower else jnp.triu(input, 1)
     diagonal = jnp.where(jnp.eye(input.shape[-1], dtype=bool), input, 0)
     return triangle + jnp.swapaxes(triangle, -1, -2).conj() + diagonal
 
 
 def _eigh(input: jax.Array, UPLO: str = "L", compute_v: bool = True) -> tuple[jax.Array, jax.Array]:
-    """One triangle is read; JAX takes the mean of both."""
+    """Reads one triangle; JAX averages both."""
     values, vectors = jnp.linalg.eigh(_of_triangle(input, UPLO.upper() == "L"), symmetrize_input=False)
     return values, vectors
 
 
 def _pinv(input: jax.Array, *, atol: Any = None, rtol: Any = None, hermitian: bool = False) -> jax.Array:
-    """`atol` and `hermitian` are honoured."""
+    """Supports `atol` and `hermitian`."""
     if hermitian:
         values, vectors = _eigh(input)
         left, right = vectors, jnp.swapaxes(vectors, -1, -2).conj()
@@ -178,7 +178,7 @@ def _pinv(input: jax.Array, *, atol: Any = None, rtol: Any = None, hermitian: bo
 
 
 def _of_floats(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """A special function, of integers as of the floats that they are."""
+    """A special function, with integers converted to floats."""
     wide = (
         a.astype(jnp.float32) if isinstance(a, jax.Array) and _is_whole(a) else float(a) if isinstance(a, int) else a
         for a in args
@@ -208,7 +208,7 @@ LOWERINGS: dict[Any, Callable[..., Any]] = {
     **{op: functools.partial(_in_its_dtype, op) for op in (_aten.lgamma, _aten.digamma, _aten.mvlgamma, _aten.logit)},
     **{op: functools.partial(_of_floats, op) for op in _SPECIAL},
 }
-"""Operations of torch, or their overloads, to functions of arrays."""
+"""torch operations, or their overloads, mapped to functions of arrays."""
 
 
 def _positive_alone(*args: Any, **kwargs: Any) -> str:
@@ -224,4 +224,4 @@ REFUSED: dict[str, Callable[..., str]] = {
     "special_zeta": _positive_alone,
     "grid_sampler_3d": _reflected_grid,
 }
-"""Names of operations whose lowering elsewhere gives wrong numbers, to what says for which arguments, and why ("": for none)."""
+"""Names of operations with lowerings that are wrong for some arguments, mapped to a function that returns why ("" if correct)."""

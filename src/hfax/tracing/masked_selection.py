@@ -1,7 +1,7 @@
-"""`x[mask]` where the mask is traced: a tensor whose length the program does not know.
+"""`x[mask]` with a traced mask: a tensor of unknown length.
 
-It can be counted, and combined with a tensor of known length: then it is taken to have that length, and the program gives the
-condition back, so that the host can raise if it does not hold. Anything else raises `ValueReadError`.
+It can be counted, and combined with a tensor of known length: it is then assumed to have that length, and the program returns the
+condition, so that the host can raise if it is false. Anything else raises `ValueReadError`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hfax.tracing.trace_tensor import TraceTensor, ValueReadError
 
 
 class MaskedSelection:
-    """What a traced mask selects.
+    """The selection by a traced mask.
 
     Args:
-        array: what it selects from, [*mask, *rest].
-        mask: bool.
-        wrap: makes a tensor of the trace from an array.
+        array: the array to select from, [*mask, *rest].
+        mask: bool mask.
+        wrap: wraps an array as a tensor of the trace.
     """
 
     def __init__(self, array: jax.Array, mask: jax.Array, wrap: Callable[[jax.Array], TraceTensor]) -> None:
@@ -34,14 +34,14 @@ class MaskedSelection:
         self._made_at = running_line()
 
     def numel(self) -> TraceTensor:
-        """How many values are selected, a traced scalar."""
+        """The number of selected values, a traced scalar."""
         count = self._mask.sum(dtype=jnp.int32)
         for size in self._rest:
             count = count * size
         return self._wrap(count)
 
     def to(self, *args: Any, **kwargs: Any) -> MaskedSelection:
-        """As torch's: another dtype."""
+        """Like `torch.Tensor.to`: convert the dtype."""
         dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), None)
         if dtype is None:
             return self
@@ -49,16 +49,16 @@ class MaskedSelection:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """The number of places, a traced scalar, and the sizes of the rest."""
+        """The number of selected entries, a traced scalar, and the remaining sizes."""
         return (self._wrap(self._mask.sum(dtype=jnp.int32)), *self._rest)
 
     def view(self, rows: int, number: int, *rest: int) -> SelectionByRow:
-        """What the mask selects in each of its rows, which must be as much in all; the program gives back whether it is.
+        """The selection in each row of the mask; the program returns whether all rows select equally many entries.
 
         Args:
-            rows: of the mask.
-            number: -1, for what is not known.
-            *rest: the other axes, as they are.
+            rows: rows of the mask.
+            number: -1, the unknown size.
+            *rest: the other axes, unchanged.
         """
         if number != -1 or self._mask.ndim != 2 or rows != self._mask.shape[0] or rest != self._rest:
             raise self.error()
@@ -69,18 +69,18 @@ class MaskedSelection:
     reshape = view
 
     def clone(self) -> MaskedSelection:
-        """Itself: it is never changed."""
+        """Return itself: it is immutable."""
         return self
 
     def rows(self, number: int) -> TraceTensor:
-        """The selected values as [number, *rest]; the program gives back whether there are as many."""
+        """The selected values as [number, *rest]; the program returns whether the count matches."""
         mask = self._mask.reshape(-1)
         note_check(self._wrap(mask.sum(dtype=jnp.int32) == number), f"a mask must select {number} places")
         places = jnp.nonzero(mask, size=number, fill_value=0)[0]
         return self._wrap(self._array.reshape(mask.size, *self._rest)[places])
 
     def under(self, mask: jax.Array) -> TraceTensor:
-        """All selected values and room for more, to be written through `mask`; the program gives back whether the counts agree."""
+        """The selected values with padding, to be written through `mask`; the program returns whether the counts match."""
         if mask is not self._mask:
             counts = self._mask.sum(dtype=jnp.int32) == mask.sum(dtype=jnp.int32)
             note_check(self._wrap(counts), "two masks must select as many places")
@@ -122,7 +122,7 @@ class MaskedSelection:
         raise self.error()
 
     def error(self) -> ValueReadError:
-        """What to raise where its length would have to be known."""
+        """The error for operations that need the length."""
         return ValueReadError("indexing with a boolean mask", torch.Size(self._mask.shape), torch.bool, self._made_at)
 
     def _fail(self, *args: Any) -> Any:
@@ -132,13 +132,13 @@ class MaskedSelection:
 
 
 class SelectionByRow:
-    """What a traced mask selects in each row: only the last of each can be taken.
+    """The selection by a traced mask in each row: only the last entry of each row can be read.
 
     Args:
         array: [rows, places, *rest].
         mask: [rows, places] bool.
-        wrap: makes a tensor of the trace from an array.
-        error: what to raise for anything else.
+        wrap: wraps an array as a tensor of the trace.
+        error: returns the error for anything else.
     """
 
     def __init__(
@@ -163,11 +163,11 @@ class SelectionByRow:
 
 
 class DistinctRuns:
-    """The result of `unique_consecutive` of a traced tensor: it can be counted.
+    """The result of `unique_consecutive` on a traced tensor: it can be counted.
 
     Args:
         array: [n].
-        wrap: makes a tensor of the trace from an array.
+        wrap: wraps an array as a tensor of the trace.
     """
 
     def __init__(self, array: jax.Array, wrap: Callable[[jax.Array], TraceTensor]) -> None:
@@ -175,7 +175,7 @@ class DistinctRuns:
         self._made_at = running_line()
 
     def numel(self) -> TraceTensor:
-        """How many runs of equal values there are, a traced scalar."""
+        """The number of runs of equal values, a traced scalar."""
         return self._wrap((self._array[1:] != self._array[:-1]).sum(dtype=jnp.int32) + min(len(self._array), 1))
 
     def _fail(self, *args: Any) -> Any:
@@ -185,13 +185,13 @@ class DistinctRuns:
 
 
 class MaskPlaces(tuple[Any, ...]):
-    """The result of `torch.where(mask)` of a traced mask: it can be an index, where it means the mask itself."""
+    """The result of `torch.where(mask)` with a traced mask: usable as an index, equivalent to the mask."""
 
     mask: TraceTensor
 
     @classmethod
     def of(cls, mask: TraceTensor) -> MaskPlaces:
-        """The places where `mask` is true."""
+        """The indices where `mask` is true."""
         found = cls()
         found.mask = mask
         found.made_at = running_line()

@@ -1,7 +1,7 @@
-"""What a trace is seen to do, for a diagnosis: operations without a lowering, looks at values, dtypes of 64 bits.
+"""Observations of a trace, for diagnosis: operations without a lowering, reads of values, 64-bit dtypes.
 
-A trace that is observed can go on where it would otherwise end, with made-up values, so that one trace finds all that stands in its
-way. Its results mean nothing.
+An observed trace can continue with placeholder values where it would otherwise fail, so that one trace finds all problems. Its
+results are meaningless.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _local = threading.local()
 
 @dataclasses.dataclass(kw_only=True)
 class Observations:
-    """Lines of modelling code ("/…/modeling_x.py:12 in forward"), each with what was seen there.
+    """Lines of modelling code ("/…/modeling_x.py:12 in forward"), each with its observation.
 
     Args:
-        goes_on: whether the trace does not end at what cannot be traced.
-        missing: names of operations that have no lowering.
-        reads: how the value of a traced tensor was asked for.
-        wide: "float64" or "int64", to which a traced value was converted; a program has 32 bits.
+        goes_on: continue after operations that cannot be traced.
+        missing: names of operations without a lowering.
+        reads: how the value of a traced tensor was read.
+        wide: "float64" or "int64", the dtype a traced value was converted to; programs use 32 bits.
     """
 
     goes_on: bool = False
@@ -35,10 +35,10 @@ class Observations:
 
 @contextlib.contextmanager
 def observing(*, goes_on: bool) -> Iterator[Observations]:
-    """Collect what traces of this thread do until the block ends.
+    """Collect observations of this thread's traces until the block ends.
 
     Args:
-        goes_on: past operations without a lowering, and with some value where one is looked at.
+        goes_on: continue after operations without a lowering, and with a placeholder where a value is read.
     """
     before, _local.found = getattr(_local, "found", None), Observations(goes_on=goes_on)
     try:
@@ -48,17 +48,17 @@ def observing(*, goes_on: bool) -> Iterator[Observations]:
 
 
 def note_missing(operation: str) -> bool:
-    """Remember an operation that cannot be lowered; whether the trace should go on."""
+    """Record an operation without a lowering; returns whether the trace should continue."""
     return _note("missing", operation)
 
 
 def note_read(how: str) -> bool:
-    """Remember a look at a traced value; whether the trace should go on."""
+    """Record a read of a traced value; returns whether the trace should continue."""
     return _note("reads", how)
 
 
 def note_wide(dtype: str) -> None:
-    """Remember a conversion to 64 bits."""
+    """Record a conversion to 64 bits."""
     _note("wide", dtype)
 
 

@@ -1,6 +1,6 @@
-"""transformers' result and cache classes as JAX pytrees.
+"""transformers' output and cache classes as JAX pytrees.
 
-Registration is by class, on demand, and once a process; it adds to JAX's registry and changes no class.
+Registration is per class, on demand, once per process; it adds to JAX's registry and changes no class.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _lock = threading.Lock()
 
 
 def register_pytrees() -> None:
-    """Register every `ModelOutput` and cache class that is defined so far, `None` fields kept.
+    """Register every `ModelOutput` and cache class defined so far, keeping `None` fields.
 
     For users of plain torchax: afterwards `jax.jit` and `jax.tree` take and return these objects. transformers imports modelling
-    files when they are first needed, so call it after the model's class is imported; calling it again is harmless.
+    files lazily, so call it after importing the model class; repeated calls are harmless.
     """
     for root in (ModelOutput, Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin):
         for cls in _with_subclasses(root):
@@ -39,7 +39,7 @@ def register_pytrees() -> None:
 
 
 def register_output_class(cls: type) -> None:
-    """Register one class, if it is a `ModelOutput`, a cache or a cache's layer and not registered yet."""
+    """Register a class if it is a `ModelOutput`, a cache or a cache layer and not registered yet."""
     with _lock:
         if cls in _registered:
             return

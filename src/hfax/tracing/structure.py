@@ -1,8 +1,8 @@
-"""The shape of a call's arguments and results: which leaves are arrays, and everything around them.
+"""The structure of a call's arguments and results: which leaves are arrays, and everything around them.
 
-Splits nested Python values into a flat list of arrays and a `Structure` that says how to put them back. A structure holds no
-array, can be compared, hashed through its `repr`, and pickled, so it is part of a program's key and is kept with it on disk. It
-knows transformers' `ModelOutput` and cache classes, and nothing of how arrays are made.
+Splits nested Python values into a flat list of arrays and a `Structure` to rebuild them. A structure holds no array and can be
+compared, hashed through its `repr`, and pickled, so it is part of a program's key and stored with it on disk. It knows
+transformers' `ModelOutput` and cache classes, but not how arrays are made.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """Stands for array number `index` of the flat list."""
+    """A placeholder for array number `index` of the flat list."""
 
     index: int
 
@@ -36,9 +36,9 @@ class Node:
     """A container.
 
     Args:
-        cls: its class.
+        cls: class of the container.
         keys: names of the children; None for lists and tuples.
-        children: what it holds.
+        children: the contents.
     """
 
     cls: type
@@ -62,7 +62,7 @@ def is_array(value: Any) -> bool:
 
 
 def is_traced(value: Any) -> bool:
-    """Whether a value is a tracer of JAX: an array without numbers."""
+    """Whether a value is a JAX tracer, an array without values."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(value, jax.core.Tracer)
 
@@ -76,7 +76,7 @@ def is_of_jax(value: Any) -> bool:
 def flatten(value: Any, is_leaf: Callable[[Any], bool] = is_array) -> tuple[list[Any], Structure]:
     """Split `value` into its arrays and its structure.
 
-    Lists, tuples (named ones too), mappings, `ModelOutput`s, dataclasses and transformers' cache objects are gone through;
+    Traverses lists, tuples (including named ones), mappings, `ModelOutput`s, dataclasses and transformers' cache objects;
     anything else is static.
     """
     arrays: list[Any] = []
@@ -107,7 +107,7 @@ def has_torch(value: Any) -> bool:
 
 
 def unflatten(structure: Structure, arrays: list[Any]) -> Any:
-    """Put arrays back; the inverse of `flatten`."""
+    """Rebuild a value from its arrays; the inverse of `flatten`."""
     if isinstance(structure, Leaf):
         return arrays[structure.index]
     if isinstance(structure, Static):
@@ -128,14 +128,14 @@ def unflatten(structure: Structure, arrays: list[Any]) -> Any:
 
 
 def is_model_output(item: Any) -> bool:
-    """Whether a value is an instance of a `ModelOutput` class of transformers."""
+    """Whether a value is an instance of a transformers `ModelOutput` class."""
     return isinstance(item, Mapping) and dataclasses.is_dataclass(item)
 
 
 def make_model_output(cls: Any, fields: Mapping[str, Any]) -> Any:
-    """A `ModelOutput` from all of its fields, None ones included.
+    """Build a `ModelOutput` from all its fields, including None.
 
-    Its constructor is passed by, because that looks into its first field to guess what it was given.
+    Bypasses the constructor, which inspects the first field to guess the argument form.
     """
     output = cls.__new__(cls)
     for name, value in fields.items():

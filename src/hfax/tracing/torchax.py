@@ -1,16 +1,14 @@
-"""Running a torch module on JAX arrays, inside a trace.
+"""Runs a torch module on JAX arrays inside a trace.
 
-Turns `(module, weights, arguments)` into a pure call whose tensors are `jax.Array`s or tracers. The environment in which torch's
-calls become JAX's is hfax's own and entered for one call at a time, so nothing outside of `call_module` sees its modes. The
-attention, mask and experts functions that hfax registers with transformers are attached here; what they compute is in
-`hfax.patches`.
+Turns `(module, weights, arguments)` into a pure call on `jax.Array`s or tracers. The environment that maps torch calls to JAX is
+hfax's own and entered for one call at a time, so its modes are invisible outside `call_module`. The attention, mask and experts
+functions that hfax registers with transformers are connected here; their implementations are in `hfax.patches`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -34,13 +32,13 @@ from hfax.tracing.geometry import HostArray
 from hfax.tracing.training import Training, in_train_mode, rematerialised
 
 ATTENTION_NAME = "hfax"
-"""The name under which hfax's functions stand in transformers' attention, mask and experts interfaces."""
+"""The name of hfax's functions in transformers' attention, mask and experts interfaces."""
 ADDITIVE_NAME = "hfax_additive"
-"""The same attention with masks of 0 and minus infinity, for modelling code that extends a mask by numbers."""
+"""The same attention with additive masks of 0 and minus infinity, for modelling code that extends masks with floats."""
 
 
 def _import_environment() -> Any:
-    """hfax's environment, without the switch that torchax's import throws for the whole process (torch's encoder fast path)."""
+    """hfax's environment, reverting the process-wide switch set by torchax's import (torch's encoder fast path)."""
     fast_path = torch.backends.mha.get_fastpath_enabled()
     from hfax.tracing import environment
 
@@ -81,19 +79,19 @@ def _recorded(name: str, function: Callable[..., Any], used: set[str]) -> Callab
 
 
 def wrap(tree: Any) -> Any:
-    """Every `jax.Array` or tracer of a pytree as the tensor that torch code sees. Costs nothing."""
+    """Wrap every `jax.Array` or tracer in a pytree as a tensor for torch code. Makes no copy."""
     environment = _environment()
     return jax.tree.map(lambda leaf: environment.wrap(leaf) if isinstance(leaf, jax.Array) else leaf, tree)
 
 
 def wrap_constants(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments with every `HostArray` as a tensor whose values torch code can look at."""
+    """The arguments with every `HostArray` as a tensor with values that torch code can read."""
     environment = _environment()
     return {n: environment.constant(a.to_torch) if isinstance(a, HostArray) else a for n, a in arguments.items()}
 
 
 def unwrap(value: Any) -> Any:
-    """The `jax.Array` inside of a tensor of a trace; a torch tensor of constants becomes an array; all else is returned as is."""
+    """The `jax.Array` in a tensor of a trace; a constant torch tensor becomes an array; anything else is returned unchanged."""
     return as_array(value)
 
 
@@ -107,12 +105,8 @@ def call_jax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _call_torch(function: Callable[..., Any], *arrays: jax.Array) -> jax.Array:
-    """Call torch code of a trace from a JAX function that it called: arrays in, an array out."""
+    """Call torch code of a trace from within a JAX function: arrays in, an array out."""
     return unwrap(function(*(wrap(a) for a in arrays)))
-
-
-_module_locks: dict[int, threading.RLock] = {}
-_locks_lock = threading.Lock()
 
 
 def call_module(
@@ -120,6 +114,7 @@ def call_module(
     weights: Mapping[str, jax.Array],
     call: Callable[[torch.nn.Module], Any],
     *,
+    lock: contextlib.AbstractContextManager[Any] | None = None,
     training: Training | None = None,
     used: set[str] | None = None,
     kept: dict[str, jax.Array] | None = None,
@@ -129,28 +124,27 @@ def call_module(
     """Run `call(module)` with the module's parameters and buffers replaced by `weights`.
 
     Args:
-        module: a skeleton's module; used by one trace at a time.
-        weights: every parameter and buffer by name, tied aliases included; arrays of low-rank adapters beside them.
+        module: a skeleton's module.
+        weights: every parameter and buffer by name, including tied aliases, and arrays of low-rank adapters.
         call: gets the module; builds its arguments with `wrap` and reads its results with `unwrap`.
+        lock: lock of the module, which supports one trace at a time; None: the module is not shared.
         training: how the pass is differentiated; None: it is not.
-        used: gets the names of the patches that ran.
-        kept: arrays that the modules hold as attributes beside their weights ("layers.0.rnn.state"), which some keep between calls;
-            in place, what `call` leaves there. None: nothing is held before, and what is left is dropped.
-        constants: buffers whose values the modelling code may look at, instead of those in `weights`.
-        checks: gets the conditions on traced values that the modelling code checks: what each says, to a scalar bool.
+        used: collects the names of the patches used.
+        kept: arrays that modules hold as attributes besides weights ("layers.0.rnn.state"), which some keep between calls;
+            updated in place with those left by `call`. None: start without any, and drop those left.
+        constants: buffers with values that modelling code may read, used instead of those in `weights`.
+        checks: collects the conditions on traced values that modelling code checks: description mapped to a scalar bool.
 
     Returns:
-        What `call` returns.
+        The result of `call`.
     """
     environment = _environment()
-    with _locks_lock:
-        lock = _module_locks.setdefault(id(module), threading.RLock())
     own, adapters = split_adapters(weights)
     tensors = {name: environment.wrap(array) for name, array in own.items()}
     tensors |= {name: environment.constant(tensor.clone) for name, tensor in (constants or {}).items()}
     training = training or Training()
     with (
-        lock,
+        lock or contextlib.nullcontext(),
         environment.override_property(prng=jax.random.key(0) if training.key is None else training.key),
         registry.patched(module) as patches_used,
         torch.no_grad(),
@@ -185,7 +179,7 @@ def call_module(
 
 @contextlib.contextmanager
 def _named_scopes(module: torch.nn.Module) -> Iterator[None]:
-    """For the block, what a module's parts compute carries their names, for profiles: "model/layers.3/self_attn/q_proj"."""
+    """Within the block, operations carry the names of their submodules in profiles: "model/layers.3/self_attn/q_proj"."""
     is_for_tpu = target.is_for("tpu")
 
     def scoped(name: str, is_layer: bool, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,15 +202,15 @@ def _named_scopes(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _computed_before(hidden: torch.Tensor) -> torch.Tensor:
-    """What goes into a layer, not fused with what the layers before it computed.
+    """The input of a layer, with a barrier against fusion with earlier layers.
 
-    XLA:TPU otherwise adds up the outputs of all layers once more for the last, and keeps every one of them until then.
+    Otherwise XLA:TPU sums the outputs of all layers again for the last one, and keeps them all alive until then.
     """
     return wrap(jax.lax.optimization_barrier(unwrap(hidden)))
 
 
 def _name_in_its_caller(path: str, parts: Mapping[str, torch.nn.Module]) -> str:
-    """The path below the next module that is called itself; lists of modules are not."""
+    """The path relative to the nearest parent module that is called; module lists are not."""
     above = path.rpartition(".")[0]
     while isinstance(parts.get(above), (torch.nn.ModuleList, torch.nn.ModuleDict)):
         above = above.rpartition(".")[0]
@@ -225,10 +219,10 @@ def _name_in_its_caller(path: str, parts: Mapping[str, torch.nn.Module]) -> str:
 
 @contextlib.contextmanager
 def _kept_on_modules(module: torch.nn.Module, kept: dict[str, jax.Array]) -> Iterator[None]:
-    """Give modules the attributes of `kept` for the block, then collect those that hold tensors and take them away again.
+    """Set the attributes in `kept` on modules for the block, then collect the attributes that hold tensors and remove them.
 
-    A tensor of a trace that stayed on a module would be found by the next trace, where it means nothing. So would a plain value:
-    RWKV notes that it has divided its weights, and every trace is given weights that are not.
+    A traced tensor left on a module would leak into the next trace. So would a plain value: RWKV records that it has rescaled its
+    weights, but every trace gets the original weights.
     """
     parts = dict(module.named_modules())
     before = {path: dict(part.__dict__) for path, part in parts.items()}
@@ -250,7 +244,7 @@ def _kept_on_modules(module: torch.nn.Module, kept: dict[str, jax.Array]) -> Ite
                 elif isinstance(value, _PLAIN) and value is not before[path].get(attribute, value):
                     part.__dict__[attribute] = before[path][attribute]
                 elif isinstance(value, dict) and attribute not in _OF_TORCH:
-                    # tables of what was computed before, by size or device
+                    # caches of earlier results, by size or device
                     for key in [key for key, item in value.items() if isinstance(item, _tracing.TraceTensor)]:
                         del value[key]
 
@@ -270,19 +264,19 @@ _VALUE_ERRORS = (
 
 
 def _explain(error: Exception, module: torch.nn.Module) -> UnsupportedModelError | None:
-    """What a failed trace means to the user; None if the error speaks for itself."""
+    """The user-facing error for a failed trace; None if the error is clear already."""
     where = getattr(error, "where", None) or line_of_error(error)
     first = str(error).partition("\n")[0]
     if isinstance(error, _VALUE_ERRORS):
         return UnsupportedModelError(
-            f"{type(module).__name__} looks at the value of a tensor while it is traced ({where}): {first}",
-            "A compiled program is made before the values are known.",
-            "Report the architecture to the project, or register a patch for that function (hfax.register_patch).",
+            f"{type(module).__name__} reads the value of a tensor while it is traced ({where}): {first}",
+            "A program is compiled before the values are known.",
+            "Register a patch for that function (hfax.register_patch), or report the architecture to the project.",
         )
     if isinstance(error, _tracing.OperatorNotFound) or "has no lowering" in first:
         return UnsupportedModelError(
             f"{type(module).__name__} uses a torch operation that hfax cannot lower yet ({where}): {first}",
-            "Neither hfax nor torchax has a JAX function for it.",
+            "Neither hfax nor torchax has a JAX lowering for it.",
             "Register an OpPatch for it (hfax.register_patch), or report the architecture to the project.",
         )
     return None
@@ -353,7 +347,7 @@ class JaxPoolOps:
     """`hfax.kv_cache.pooled.PoolOps` on the tensors of a trace.
 
     Args:
-        rows: whose the step's tokens are.
+        rows: maps the tokens of the step to sequences.
     """
 
     def __init__(self, rows: pools.Rows) -> None:
@@ -375,14 +369,15 @@ class JaxPoolOps:
 def _attend_pool(
     pool: pools.Pool, query: Any, mask: Any, *, scale: float, softcap: float | None, sinks: Any, bias: Any
 ) -> tuple[Any, None]:
-    """Attention over a pool, which knows causal masks and windows alone."""
+    """Attention over a pool, which supports only causal masks and sliding windows."""
     window = None
     if mask is not None:
-        if not hasattr(mask, "causal") or mask.causal[1] is not None:
-            raise _not_pooled("a mask of its own")
-        window = mask.causal[0]
+        structure = masks.structure_of(mask)
+        if not structure.is_causal or structure.padding is not None:
+            raise _not_pooled("a custom mask")
+        window = structure.window
     if bias is not None:
-        raise _not_pooled("a bias on positions")
+        raise _not_pooled("a position bias")
 
     def compute(query: jax.Array, sinks: Any) -> jax.Array:
         return pools.attend(query, pool, scale=scale, softcap=softcap, window=window, sinks=sinks)
@@ -392,7 +387,9 @@ def _attend_pool(
 
 def _not_pooled(what: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"Attention has {what}.", "Pages are read with causal masks and windows.", "Each sequence gets its own cache."
+        f"Attention has {what}.",
+        "Paged attention supports only causal masks and sliding windows.",
+        "Use one cache slot per sequence.",
     )
 
 
@@ -413,25 +410,25 @@ def _attention_forward(
 ) -> tuple[Any, Any]:
     """transformers' attention interface: [batch, heads, length, dim] in, [batch, length, heads, dim] and probabilities out.
 
-    `indices`, [batch, queries, n], are the keys that a sparse layer's indexer chose for each query.
+    `indices`, [batch, queries, n], are the keys selected for each query by the indexer of a sparse layer.
     """
     if indices is not None:
         attention_mask = masks.chosen_keys(indices, attention_mask, key.shape[2])
-    if s_aux is None:  # some modules pass their sinks, under either name, others leave them on the module
+    if s_aux is None:  # some modules pass sinks as an argument, under either name, others as an attribute
         s_aux = kwargs.get("sinks", getattr(module, "sinks", None))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if not causal and (all_real := getattr(attention_mask, "all_real", None)) is not None:
+    if not causal and (all_real := masks.structure_of(attention_mask).all_real) is not None:
         attention_mask = attention_mask | all_real
-    block, causal_mask = getattr(attention_mask, "block", None), None
-    if hasattr(attention_mask, "causal"):
-        window, is_real = attention_mask.causal
-        causal_mask = attention_math.Causal(window=window, is_real=unwrap(is_real))
-    if (pool := getattr(key, "pool", None)) is not None:
+    structure, causal_mask = masks.structure_of(attention_mask), None
+    block = structure.block
+    if structure.is_causal:
+        causal_mask = attention_math.Causal(window=structure.window, is_real=unwrap(structure.padding))
+    if (pool := key.pool) is not None:
         if not causal or indices is not None:
-            raise _not_pooled("no causal order")
+            raise _not_pooled("no causal mask")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return _attend_pool(pool, query, attention_mask, scale=scale, softcap=softcap, sinks=s_aux, bias=position_bias)
-    pages = getattr(key, "pages", None)
+    pages = key.pages
     drops = None
     if dropout:
         drops = attention_math.Dropout(rate=dropout, key=_environment().get_and_rotate_prng_key())
@@ -465,7 +462,7 @@ def _attention_forward(
 
 @functools.cache
 def _register_interfaces() -> None:
-    """Add hfax's functions under their own name; the names of transformers are left alone."""
+    """Register hfax's functions under their own name; transformers' names are unchanged."""
     for name, mask in ((ATTENTION_NAME, masks.attention_mask), (ADDITIVE_NAME, masks.additive_mask)):
         modeling_utils.ALL_ATTENTION_FUNCTIONS.register(name, _attention_forward)
         masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
@@ -473,5 +470,5 @@ def _register_interfaces() -> None:
 
 
 def register_interfaces() -> None:
-    """Make the names known before a model is built: transformers checks them in the model's constructor."""
+    """Register the names before a model is built: transformers checks them in the model's constructor."""
     _register_interfaces()

@@ -1,11 +1,10 @@
-"""The tensor that torch code sees inside a trace: a `jax.Array`, or a constant that still lives on the host.
+"""The tensor that torch code sees inside a trace: a `jax.Array`, or a constant on the host.
 
-torchax's own tensor forgets which storage it shares, so that a write through `view`, `transpose`, `select` or `chunk` is lost; and
-it makes every constant a traced value, on which no Python `if` can look. `TraceTensor` keeps both. A view remembers its base and
-how it came from it; after an operation in place, `wrote` brings the base and all its other views up to date. A constant that comes
-from shapes, not from inputs, keeps its torch tensor: operations among constants run in torch itself, exactly, and their values can
-steer Python code; the moment one meets a traced tensor it becomes part of the program. This module does not know which operations
-exist.
+torchax's own tensor does not track shared storage, so a write through `view`, `transpose`, `select` or `chunk` is lost; and it
+traces every constant, so no Python `if` can read it. `TraceTensor` handles both. A view stores its base and how it was derived;
+after an in-place operation, `wrote` updates the base and all its other views. A constant derived from shapes, not from inputs,
+keeps its torch tensor: operations among constants run in torch, exactly, and Python code can branch on their values; once combined
+with a traced tensor it becomes part of the program. This module does not know which operations exist.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
@@ -31,24 +30,29 @@ from hfax.kernels.quantized import QuantizedArray
 from hfax.load.host_arrays import to_numpy
 from hfax.tracing.observations import note_read
 
+if TYPE_CHECKING:
+    from hfax.kernels.paged import Pages
+    from hfax.kernels.pool import Pool
+    from hfax.patches.masks import MaskStructure
+
 _META = torch.device("meta")
 Array = Any
 Forward = Callable[[Array], Array]
-"""From a base's array to its view's."""
+"""From the base array to the view's array."""
 WriteBack = Callable[[Array, Array], Array]
-"""From a base's array and its view's new array to the base's new array."""
+"""From the base array and the view's new array to the new base array."""
 
 
 class TraceTensor(torchax.tensor.Tensor):
     """A torch tensor of a trace.
 
     Args:
-        elem: a `jax.Array` (or tracer); or a torch tensor on the CPU, for a constant; or a quantized weight, of which operations
-            that do not know it see the numbers.
-        env: the environment that it belongs to.
-        requires_grad: as in torch; unused, gradients are JAX's.
-        strides: those that torch's tensor would have, in elements; None: a contiguous one's, or the constant's own. They decide, in
-            torch's own code, what of `reshape`, `contiguous` and `view` is a copy.
+        elem: a `jax.Array` (or tracer); a torch tensor on the CPU, for a constant; or a quantized weight, which operations without
+            support for it see dequantized.
+        env: the environment of the tensor.
+        requires_grad: as in torch; unused, since JAX computes gradients.
+        strides: strides of the equivalent torch tensor, in elements; None: contiguous, or the constant's own. torch's code uses
+            them to decide whether `reshape`, `contiguous` and `view` copy.
     """
 
     _array: Array | None
@@ -83,14 +87,20 @@ class TraceTensor(torchax.tensor.Tensor):
         self._sum: tuple[TraceTensor, int] | None = None
         self.at_least: int | None = None
         self.at_most: int | None = None
+        self.mask_structure: MaskStructure | None = None
+        """What is known about a mask besides its values."""
+        self.pages: Pages | None = None
+        """The paged cache that these keys stand for."""
+        self.pool: Pool | None = None
+        """The pool of pages that these keys were written to; attention reads it instead of them."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
-    # What it holds
+    # Contents
 
     @property
     def _elem(self) -> Array:
-        if self._host is not None:  # made anew each time: a later write in place changes the host's value
+        if self._host is not None:  # converted each time: a later in-place write changes the host value
             return constant_array(self._host)
         if self._quantized is not None:
             return self._quantized.dequantize()
@@ -103,12 +113,12 @@ class TraceTensor(torchax.tensor.Tensor):
 
     @property
     def quantized(self) -> QuantizedArray | None:
-        """The integers and scales, if it is a weight that is kept so."""
+        """The integers and scales of a quantized weight, else None."""
         return self._quantized
 
     @property
     def host(self) -> torch.Tensor | None:
-        """The constant's value; None for what is traced."""
+        """The constant's value; None for a traced tensor."""
         return self._host
 
     @property
@@ -118,16 +128,16 @@ class TraceTensor(torchax.tensor.Tensor):
 
     @property
     def is_wide(self) -> bool:
-        """Whether it is traced and holds whole numbers of 64 bits."""
+        """Whether it is traced and holds 64-bit integers."""
         return self._array is not None and self._array.dtype == jnp.int64
 
     @property
     def has_shared_storage(self) -> bool:
-        """Whether another tensor is a view of its storage, or it of another's."""
+        """Whether it shares storage with another tensor as base or view."""
         return self._base_tensor is not None or any(view() is not None for view in self._views)
 
     def narrow_to(self, dtype: Any) -> None:
-        """Hold the same numbers in fewer bits; only for a traced tensor that shares no storage."""
+        """Convert to a narrower dtype in place; only for a traced tensor that shares no storage."""
         assert self._array is not None
         assert not self.has_shared_storage
         self._array = self._array.astype(dtype)
@@ -166,27 +176,27 @@ class TraceTensor(torchax.tensor.Tensor):
         self._elem = other._elem
         self.wrote()
 
-    # What is known of a traced scalar: the number it is above another one, and its bounds
+    # Static knowledge of a traced scalar: its offset from another one, and its bounds
 
     @property
     def as_sum(self) -> tuple[TraceTensor, int]:
-        """A scalar as another one plus a number: two scalars over the same one have a difference that is known."""
+        """A scalar as another one plus a constant: scalars with the same base have a known difference."""
         return self._sum or (self, 0)
 
     def is_sum(self, other: TraceTensor, number: int) -> None:
-        """Remember that this scalar is `other` plus `number`."""
+        """Record that this scalar is `other` plus `number`."""
         root, before = other.as_sum
         self._sum = (root, before + number)
         self.at_least = None if other.at_least is None else other.at_least + number
         self.at_most = None if other.at_most is None else other.at_most + number
 
     def is_difference(self, number: int, other: TraceTensor) -> None:
-        """Remember that this scalar is `number` minus `other`."""
+        """Record that this scalar is `number` minus `other`."""
         self.at_least = None if other.at_most is None else number - other.at_most
         self.at_most = None if other.at_least is None else number - other.at_least
 
     def compare(self, name: str, number: int) -> bool | None:
-        """What a comparison ("eq", "ne", "gt", "ge", "lt", "le") with a number gives, if the scalar's bounds decide it."""
+        """The result of a comparison ("eq", "ne", "gt", "ge", "lt", "le") with a number, if the bounds decide it; else None."""
         low = -math.inf if self.at_least is None else self.at_least
         high = math.inf if self.at_most is None else self.at_most
         is_above, is_below = low > number, high < number
@@ -202,7 +212,7 @@ class TraceTensor(torchax.tensor.Tensor):
         if self._host is None and not isinstance(self._elem, jax.core.Tracer):
             self._host = torch.from_numpy(np.array(self._elem))
         if self._host is None:
-            if note_read(what):  # a diagnosis goes on with any value
+            if note_read(what):  # a diagnosis continues with a placeholder
                 with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
                     return (
                         torch.zeros(self.shape, dtype=self.dtype)
@@ -221,7 +231,7 @@ class TraceTensor(torchax.tensor.Tensor):
         return self._constant("numpy()").numpy()
 
     def item(self) -> Any:
-        """As torch's, for constants; of a traced scalar itself, which is an error as soon as Python needs the number."""
+        """As torch's, for constants; a traced scalar returns itself, and raises once Python needs its value."""
         if self._host is None and self.numel() == 1 and isinstance(self._elem, jax.core.Tracer):
             return self.reshape(())
         return self._constant("item()").item()
@@ -269,18 +279,18 @@ class TraceTensor(torchax.tensor.Tensor):
     # Shared storage
 
     def with_strides(self, strides: tuple[int, ...]) -> TraceTensor:
-        """The same array as a new tensor that lies otherwise, and shares its storage with no other."""
+        """The same array as a new tensor with other strides and its own storage."""
         other = TraceTensor(self._array, self._env, strides=strides)
         other._sum, other.at_least, other.at_most = self._sum, self.at_least, self.at_most
         return other
 
     def is_view_of(self, base: TraceTensor, forward: Forward, write_back: WriteBack | None) -> None:
-        """Remember that this tensor shares its storage with `base`.
+        """Record that this tensor shares its storage with `base`.
 
         Args:
-            base: the tensor it was taken from.
-            forward: gives this tensor's array from the base's.
-            write_back: puts this tensor's array into the base's; None: found out from `forward`.
+            base: the tensor it is a view of.
+            forward: maps the base array to this tensor's array.
+            write_back: writes this tensor's array into the base array; None: derived from `forward`.
         """
         self._base_tensor, self._forward, self._write_back = base, forward, write_back
         if len(base._views) > 16:
@@ -288,7 +298,7 @@ class TraceTensor(torchax.tensor.Tensor):
         base._views.append(weakref.ref(self))
 
     def wrote(self) -> None:
-        """This tensor's array was changed in place: change what shares its storage."""
+        """Propagate an in-place change of this tensor to the tensors that share its storage."""
         node = self
         while node._base_tensor is not None:
             base = node._base_tensor
@@ -310,13 +320,13 @@ class TraceTensor(torchax.tensor.Tensor):
 
 
 class ValueReadError(Exception):
-    """Python code asked for the value of a traced tensor.
+    """Python code read the value of a traced tensor.
 
     Args:
-        what: how it asked.
-        shape: of the tensor.
-        dtype: of the tensor.
-        where: the line that is to blame; None: the one that raised.
+        what: the operation that read it.
+        shape: shape of the tensor.
+        dtype: dtype of the tensor.
+        where: the responsible line; None: the line that raised.
     """
 
     def __init__(self, what: str, shape: torch.Size, dtype: torch.dtype, where: str | None = None) -> None:
@@ -328,13 +338,13 @@ _in_64_bits: ContextVar[bool] = ContextVar("hfax_in_64_bits", default=False)
 
 
 def is_in_64_bits() -> bool:
-    """Whether whole numbers have 64 bits in the call that is carried out; see `tracing/wide_integers.py`."""
+    """Whether integers have 64 bits in the current call; see `tracing/wide_integers.py`."""
     return _in_64_bits.get()
 
 
 @contextlib.contextmanager
 def in_64_bits() -> Iterator[None]:
-    """Within the block, calls of this thread give whole numbers 64 bits, also as `jax.Array`s."""
+    """Within the block, calls of this thread use 64-bit integers, also as `jax.Array`s."""
     token = _in_64_bits.set(True)
     try:
         with jax.enable_x64(True):
@@ -344,14 +354,14 @@ def in_64_bits() -> Iterator[None]:
 
 
 def constant_array(tensor: torch.Tensor) -> Array:
-    """A constant as a part of the program; whole numbers of 64 bits as such within `in_64_bits`, else in 32."""
+    """A constant as part of the program; 64-bit integers stay 64-bit within `in_64_bits`, else become 32-bit."""
     if tensor.dtype == torch.int64 and is_in_64_bits():
         return jnp.asarray(tensor.detach().contiguous().numpy())
     return jnp.asarray(to_numpy(tensor))
 
 
 def known_range(start: Any, stop: Any) -> Array | None:
-    """The integers from `start` to `stop`, [n] int32, if n is known though both are traced; else None."""
+    """The integers from `start` to `stop`, [n] int32, if n is known although both are traced; else None."""
     if not isinstance(start, TraceTensor) or not isinstance(stop, TraceTensor):
         return None
     (root, first), (other, last) = start.as_sum, stop.as_sum
@@ -361,7 +371,7 @@ def known_range(start: Any, stop: Any) -> Array | None:
 
 
 def _by_index(forward: Forward) -> WriteBack:
-    """Write back through any selection or rearrangement, by following the index of each element."""
+    """Write back through any selection or rearrangement by tracking element indices."""
 
     def write_back(base: Array, new: Array) -> Array:
         with jax.ensure_compile_time_eval():
@@ -369,8 +379,8 @@ def _by_index(forward: Forward) -> WriteBack:
         if indices.size and np.bincount(indices).max() > 1:
             raise UnsupportedModelError(
                 f"{running_line()}: a part of an expanded or overlapping tensor is written in place.",
-                "The tensor shows elements of its storage several times, and XLA's arrays have no strides to write through.",
-                "Write to a copy (clone()) or to the tensor before expand(); for a model of others, register a patch.",
+                "Several elements of the tensor share storage, and XLA arrays have no strides to write through.",
+                "Write to a copy (clone()) or to the tensor before expand(); for third-party models, register a patch.",
             )
         return base.reshape(-1).at[indices].set(new.reshape(-1)).reshape(base.shape)
 

@@ -1,8 +1,8 @@
 """A transformers module as pure functions of its weights.
 
 Turns a skeleton into `apply` (one forward call) and the two functions that generation compiles, `prefill` and `decode_step`. All
-of them take a flat dict of arrays and return arrays; inside, the module's own PyTorch code is traced. This module knows nothing
-of programs, devices or sampling.
+of them take a flat dict of arrays and return arrays; inside, the module's own PyTorch code is traced. This module does not know
+programs, devices or sampling.
 """
 
 from __future__ import annotations
@@ -42,31 +42,32 @@ from hfax.tracing.traits import APPENDS_MASK, WRITES_OTHERWISE, read_traits
 
 Arrays = dict[str, jax.Array]
 _ON_MODULES = "on_modules."
-"""Before the names of what modules keep as attributes between calls."""
+"""Prefix for the names of module attributes kept between calls."""
 
 
 class TracedModel:
     """The pure functions of one module.
 
     Args:
-        skeleton: the module; it is only used inside traces.
-        tied: alias to name, for weights that share an array.
-        buffers: arrays that no checkpoint holds.
+        skeleton: the module; only used inside traces.
+        tied: alias mapped to name, for weights that share an array.
+        buffers: arrays that are not in the checkpoint.
     """
 
     def __init__(self, skeleton: Skeleton, tied: Mapping[str, str], buffers: Mapping[str, jax.Array]) -> None:
         self.module = skeleton.module
         self.traits = read_traits(skeleton.module)
         self.patches_used: set[str] = set()
-        """Names of the patches that ran in any trace so far."""
+        """Names of the patches used in any trace so far."""
+        self._lock = skeleton.lock
         self._tied = dict(tied)
         self._buffers = dict(buffers)
         self._constants = {n: b for n, b in skeleton.buffers.items() if not b.ndim and not b.is_floating_point()}
-        """Whole numbers: sizes that modelling code keeps as buffers."""
+        """Integer buffers: sizes that modelling code stores."""
 
     @functools.cached_property
     def key(self) -> str:
-        """Everything about the module that a trace depends on: part of the keys of its programs."""
+        """Everything about the module that a trace depends on; part of its programs' keys."""
         module = self.module
         cls = type(module)
         plain = {name: value for name, value in module.config.to_dict().items() if name != "_name_or_path"}
@@ -81,11 +82,11 @@ class TracedModel:
         )
 
     def use_buffers(self, buffers: Mapping[str, jax.Array]) -> None:
-        """Take these, which lie on other devices, instead of those given before."""
+        """Replace the buffers, for example by copies on other devices."""
         self._buffers = dict(buffers)
 
     def prepare(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The inputs of a call with geometry as `HostArray`s, with the positions that it decides, and after input patches."""
+        """The inputs after input patches, with geometry as `HostArray`s and the positions derived from it."""
         prepared = dict(inputs)
         if not any(isinstance(v, Tracer) for v in prepared.values()):
             prepared = registry.prepare_inputs(self.module, prepared, self.patches_used)
@@ -101,7 +102,7 @@ class TracedModel:
         kwargs: Mapping[str, Any],
         training: Training | None = None,
     ) -> Any:
-        """One forward call; results with `jax.Array`s in the place of tensors, their classes registered as pytrees."""
+        """One forward call; results hold `jax.Array`s instead of tensors, with their classes registered as pytrees."""
         return self.apply_checked(params, args, kwargs, training)[0]
 
     def apply_checked(
@@ -111,7 +112,7 @@ class TracedModel:
         kwargs: Mapping[str, Any],
         training: Training | None = None,
     ) -> tuple[Any, dict[str, jax.Array]]:
-        """`apply`, and what the modelling code checks of values: what each condition says, to a scalar bool."""
+        """`apply`, and the data-dependent checks of modelling code: description mapped to a scalar bool."""
         arrays, structure = flatten((args, self.prepare(kwargs)), is_array)
 
         def call(module: torch.nn.Module) -> Any:
@@ -121,15 +122,7 @@ class TracedModel:
             return [tracing.unwrap(o) for o in outputs], out_structure
 
         checks: dict[str, jax.Array] = {}
-        outputs, out_structure = tracing.call_module(
-            self.module,
-            self._all(params),
-            call,
-            training=training,
-            used=self.patches_used,
-            checks=checks,
-            constants=self._constants,
-        )
+        outputs, out_structure = self._call(params, call, training=training, checks=checks)
         _register(out_structure)
         return unflatten(out_structure, outputs), checks
 
@@ -140,12 +133,12 @@ class TracedModel:
         arrays: Mapping[str, jax.Array],
         static: Mapping[str, Any],
     ) -> None:
-        """Within a trace, call `look(module, inputs)`: the module with its weights, and the inputs as its code sees them."""
+        """Within a trace, call `look(module, inputs)` with the weights loaded and the inputs as modelling code sees them."""
 
         def call(module: torch.nn.Module) -> None:
             look(module, {**tracing.wrap(dict(arrays)), **tracing.wrap_constants(static)})
 
-        tracing.call_module(self.module, self._all(params), call, used=self.patches_used, constants=self._constants)
+        self._call(params, call)
 
     def prefill(
         self,
@@ -157,18 +150,18 @@ class TracedModel:
         *,
         keeps_windows: bool = True,
     ) -> tuple[jax.Array, Arrays]:
-        """Run the prompts, with their images and sound, and fill a new cache.
+        """Run the prompts, with their images and audio, and fill a new cache.
 
         Args:
             params: the weights.
-            inputs: the model's inputs; for decoders `input_ids` and `attention_mask`, both [batch, length], padding on the left.
+            inputs: model inputs; for decoders `input_ids` and `attention_mask`, both [batch, length], left-padded.
             static: further keyword arguments that are not traced: options, and `HostArray`s of the prompts' geometry.
-            capacity: of the cache, tokens.
-            checks: gets the conditions that must hold, see `apply_checked`.
-            keeps_windows: layers with a window keep no more than it; False: all tokens, so that some can be taken back.
+            capacity: cache capacity, in tokens.
+            checks: collects the conditions that must hold, see `apply_checked`.
+            keeps_windows: sliding-window layers keep only their window; False: all tokens, so that tokens can be rolled back.
 
         Returns:
-            Logits of the last position, [batch, vocab] float32, and the cache's arrays (with the encoder's output, if any).
+            Logits of the last position, [batch, vocab] float32, and the cache arrays (with the encoder output, if any).
         """
         traits = self.traits
         names = (type(self.module).__name__, self.module.config.model_type)
@@ -177,7 +170,7 @@ class TracedModel:
             raise UnsupportedModelError(
                 f"generate() does not support {type(self.module).__name__}.",
                 f"{kind}: {WRITES_OTHERWISE[kind]}.",
-                "Call the model itself, or generate with plain transformers.",
+                "Call the model directly, or generate with plain transformers.",
             )
         if not traits.has_usable_cache:
             extra = set(inputs) - {"input_ids", "attention_mask", "position_ids"}
@@ -185,8 +178,8 @@ class TracedModel:
             if extra:
                 raise UnsupportedModelError(
                     f"generate() of {type(self.module).__name__} does not take {', '.join(sorted(extra))}.",
-                    "The model keeps no cache that hfax can use, so every step would read them again.",
-                    "Call the model itself, or generate with plain transformers.",
+                    "The model has no KV cache that hfax can use, so every step would read them again.",
+                    "Call the model directly, or generate with plain transformers.",
                 )
             return self._whole_text(params, inputs["input_ids"], inputs["attention_mask"], static, capacity)
         inputs = dict(inputs)
@@ -216,15 +209,7 @@ class TracedModel:
             return _last(tracing.unwrap(out.logits)), _cache_arrays(cache, out) | encoded
 
         kept: Arrays = {}
-        logits, arrays = tracing.call_module(
-            self.module,
-            self._all(params),
-            call,
-            used=self.patches_used,
-            kept=kept,
-            checks=checks,
-            constants=self._constants,
-        )
+        logits, arrays = self._call(params, call, kept=kept, checks=checks)
         arrays |= {_ON_MODULES + name: array for name, array in kept.items()}
         return logits, constrain_cache(arrays)
 
@@ -246,20 +231,20 @@ class TracedModel:
 
         Args:
             params: the weights.
-            cache: what `prefill` or the step before returned.
+            cache: the cache arrays from `prefill` or the previous step.
             tokens: [batch, new] int32.
             length: scalar int32, tokens in the cache.
-            positions: [batch] int32, the position of the first new token among its sequence's real tokens; [batch, n] where a
-                token has several (of text, time, height and width).
-            attention_mask: for decoders [batch, capacity], 0 at the prompts' padding; for encoder-decoders the encoder's mask,
-                of length 0 if it has none.
-            capacity: of the cache.
-            static: options given to `prefill`, without what belongs to the prompts.
-            repeated: further inputs of the tokens, [batch, …], which they share with the prompts' last tokens.
-            keeps_windows: as given to `prefill`.
+            positions: [batch] int32, the position of the first new token among its sequence's real tokens; [batch, n] if a token
+                has several (text, time, height and width).
+            attention_mask: for decoders [batch, capacity], 0 at prompt padding; for encoder-decoders the encoder mask, of length
+                0 if there is none.
+            capacity: cache capacity, in tokens.
+            static: options passed to `prefill`, without prompt-specific ones.
+            repeated: further per-token inputs, [batch, …], copied from the last prompt token.
+            keeps_windows: as passed to `prefill`.
 
         Returns:
-            Logits [batch, new, vocab] float32, and the cache's arrays.
+            Logits [batch, new, vocab] float32, and the cache arrays.
         """
         traits, new = self.traits, tokens.shape[1]
         if not traits.has_usable_cache:
@@ -269,7 +254,7 @@ class TracedModel:
             return logits[:, None], {"text.ids": ids}
         kept = {n.removeprefix(_ON_MODULES): a for n, a in cache.items() if n.startswith(_ON_MODULES)}
         state = {name: a for name, a in cache.items() if not name.startswith(("encoder.", _ON_MODULES))}
-        # the cache is longer than the text, and some models mask nothing of it for a single token
+        # the cache is longer than the text, and some models apply no mask for a single token
         is_written = (jnp.arange(capacity) < length + new).astype(jnp.int32)
         inputs: dict[str, Any] = {}
         if traits.is_encoder_decoder:
@@ -307,9 +292,7 @@ class TracedModel:
             logits = tracing.unwrap(out.logits)[:, -new:].astype(jnp.float32)
             return logits, cache | _cache_arrays(cache_object, out)
 
-        logits, arrays = tracing.call_module(
-            self.module, self._all(params), call, used=self.patches_used, kept=kept, constants=self._constants
-        )
+        logits, arrays = self._call(params, call, kept=kept)
         arrays |= {_ON_MODULES + name: array for name, array in kept.items()}
         return logits, constrain_cache(arrays)
 
@@ -321,20 +304,20 @@ class TracedModel:
         rows: Rows,
         wanted: jax.Array,
     ) -> tuple[jax.Array, Arrays]:
-        """One step of continuous batching: tokens of several sequences, parts of prompts among them, in one row.
+        """One step of continuous batching: tokens of several sequences, including prompt chunks, packed in one row.
 
         Args:
             params: the weights.
-            pools: each layer's pages, as `pool_shapes` of this model names them.
+            pools: pages of each layer, with the names of this model's `pool_shapes`.
             tokens: [tokens] int32.
-            rows: whose they are.
-            wanted: [n] int32, the tokens after which logits are wanted.
+            rows: maps tokens to sequences.
+            wanted: [n] int32, indices of the tokens for which to return logits.
 
         Returns:
             Logits [n, vocab] float32, and the pools.
 
         Raises:
-            UnsupportedModelError: the model's state or attention does not fit pages.
+            UnsupportedModelError: the model's state or attention does not support pages.
         """
         traits, count = self.traits, tokens.shape[0]
         self.require_pages()
@@ -353,33 +336,33 @@ class TracedModel:
                 logits = logits[wanted]
             return logits.astype(jnp.float32), {n: tracing.unwrap(a) for n, a in pooled_arrays(cache).items()}
 
-        return tracing.call_module(
-            self.module, self._all(params), call, used=self.patches_used, constants=self._constants
-        )
+        return self._call(params, call)
 
     def require_pages(self) -> None:
-        """Of `run_rows`: what a trace does not show by itself.
+        """Check the requirements of `run_rows` that a trace does not reveal.
 
         Raises:
-            UnsupportedModelError: see there.
+            UnsupportedModelError: the model does not support pages.
         """
         traits, config = self.traits, self.module.config
         names = {type(self.module).__name__, config.model_type}
         scaling = {str((p or {}).get("rope_type")) for p in _rope_parameters(config)}
         reasons = {
             "it is an encoder-decoder": traits.is_encoder_decoder,
-            "it keeps a state": traits.has_recurrent_layers or traits.cache_argument != "past_key_values",
-            "it keeps no cache": not traits.has_usable_cache,
-            "it counts positions by itself": not traits.takes_position_ids or traits.counts_padding,
+            "it has recurrent state": traits.has_recurrent_layers or traits.cache_argument != "past_key_values",
+            "it has no KV cache": not traits.has_usable_cache,
+            "it computes positions itself": not traits.takes_position_ids or traits.counts_padding,
             "it reads more than tokens": bool(set(traits.repeated_inputs) & {"cross_attention_mask"}),
-            "it does not write token after token": bool(names & set(WRITES_OTHERWISE)),
-            "its rotary embedding depends on the longest text in the batch": bool(scaling & {"dynamic", "longrope"}),
+            "it does not generate token by token": bool(names & set(WRITES_OTHERWISE)),
+            "its rotary embedding depends on the longest sequence in the batch": bool(
+                scaling & {"dynamic", "longrope"}
+            ),
         }
         if reason := next((reason for reason, is_so in reasons.items() if is_so), None):
             raise UnsupportedModelError(
-                f"{type(self.module).__name__} does not run over pages: {reason}.",
-                "In a step the tokens of several sequences stand in one row.",
-                "Each sequence gets a cache of its own.",
+                f"{type(self.module).__name__} does not support paged attention: {reason}.",
+                "A step packs the tokens of several sequences into one row.",
+                "Use one cache slot per sequence.",
             )
 
     def _whole_text(
@@ -391,15 +374,15 @@ class TracedModel:
         capacity: int,
         last: jax.Array | None = None,
     ) -> tuple[jax.Array, Arrays]:
-        """Run a text without a cache: logits after token `last` (None: after the end), and the text as the "cache".
+        """Run a sequence without a cache: logits after token `last` (None: after the end), and the sequence as the "cache".
 
-        What follows `last` is masked, and causal attention does not look at it.
+        Tokens after `last` are masked, and causal attention ignores them.
         """
         if self.traits.is_encoder_decoder:
             raise UnsupportedModelError(
                 f"{type(self.module).__name__} takes no cache in its forward.",
                 "Compiled decoding of encoder-decoders keeps the keys and values of past tokens between steps.",
-                "Call the model itself instead of generate().",
+                "Call the model directly instead of generate().",
             )
         if (config := self.module.config).model_type in APPENDS_MASK:
             if last is None:
@@ -429,7 +412,7 @@ class TracedModel:
         return jax.lax.dynamic_index_in_dim(logits, last, axis=1, keepdims=False).astype(jnp.float32), {}
 
     def _language(self, ids: jax.Array) -> dict[str, jax.Array]:
-        """The input that names each token's language, if the config sets one."""
+        """The language input of each token, if the config sets a language."""
         language = getattr(self.module.config, "lang_id", None)
         return {} if language is None else {"langs": jnp.full_like(ids, language)}
 
@@ -439,9 +422,7 @@ class TracedModel:
         def call(module: torch.nn.Module) -> jax.Array:
             return tracing.unwrap(module(**tracing.wrap(inputs), **static, return_dict=True).logits)
 
-        return tracing.call_module(
-            self.module, self._all(params), call, used=self.patches_used, constants=self._constants
-        )
+        return self._call(params, call)
 
     def _make_cache(
         self,
@@ -452,7 +433,7 @@ class TracedModel:
         keeps_windows: bool = True,
         attention_mask: jax.Array | None = None,
     ) -> Any:
-        """What forward takes under `cache_argument`."""
+        """The value that forward takes as `cache_argument`."""
         if self.traits.cache_argument == "state":
             return [tracing.wrap(arrays[f"state.{i}"]) for i in range(len(arrays))] if arrays else None
         if self.module.config.model_type == "xlstm":
@@ -461,7 +442,7 @@ class TracedModel:
         if length is not None:
             traced_length = tracing.wrap(length)
             traced_length.at_least = (
-                1  # a prompt has a token: code that asks whether the cache is empty gets its answer
+                1  # a prompt has at least one token, so code that checks for an empty cache gets False
             )
         config: Any = self.module.config
         where, padding = target.current(), None
@@ -487,6 +468,18 @@ class TracedModel:
     def _keep_last(self, length: int) -> dict[str, int]:
         return {"logits_to_keep": 1} if self.traits.takes_logits_to_keep and length > 1 else {}
 
+    def _call(self, params: Mapping[str, jax.Array], call: Callable[[torch.nn.Module], Any], **options: Any) -> Any:
+        """Run `call(module)` in a trace with these weights; see `call_module` for the options."""
+        return tracing.call_module(
+            self.module,
+            self._all(params),
+            call,
+            lock=self._lock,
+            used=self.patches_used,
+            constants=self._constants,
+            **options,
+        )
+
     def _all(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         weights = {**self._buffers, **params}
         for alias, name in self._tied.items():
@@ -495,35 +488,35 @@ class TracedModel:
 
 
 def _as_traced(array: Any) -> jax.Array:
-    """An input's array; one with whole numbers that do not fit into 32 bits is an error, where JAX would drop bits in silence."""
+    """An input's array; raises for integers that do not fit into 32 bits, which JAX would silently truncate."""
     if isinstance(array, torch.Tensor):
         array = array.detach().cpu().numpy() if array.dtype == torch.int64 else to_numpy(array)
     return jnp.asarray(narrow(np.asarray(array)) if isinstance(array, (np.ndarray, np.generic)) else array)
 
 
 def _head_dim(config: Any) -> int | None:
-    """The width of the text part's heads; None where it is not one number."""
+    """Head dimension of the text model; None if it varies."""
     text: Any = config.get_text_config(decoder=True)
     try:
         heads = getattr(text, "num_attention_heads", None)
         return getattr(text, "head_dim", None) or (text.hidden_size // heads if isinstance(heads, int) else None)
-    except RuntimeError:  # transformers' error for what differs from layer to layer
+    except RuntimeError:  # transformers' error for values that differ between layers
         return None
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any] | None]:
-    """The rotary embedding's parameters, of each kind of layer where they differ."""
+    """The rotary embedding parameters, one entry per kind of layer if they differ."""
     found = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     return list(found.values()) if found and all(isinstance(v, dict) for v in found.values()) else [found]
 
 
 def text_positions(mask: jax.Array) -> jax.Array:
-    """Positions among the tokens that `mask`, [batch, length], marks with 1; 0 before the first."""
+    """Positions among the tokens where `mask`, [batch, length], is 1; 0 before the first."""
     return jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
 
 
 def _cache_arrays(cache: Any, out: Any) -> Arrays:
-    """The arrays of a cache, or of the list of states in a result."""
+    """The arrays of a cache, or of the list of states in an output."""
     if isinstance(cache, Cache):
         return {name: tracing.unwrap(a) for name, a in cache_arrays(cache).items()}
     if (own := getattr(out, "cache_params", None)) is not None:
@@ -533,7 +526,7 @@ def _cache_arrays(cache: Any, out: Any) -> Arrays:
 
 
 class _RnnStates:
-    """xLSTM's cache: three states of each layer, which its code writes in place."""
+    """xLSTM's cache: three states per layer, which its code writes in place."""
 
     def __init__(self, arrays: Mapping[str, Any]) -> None:
         self.seqlen_offset = 0
@@ -547,7 +540,7 @@ def _last(logits: jax.Array) -> jax.Array:
 
 
 def _register(structure: Leaf | Static | Node) -> None:
-    """Make every class of a result a pytree, so that it may leave `jax.jit`."""
+    """Register every class in a result as a pytree, so that `jax.jit` can return it."""
     if isinstance(structure, Node):
         register_output_class(structure.cls)
         for child in structure.children:

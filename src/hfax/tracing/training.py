@@ -1,6 +1,6 @@
-"""A forward pass that gradients are taken of: in train mode, with dropout from a key, and with layers computed again.
+"""A differentiated forward pass: train mode, dropout from a PRNG key, and rematerialized layers.
 
-Changes how a module is called inside a trace; what is computed stays the module's own code.
+Changes how a module is called inside a trace; the computation is still the module's code.
 """
 
 from __future__ import annotations
@@ -22,18 +22,16 @@ from hfax.patches.patch import forwards_replaced
 from hfax.tracing.structure import flatten, unflatten
 
 _LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
-_OF_MASKS = ("causal", "block", "all_real")
-"""What masks say of themselves beside their values, see `hfax.patches.masks`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Training:
-    """How a pass that is differentiated runs.
+    """How a differentiated pass runs.
 
     Args:
-        key: of the random numbers of dropout, a JAX PRNG key; None: in evaluation mode, without any.
-        lora_dropout: of what low-rank adapters read, in train mode.
-        remat: of each layer only the input is kept for the gradient; the layer is computed again when it is needed.
+        key: JAX PRNG key for dropout; None: evaluation mode, without dropout.
+        lora_dropout: dropout rate of the inputs of low-rank adapters, in train mode.
+        remat: keep only the input of each layer for the backward pass, and recompute the layer there.
     """
 
     key: jax.Array | None = None
@@ -43,18 +41,18 @@ class Training:
 
 @contextlib.contextmanager
 def in_train_mode(module: torch.nn.Module) -> Iterator[None]:
-    """`module.train()` for the block.
+    """`module.train()` within the block.
 
     Raises:
-        UnsupportedModelError: the model changes running statistics while it trains, which a pure function cannot; or draws random
-            numbers on the host.
+        UnsupportedModelError: the model updates running statistics in train mode, which a pure function cannot do, or generates
+            random numbers on the host.
     """
     for path, part in module.named_modules():
         if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
             raise UnsupportedModelError(
                 f"{type(module).__name__} cannot run in train mode: {path} is a {type(part).__name__}.",
-                "It would change its running statistics, which a pure function has no place for.",
-                "Train without dropout_rng (TrainingArguments(dropout=False)): statistics then stay as they are.",
+                "It would update its running statistics, which a pure function cannot do.",
+                "Train without dropout_rng (TrainingArguments(dropout=False)): running statistics are then frozen.",
             )
     _refuse_randomness_of_the_host(module)
     before = {part: part.training for part in module.modules()}
@@ -67,19 +65,19 @@ def in_train_mode(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _refuse_randomness_of_the_host(module: torch.nn.Module) -> None:
-    """Raise for what modelling code draws once, while it is traced, and every step would then share."""
+    """Raise for random choices that modelling code makes on the host while tracing, which every step would then share."""
     config: Any = module.config
     skipped = next((n for n in _LAYERDROP if isinstance(v := getattr(config, n, 0), float) and v > 0), None)
     if skipped is not None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} skips whole layers at random ({skipped}={getattr(config, skipped)}).",
-            "A compiled program has the same layers each time.",
+            f"{type(module).__name__} uses LayerDrop ({skipped}={getattr(config, skipped)}).",
+            "A compiled program runs the same layers every time.",
             f"Set {skipped} to 0 in config.json, or train without dropout_rng (TrainingArguments(dropout=False)).",
         )
     if getattr(config, "apply_spec_augment", False) and (config.mask_time_prob or config.mask_feature_prob):
         raise UnsupportedModelError(
-            f"{type(module).__name__} masks parts of the sound at random (apply_spec_augment).",
-            "Its code draws the places in numpy, once for a compiled program.",
+            f"{type(module).__name__} uses SpecAugment (apply_spec_augment).",
+            "Its code samples the masks in numpy, once per compiled program.",
             "Set apply_spec_augment to false in config.json, or train without dropout_rng "
             "(TrainingArguments(dropout=False)).",
         )
@@ -87,7 +85,7 @@ def _refuse_randomness_of_the_host(module: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def rematerialised(module: torch.nn.Module, environment: Any) -> Iterator[None]:
-    """For the block, the layers that transformers checkpoints on torch run under `jax.checkpoint`.
+    """Within the block, layers that support gradient checkpointing in transformers run under `jax.checkpoint`.
 
     Raises:
         UnsupportedOptionError: the model has no such layers.
@@ -95,9 +93,9 @@ def rematerialised(module: torch.nn.Module, environment: Any) -> Iterator[None]:
     layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
     if not layers:
         raise UnsupportedOptionError(
-            f"{type(module).__name__} has no layers that could be computed again.",
-            "transformers marks them by the class GradientCheckpointingLayer.",
-            "Leave gradient checkpointing out.",
+            f"{type(module).__name__} does not support gradient checkpointing.",
+            "None of its layers is a transformers GradientCheckpointingLayer.",
+            "Disable gradient checkpointing.",
         )
     with forwards_replaced((layer, _checkpointed(layer.forward, environment)) for layer in layers):
         yield
@@ -106,8 +104,8 @@ def rematerialised(module: torch.nn.Module, environment: Any) -> Iterator[None]:
 def _checkpointed(forward: Callable[..., Any], environment: Any) -> Callable[..., Any]:
     """A layer's forward under `jax.checkpoint`.
 
-    Nothing that it computes may be seen from outside but by its results, so what modelling code leaves elsewhere (hidden states
-    and router logits that transformers' hooks record, checks of values) is returned beside them.
+    Only its results may be visible outside, so values that modelling code stores elsewhere (hidden states and router logits
+    recorded by transformers' hooks, data-dependent checks) are returned as additional results.
     """
 
     @functools.wraps(forward)
@@ -150,8 +148,6 @@ def _is_traced(value: Any) -> bool:
 
 
 def _like(tensor: Any, other: Any) -> Any:
-    """The other tensor, with what a mask says of itself."""
-    for name in _OF_MASKS:
-        if hasattr(tensor, name):
-            setattr(other, name, getattr(tensor, name))
+    """The other tensor, with the metadata of a mask."""
+    other.mask_structure = tensor.mask_structure
     return other

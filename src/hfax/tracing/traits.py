@@ -1,6 +1,6 @@
-"""What a model's forward takes and keeps, read off its signature and config; and the model types that differ from all others.
+"""What a model's forward takes and caches, from its signature and config; and the model types that need special handling.
 
-For every backend; it imports none.
+For every backend; imports none.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ import torch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelTraits:
-    """What a module's forward takes, read off its signature and config.
+    """What a module's forward takes, from its signature and config.
 
     Args:
-        is_encoder_decoder: an encoder whose output a decoder attends to.
-        cache_argument: the name under which forward takes a cache, or its own list of states ("state"); None if it takes none.
+        is_encoder_decoder: the model has an encoder and a decoder that attends to its output.
+        cache_argument: name of forward's cache argument, or of its own list of states ("state"); None if there is none.
         takes_position_ids: forward has `position_ids`.
         takes_attention_mask: forward has `attention_mask`.
         takes_decoder_mask: forward has `decoder_attention_mask`.
-        takes_logits_to_keep: forward can compute the last positions' logits alone.
-        has_recurrent_layers: some layers keep a state instead of keys and values.
-        counts_padding: positions are counted by the model itself, or its states read what stands before the text, padding included,
-            so prompts may not be padded further.
-        has_usable_cache: decoding keeps keys and values; without, every step runs the whole text again.
-        repeated_inputs: inputs with a value for each token that new tokens take over from the last one.
-        main_input: the name of its first input.
+        takes_logits_to_keep: forward can compute logits for only the last positions.
+        has_recurrent_layers: some layers keep a recurrent state instead of keys and values.
+        counts_padding: the model computes positions itself, or its states read padding, so prompts must not be padded further.
+        has_usable_cache: decoding caches keys and values; otherwise every step reruns the whole sequence.
+        repeated_inputs: per-token inputs that new tokens copy from the last one.
+        main_input: name of the main input.
     """
 
     is_encoder_decoder: bool
@@ -65,12 +64,12 @@ def read_traits(module: torch.nn.Module) -> ModelTraits:
         has_recurrent_layers=cache_argument == "cache_params"
         or any(t in ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba") for t in layer_types),
         counts_padding=config.model_type in COUNTS_PADDING
-        # prompts that see themselves in both directions do so only where nothing is padding
+        # prompts with bidirectional attention use it only if nothing is padding
         or getattr(config.get_text_config(decoder=True), "use_bidirectional_attention", None) is True
         or ("position_ids" not in names and (cache_argument in (None, "state") or _counts_positions(module)))
         or _padding_reaches_states(module),
         has_usable_cache=cache_argument is not None and config.model_type not in WITHOUT_CACHE,
-        # beside pixels, token types say where images are, and new tokens are text
+        # with pixels, token types mark the images, and new tokens are text
         repeated_inputs=("cross_attention_mask",) if "pixel_values" in names else ("token_type_ids",),
         main_input=getattr(module, "main_input_name", "input_ids"),
     )
@@ -80,7 +79,7 @@ OWN_POSITIONS = {
     "kosmos-2": "transformers' own generate leaves position_ids out, and the model counts cached padding",
     "kosmos-2.5": "transformers' own generate leaves position_ids out, and the model counts cached padding",
 }
-"""Model types whose forward takes position ids that their generation does not give, and why."""
+"""Model types with position_ids in forward that transformers' generate does not pass, and why."""
 
 
 WITHOUT_CACHE = {
@@ -88,14 +87,14 @@ WITHOUT_CACHE = {
     "deepseek_v4": "its compressed attention keeps caches of its own kinds",
     "minimax": "its forward accepts only a cache class of its own",
 }
-"""Model types whose text is run again for every token, and why."""
+"""Model types that rerun the whole sequence for every token, and why."""
 
 
 APPENDS_MASK = {
     "xlm": "it predicts the token that stands at a mask after the text",
     "flaubert": "it predicts the token that stands at a mask after the text",
 }
-"""Model types that write without a cache at a mask token, and why."""
+"""Model types that predict at an appended mask token, without a cache, and why."""
 
 
 WRITES_OTHERWISE = {
@@ -105,7 +104,7 @@ WRITES_OTHERWISE = {
     "cpmant": "its forward takes the whole text and a table of its own at every step",
     "idefics": "every new token reads the image again, which hfax gives to the prompt alone",
 }
-"""Model types, or classes, whose generation in transformers is not one token after the other through forward, and how it is."""
+"""Model types or classes that transformers does not decode token by token through forward, and how they differ."""
 COUNTS_PADDING = {
     "blt": "its hashes and patches read padding like any byte",
     "deepseek_v4": "its compressed keys stand for windows counted from the first token",
@@ -114,17 +113,17 @@ COUNTS_PADDING = {
     "git": "transformers attends to the padding of prompts without an image",
     "recurrent_gemma": "its convolution reads the padding before a prompt",
 }
-"""Model types that take position ids and still give another text after more padding, and why."""
+"""Model types that take position ids but still depend on the amount of padding, and why."""
 
 
 def _passes_on(module: torch.nn.Module) -> bool:
-    """Whether forward hands what it does not know, so also a cache, to a language model."""
+    """Whether forward passes unknown arguments, including a cache, to a language model."""
     takes_all = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(module.forward).parameters.values())
     return takes_all and hasattr(module, "language_model")
 
 
 def _counts_positions(module: torch.nn.Module) -> bool:
-    """Whether a part of the model is a table of positions, or it reads padding like any token."""
+    """Whether the model has a position table, or reads padding like any token."""
     takes_mask = "attention_mask" in inspect.signature(module.forward).parameters
     names = (type(part).__name__ for part in module.modules())
     return not takes_mask or any("Position" in name and "Embedding" in name for name in names)
@@ -133,8 +132,8 @@ def _counts_positions(module: torch.nn.Module) -> bool:
 def _padding_reaches_states(module: torch.nn.Module) -> bool:
     """Whether a convolution over the text reads a projection with a bias.
 
-    Modelling code clears padding before such a projection and after the convolution; a bias between makes the first tokens read
-    padding as text. Configs can ask for one (`mamba_proj_bias`, `conv_bias` of LFM2).
+    Modelling code zeroes padding before such a projection and after the convolution; a bias in between makes the first tokens
+    read padding as text. Configs can enable one (`mamba_proj_bias`, `conv_bias` of LFM2).
     """
     mixers = (m for m in module.modules() if any(isinstance(c, torch.nn.Conv1d) for c in m.children()))
     return any(

@@ -1,7 +1,7 @@
-"""Which torch operations give a view of their first argument, and how a write through that view reaches it.
+"""Which torch operations return a view of their first argument, and how writes through the view reach it.
 
-Turns an operation's name and arguments into functions on arrays, and links the tensors of a trace that share storage. It carries
-out no operation.
+Turns an operation's name and arguments into functions on arrays, and links the tensors of a trace that share storage. It executes
+no operation.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _REARRANGED = frozenset(
 )
 _OTHERS = frozenset({"diagonal", "unfold", "as_strided"})
 VIEW_OPS = _RESHAPES | _REARRANGED | _OTHERS
-"""Names of the aten operations whose result shares its first argument's storage."""
+"""Names of aten operations that return a view of their first argument."""
 
 
 def keeps_order(name: str) -> bool:
-    """Whether a contiguous tensor's view by this operation is contiguous."""
+    """Whether this operation's view of a contiguous tensor is contiguous."""
     return name in _RESHAPES
 
 
 def write_back(name: str, args: tuple[Any, ...]) -> Callable[[Array, Array], Array] | None:
-    """How a write through the view gets into the base; None where only the index of each element tells.
+    """How a write through the view updates the base; None if element indices must be tracked.
 
     Args:
-        name: of the aten operation.
+        name: name of the aten operation.
         args: its arguments after the tensor.
     """
     if name in _RESHAPES:
@@ -58,11 +58,11 @@ def link_views(result: Any, name: str, lowering: Callable[..., Any], args: Any, 
     """Link the outputs of a view operation with its first argument.
 
     Args:
-        result: a tensor, or several.
-        name: of the aten operation.
+        result: one tensor or several.
+        name: name of the aten operation.
         lowering: the operation as a function of arrays.
-        args: its arguments; the first is the base.
-        kwargs: its named arguments.
+        args: its positional arguments; the first is the base.
+        kwargs: its keyword arguments.
     """
     base: TraceTensor = args[0]
     rest = tuple(args[1:])
@@ -79,7 +79,7 @@ def link_views(result: Any, name: str, lowering: Callable[..., Any], args: Any, 
 
 
 def link_host_view(view: TraceTensor, inputs: list[TraceTensor]) -> None:
-    """Remember that a constant shares an argument's storage, in case a traced value is written there later."""
+    """Record that a constant shares an argument's storage, in case a traced value is written there later."""
     plain = view.host
     assert plain is not None
     for base in inputs:
@@ -97,7 +97,7 @@ def link_host_view(view: TraceTensor, inputs: list[TraceTensor]) -> None:
 
 
 def _by_strides(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Callable[[Any], Any]:
-    """The view of a contiguous array that torch describes by strides."""
+    """The view of a contiguous array with the given torch strides."""
 
     def forward(array: Any) -> Any:
         with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
@@ -110,14 +110,14 @@ def _by_strides(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -
 def with_torch_strides(
     call: Callable[..., Any], args: Any, kwargs: Any, result: Any, *, is_linked_later: bool = False
 ) -> Any:
-    """The result of a call with the strides that torch gives it: fresh tensors take the places of those that lie otherwise.
+    """The result of a call with torch's strides: tensors with other strides are replaced by new ones.
 
     Args:
-        call: torch's own operation, run on tensors without values.
-        args: what the call was given.
-        kwargs: its named arguments.
-        result: what came of it in the trace: a tensor, several, or anything else.
-        is_linked_later: its tensors will be linked with their base; else those that are views already stay as they are.
+        call: the torch operation, run on meta tensors.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+        result: its result in the trace: one tensor, several, or anything else.
+        is_linked_later: the tensors will be linked with their base; otherwise existing views are unchanged.
     """
     outputs = [result] if isinstance(result, TraceTensor) else result
     if not isinstance(outputs, (tuple, list)) or not any(isinstance(o, TraceTensor) and o.ndim for o in outputs):
@@ -125,7 +125,7 @@ def with_torch_strides(
     with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
         try:
             theirs = call(*tree_map(_without_values, args), **tree_map(_without_values, kwargs))
-        except (RuntimeError, NotImplementedError, TypeError):  # torch itself must compute it, or has it another way
+        except (RuntimeError, NotImplementedError, TypeError):  # torch has no meta implementation for it
             return result
         plain = [theirs] if isinstance(theirs, torch.Tensor) else theirs
         places = [(tuple(t.shape), t.stride()) if isinstance(t, torch.Tensor) else None for t in plain]

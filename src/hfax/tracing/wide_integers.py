@@ -1,10 +1,10 @@
-"""Whole numbers that need 64 bits, in programs that otherwise compute in 32.
+"""64-bit integers in programs that otherwise compute in 32 bits.
 
-torch's whole numbers have 64 bits, JAX's 32 unless a process asks for more. Ids, positions, counts and flags fit; hashes do not:
-Blt's, a polynomial over bytes, came out as other numbers in silence. This module says for which calls of a trace 32 bits may not be
-enough: those with a constant that does not fit, those with a tensor that has 64 bits already, and products, powers and shifts,
-whose factors' bounds do not tell otherwise. Such a call is carried out with JAX's 64-bit types, for it alone; its result keeps
-them until it is known to fit (a remainder, a position, a float). Sums and differences of 32-bit numbers are taken to fit.
+torch integers have 64 bits, JAX integers 32 unless a process enables x64. Ids, positions, counts and flags fit; hashes do not:
+Blt's polynomial hash over bytes silently overflowed. This module decides which calls of a trace may need more than 32 bits: those
+with a constant that does not fit, those with a 64-bit tensor, and products, powers and shifts, unless bounds of the operands show
+that they fit. Only such a call runs with JAX's 64-bit types; its result stays 64-bit until it is known to fit (a remainder, a
+position, a float). Sums and differences of 32-bit integers are assumed to fit.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ _GROWING = frozenset(
     *("matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "outer", "einsum", "kron", "linear"),
     *("addmm", "baddbmm", "addbmm", "addmv", "addr", "addcmul"),
 }
-"""Operations whose result can be far above their operands'; sums are not among them."""
+"""Operations with results far larger than their operands; sums are excluded."""
 _REMAINDERS = frozenset({"remainder", "fmod", "__mod__"})
 _POSITIONS = frozenset({"argmax", "argmin", "argsort", "nonzero", "count_nonzero", "searchsorted", "bucketize"})
 
 
 def is_wide(value: Any) -> bool:
-    """Whether it is a tensor of a trace that holds whole numbers of 64 bits."""
+    """Whether a value is a tensor of a trace that holds 64-bit integers."""
     return isinstance(value, TraceTensor) and value.is_wide
 
 
 def needs_64_bits(name: str, tensors: list[Any], args: Iterable[Any]) -> bool:
-    """Whether a call must be carried out with 64-bit types for its whole numbers to come out right.
+    """Whether a call needs 64-bit types for correct integer results.
 
     Args:
-        name: of the operation, as "mul".
+        name: name of the operation, such as "mul".
         tensors: all tensors among its arguments.
         args: its positional arguments.
     """
@@ -67,7 +67,7 @@ def needs_64_bits(name: str, tensors: list[Any], args: Iterable[Any]) -> bool:
 
 
 def limits(value: Any) -> tuple[int, int]:
-    """Between which whole numbers a number or a tensor's numbers are; for a traced tensor of which nothing is known, 32 bits'."""
+    """Integer bounds of a number or of a tensor's values; the 32-bit range for a traced tensor with unknown bounds."""
     if isinstance(value, (int, float)):
         return int(value), int(value)
     if (host := _host(value)) is not None:
@@ -77,19 +77,19 @@ def limits(value: Any) -> tuple[int, int]:
 
 
 def known_limits(tensor: Any) -> tuple[int | None, int | None]:
-    """What is known of a traced tensor's limits."""
+    """The known bounds of a traced tensor."""
     low, high = _SMALL.get(tensor.dtype, (None, None))
     known_low, known_high = getattr(tensor, "at_least", None), getattr(tensor, "at_most", None)
     return (low if known_low is None else known_low), (high if known_high is None else known_high)
 
 
 def settled(name: str, args: Any, result: Any) -> Any:
-    """A result of a call with 64-bit types: floats have 32 bits again, and so do whole numbers that are known to fit.
+    """Narrow the result of a call with 64-bit types: floats, and integers known to fit, go back to 32 bits.
 
     Args:
-        name: of the operation.
+        name: name of the operation.
         args: its positional arguments.
-        result: tensors of the trace, changed in place.
+        result: tensors of the trace, modified in place.
     """
     second = isinstance(result, (tuple, list)) and len(result) == 2 and name not in ("split", "chunk", "unbind")
     for number, tensor in enumerate(_trace_tensors(result)):
@@ -106,14 +106,14 @@ def settled(name: str, args: Any, result: Any) -> Any:
 
 
 def widened(arrays: Any) -> Any:
-    """Arrays of whole numbers of 32 bits, of any nested value, in 64."""
+    """Widen the 32-bit integer arrays in a nested value to 64 bits."""
     return jax.tree.map(
         lambda a: a.astype(jnp.int64) if isinstance(a, jax.Array) and a.dtype == jnp.int32 else a, arrays
     )
 
 
 def _position_of(best: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`torch.argmax` or `argmin`: the first place of the best number. JAX takes its own apart where 64 bits are no longer on."""
+    """`torch.argmax` or `argmin`: the first index of the best value. JAX lowers its own after 64-bit mode has been left."""
 
     def position(x: jax.Array, dim: int | None = None, keepdim: bool = False) -> jax.Array:
         flat = x.reshape(-1) if dim is None or not x.ndim else x
@@ -144,15 +144,15 @@ LOWERINGS: dict[str, Callable[..., Any]] = {
     "max": _best_of(jnp.max, _argmax),
     "min": _best_of(jnp.min, _argmin),
 }
-"""Operations that have another lowering within `in_64_bits`."""
+"""Operations with a different lowering within `in_64_bits`."""
 
 
 def refusal(name: str, reason: str) -> UnsupportedModelError:
-    """The error for a call whose whole numbers need 64 bits, and which cannot have them."""
+    """The error for a call that needs 64-bit integers where they are not possible."""
     return UnsupportedModelError(
-        f"{running_line()}: {name} needs whole numbers of 64 bits.",
-        f"A program computes in 32 bits, in which they would be others; here 64 are not possible: {reason}",
-        "Register a patch for that function (hfax.register_patch), or compute its result before and pass it to the model.",
+        f"{running_line()}: {name} needs 64-bit integers.",
+        f"Programs compute in 32 bits, which would overflow, and 64 bits are not possible here: {reason}",
+        "Register a patch for that function (hfax.register_patch), or compute its result beforehand and pass it to the model.",
     )
 
 

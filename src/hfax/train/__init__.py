@@ -1,1 +1,1 @@
-"""Training on optax: a pure step, and a loop around it."""
+"""Training with optax: a pure training step and a loop around it."""

@@ -1,4 +1,4 @@
-"""What a run of training is told, with the names of `transformers.TrainingArguments` where it has them."""
+"""Training options, named as in `transformers.TrainingArguments` where possible."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hfax.known_words import reject_arguments
 
 _REPORTERS = ("jsonl", "tensorboard")
 _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)", re.IGNORECASE)
-"""Weights that AdamW leaves undiminished, by name, as transformers' Trainer has it."""
+"""Name pattern of weights without weight decay, as in transformers' Trainer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,32 +24,32 @@ class TrainingArguments:
     """Options of `Trainer`.
 
     Args:
-        output_dir: checkpoints, metrics and the trained model go there.
-        num_train_epochs: passes over the data, if `max_steps` is not given.
-        max_steps: steps of the optimizer.
-        per_device_train_batch_size: rows of a forward pass for each part of the mesh that has rows of its own (the axes "data" and
-            "fsdp"; 1 on one device).
-        per_device_eval_batch_size: likewise, of evaluation; None: the same.
-        gradient_accumulation_steps: forward passes a step.
-        learning_rate: at its highest.
-        lr_scheduler_type: how it falls after the warm-up: "linear" or "cosine" to 0, or "constant".
-        warmup_steps: over which it rises from 0.
-        weight_decay: of AdamW; biases and norms are left out.
-        adam_beta1: of AdamW.
-        adam_beta2: likewise.
-        adam_epsilon: likewise.
-        max_grad_norm: gradients are scaled down to this norm; None: never.
-        gradient_checkpointing: keep each layer's input alone and compute the layer again.
-        dropout: False: none, whatever the config says.
-        logging_steps: steps between lines of metrics.
-        eval_steps: steps between evaluations; None: after each epoch, if there is data for it.
-        save_steps: steps between checkpoints; None: at the end alone.
-        save_total_limit: of the checkpoints the latest so many are kept; None: all.
-        early_stopping_patience: evaluations without a lower loss after which training ends; None: never.
-        seed: of the order of rows and of dropout.
-        shuffle: rows of each epoch in an order of its own.
+        output_dir: folder for checkpoints, metrics and the trained model.
+        num_train_epochs: number of epochs, if `max_steps` is not given.
+        max_steps: number of optimizer steps.
+        per_device_train_batch_size: rows per forward pass on each data-parallel shard of the mesh (the axes "data" and "fsdp"; 1
+            on one device).
+        per_device_eval_batch_size: rows per shard in evaluation; None: `per_device_train_batch_size`.
+        gradient_accumulation_steps: forward passes per step.
+        learning_rate: peak learning rate.
+        lr_scheduler_type: decay after warm-up: "linear" or "cosine" to 0, or "constant".
+        warmup_steps: number of steps over which the learning rate rises from 0.
+        weight_decay: AdamW weight decay; not applied to biases and norms.
+        adam_beta1: AdamW beta1.
+        adam_beta2: AdamW beta2.
+        adam_epsilon: AdamW epsilon.
+        max_grad_norm: maximum gradient norm for clipping; None: no clipping.
+        gradient_checkpointing: keep only each layer's input and recompute the layer in the backward pass.
+        dropout: False disables dropout, regardless of the config.
+        logging_steps: steps between logged metrics.
+        eval_steps: steps between evaluations; None: after each epoch, if there is an evaluation data set.
+        save_steps: steps between checkpoints; None: only at the end.
+        save_total_limit: number of latest checkpoints to keep; None: all.
+        early_stopping_patience: stop after this many evaluations without a lower loss; None: never.
+        seed: seed for shuffling and dropout.
+        shuffle: reshuffle rows each epoch.
         report_to: "jsonl" (metrics.jsonl) and "tensorboard" (runs/): one, several, "all" or "none".
-        progress: a bar, where stderr is a terminal.
+        progress: show a progress bar if stderr is a terminal.
     """
 
     output_dir: str | Path
@@ -80,7 +80,7 @@ class TrainingArguments:
     progress: bool = True
 
     def __new__(cls, *args: Any, **options: Any) -> TrainingArguments:
-        """Refuse names that mean nothing here, before `__init__` ends in a bare TypeError."""
+        """Reject unknown arguments with a clear error, before `__init__` raises a bare TypeError."""
         names = {field.name for field in dataclasses.fields(cls)}
         reject_arguments("TrainingArguments", [name for name in options if name not in names], names)
         return super().__new__(cls)
@@ -94,21 +94,21 @@ class TrainingArguments:
         if wrong:
             raise InvalidInputError(
                 f"{wrong[0]}={getattr(self, wrong[0])} is too small.",
-                "Counts are 1 or more; rates are not negative.",
-                f"Pass another {wrong[0]}.",
+                "Counts must be at least 1; rates must not be negative.",
+                f"Pass a larger {wrong[0]}.",
             )
         words: dict[str, tuple[str, ...]] = {"all": _REPORTERS, "none": ()}
         given = words.get(self.report_to, (self.report_to,)) if isinstance(self.report_to, str) else self.report_to
         if unknown := set(given) - set(_REPORTERS):
             raise InvalidInputError(
                 f"report_to={self.report_to!r} names {sorted(unknown)[0]!r}.",
-                "Metrics go to JSON lines and to TensorBoard.",
+                "Metrics can be written as JSON Lines and to TensorBoard.",
                 'Pass report_to="jsonl", "tensorboard", "all" or "none".',
             )
         object.__setattr__(self, "report_to", tuple(given))
 
     def schedule(self, steps: int) -> Callable[[Any], Any]:
-        """The learning rate of each of `steps` steps, as transformers' schedulers give it."""
+        """Learning rate schedule over `steps` steps, as in transformers' schedulers."""
 
         def rate(step: Any) -> Any:
             warm = step / max(self.warmup_steps, 1)
@@ -124,7 +124,7 @@ class TrainingArguments:
         return rate
 
     def optimizer(self, steps: int) -> optax.GradientTransformation:
-        """AdamW with the schedule for `steps` steps, after the gradients' norm is bounded."""
+        """AdamW with the schedule for `steps` steps, after gradient clipping."""
         adamw = optax.adamw(
             self.schedule(steps),
             b1=self.adam_beta1,
@@ -139,5 +139,5 @@ class TrainingArguments:
 
 
 def _decays(params: Any) -> Any:
-    """Whether a weight is diminished, by name."""
+    """Whether weight decay applies, by weight name."""
     return {name: _WITHOUT_DECAY.search(name) is None for name in params}

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, by orbax: written while training goes on, whole or not at all."""
+"""Training checkpoints with orbax: written asynchronously and atomically."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _FOLDER = "checkpoints"
 
 
 class Checkpoints:
-    """The checkpoints under a folder.
+    """The checkpoints of a run.
 
     Args:
-        output_dir: of the run.
-        limit: how many of the latest are kept; None: all.
+        output_dir: the run's folder.
+        limit: number of latest checkpoints to keep; None: all.
 
     Raises:
         BackendNotAvailableError: orbax is not installed.
@@ -31,7 +31,7 @@ class Checkpoints:
             import orbax.checkpoint as ocp
         except ImportError as error:
             raise BackendNotAvailableError(
-                "Checkpoints need orbax.", str(error), "Install it: pip install 'hfax[train]'."
+                "Checkpoints require orbax.", str(error), "Install it: pip install 'hfax[train]'."
             ) from error
         self._ocp = ocp
         self.folder = (output_dir / _FOLDER).absolute()
@@ -42,18 +42,18 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
     def latest(self) -> int | None:
-        """The step of the last whole one."""
+        """Step of the latest complete checkpoint."""
         return self._manager.latest_step()
 
     def save(self, state: TrainState, run: dict[str, Any]) -> None:
-        """Begin to write one; training may go on, since what is written was copied from the devices.
+        """Start writing a checkpoint. Training can continue, because the state was copied from the devices.
 
         Args:
-            state: of the step that it is called by.
-            run: what else is to be known, as JSON.
+            state: training state to save; `state.step` names the checkpoint.
+            run: additional run state, JSON-serialisable.
 
         Raises:
-            HfaxError: this one or the one before could not be written; older ones are still there.
+            HfaxError: this or the previous checkpoint could not be written; older ones are kept.
         """
         ocp, step = self._ocp, int(state.step)
         if step == self.latest():
@@ -63,10 +63,10 @@ class Checkpoints:
             self._manager.save(step, args=args)
 
     def restore(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """One, split over devices as `like` is, and what was saved beside it.
+        """Restore a checkpoint, sharded like `like`, and its run state.
 
         Raises:
-            CheckpointCorruptError: it is of another run, or damaged.
+            CheckpointCorruptError: it is from a different run, or damaged.
         """
         ocp = self._ocp
         wanted = _as_dict(like)
@@ -74,16 +74,16 @@ class Checkpoints:
         try:
             _check_shapes(self._manager.item_metadata(step)["state"], wanted)
             found = self._manager.restore(step, args=args)
-        except Exception as error:  # orbax has no class of its own for this
+        except Exception as error:  # orbax has no specific exception class
             raise CheckpointCorruptError(
                 f"The checkpoint of step {step} in {self.folder} could not be restored.",
                 f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}",
-                "Resume with the model, adapter and optimizer that it was saved with; or start in another output_dir.",
+                "Resume with the same model, adapter and optimizer; or start in another output_dir.",
             ) from error
         return TrainState(**found["state"]), found["run"]
 
     def wait(self) -> None:
-        """Until all is written.
+        """Wait until all checkpoints are written.
 
         Raises:
             HfaxError: see `save`.
@@ -92,22 +92,22 @@ class Checkpoints:
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Let go of its threads; for the end, whatever became of the run."""
+        """Stop the background threads; call at the end, even if the run failed."""
         with contextlib.suppress(Exception):
             self._manager.close()
 
 
 def _check_shapes(stored: Any, wanted: dict[str, Any]) -> None:
-    """Raise ValueError for arrays of other names or shapes, before orbax begins to read and leaves its reads behind."""
+    """Raise ValueError if names or shapes differ, before orbax starts reads that it would leave behind."""
     found = {
         jax.tree_util.keystr(path): tuple(a.shape) for path, a in jax.tree_util.tree_leaves_with_path(dict(stored))
     }
     for path, array in jax.tree_util.tree_leaves_with_path(wanted["params"]):
         name = "['params']" + jax.tree_util.keystr(path)
         if found.get(name) != array.shape:
-            raise ValueError(f"{name} is {found.get(name, 'missing')} in it, and {array.shape} now")
+            raise ValueError(f"{name} is {found.get(name, 'missing')} in the checkpoint, but {array.shape} now")
     if extra := [n for n in found if n.startswith("['params']") and n[11:-1].strip("'") not in wanted["params"]]:
-        raise ValueError(f"it has {extra[0]} and {len(extra) - 1} others, which are not trained now")
+        raise ValueError(f"the checkpoint has {extra[0]} and {len(extra) - 1} other weights that are not trained now")
 
 
 def _as_dict(state: TrainState) -> dict[str, Any]:
@@ -116,16 +116,18 @@ def _as_dict(state: TrainState) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Turns what orbax raises when it cannot write into hfax's word for it."""
+    """Convert orbax's write errors to HfaxError."""
     try:
         yield
     except jax.errors.JaxRuntimeError:
         raise
     except (OSError, ValueError, RuntimeError) as error:
-        whole = [int(path.name) for path in folder.glob("*") if path.name.isdigit()]  # others are being written
-        kept = f"That of step {max(whole)} is still there." if whole else "There is no earlier one."
+        whole = [
+            int(path.name) for path in folder.glob("*") if path.name.isdigit()
+        ]  # other folders are still being written
+        kept = f"The checkpoint of step {max(whole)} is still there." if whole else "There is no earlier checkpoint."
         raise HfaxError(
             f"The checkpoint could not be written to {folder}.",
             f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}",
-            f"{kept} Make room on the disk, or use another output_dir, and resume.",
+            f"{kept} Free some disk space, or use another output_dir, and resume.",
         ) from error

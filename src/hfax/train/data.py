@@ -1,4 +1,4 @@
-"""Rows of a data set into batches of a few shapes, in an order that a number decides. It does not know models."""
+"""Turns data set rows into batches of a few shapes, in an order set by a seed. Knows nothing about models."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ _PADDED_WITH = {"labels": IGNORED, "decoder_input_ids": 0, "attention_mask": 0, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PaddingCollator:
-    """Rows of token ids into a batch, padded on the right.
+    """Collates rows of token ids into a right-padded batch.
 
     Args:
-        pad_token_id: where a row has ended. 0 where no mask is read.
-        pad_to_multiple_of: lengths are rounded up to it, so that there are few shapes and few compilations.
-        max_length: longer rows are cut; None: never.
-        is_causal: rows without labels get their ids for labels.
-        columns: what is taken of each row; None: what is known of `input_ids`, `attention_mask`, `labels` and the like, and
-            numbers.
+        pad_token_id: token id for padding; use 0 if the model reads no mask.
+        pad_to_multiple_of: round lengths up to this multiple, to limit shapes and compilations.
+        max_length: truncate longer rows; None: no truncation.
+        is_causal: use the ids as labels for rows without labels.
+        columns: columns to include; None: all numeric columns, such as `input_ids`, `attention_mask` and `labels`.
     """
 
     pad_token_id: int = 0
@@ -38,16 +37,16 @@ class PaddingCollator:
     columns: tuple[str, ...] | None = None
 
     def __call__(self, rows: Sequence[Row]) -> Batch:
-        """The batch: [rows, length] int32 a column of lists, [rows, …] of numbers and arrays of one shape.
+        """The batch: [rows, length] int32 for columns of token lists, [rows, …] for numbers and arrays of equal shape.
 
         Raises:
-            InvalidInputError: rows without the columns.
+            InvalidInputError: rows lack required columns.
         """
         names = [n for n in rows[0] if self._is_wanted(n, rows[0][n])]
         missing = next((n for row in rows for n in (*names, *(self.columns or ())) if row.get(n) is None), None)
         if missing is not None or not names:
             raise InvalidInputError(
-                f"A row has no {missing!r}." if missing else "Rows have no column that a model reads.",
+                f"A row has no {missing!r}." if missing else "Rows have no model input columns.",
                 f"Its columns are {', '.join(map(str, rows[0]))}.",
                 "Map the data set to rows with input_ids (and labels), or pass a data_collator.",
             )
@@ -84,21 +83,21 @@ class PaddingCollator:
 
 
 def pack(rows: Iterable[Row], length: int) -> list[dict[str, list[int]]]:
-    """Several texts a row, so that little is padding; the model's positions tell them apart.
+    """Pack several sequences per row to reduce padding; `position_ids` separate them.
 
-    Texts are laid into rows the longest first, each into the fullest row that has room (Ding et al., 2024,
-    https://arxiv.org/abs/2404.10830). Longer ones are cut.
+    Best-fit decreasing: sequences are placed longest first, each in the fullest row with room (Ding et al., 2024,
+    https://arxiv.org/abs/2404.10830). Sequences longer than `length` are truncated.
 
     Args:
-        rows: with `input_ids`, and `labels` (else the ids are the labels).
-        length: of the packed rows.
+        rows: rows with `input_ids` and optional `labels` (default: the ids).
+        length: packed row length, in tokens.
 
     Returns:
-        Rows with `input_ids`, `labels` (-100 at each text's first token and at padding) and `position_ids`, which begin anew
-        with each text. They take no attention mask: where positions begin anew, attention does.
+        Rows with `input_ids`, `labels` (-100 at each sequence's first token and at padding) and `position_ids`, which restart
+        at each sequence. There is no attention mask: attention restarts where positions do.
 
     Raises:
-        InvalidInputError: rows without ids.
+        InvalidInputError: rows without `input_ids`.
     """
     texts: list[tuple[list[int], list[int]]] = []
     for row in rows:
@@ -106,7 +105,7 @@ def pack(rows: Iterable[Row], length: int) -> list[dict[str, list[int]]]:
             raise InvalidInputError(
                 "A row has no 'input_ids'.",
                 f"Its columns are {', '.join(map(str, row))}.",
-                "Tokenize the data set before it is packed.",
+                "Tokenize the data set before packing.",
             )
         ids = list(row["input_ids"])[:length]
         labels = list(row.get("labels") or ids)[:length]
@@ -131,7 +130,7 @@ def _packed(texts: list[tuple[list[int], list[int]]], length: int) -> dict[str, 
     labels = [label for _, own in texts for label in own]
     positions = [position for text, _ in texts for position in range(len(text))]
     rest = length - len(ids)
-    # padding is a text of its own
+    # padding is its own sequence
     return {
         "input_ids": ids + [0] * rest,
         "labels": labels + [IGNORED] * rest,
@@ -141,28 +140,28 @@ def _packed(texts: list[tuple[list[int], list[int]]], length: int) -> dict[str, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedCollator:
-    """Rows of `pack` into a batch."""
+    """Collates rows from `pack` into a batch."""
 
     def __call__(self, rows: Sequence[Row]) -> Batch:
-        """[rows, length] int32 of ids, labels and positions."""
+        """[rows, length] int32 ids, labels and positions."""
         return {
             name: np.array([row[name] for row in rows], np.int32) for name in ("input_ids", "labels", "position_ids")
         }
 
 
 class BatchOrder:
-    """Which rows a step reads: a pure function of the seed and the step, so that a run can go on where it stopped.
+    """The rows of each step: a pure function of seed and step, so that runs can resume.
 
-    The last rows of an epoch that do not fill a step are left out: every step has the same shape.
+    The last rows of an epoch that do not fill a step are dropped: every step has the same shape.
 
     Args:
-        dataset: with a length and rows by number, or any iterable that can be gone through again.
-        rows_per_step: of each step.
-        seed: of the order.
-        shuffle: an order of its own for each epoch; else as the data are. Iterables are never shuffled.
+        dataset: a sized, indexable data set, or any re-iterable.
+        rows_per_step: rows per step.
+        seed: shuffle seed.
+        shuffle: reshuffle each epoch; otherwise keep the data order. Iterables are never shuffled.
 
     Raises:
-        InvalidInputError: fewer rows than a step reads.
+        InvalidInputError: fewer rows than one step needs.
     """
 
     def __init__(self, dataset: Any, rows_per_step: int, seed: int, shuffle: bool) -> None:
@@ -173,16 +172,16 @@ class BatchOrder:
         self.steps_per_epoch = None if self.length is None else self.length // rows_per_step
         if self.steps_per_epoch == 0:
             raise InvalidInputError(
-                f"The data set has {self.length} rows, and a step reads {rows_per_step}.",
-                "A step reads per_device_train_batch_size rows a device, gradient_accumulation_steps times.",
-                "Use a smaller batch, or more data.",
+                f"The data set has {self.length} rows, but a step needs {rows_per_step}.",
+                "A step reads per_device_train_batch_size rows per device, gradient_accumulation_steps times.",
+                "Use a smaller batch or more data.",
             )
 
     def after(self, steps: int) -> Iterator[tuple[int, list[Row]]]:
-        """The epoch and the rows of each step, those after the first `steps`, without end.
+        """Yield epoch and rows of each step after the first `steps`, indefinitely.
 
         Raises:
-            InvalidInputError: an iterable that gives nothing, or fewer rows than a step reads.
+            InvalidInputError: an iterable yields fewer rows than one step needs.
         """
         if self.steps_per_epoch is None:
             yield from self._of_iterable(steps)
@@ -211,9 +210,9 @@ class BatchOrder:
                     rows = []
             if seen == before:
                 raise InvalidInputError(
-                    f"The data gave {len(rows)} rows in epoch {epoch}, and a step reads {self._rows}.",
-                    "An iterable is gone through once an epoch; a generator gives its rows only once.",
-                    "Pass a list, a data set, or an iterable that starts again.",
+                    f"The data yielded {len(rows)} rows in epoch {epoch}, but a step needs {self._rows}.",
+                    "Iterables are iterated once per epoch; a generator yields its rows only once.",
+                    "Pass a list, a data set, or a re-iterable.",
                 )
             epoch += 1
 
@@ -240,8 +239,8 @@ def _is_numbers(value: Any) -> bool:
 def _stacked(name: str, values: list[np.ndarray]) -> np.ndarray:
     if len({v.shape for v in values}) > 1:
         raise InvalidInputError(
-            f"Rows have {name!r} of the shapes {sorted({v.shape for v in values})[:3]}.",
+            f"Rows have {name!r} with different shapes {sorted({v.shape for v in values})[:3]}.",
             "Only lists of token ids are padded.",
-            "Bring them to one shape, or pass a data_collator.",
+            "Use a single shape, or pass a data_collator.",
         )
     return np.stack(values)

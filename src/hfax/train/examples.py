@@ -1,4 +1,4 @@
-"""Texts and conversations into rows of token ids with labels. Knows tokenizers and chat templates, and no models."""
+"""Tokenizes text and conversations into rows of token ids with labels. Knows nothing about models."""
 
 from __future__ import annotations
 
@@ -17,18 +17,16 @@ def tokenize_rows(rows: Iterable[Mapping[str, Any]], tokenizer: Any, *, max_leng
     """Rows for supervised fine-tuning.
 
     Args:
-        rows: of one of three forms: a text, all of which is learned; a prompt and a completion, of which the completion is;
-            messages, of which the assistant's turns are, each to the end that the chat template gives it. Rows with `input_ids`
-            stay.
-        tokenizer: with a chat template, for messages.
-        max_length: longer rows are cut.
+        rows: one of three formats: text (loss on all tokens), prompt and completion (loss on the completion), or messages (loss
+            on assistant turns, including the chat template's end of turn). Rows with `input_ids` are kept unchanged.
+        tokenizer: must have a chat template for messages.
+        max_length: maximum row length, in tokens; longer rows are truncated.
 
     Returns:
-        Rows with `input_ids` and `labels`, -100 where nothing is learned. Rows of which nothing would be left to learn are left
-        out.
+        Rows with `input_ids` and `labels`, -100 where no loss is computed. Rows left without labels are dropped.
 
     Raises:
-        InvalidInputError: another form, no chat template, or one whose turns cannot be told apart.
+        InvalidInputError: an unknown format, no chat template, or a template where assistant turns cannot be located.
     """
     found = []
     for number, row in enumerate(rows, start=1):
@@ -38,9 +36,9 @@ def tokenize_rows(rows: Iterable[Mapping[str, Any]], tokenizer: Any, *, max_leng
             found.append({"input_ids": ids, "labels": labels})
     if not found:
         raise InvalidInputError(
-            "No row has anything to learn.",
-            f"Behind {max_length} tokens rows are cut, and what the assistant says begins later; or there are no rows.",
-            "Raise max_length, or look at the data.",
+            "No row has labels.",
+            f"Rows are truncated to {max_length} tokens and assistant turns start later, or there are no rows.",
+            "Raise max_length, or check the data.",
         )
     return found
 
@@ -63,29 +61,29 @@ def _tokenize(row: Mapping[str, Any], tokenizer: Any, number: int) -> tuple[list
         ids = [*_without_end(ids, tokenizer), *_end(tokenizer)]
         return ids, list(ids)
     raise InvalidInputError(
-        f"Row {number} is of no form that can be trained on.",
+        f"Row {number} has an unknown format.",
         f"Its columns are {', '.join(map(str, row)) or 'none'}.",
-        f"Rows are {_FORMS}.",
+        f"Use rows like {_FORMS}.",
     )
 
 
 def conversation(
     messages: Sequence[Mapping[str, Any]], tokenizer: Any, tools: Any = None
 ) -> tuple[list[int], list[int]]:
-    """Token ids of a conversation, and labels that are the ids in the assistant's turns alone.
+    """Token ids of a conversation, and labels for assistant turns only.
 
-    Where the template marks what the model generates ({% generation %}), that counts; elsewhere each of the assistant's turns
-    is what comes behind the text that would ask for it.
+    If the template marks generated text ({% generation %}), that mask is used. Otherwise an assistant turn is what follows the
+    rendered generation prompt.
 
     Raises:
-        InvalidInputError: no chat template, messages that it refuses, no turn of the assistant, or turns that change what is before
-            them.
+        InvalidInputError: no chat template, messages that it rejects, no assistant turn, or turns that change the rendering of
+            earlier ones.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidInputError(
             "The tokenizer has no chat template.",
-            "Messages become text by it.",
-            "Use a model with one, set tokenizer.chat_template, or give rows of prompt and completion.",
+            "Messages need one to be rendered as text.",
+            "Use a model with a chat template, set tokenizer.chat_template, or use prompt/completion rows.",
         )
     template = tokenizer.get_chat_template(tools=tools)
 
@@ -96,9 +94,9 @@ def conversation(
             )
         except Exception as error:  # jinja2's, and whatever templates raise
             raise InvalidInputError(
-                "The chat template refuses a conversation.",
+                "The chat template rejected a conversation.",
                 f"{type(error).__name__}: {error}",
-                f"Its roles are {', '.join(str(m.get('role')) for m in messages)}; look at the order that the template wants.",
+                f"Check the role order that the template expects; found {', '.join(str(m.get('role')) for m in messages)}.",
             ) from error
         return list(found["input_ids"])
 
@@ -115,16 +113,16 @@ def conversation(
         through = through if turn + 1 < len(messages) else ids
         if ids[: len(before)] != before or ids[: len(through)] != through:
             raise InvalidInputError(
-                f"The chat template writes the first {turn + 1} messages otherwise once there are more.",
-                "So what belongs to the assistant's turns cannot be told from the tokens.",
-                "Give conversations with one turn of the assistant, or a template with {% generation %} around its turns.",
+                f"The chat template renders the first {turn + 1} messages differently when more follow.",
+                "Assistant turns cannot be located in the tokens.",
+                "Use conversations with one assistant turn, or a template with {% generation %} around assistant turns.",
             )
         labels[len(before) : len(through)] = ids[len(before) : len(through)]
     if not turns:
         raise InvalidInputError(
-            "A conversation has no turn of the assistant.",
+            "A conversation has no assistant turn.",
             f"Its roles are {', '.join(str(m.get('role')) for m in messages)}.",
-            'Messages are {"role": "user" | "assistant" | "system", "content": …}.',
+            'Use messages like {"role": "user" | "assistant" | "system", "content": …}.',
         )
     return ids, labels
 
@@ -134,5 +132,5 @@ def _end(tokenizer: Any) -> list[int]:
 
 
 def _without_end(ids: list[int], tokenizer: Any) -> list[int]:
-    """Some tokenizers put an end behind every text."""
+    """Strip the end-of-sequence token that some tokenizers append."""
     return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id and len(ids) > 1 else ids

@@ -1,4 +1,4 @@
-"""A run's metrics: a line of JSON each time, TensorBoard, a bar in a terminal. It does not know what they mean."""
+"""Metrics logging: JSON Lines, TensorBoard, and a terminal progress bar. Does not interpret the metrics."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ METRICS_NAME = "metrics.jsonl"
 
 
 class MetricsLog:
-    """Where metrics go.
+    """Writes metrics.
 
     Args:
-        folder: of the run.
+        folder: the run's folder.
         report_to: "jsonl", "tensorboard".
-        after: the step that the run goes on after; lines of later ones, which it is going to take again, are dropped.
-        total: steps of the whole run, for the bar.
-        progress: show one, where stderr is a terminal.
+        after: step to resume after; later lines are dropped, since those steps are repeated.
+        total: total steps of the run, for the progress bar.
+        progress: show a progress bar if stderr is a terminal.
 
     Raises:
-        BackendNotAvailableError: TensorBoard was asked for and is not installed.
+        BackendNotAvailableError: TensorBoard was requested but is not installed.
     """
 
     def __init__(self, folder: Path, report_to: Any, *, after: int, total: int | None, progress: bool) -> None:
@@ -40,16 +40,16 @@ class MetricsLog:
                 from torch.utils.tensorboard.writer import SummaryWriter
             except ImportError as error:
                 raise BackendNotAvailableError(
-                    "report_to names TensorBoard, which is not installed.",
+                    "report_to includes TensorBoard, which is not installed.",
                     str(error),
-                    "Install it: pip install 'hfax[train]', or leave it out of report_to.",
+                    "Install it: pip install 'hfax[train]', or remove it from report_to.",
                 ) from error
             self._board = SummaryWriter(str(folder / "runs"), purge_step=after + 1)
         if progress and sys.stderr.isatty():
             self._bar = _Bar(total, after)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Metrics of a step, by name."""
+        """Log a step's metrics, by name."""
         if self._file is not None:
             self._file.write(json.dumps({"step": step, **metrics}) + "\n")
             self._file.flush()
@@ -60,12 +60,12 @@ class MetricsLog:
             self._bar.describe(metrics)
 
     def advance(self, step: int) -> None:
-        """The bar goes on to a step."""
+        """Advance the progress bar to a step."""
         if self._bar is not None:
             self._bar.advance(step)
 
     def close(self) -> None:
-        """Close the files and take the bar away."""
+        """Close the files and remove the progress bar."""
         for part in (self._file, self._board, self._bar):
             if part is not None:
                 part.close()
@@ -106,7 +106,7 @@ class _Bar:
 
 
 def _keep_until(path: Path, step: int) -> None:
-    """Drop lines of steps after `step`, and a line that was not written to its end."""
+    """Drop lines of steps after `step`, and an incomplete last line."""
     kept = []
     with contextlib.suppress(FileNotFoundError):
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True):

@@ -1,4 +1,4 @@
-"""What a step of training makes small: the model's own loss, and preferences. Functions of `apply` and a batch."""
+"""Training losses: the model's own loss, and DPO. Losses are functions of `apply` and a batch."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from hfax.errors import InvalidInputError
 Apply = Callable[..., Any]
 Loss = Callable[[Apply, Mapping[str, Any]], Any]
 IGNORED = -100
-"""The label of places that do not count, as torch has it."""
+"""Label of ignored positions, as in torch."""
 
 
 def models_own_loss(apply: Apply, batch: Mapping[str, Any]) -> jax.Array:
     """The loss that the transformers class computes from labels.
 
     Raises:
-        InvalidInputError: it computes none of this batch.
+        InvalidInputError: the model computes no loss for this batch.
     """
     inputs = {"use_cache": False, **batch} if "input_ids" in batch else dict(batch)
     loss = getattr(apply(**inputs), "loss", None)
     if loss is None:
         raise InvalidInputError(
-            "The model computed no loss.",
+            "The model returned no loss.",
             f"Its inputs were {', '.join(sorted(batch))}.",
             'Add "labels" to the batches, or pass a loss function of your own.',
         )
@@ -36,7 +36,7 @@ def models_own_loss(apply: Apply, batch: Mapping[str, Any]) -> jax.Array:
 
 
 def count_of_labels(model: JaxModel) -> Callable[[Mapping[str, Any]], jax.Array]:
-    """Gives how many labels of a batch count: those that the model's own loss is the mean over; 1 for a batch without."""
+    """A function that counts a batch's labels, over which the model's own loss is the mean; 1 for a batch without labels."""
     module: Any = model.module
     is_shifted = getattr(module, "loss_function", None) is ForCausalLMLoss and not model.config.is_encoder_decoder
 
@@ -51,11 +51,11 @@ def count_of_labels(model: JaxModel) -> Callable[[Mapping[str, Any]], jax.Array]
 
 
 def sequence_log_probs(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Of each row, the summed log-probability of its labels.
+    """Sum of each row's label log-probabilities.
 
     Args:
-        logits: [batch, length, vocab], of the token after each.
-        labels: [batch, length] token ids, -100 where they do not count.
+        logits: [batch, length, vocab], next-token logits.
+        labels: [batch, length] token ids, -100 at ignored positions.
 
     Returns:
         [batch] float32.
@@ -67,15 +67,15 @@ def sequence_log_probs(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def preference_log_probs(apply: Apply, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """The log-probabilities of chosen and rejected ends; with `TrainStep.compute`, those of a reference model.
+    """Log-probabilities of chosen and rejected completions; with `TrainStep.compute`, those of a reference model.
 
     Args:
         apply: the model.
-        batch: `chosen_ids`, `rejected_ids` ([batch, length]), `chosen_labels` and `rejected_labels` (likewise, -100 for prompts and
-            padding).
+        batch: `chosen_ids`, `rejected_ids`, `chosen_labels` and `rejected_labels`, each [batch, length]; labels are -100 for
+            prompts and padding.
 
     Returns:
-        "chosen_log_probs" and "rejected_log_probs", [batch] float32: what `make_dpo_loss` wants of a reference beside the rest.
+        "chosen_log_probs" and "rejected_log_probs", [batch] float32; add the reference model's to batches for `make_dpo_loss`.
     """
     ids = jnp.concatenate([batch["chosen_ids"], batch["rejected_ids"]])
     labels = jnp.concatenate([batch["chosen_labels"], batch["rejected_labels"]])
@@ -88,11 +88,11 @@ def make_dpo_loss(beta: float = 0.1) -> Loss:
     """Direct preference optimization: Rafailov et al., 2023, equation 7 (https://arxiv.org/abs/2305.18290).
 
     Args:
-        beta: how strongly the model is held to the reference.
+        beta: strength of the penalty for deviating from the reference.
 
     Returns:
-        A loss of batches with what `preference_log_probs` takes and what it gives for the reference model. It adds "accuracy" and
-        "margin", of the rewards.
+        A loss for batches with the inputs of `preference_log_probs` and its outputs for the reference model. It also reports the
+        reward "accuracy" and "margin".
     """
 
     def loss(apply: Apply, batch: Mapping[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -1,6 +1,6 @@
-"""What fine-tuning needs on devices that are not here: memory of a step, by the real TPU compiler or by arithmetic.
+"""Memory plans for fine-tuning on absent devices: a step's memory, from the TPU compiler or estimated.
 
-Turns a config, machines and the shape of a batch into rows of a table. Nothing is loaded and nothing runs.
+Turns a config, machines and a batch shape into table rows. Nothing is loaded or run.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ _LORA = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainPlan:
-    """One machine and one way of training.
+    """A plan for one machine and one kind of training.
 
     Args:
-        model: the model's name.
-        machine: a topology or a kind and a count.
-        num_devices: of it.
+        model: model name.
+        machine: a TPU topology, or a chip kind and a count.
+        num_devices: number of devices.
         kind: "full" or "lora" (rank 16 on all linear layers).
-        mesh: sizes by axis.
-        rows: of a step, all devices together.
-        length: tokens of a row.
-        trained: numbers that are trained.
-        state_bytes: of trained weights and the optimizer, on each device.
-        frozen_bytes: of weights that are not trained, likewise.
-        temporary_bytes: gradients, activations and whatever else, likewise: the compiler's word, else what arithmetic counts, which
-            is less than is needed.
-        memory_bytes: of a device, without what is left to the runtime.
-        fits: whether it all does.
-        step_s: the limit.
-        compile_s: of the TPU compiler; None: nothing was compiled.
-        problem: why nothing was compiled (a step that arithmetic says cannot fit is not, for compilers take long over such), or the
-            compiler's word where it does not fit.
+        mesh: mesh sizes by axis.
+        rows: rows per step, over all devices.
+        length: row length, in tokens.
+        trained: number of trained parameters.
+        state_bytes: trained weights and optimizer state, bytes per device.
+        frozen_bytes: frozen weights, bytes per device.
+        temporary_bytes: gradients, activations and other temporaries, bytes per device: reported by the compiler, else a lower
+            bound by estimate.
+        memory_bytes: usable memory per device, without the runtime's reserve.
+        fits: whether everything fits.
+        step_s: lower bound on the step time, in seconds.
+        compile_s: TPU compile time, in seconds; None: not compiled.
+        problem: why nothing was compiled (steps estimated not to fit are skipped, because compiling them is slow), or the
+            compiler's message if it does not fit.
     """
 
     model: str
@@ -93,23 +93,23 @@ def make_train_plans(
     """A plan for each machine and kind.
 
     Args:
-        name: of the model, for the table.
-        config: of a decoder-only model.
-        machines: TPU topologies ("v5e:2x4") or kinds of GPU with a count ("h100:8").
+        name: model name for the table.
+        config: config of a decoder-only model.
+        machines: TPU topologies ("v5e:2x4") or GPU kinds with a count ("h100:8").
         kinds: "full", "lora".
-        rows: of a step.
-        length: tokens of each.
-        mesh: sizes by axis; None: fsdp over as many devices as divide the rows, tensor over the rest.
-        compiles: let the TPU compiler say what it knows; arithmetic alone otherwise.
+        rows: rows per step.
+        length: row length, in tokens.
+        mesh: mesh sizes by axis; None: fsdp over as many devices as divide the rows, tensor over the rest.
+        compiles: compile with the TPU compiler; otherwise only estimate.
 
     Raises:
-        UnsupportedOptionError: no decoder of token ids.
-        InvalidInputError: an unknown machine, or a shape that cannot be.
+        UnsupportedOptionError: not a decoder of token ids.
+        InvalidInputError: an unknown machine, or an impossible shape.
     """
     if rows < 1 or length < 2 or not set(kinds) <= {"full", "lora"}:
         raise InvalidInputError(
             f"Training {list(kinds)} with {rows} rows of {length} tokens cannot be planned.",
-            "There is a row at least, of two tokens at least; and training is full or by lora.",
+            "Training needs at least one row of at least two tokens, and is either full or lora.",
             "Change --batch, --context or --train.",
         )
     for machine in machines:
@@ -154,7 +154,7 @@ def _plan(
             temporary, compile_s = memory.temp_size_in_bytes + beside, time.perf_counter() - begin
         except HfaxError as error:
             problem = error.why
-        except jax.errors.JaxRuntimeError as error:  # the compiler's way to say that it does not fit
+        except jax.errors.JaxRuntimeError as error:  # raised when the program does not fit
             problem = str(error).splitlines()[0]
     doubts = compile_s is None and compiles and bool(problem) and chip.name in TPUS
     operations = rows * length * (3 * operations_per_token(model.skeleton) + 2 * trained)
@@ -179,20 +179,20 @@ def _plan(
 
 
 def _sizes(config: PretrainedConfig, count: int, rows: int) -> dict[str, int]:
-    """As many devices as divide the rows on "fsdp"; of the rest as many as divide the heads on "tensor"."""
+    """Mesh sizes: as many devices as divide the rows on "fsdp", the rest, which must divide the heads, on "tensor"."""
     heads, _ = attention_heads(config)
     found = [n for n in range(1, count + 1) if count % n == 0 and rows % n == 0 and (heads or 1) % (count // n) == 0]
     if not found:
         raise InvalidInputError(
-            f"{rows} rows and {heads} heads cannot be spread over {count} devices.",
+            f"{rows} rows and {heads} heads cannot be split over {count} devices.",
             "Rows are split over fsdp, heads over tensor.",
-            "Use a number of rows that the devices divide, or name a mesh.",
+            "Use a row count divisible by the device count, or pass a mesh.",
         )
     return {FSDP: max(found), TENSOR: count // max(found)}
 
 
 def _described(config: PretrainedConfig, devices: list[Any], sizes: dict[str, int]) -> JaxModel:
-    """The model over these devices, without weights."""
+    """The abstract model on these devices, without weights."""
     from hfax.tracing.abstract import open_skeleton, without_weights
 
     skeleton = open_skeleton(config, dtype="bfloat16")
@@ -201,8 +201,8 @@ def _described(config: PretrainedConfig, devices: list[Any], sizes: dict[str, in
     if not module.can_generate() or traced.traits.is_encoder_decoder or traced.traits.main_input != "input_ids":
         raise UnsupportedOptionError(
             f"{type(module).__name__} cannot be planned.",
-            "Plans are of decoders, whose batches are rows of token ids.",
-            "Compile its step on the machine at hand: make_train_step(…).compile.",
+            "Plans are only for decoders that take token ids.",
+            "Compile its step on the target machine: make_train_step(…).compile.",
         )
     layout = Layout.of(plan_over(skeleton, make_mesh(sizes, config, devices))).described()
     params: Any = {
@@ -222,7 +222,7 @@ def _described(config: PretrainedConfig, devices: list[Any], sizes: dict[str, in
 
 
 def _bytes(tree: Any) -> int:
-    """On each device."""
+    """Bytes per device."""
 
     def own(array: Any) -> int:
         shape = array.sharding.shard_shape(array.shape) if isinstance(array.sharding, NamedSharding) else array.shape
@@ -235,7 +235,7 @@ def _bytes(tree: Any) -> int:
 
 
 def _arithmetic(model: JaxModel, state: Any, rows: int, length: int) -> int:
-    """Gradients and the trained weights in the model's dtype; each layer's input; the logits and their gradient."""
+    """Estimated bytes of gradients, trained weights in the model's dtype, each layer's input, and logits with their gradient."""
     text: Any = model.config.get_text_config(decoder=True)
     mesh = model.mesh
     assert mesh is not None

@@ -1,4 +1,4 @@
-"""Whether a model keeps several texts of one row apart."""
+"""Checks whether a model isolates packed sequences."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _TOLERANCE = 2e-2
 
 
 def check_packing(model: JaxModel) -> None:
-    """Run two short texts in one row and each by itself, and compare.
+    """Compare the second of two packed sequences with the same sequence alone.
 
     Raises:
-        UnsupportedOptionError: a text changes what the model says of the one behind it, so losses of packed rows would be wrong.
+        UnsupportedOptionError: a sequence affects the outputs of the next one, so losses of packed rows would be wrong.
     """
     vocabulary = model.vocabulary_size or 2
     ids = [(np.arange(n, dtype=np.int32)[None] * 7 + 3 + n) % vocabulary for n in _LENGTHS]
@@ -28,12 +28,12 @@ def check_packing(model: JaxModel) -> None:
     found = np.asarray(packed, np.float32)[0, _LENGTHS[0] :]
     difference = float(np.abs(found - alone).max() / max(float(np.abs(alone).max()), 1e-6))
     if not difference < _TOLERANCE:
-        raise _mixed(model, f"Behind another text its logits differ by {difference:.0%} of their scale.")
+        raise _mixed(model, f"After another sequence its logits differ by {difference:.0%} of their scale.")
 
 
 def _mixed(model: JaxModel, why: str) -> UnsupportedOptionError:
     return UnsupportedOptionError(
-        f"Rows of several texts cannot be given to {type(model).__name__}: it does not tell them apart.",
+        f"{type(model).__name__} does not support packed rows: it does not isolate packed sequences.",
         why,
-        "Train it without packing.",
+        "Train without packing.",
     )

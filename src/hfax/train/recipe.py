@@ -1,4 +1,4 @@
-"""`hfax train`'s file: which model, which data, how. Turns YAML into a checked recipe, and a recipe into a trained model."""
+"""The recipe file of `hfax train`: model, data and options. Parses and validates YAML, then runs the training."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Recipe:
 
     Args:
         model: a Hub id, a folder, or "demo".
-        train_data: JSON lines, a folder of `datasets.save_to_disk`, or a data set's Hub id ("owner/name", "owner/name:split").
-        eval_data: likewise.
-        revision: of the model.
-        dtype: in which the model computes; what is trained is held in float32.
-        quantization: "int8" or "int4", of weights under an adapter.
-        parallelism: sizes by axis, such as {"fsdp": 8}; or "auto".
-        max_length: longer rows are cut.
-        packing: several texts a row.
-        lora: an adapter's config, as `LoraConfig` has it; None: all weights are trained.
-        trainable: patterns of the weights to train.
-        merge: add the adapter to the weights before they are saved, and save the whole model.
-        training: options of `TrainingArguments`.
+        train_data: JSON Lines, a `datasets.save_to_disk` folder, or a data set's Hub id ("owner/name", "owner/name:split").
+        eval_data: evaluation data, in the same formats as `train_data`.
+        revision: model revision on the Hub.
+        dtype: the model's compute dtype; trained weights are kept in float32.
+        quantization: "int8" or "int4" quantization of the base weights under an adapter.
+        parallelism: mesh sizes by axis, such as {"fsdp": 8}; or "auto".
+        max_length: maximum row length, in tokens; longer rows are truncated.
+        packing: pack several sequences per row.
+        lora: adapter config, see `LoraConfig`; None: train all weights.
+        trainable: name patterns of the weights to train.
+        merge: merge the adapter and save the whole model.
+        training: `TrainingArguments` options.
     """
 
     model: str
@@ -54,17 +54,17 @@ class Recipe:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """The recipe of a YAML file: the fields of `Recipe`, those of `TrainingArguments` beside them, and `lora:` with an adapter's.
+    """Read a YAML recipe: fields of `Recipe` and `TrainingArguments` at the top level, and `LoraConfig` fields under `lora:`.
 
     Raises:
-        InvalidInputError: no such file, no YAML, fields that are unknown, missing or of another type; each is named.
+        InvalidInputError: no such file, invalid YAML, or an unknown, missing or mistyped field, which is named.
     """
     try:
         import yaml
         from pydantic import TypeAdapter, ValidationError
     except ImportError as error:
         raise BackendNotAvailableError(
-            "hfax train reads its file by pydantic and PyYAML.", str(error), "Install them: pip install 'hfax[train]'."
+            "hfax train requires pydantic and PyYAML.", str(error), "Install them: pip install 'hfax[train]'."
         ) from error
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -73,7 +73,7 @@ def read_recipe(path: Path) -> Recipe:
             f"{path} could not be read.", f"{type(error).__name__}: {error}", "Pass a YAML file; see docs/training.md."
         ) from error
     if not isinstance(given, Mapping):
-        raise InvalidInputError(f"{path} is no recipe.", "It has no fields.", "See docs/training.md for one.")
+        raise InvalidInputError(f"{path} is not a recipe.", "It has no fields.", "See docs/training.md for an example.")
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
     own: dict[str, Any] = {name: value for name, value in given.items() if name not in names}
     own["training"] = {name: value for name, value in given.items() if name in names}
@@ -90,25 +90,25 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def _checked_names(given: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Raise for names that mean nothing, which would otherwise be passed over."""
+    """Raise for unknown field names, which would otherwise be ignored."""
     known = {field.name for field in dataclasses.fields(Recipe)}
     of_adapters = {field.name for field in dataclasses.fields(LoraConfig)}
     unknown = [*sorted(set(given) - known), *(f"lora.{n}" for n in sorted(set(given.get("lora") or {}) - of_adapters))]
     if unknown:
         training = {field.name for field in dataclasses.fields(TrainingArguments)}
         raise InvalidInputError(
-            f"{path} has the field {unknown[0]!r}.",
-            "It means nothing to hfax, so it would not be followed.",
-            f"Fields are {', '.join(sorted((known - {'training'}) | training))}; of lora: {', '.join(sorted(of_adapters))}.",
+            f"{path} has an unknown field {unknown[0]!r}.",
+            "hfax would ignore it.",
+            f"Fields are {', '.join(sorted((known - {'training'}) | training))}; under lora: {', '.join(sorted(of_adapters))}.",
         )
     return given
 
 
 def read_rows(where: str) -> Any:
-    """Rows of a data set: JSON lines, a folder of `datasets`, or a Hub id.
+    """Load data set rows from JSON Lines, a `datasets` folder, or a Hub id.
 
     Raises:
-        InvalidInputError: it cannot be found or read; of JSON lines the line is named.
+        InvalidInputError: the data cannot be found or read; for JSON Lines, names the line.
     """
     path = Path(where).expanduser()
     if path.is_file():
@@ -117,9 +117,9 @@ def read_rows(where: str) -> Any:
         import datasets
     except ImportError as error:
         raise BackendNotAvailableError(
-            f"{where} is no file, and data sets need the package datasets.",
+            f"{where} is not a file, and other data sets require the package datasets.",
             str(error),
-            "Install it: pip install datasets; or pass a file of JSON lines.",
+            "Install it: pip install datasets; or pass a JSON Lines file.",
         ) from error
     name, _, split = where.partition(":")
     try:
@@ -127,11 +127,11 @@ def read_rows(where: str) -> Any:
             found: Any = datasets.load_from_disk(str(path))
         else:
             found = datasets.load_dataset(name, split=split or "train")
-    except Exception as error:  # many kinds, of several packages
+    except Exception as error:  # many exception types, from several packages
         raise InvalidInputError(
-            f"There are no data at {where}.",
+            f"No data found at {where}.",
             f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
-            "Pass a file of JSON lines, a folder of datasets.save_to_disk, or a Hub id.",
+            "Pass a JSON Lines file, a datasets.save_to_disk folder, or a Hub id.",
         ) from error
     return found["train"] if isinstance(found, Mapping) and "train" in found else found
 
@@ -145,11 +145,13 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
                 row = json.loads(line)
             except ValueError as error:
                 raise InvalidInputError(
-                    f"{path}, line {number}, is no JSON.", str(error), "Each line is one object."
+                    f"{path}, line {number}, is not valid JSON.", str(error), "Write one JSON object per line."
                 ) from error
             if not isinstance(row, dict):
                 raise InvalidInputError(
-                    f"{path}, line {number}, is no object.", f"It is {type(row).__name__}.", "Each line is one object."
+                    f"{path}, line {number}, is not an object.",
+                    f"It is {type(row).__name__}.",
+                    "Write one JSON object per line.",
                 )
             yield row
 
@@ -157,15 +159,15 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
 def run_recipe(
     recipe: Recipe, *, resume: bool = False, on_start: Callable[[], None] | None = None
 ) -> tuple[Trainer, dict[str, float], Path]:
-    """Train, and save what came of it.
+    """Train and save the result.
 
     Args:
-        recipe: what to do.
-        resume: go on after the last checkpoint in its `output_dir`.
-        on_start: called when all is read and training begins.
+        recipe: the recipe.
+        resume: resume from the last checkpoint in `output_dir`.
+        on_start: called when everything is loaded and training starts.
 
     Returns:
-        The trainer, the last metrics, and the folder of the trained model (of an adapter, unless it is merged).
+        The trainer, the last metrics, and the folder of the trained model (or unmerged adapter).
     """
     from transformers import AutoTokenizer
 
@@ -173,11 +175,11 @@ def run_recipe(
 
     if recipe.quantization is not None and recipe.lora is None:
         raise InvalidInputError(
-            f"quantization: {recipe.quantization} is given without lora.",
-            "Integers take no gradients.",
-            "Add lora: {r: 8}, or leave quantization out.",
+            f"quantization: {recipe.quantization} is set without lora.",
+            "Integer weights have no gradients.",
+            "Add lora: {r: 8}, or remove quantization.",
         )
-    rows = read_rows(recipe.train_data)  # before the weights, which take longer
+    rows = read_rows(recipe.train_data)  # before the weights, which load slower
     eval_rows = None if recipe.eval_data is None else read_rows(recipe.eval_data)
     model: Any = AutoModelForTPU.from_pretrained(
         recipe.model,

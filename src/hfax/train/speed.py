@@ -1,4 +1,4 @@
-"""How fast a run of training is, and how near to what the devices can do."""
+"""Training throughput, and its share of the devices' peak."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from hfax.train.losses import IGNORED
 
 
 class Speed:
-    """Counts tokens and time between two readings.
+    """Measures tokens and time between readings.
 
     Args:
-        model: that is trained.
-        trainable: names of the weights that take gradients.
+        model: the trained model.
+        trainable: names of the trained weights.
     """
 
     def __init__(self, model: JaxModel, trainable: Sequence[str]) -> None:
         used = used_numbers(model.skeleton)
         trained = 2 * sum(size for name, size in used.items() if name in set(trainable))
         forward = operations_per_token(model.skeleton)
-        # the forward pass, the gradient of what goes in, and that of the weights that are trained; recomputing is no progress
+        # forward pass, input gradients, and gradients of trained weights; recomputation is not counted
         self._operations = 2 * forward + trained
         devices = list(model.mesh.devices.flat) if model.mesh is not None else [model.jax_device]
         self._peak = len(devices) * _peak(devices[0], str(model.dtype).removeprefix("torch."))
@@ -36,20 +36,20 @@ class Speed:
         self._start: float | None = None
 
     def note(self, batch: Mapping[str, Any]) -> None:
-        """A step with this batch was begun."""
-        if self._start is None:  # the first step's time is the compiler's
+        """Record that a step with this batch has started."""
+        if self._start is None:  # the first step includes compilation
             self._start = time.perf_counter()
             return
         self._steps += 1
         self._tokens += count_tokens(batch)
 
     def pause(self) -> None:
-        """Something else took time; count anew."""
+        """Restart the measurement, after time spent on something else."""
         self._start, self._steps, self._tokens = None, 0, 0
 
     def read(self) -> dict[str, float]:
-        """Since the last reading: "step_s", "tokens_per_s", and "peak_share" of the devices' matrix operations (products with
-        weights alone are counted, without what is computed twice). Nothing before two steps."""
+        """Since the last reading: "step_s", "tokens_per_s", and "peak_share" of the devices' matrix operations (counts only
+        products with weights, without recomputation). Empty before two steps."""
         if self._start is None or not self._steps:
             return {}
         seconds = time.perf_counter() - self._start
@@ -61,7 +61,7 @@ class Speed:
 
 
 def count_tokens(batch: Mapping[str, Any]) -> int:
-    """Real tokens of a batch: those of the mask; of packed rows those with labels; else all ids."""
+    """Non-padding tokens of a batch: from the mask, else from labels (packed rows), else all ids."""
     if "attention_mask" in batch:
         return int(np.sum(np.asarray(batch["attention_mask"]) != 0))
     labels = batch.get("labels")
@@ -71,7 +71,7 @@ def count_tokens(batch: Mapping[str, Any]) -> int:
 
 
 def _peak(device: jax.Device, dtype: str) -> float:
-    """Operations a second: as published, on CPU measured; 0 where neither is known."""
+    """Operations per second: published for accelerators, measured on CPU; 0 if unknown."""
     if device.platform == "cpu":
         return matrix_operations(device, dtype)
     chip = chip_of_kind(device.device_kind)

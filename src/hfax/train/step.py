@@ -1,8 +1,8 @@
-"""One step of training as a pure, compiled, donated function.
+"""A training step as a pure, compiled function with donated state.
 
-Turns a model and an optax optimizer into `(state, batch) -> (state, metrics)`. What is trained is held in float32 beside the
-model's own weights, which stay what they are; gradients and the optimizer's state lie over the mesh as the weights do. Where
-batches come from, and how often anything is saved, is not known here.
+Turns a model and an optax optimizer into `(state, batch) -> (state, metrics)`. Trained weights are float32 master copies; the
+model's own weights do not change. Gradients and optimizer state are sharded like the weights. Data loading and checkpointing are
+handled elsewhere.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ Metrics = dict[str, jax.Array]
 
 
 _CPU_OPTIONS: dict[str, str | bool] = {"xla_disable_hlo_passes": "optimization-barrier-expander,cse_barrier_expander"}
-"""XLA's CPU compiler otherwise removes barriers early. Without those of `jax.checkpoint` it computes all layers again at once: a
-third more operations, and no less memory (docs/performance.md); without those of `hfax.train.updates` it copies the optimizer's
-state."""
+"""XLA's CPU compiler otherwise removes optimization barriers early. Without those of `jax.checkpoint` it recomputes all layers at
+once: a third more operations and no memory saved (docs/performance.md). Without those of `hfax.train.updates` it copies the
+optimizer state."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """What a step changes.
+    """The state that a step updates.
 
     Args:
         step: steps taken, int32.
-        params: the trained weights, in the master dtype, by name.
-        opt_state: the optimizer's.
-        key: of the steps to come, raw PRNG key data.
+        params: trained weights by name, in the master dtype.
+        opt_state: optimizer state.
+        key: raw PRNG key data for the next steps.
     """
 
     step: jax.Array
@@ -63,10 +63,10 @@ class TrainState:
 
 
 class TrainStep:
-    """See `make_train_step`. Calling it takes one step.
+    """A compiled training step, see `make_train_step`. Call it to take one step.
 
     Attributes:
-        trainable: names of the weights that it changes.
+        trainable: names of the trained weights.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class TrainStep:
     ) -> None:
         if gradient_accumulation_steps < 1:
             raise InvalidInputError(
-                f"gradient_accumulation_steps={gradient_accumulation_steps}.",
-                "A step has a part at least.",
-                "Pass a positive number.",
+                f"gradient_accumulation_steps={gradient_accumulation_steps} is too small.",
+                "A step needs at least one micro-batch.",
+                "Pass 1 or more.",
             )
         self.model = model
         self.trainable = choose_trainable(model.params, trainable)
@@ -104,18 +104,20 @@ class TrainStep:
         """The state before the first step.
 
         Args:
-            seed: of dropout.
-            copy: False: weights that are in the master dtype already are taken, not copied; steps then take their memory, and the
-                model itself must not be used until `update_model`.
+            seed: dropout seed.
+            copy: False: reuse weights already in the master dtype without a copy. Steps then donate their memory, and the model
+                must not be used until `update_model`.
 
         Raises:
-            OutOfMemoryError: it does not fit the device.
+            OutOfMemoryError: the state does not fit on the device.
         """
         shardings = self._state_shardings()
 
         def make(weights: Params) -> TrainState:
             params = {name: array.astype(self._master) for name, array in weights.items()}
-            params = jax.tree.map(jnp.copy, params) if copy else params  # the model's own must outlive the state
+            params = (
+                jax.tree.map(jnp.copy, params) if copy else params
+            )  # the model's own weights must outlive the state
             return TrainState(
                 step=jnp.zeros((), jnp.int32),
                 params=params,
@@ -124,61 +126,59 @@ class TrainStep:
             )
 
         weights = {name: self.model.params[name] for name in self.trainable}
-        with _explaining("the state of training"):
+        with _explaining("the training state"):
             return jax.jit(make, out_shardings=shardings, donate_argnums=() if copy else (0,))(weights)
 
     def __call__(self, state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
         """Take a step.
 
         Args:
-            state: from `init` or the step before; its memory is given to the new one.
-            batch: the model's inputs by name, with labels; numpy, torch or jax arrays, of a multiple of
-                `gradient_accumulation_steps` rows.
+            state: from `init` or the previous step; donated to the new state.
+            batch: model inputs by name, with labels; numpy, torch or jax arrays. The number of rows must be a multiple of
+                `gradient_accumulation_steps`.
 
         Returns:
-            The new state, and scalars: "loss", "grad_norm" and "is_finite" (where it is False, the weights and the optimizer's
-            state stayed as they were), and what the loss function adds. They are not waited for.
+            The new state, and scalars: "loss", "grad_norm", "is_finite" (if False, weights and optimizer state are unchanged),
+            and metrics from the loss function. The call does not wait for them.
 
         Raises:
-            InvalidInputError: the rows do not divide.
-            OutOfMemoryError: the step does not fit the device.
+            InvalidInputError: the number of rows is not divisible.
+            OutOfMemoryError: the step does not fit on the device.
         """
         arrays, structure = self._place(batch)
-        with _explaining("a step of training"):
+        with _explaining("a training step"):
             return self._program(structure, state, arrays)(state, self._frozen(), arrays)
 
     def compile(self, state: Any, batch: Mapping[str, Any]) -> jax.stages.Compiled:
-        """The compiled step for batches shaped as this one: its memory analysis and its text.
+        """The compiled step for batches of this shape, for its memory analysis and HLO text.
 
         Args:
-            state: of `init`, or what `jax.eval_shape` and shardings say of it.
-            batch: as a step takes it.
+            state: from `init`, or an abstract state with shardings.
+            batch: a training batch, see `__call__`.
         """
         arrays, structure = self._place(batch)
         return self._program(structure, state, arrays)
 
     def evaluate(self, params: Params, batch: Mapping[str, Any]) -> Metrics:
-        """The loss of a batch without dropout, and "weight": how many labels it is the mean of.
+        """A batch's loss without dropout, and "weight", the number of labels it is averaged over.
 
         Args:
-            params: a state's, or the model's own.
-            batch: as a step takes it.
+            params: weights from a state, or the model's own.
+            batch: a training batch, see `__call__`.
         """
         return self.compute(self._measure, params, batch)
 
     def compute(
         self, function: Callable[[Apply, Mapping[str, Any]], Any], params: Params, batch: Mapping[str, Any]
     ) -> Any:
-        """What a function of the model gives for a batch, without dropout: the outputs that a loss compares with, say.
+        """Evaluate a function of the model on a batch without dropout, for example reference outputs for a loss.
 
-        The model computes here as it does in a step. In half precision a program of `model.apply` alone rounds elsewhere, so
-        that a model would differ from itself.
+        The model computes exactly as in a step. In half precision, a program with only `model.apply` would round differently.
 
         Args:
-            function: takes `apply` and the batch, as a loss does, and gives arrays in any structure. It is compiled once for
-                each shape of a batch.
-            params: a state's, or the model's own.
-            batch: as a step takes it.
+            function: takes `apply` and the batch, like a loss, and returns a pytree of arrays. Compiled once per batch shape.
+            params: weights from a state, or the model's own.
+            batch: a training batch, see `__call__`.
         """
         params = {name: params[name] for name in self.trainable}
         arrays, structure = self._place(batch, parts=1)
@@ -190,17 +190,17 @@ class TrainStep:
                 return function(apply, unflatten(structure, [a[0] for a in arrays]))
 
             self._programs[key] = self._compiled("evaluate", jax.jit(run), params, self._frozen(), arrays)
-        with _explaining("a batch without gradients"):
+        with _explaining("a forward pass"):
             return self._programs[key](params, self._frozen(), arrays)
 
     def update_model(self, state: TrainState) -> None:
-        """Give the model the state's weights, in the model's own dtypes. They are copies."""
+        """Copy the state's weights to the model, in the model's dtypes."""
         copied = lambda params: {n: jnp.copy(a.astype(self._dtypes[n])) for n, a in params.items()}  # noqa: E731
         cast = jax.jit(copied, out_shardings=self._split)
         self.model.params = {**self.model.params, **cast(state.params)}
 
     def described_state(self) -> TrainState:
-        """What stands for a state: shapes, dtypes and how it is split, without arrays."""
+        """An abstract state: shapes, dtypes and shardings, without arrays."""
         shardings = self._state_shardings()
         shapes = self._state_shapes()
         return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
@@ -220,7 +220,7 @@ class TrainStep:
     def _gradients(
         self, structure: Any, params: Params, frozen: Params, key: jax.Array, arrays: list[Any]
     ) -> tuple[Params, Metrics]:
-        """Of the mean loss over all parts of a batch; [parts, rows, …] arrays."""
+        """Gradients and metrics of the mean loss over a batch's micro-batches; arrays are [parts, rows, …]."""
         keys = jax.random.split(key, self._parts)
         differentiate = jax.value_and_grad(self._loss_of, has_aux=True)
 
@@ -248,7 +248,7 @@ class TrainStep:
         return self._found(self._apply(params, frozen, key), inputs)
 
     def _apply(self, params: Params, frozen: Params, key: jax.Array | None) -> Apply:
-        """The model with these weights; in train mode if there is a key of dropout."""
+        """The model with these weights; in train mode if a dropout key is given."""
         weights = {**frozen, **{name: array.astype(self._dtypes[name]) for name, array in params.items()}}
         dropout = key if self._dropout else None
         return functools.partial(self.model.apply, weights, dropout_rng=dropout, remat=self._remat)
@@ -263,7 +263,7 @@ class TrainStep:
         return {"loss": loss, "weight": self._weight(inputs), **metrics}
 
     def _weight(self, inputs: Mapping[str, Any]) -> jax.Array:
-        """By how much a part counts: its labels; 1 for losses of a user's own."""
+        """A micro-batch's weight: its label count; 1 for custom losses."""
         return jnp.ones(()) if self._counts is None else self._counts(inputs)
 
     # Where things are
@@ -273,7 +273,7 @@ class TrainStep:
         return {**self.model.buffers, **{n: a for n, a in self.model.params.items() if n not in changed}}
 
     def _place(self, batch: Mapping[str, Any], parts: int | None = None) -> tuple[list[Any], Any]:
-        """A batch's arrays, [parts, rows, …], on the devices; and its structure."""
+        """A batch's arrays on the devices, [parts, rows, …], and its structure."""
         parts = self._parts if parts is None else parts
         prepared = self.model.prepare_inputs(batch)
         arrays, structure = flatten(prepared, is_array)
@@ -281,13 +281,13 @@ class TrainStep:
         if uneven := sorted(count for count in counts if count % parts or not count):
             raise InvalidInputError(
                 f"A batch of {uneven[0]} rows cannot be divided into {parts} parts.",
-                "Each of gradient_accumulation_steps parts has as many rows.",
-                f"Give batches of a multiple of {parts} rows.",
+                "All gradient_accumulation_steps parts have the same number of rows.",
+                f"Use batches with a multiple of {parts} rows.",
             )
         if len(counts) > 1 and parts > 1:
             raise UnsupportedOptionError(
-                f"Inputs of {sorted(counts)} rows cannot be accumulated.",
-                "Which rows belong to which part is known only where every input has one for each example.",
+                f"Inputs with {sorted(counts)} rows cannot be accumulated.",
+                "Splitting a batch requires one row per example in every input.",
                 "Use gradient_accumulation_steps=1.",
             )
         return [self._put(a, parts) for a in arrays], structure
@@ -316,7 +316,7 @@ class TrainStep:
         return TrainState(step=step, params=params, opt_state=opt_state, key=key)  # pyright: ignore[reportArgumentType]
 
     def _state_shardings(self) -> Any:
-        """Arrays of the optimizer that stand under a weight's name, shaped as it is, lie as that weight does."""
+        """Optimizer arrays with a weight's name and shape are sharded like that weight."""
         shapes: Any = self._state_shapes()
         whole: Any = self._layout.replicated
         own: Any = self._split
@@ -356,33 +356,35 @@ def make_train_step(
     master_dtype: Any = jnp.float32,
     mesh: Any = None,
 ) -> TrainStep:
-    """A compiled step of training on optax.
+    """A compiled training step with optax.
 
     Args:
-        model: what is trained, over the mesh that it was loaded with. Its own arrays are not changed before `update_model`.
-        optimizer: any of optax; its updates are in the master dtype.
-        loss: takes `apply` (the model in train mode with the step's weights: inputs by name, the model's output) and the batch,
-            and gives a scalar, or a scalar and a dict of further scalars. None: the model's own loss, of a batch with labels.
-        trainable: names, with * for anything, or a function of a name; None: the active low-rank adapter if there is one, else
-            all weights. All others are frozen: they take no gradients and no memory of the optimizer.
-        gradient_accumulation_steps: parts of a batch that run one after another; gradients are those of the whole batch.
-        remat: gradients keep each layer's input alone, and compute the layer again.
-        dropout: False: the model stays in evaluation mode.
-        master_dtype: in which what is trained, its gradients' sums and the optimizer's state are held. The model computes in the
-            dtype that it was loaded with.
-        mesh: sizes by axis or a `jax.sharding.Mesh`: the model is moved over these devices first. None: it stays where it is.
+        model: the model to train, on the mesh it was loaded with. Its own arrays do not change until `update_model`.
+        optimizer: any optax optimizer; updates are in the master dtype.
+        loss: takes `apply` (the model in train mode with the step's weights; maps inputs by name to the model's output) and the
+            batch, and returns a scalar, or a scalar and a dict of metrics. None: the model's own loss, from a batch with labels.
+        trainable: weight name patterns with * wildcards, or a predicate on names; None: the active adapter if any, else all
+            weights. Other weights are frozen: no gradients and no optimizer state.
+        gradient_accumulation_steps: micro-batches that run in sequence; gradients are those of the whole batch.
+        remat: keep only each layer's input and recompute the layer in the backward pass.
+        dropout: False: the model stays in eval mode.
+        master_dtype: dtype of the trained weights, accumulated gradients and optimizer state. The model computes in the dtype it
+            was loaded with.
+        mesh: mesh sizes by axis or a `jax.sharding.Mesh` to move the model to first. None: do not move it.
 
     Returns:
         The step; see `TrainStep.init` and `TrainStep.__call__`.
 
     Raises:
-        InvalidInputError: a pattern that matches nothing, weights that are integers.
+        InvalidInputError: a pattern matches nothing, or a weight is quantized.
 
     Example:
-        >>> step = make_train_step(model, optax.adamw(1e-4))  # doctest: +SKIP
-        >>> state = step.init()  # doctest: +SKIP
-        >>> state, metrics = step(state, {"input_ids": ids, "labels": ids})  # doctest: +SKIP
-        >>> step.update_model(state)  # doctest: +SKIP
+        >>> step = make_train_step(model, optax.adamw(1e-4))
+        >>> state = step.init()
+        >>> state, metrics = step(state, {"input_ids": ids, "labels": ids})
+        >>> bool(metrics["loss"] > 0)
+        True
+        >>> step.update_model(state)
     """
     if mesh is not None:
         model.move_to(mesh)
@@ -399,10 +401,10 @@ def make_train_step(
 
 
 def choose_trainable(params: Mapping[str, Any], trainable: Trainable) -> tuple[str, ...]:
-    """The names that `trainable` stands for, see `make_train_step`.
+    """The weight names that `trainable` selects, see `make_train_step`.
 
     Raises:
-        InvalidInputError: a pattern that matches nothing, or weights that are no floating-point numbers.
+        InvalidInputError: a pattern matches nothing, or a weight is not floating-point.
     """
     names = [name for name in params if not name.endswith(SCALING)]
     if trainable is None:
@@ -415,18 +417,18 @@ def choose_trainable(params: Mapping[str, Any], trainable: Trainable) -> tuple[s
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
                 raise InvalidInputError(
                     f"trainable={pattern!r} matches no weight.",
-                    "Patterns are of names in `model.params`; * stands for anything.",
-                    f"Names look like {', '.join(names[:3])}.",
+                    "Patterns match names in `model.params`; * is a wildcard.",
+                    f"Use names like {', '.join(names[:3])}.",
                 )
         chosen = [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
     packed = [name for name in chosen if isinstance(params[name], QuantizedArray)]
     if packed or not chosen:
         raise InvalidInputError(
-            f"{len(packed)} of the weights to train are integers ({packed[0]}, …)."
+            f"{len(packed)} of the weights to train are quantized ({packed[0]}, …)."
             if packed
             else "Nothing is trained.",
-            "Gradients are of floating-point numbers.",
-            "Train an adapter (model.add_adapter) beside quantized weights, or load the model without quantization.",
+            "Only floating-point weights have gradients.",
+            "Train an adapter (model.add_adapter) on top of quantized weights, or load the model without quantization.",
         )
     return tuple(chosen)
 
@@ -437,14 +439,14 @@ def _shapes(arrays: list[Any]) -> str:
 
 @contextlib.contextmanager
 def _explaining(what: str) -> Iterator[None]:
-    """Turns XLA's word for a full memory into hfax's."""
+    """Convert XLA's out-of-memory error to OutOfMemoryError."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise OutOfMemoryError(
-            f"There is no memory for {what}.",
+            f"Not enough memory for {what}.",
             str(error).splitlines()[0],
             "Use smaller batches with gradient_accumulation_steps, remat=True, an adapter, or more devices on fsdp.",
         ) from error

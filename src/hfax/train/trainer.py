@@ -1,4 +1,4 @@
-"""The loop around a step: data, evaluation, checkpoints, metrics. Thin: the step is `hfax.train.step`'s, and usable by itself."""
+"""The training loop: data, evaluation, checkpoints, metrics. The step itself is `hfax.train.step`, usable on its own."""
 
 from __future__ import annotations
 
@@ -30,25 +30,27 @@ class Trainer:
     """Trains a model on rows of a data set.
 
     Args:
-        model: what is trained; over the mesh that it was loaded with. Its weights follow the training: they are the trained ones
-            when `train` returns or raises.
-        args: see `TrainingArguments`.
-        train_dataset: rows, mappings with `input_ids` and, if they are not the ids themselves, `labels`: a list, a data set of
-            `datasets`, any iterable that can be gone through again; or rows of `hfax.train.data.pack`.
-        eval_dataset: likewise.
-        data_collator: makes a batch of rows; None: `PaddingCollator`, or `PackedCollator` for packed rows.
-        optimizer: of optax; None: AdamW as `args` says.
+        model: the model to train, on the mesh it was loaded with. It has the trained weights when `train` returns or raises.
+        args: training options.
+        train_dataset: mappings with `input_ids` and optionally `labels` (default: the ids), as a list, a `datasets` data set or
+            a re-iterable; or rows from `hfax.train.data.pack`.
+        eval_dataset: evaluation data, in the same formats as `train_dataset`.
+        data_collator: collates rows into a batch; None: `PaddingCollator`, or `PackedCollator` for packed rows.
+        optimizer: an optax optimizer; None: AdamW configured by `args`.
         loss: see `make_train_step`.
-        trainable: likewise.
+        trainable: see `make_train_step`.
 
     Raises:
-        InvalidInputError: the model cannot be trained so, or the data set has fewer rows than a step reads.
-        UnsupportedOptionError: an argument of transformers' Trainer that this one does not have; it says what to do instead.
+        InvalidInputError: the model cannot be trained with these options, or the data set has fewer rows than a step needs.
+        UnsupportedOptionError: an argument of transformers' Trainer that hfax lacks; the message names the alternative.
 
     Example:
-        >>> trainer = Trainer(model, TrainingArguments(output_dir="run", max_steps=100), rows)  # doctest: +SKIP
-        >>> trainer.train()  # doctest: +SKIP
-        >>> trainer.save()  # doctest: +SKIP
+        >>> rows = [{"input_ids": [5, 6, 7, 8]}] * 8
+        >>> trainer = Trainer(model, TrainingArguments(folder, max_steps=1, report_to="none"), rows)
+        >>> trainer.train()["steps"]
+        1
+        >>> trainer.save().name
+        'model'
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class Trainer:
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._folder = Path(args.output_dir)
         self._num_parts = 1 if model.mesh is None else size_of(model.mesh, BATCH_AXES)
-        """Parts of the mesh that have rows of their own."""
+        """Number of data-parallel shards of the mesh."""
         first = next(iter(train_dataset if train_dataset is not None else eval_dataset or []), None)
         self._collate = data_collator or _choose_collator(model, first)
         if isinstance(self._collate, PackedCollator):
@@ -98,20 +100,20 @@ class Trainer:
         """Train to the end.
 
         Args:
-            resume_from_checkpoint: go on after the last whole checkpoint in `output_dir`, if there is one: with the same losses
-                as a run that was never interrupted.
+            resume_from_checkpoint: resume from the last complete checkpoint in `output_dir`, if any, with the same losses as an
+                uninterrupted run.
 
         Returns:
-            The last metrics: "loss" and "grad_norm" of the last step, "eval_loss" if there was an evaluation, "steps".
+            The last metrics: "loss" and "grad_norm" of the last step, "eval_loss" if evaluated, and "steps".
 
         Raises:
-            InvalidInputError: rows without the needed columns, or too few.
-            HfaxError: the loss was not a number (the weights and the last checkpoint are those from before it), or a checkpoint
-                could not be written.
+            InvalidInputError: rows lack required columns, or there are too few.
+            HfaxError: the loss was non-finite (weights and last checkpoint are from before that step), or a checkpoint could
+                not be written.
         """
         if self._order is None:
             raise InvalidInputError(
-                "There is nothing to train on.", "No train_dataset was given.", "Pass train_dataset to Trainer."
+                "There is no training data.", "No train_dataset was given.", "Pass train_dataset to Trainer."
             )
         checkpoints = Checkpoints(self._folder, self.args.save_total_limit)
         try:
@@ -129,20 +131,20 @@ class Trainer:
             checkpoints.close()
 
     def resume(self) -> dict[str, float]:
-        """`train`, after the last whole checkpoint."""
+        """Resume `train` from the last complete checkpoint."""
         return self.train(resume_from_checkpoint=True)
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
         """The mean loss over a data set, without dropout.
 
         Args:
-            eval_dataset: None: the trainer's.
+            eval_dataset: data to evaluate on; None: the trainer's eval_dataset.
 
         Returns:
-            "eval_loss", over all labels, and for language models "eval_perplexity".
+            "eval_loss", the mean over all labels, and "eval_perplexity".
 
         Raises:
-            InvalidInputError: there are no data.
+            InvalidInputError: there is no data.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         params = self.model.params if self.state is None else self.state.params
@@ -153,17 +155,15 @@ class Trainer:
             total += float(metrics["loss"]) * float(metrics["weight"])
             weight += float(metrics["weight"])
         if not weight:
-            raise InvalidInputError(
-                "There is nothing to evaluate on.", "The data set gave no labels.", "Pass eval_dataset."
-            )
+            raise InvalidInputError("There is no evaluation data.", "The data set has no labels.", "Pass eval_dataset.")
         loss = total / weight
         return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
 
     def save(self, folder: str | Path | None = None) -> Path:
-        """Write the trained model, as `save_pretrained` does; of an adapter the adapter alone, as peft does.
+        """Save the trained model with `save_pretrained`; if an adapter is active, save only the adapter in PEFT format.
 
         Args:
-            folder: None: "model" in `output_dir`.
+            folder: output folder; None: "model" in `output_dir`.
         """
         folder = self._folder / "model" if folder is None else Path(folder)
         if self.model.active_adapters():
@@ -175,12 +175,12 @@ class Trainer:
     # The loop
 
     def _begin(self, checkpoints: Checkpoints, resume: bool) -> int:
-        """Set the state; gives the steps that were taken already."""
+        """Initialise or restore the state; returns the number of steps already taken."""
         latest = checkpoints.latest()
         if latest is not None and not resume:
             raise InvalidInputError(
                 f"{checkpoints.folder} has a checkpoint of step {latest}.",
-                "A new run would mix its checkpoints with those of an earlier one.",
+                "A new run would mix its checkpoints with the earlier run's.",
                 "Resume it (trainer.resume(), hfax train --resume), or use another output_dir.",
             )
         if latest is None:
@@ -188,7 +188,7 @@ class Trainer:
             return 0
         self.state, run = checkpoints.restore(latest, self._step.described_state())
         self._best, self._worse = run["best_eval_loss"], run["evaluations_without_better"]
-        logger.info("training goes on after step %d", latest)
+        logger.info("resuming training after step %d", latest)
         return latest
 
     def _run(self, checkpoints: Checkpoints, log: MetricsLog, done: int) -> dict[str, float]:
@@ -200,7 +200,7 @@ class Trainer:
         step = done
 
         def settle() -> None:
-            """Read the numbers of the step that was begun last."""
+            """Read the metrics of the last started step."""
             nonlocal pending
             if pending is not None:
                 last.update(self._checked(*pending))
@@ -211,7 +211,7 @@ class Trainer:
             batch = self._collate(rows)
             state, metrics = self._step(self._require_state(), batch)
             self.state = state
-            settle()  # of the step before, while the device is at work on this one
+            settle()  # the previous step, while the device runs this one
             pending = step, metrics
             speed.note(batch)
             log.advance(step)
@@ -219,7 +219,7 @@ class Trainer:
             if step % args.logging_steps == 0 or ends:
                 settle()
                 rate = {} if self._rate is None else {"learning_rate": float(self._rate(step - 1))}
-                mean = {"loss": sum(losses) / len(losses)}  # of the steps since the last line
+                mean = {"loss": sum(losses) / len(losses)}  # over the steps since the last line
                 log.write(step, {**last, **mean, **rate, "epoch": epoch, **speed.read()})
                 losses.clear()
             if self._is_evaluated(step, ends):
@@ -229,7 +229,7 @@ class Trainer:
                 ends = self._is_enough(held["eval_loss"]) or ends
                 speed.pause()
             if ends or (args.save_steps is not None and step % args.save_steps == 0):
-                settle()  # nothing is kept of a step whose loss is no number
+                settle()  # never save a step with a non-finite loss
                 checkpoints.save(state, {"best_eval_loss": self._best, "evaluations_without_better": self._worse})
             if ends:
                 break
@@ -245,18 +245,18 @@ class Trainer:
             yield step, step / per_epoch if per_epoch else float(epoch), rows
 
     def _checked(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """The metrics of a step as numbers.
+        """A step's metrics as floats.
 
         Raises:
-            HfaxError: the loss or the gradients are no numbers.
+            HfaxError: the loss or the gradients are non-finite.
         """
         values = {name: float(value) for name, value in metrics.items()}
         if not values.pop("is_finite"):
             raise HfaxError(
-                f"The loss of step {step} is {values['loss']}, and the norm of its gradients {values['grad_norm']}.",
-                "Training has diverged, or a row of the data makes the model compute something that is no number.",
-                "The weights are those from before that step, and the last checkpoint is kept. Lower the learning rate, lengthen "
-                "the warm-up, bound max_grad_norm, or look at the rows of that step; then resume.",
+                f"The loss of step {step} is {values['loss']}, and its gradient norm is {values['grad_norm']}.",
+                "Training diverged, or a data row produced non-finite values. The weights are those from before this step.",
+                "Lower the learning rate or max_grad_norm, lengthen the warm-up, or check the rows of this step; then resume from "
+                "the last checkpoint.",
             )
         return values
 
@@ -267,7 +267,7 @@ class Trainer:
         return ends or (every is not None and step % every == 0)
 
     def _is_enough(self, loss: float) -> bool:
-        """Whether evaluations have not become better for as long as was asked."""
+        """Whether early stopping applies: no improvement for `early_stopping_patience` evaluations."""
         if self._best is None or loss < self._best:
             self._best, self._worse = loss, 0
         else:
@@ -282,7 +282,7 @@ class Trainer:
         if self._order is not None and per_epoch is None:
             raise InvalidInputError(
                 "max_steps is not given.",
-                "The data set does not say how long it is, so the schedule has no end.",
+                "The data set has no length, so the number of steps is unknown.",
                 "Pass max_steps=….",
             )
         return self.args.num_train_epochs * (per_epoch or 1)

@@ -1,8 +1,8 @@
-"""An optimizer's update whose new state takes the memory of the old one.
+"""Applies an optimizer update in place, reusing the old state's memory.
 
-XLA's CPU compiler computes a moment again wherever it is used, so the weights' update reads the old moment, which can then not be
-overwritten: every array of the optimizer's state was copied in each step (docs/performance.md). Here each new array of the state is
-stored before anything else uses it.
+XLA's CPU compiler recomputes a moment at each use, so the weight update reads the old moment, which then cannot be overwritten:
+every optimizer state array was copied in each step (docs/performance.md). Here each new state array is materialised before
+anything else uses it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from hfax.kernels import target
 def apply_optimizer(
     optimizer: optax.GradientTransformation, grads: Any, state: Any, params: Any, is_finite: jax.Array
 ) -> tuple[Any, Any]:
-    """The weights and the optimizer's state after a step; both as they were where `is_finite` is False.
+    """Weights and optimizer state after a step; unchanged if `is_finite` is False.
 
     Args:
-        optimizer: of optax.
-        grads: of the weights, by name.
-        state: the optimizer's.
-        params: the weights, by name.
+        optimizer: an optax optimizer.
+        grads: gradients by weight name.
+        state: optimizer state.
+        params: weights by name.
         is_finite: scalar bool.
     """
 
@@ -42,7 +42,7 @@ def apply_optimizer(
 
 
 def _update_in_order(optimizer: optax.GradientTransformation, grads: Any, state: Any, params: Any, keep: Any) -> Any:
-    """`optimizer.update`, equation by equation: what is an array of the new state goes through `keep` and is stored."""
+    """`optimizer.update`, equation by equation: each new state array passes through `keep` and is materialised."""
     closed, shapes = jax.make_jaxpr(optimizer.update, return_shape=True)(grads, state, params)
     jaxpr, structure, old = closed.jaxpr, jax.tree.structure(shapes), jax.tree.leaves(state)
     num_updates = structure.num_leaves - len(old)

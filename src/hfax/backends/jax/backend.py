@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 
 class JaxBackend:
-    """See `hfax.backends.protocol.Backend`."""
+    """The JAX implementation of `hfax.backends.protocol.Backend`."""
 
     name = "jax"
     capabilities = frozenset({"apply", "quantization", "parallelism", "plan", "processes", "export", "speculation"})
 
     def problem(self) -> BackendNotAvailableError | None:
-        """Why it cannot be used here; None if it can."""
+        """Why the backend is not available; None if it is."""
         try:
-            import hfax.tracing.torchax  # noqa: F401  (it undoes the switch that torchax's own import throws)
+            import hfax.tracing.torchax  # noqa: F401  (it reverts the global switch set by torchax's import)
         except ImportError as error:
             return BackendNotAvailableError(
                 "The JAX backend is not installed.",
@@ -48,7 +48,7 @@ class JaxBackend:
         return None
 
     def devices(self) -> list[str]:
-        """Each device in words."""
+        """A description of each device."""
         import jax
 
         return [f"{device.platform}:{device.id} {device.device_kind}" for device in jax.devices()]
@@ -104,23 +104,23 @@ def _load(source: CheckpointSource, options: LoadOptions) -> JaxModel:
         params, tied = load_quantized(skeleton, store, layout), skeleton.tied
     else:
         raise UnsupportedOptionError(
-            f"quantization={options.quantization!r} was given for a checkpoint that is quantized.",
-            "Its full-precision weights are gone.",
-            "Leave quantization out, or load the original checkpoint.",
+            f"quantization={options.quantization!r} was passed for a checkpoint that is already quantized.",
+            "It no longer has full-precision weights.",
+            "Remove quantization, or load the original checkpoint.",
         )
     return _finish(skeleton, params, tied, layout, folder=source.folder, name=str(source.name), task=options.task)
 
 
 def _load_orbax(source: CheckpointSource, options: LoadOptions) -> JaxModel:
-    """The model of a folder that orbax wrote; of a bundle over the devices that its programs were made for."""
+    """The model of an orbax checkpoint; for a bundle, on the devices its programs were compiled for."""
     from hfax.programs.bundle import PROGRAMS
     from hfax.sharding.layout import Layout
 
     if options.quantization is not None:
         raise UnsupportedOptionError(
-            f"quantization={options.quantization!r} was given for a checkpoint that was saved by orbax.",
-            "Weights are quantized one at a time as they are read from safetensors.",
-            "Load the safetensors with it, and save that model by orbax.",
+            f"quantization={options.quantization!r} was passed for an orbax checkpoint.",
+            "Weights are quantized one at a time while they are read from safetensors.",
+            'Load the safetensors checkpoint with quantization, then save that model with format="orbax".',
         )
     bundle = None if options.parallelism is not None else read_bundle_of(source)
     if bundle is None:
@@ -146,14 +146,14 @@ def load_saved(
     programs: Path | None = None,
     sizes: Sequence[Size] = (),
 ) -> JaxModel:
-    """The model of a folder of orbax weights; only described, if the layout is.
+    """The model of a folder of orbax weights; abstract if the layout is.
 
     Args:
         source: the folder.
-        layout_of: where it goes, by its skeleton and the name of its quantization.
-        options: of loading.
-        programs: a folder of programs made for it.
-        sizes: of prompts and caches that they were made for.
+        layout_of: returns the layout from the skeleton and the name of the quantization.
+        options: loading options.
+        programs: folder of programs compiled for the model.
+        sizes: prompt and cache sizes that the programs were compiled for.
     """
     from hfax.load.config import read_config
     from hfax.load.orbax_checkpoint import OrbaxStore
@@ -177,7 +177,7 @@ def load_saved(
 
 
 def read_bundle_of(source: CheckpointSource) -> Bundle | None:
-    """The bundle that a local folder is; bundles on the Hub are checkpoints, since programs are code."""
+    """The bundle in a local folder; on the Hub, bundles are loaded as plain checkpoints, since programs are code."""
     from hfax.programs.bundle import read_bundle
 
     return read_bundle(source.folder) if source.revision is None else None
@@ -208,7 +208,7 @@ def _choose_layout(skeleton: Skeleton, options: LoadOptions, packed: Any) -> Lay
 
 
 def _packed_by_hfax(config: PretrainedConfig) -> Any:
-    """The quantization of a checkpoint that hfax saved; None if it has none."""
+    """The quantization of a checkpoint saved by hfax; None if it is not quantized."""
     from hfax.tracing.abstract import is_quantized_by_hfax
 
     given: Any = config.quantization_config if is_quantized_by_hfax(config) else None
@@ -231,7 +231,7 @@ def _finish(
     from hfax.load.config import read_generation_config
     from hfax.programs.buckets import Buckets
 
-    # transformers' pipelines look at the class's name.
+    # transformers' pipelines check the class name.
     cls = type(
         type(skeleton.module).__name__, (JaxModel,), {"__doc__": JaxModel.__doc__, "__module__": JaxModel.__module__}
     )
@@ -261,5 +261,5 @@ def _default_device() -> Any:
         raise BackendNotAvailableError(
             "JAX found no device.",
             str(error).splitlines()[0],
-            "Check JAX_PLATFORMS and the installed extra (hfax[tpu], hfax[cuda] or hfax[cpu]); `hfax env` shows both.",
+            "Check JAX_PLATFORMS and the installed extra (hfax[tpu], hfax[cuda] or hfax[cpu]) with `hfax env`.",
         ) from error

@@ -1,11 +1,12 @@
-"""The object that `from_pretrained` gives on the JAX backend: weights, and the ways to run them.
+"""The model that `from_pretrained` returns on the JAX backend: weights and the methods that run them.
 
-Ties together a traced module, its weights on a device and its compiled programs. What each of them does is in `backends` and
-`programs`; here is only what a user calls.
+Combines a traced module, its weights on a device and its compiled programs. Their implementations are in `backends` and
+`programs`; this module has only the user-facing methods.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from jax.core import Tracer
 from transformers import GenerationConfig
 
-from hfax.backends.base_model import BaseModel, Request, as_ids_tuple
+from hfax.backends.base_model import BaseModel, Request, as_ids_tuple, draw_seed
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.generation import batches
 from hfax.generation import generation_request as requests
@@ -49,23 +50,23 @@ from hfax.tracing.traced_model import TracedModel
 from hfax.tracing.training import Training
 
 _ASSISTANT_TOKENS = 5
-"""Draft tokens a round of an assistant model, where the call names no number."""
+"""Default number of draft tokens per round of an assistant model."""
 _MAX_NGRAM = 3
-"""Tokens at the text's end that prompt lookup looks for, at most, where the call names no number."""
+"""Default maximum n-gram size that prompt lookup matches at the end of the text."""
 
 
 class JaxModel(AdapterMethods, BaseModel):
     """A transformers model whose weights are `jax.Array`s and whose calls are compiled by XLA.
 
-    Made by `AutoModelForTPU`. Calling it runs one forward pass, `generate` writes tokens, `apply` is the pure function.
+    Created by `AutoModelForTPU`. Calling it runs one forward pass, `generate` generates tokens, `apply` is the pure function.
 
     Attributes:
-        params: weights by their names in the checkpoint; tied weights once. May be replaced by arrays of the same shapes.
+        params: weights by checkpoint name, tied weights once. May be replaced by arrays of the same shapes.
         config: transformers' configuration.
         generation_config: defaults of `generate`.
-        name_or_path: where the weights came from.
-        folder: the checkpoint's files on this machine; None for random weights.
-        task: the pipeline task it was loaded for, if one was given.
+        name_or_path: source of the weights.
+        folder: local folder of the checkpoint; None for random weights.
+        task: the pipeline task passed when loading, if any.
     """
 
     backend = "jax"
@@ -104,34 +105,35 @@ class JaxModel(AdapterMethods, BaseModel):
 
     @property
     def jax_device(self) -> jax.Device:
-        """Where the weights are and programs run; the first device of several."""
+        """The device of the weights and programs; the first one if there are several."""
         return self._layout.device
 
     @property
     def mesh(self) -> jax.sharding.Mesh | None:
-        """The devices that the model is spread over; None for one."""
+        """The mesh that the model is sharded over; None for one device."""
         return self._layout.mesh
 
     def sharding_plan(self) -> ShardingPlan | None:
-        """How each weight is split over the devices, and why; its text is a table. None for one device.
+        """How each weight is sharded over the devices, and why; printed as a table. None for one device.
 
         Example:
-            >>> print(model.sharding_plan())  # doctest: +SKIP
+            >>> model.sharding_plan() is None  # on one device
+            True
         """
         return self._layout.plan
 
     @property
     def quantization(self) -> str | None:
-        """ "int8" or "int4", if linear layers' matrices are such integers."""
+        """ "int8" or "int4" if the matrices of linear layers are quantized, else None."""
         bits = {array.bits for array in self.params.values() if isinstance(array, QuantizedArray)}
         return f"int{min(bits)}" if bits else None
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """How many numbers the weights hold; tied ones once.
+        """Number of parameters, tied weights counted once.
 
         Args:
-            only_trainable: those of the active adapter alone, if there is one.
-            exclude_embeddings: leave the embedding tables out.
+            only_trainable: count only the active adapter's parameters, if there is one.
+            exclude_embeddings: exclude the embedding tables.
         """
         left_out = set[str]()
         if only_trainable:
@@ -142,26 +144,26 @@ class JaxModel(AdapterMethods, BaseModel):
         return sum(p.size for name, p in self.params.items() if name not in left_out)
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
-        """Bytes of the weights, over all devices together, each weight once.
+        """Size of the weights in bytes, each weight counted once over all devices.
 
         Args:
-            return_buffers: count buffers that no checkpoint holds, too.
+            return_buffers: include buffers that are not in the checkpoint.
         """
         arrays = [*self.params.values(), *(self.buffers.values() if return_buffers else ())]
         return sum(array.nbytes for array in arrays)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The weights as torch tensors on the CPU, under the names of transformers' module, tied ones under each of their names.
+        """The weights as torch tensors on the CPU, by transformers' names, tied weights under each of their names.
 
-        On a CPU device they share the arrays' memory: do not write to them.
+        On a CPU device they share memory with the arrays: do not modify them.
 
         Raises:
-            UnsupportedOptionError: weights are integers with scales, which no torch module loads.
+            UnsupportedOptionError: the weights are quantized; no torch module loads integers with scales.
         """
         if self.quantization is not None:
             raise UnsupportedOptionError(
                 f"{type(self).__name__} has no state_dict(): its weights are quantized ({self.quantization}).",
-                "No module of torch loads integers with hfax's scales.",
+                "No torch module loads integers with hfax's scales.",
                 "Use model.params, or load the checkpoint without quantization.",
             )
         own = self.params if self.adapters.active is None else self.adapters.without(self.params)
@@ -179,17 +181,18 @@ class JaxModel(AdapterMethods, BaseModel):
 
     @property
     def skeleton(self) -> Skeleton:
-        """The module without weights, with the names and shapes of all that a checkpoint holds."""
+        """The module without weights, with the names and shapes of all checkpoint tensors."""
         return self._skeleton
 
     @property
     def parts(self) -> ModelParts:
-        """What programs of the model are made from; for whoever makes more of them."""
+        """The components from which programs of the model are built, for code that builds further ones."""
         return ModelParts(
             traced=self._traced,
             programs=self._programs,
             layout=self._layout,
             weights=self._arrays(),
+            tied=self._tied,
             vocab_size=self._num_logits(),
             context=self._context(),
         )
@@ -205,23 +208,25 @@ class JaxModel(AdapterMethods, BaseModel):
         """The forward pass as a pure function, for `jax.jit`, `jax.grad`, `jax.vmap` and `jax.checkpoint`.
 
         Args:
-            params: weights by name, as `self.params`.
-            *args: what the transformers class takes, by position.
-            dropout_rng: a PRNG key; with it the model is in train mode, and its dropout draws from the key. The same key drops the
-                same.
-            remat: gradients keep of each layer its input alone, and compute the layer again.
-            **inputs: the same by name; arrays (jax, numpy) are traced, all else is static.
+            params: weights by name, like `self.params`.
+            *args: positional arguments of the transformers class.
+            dropout_rng: a PRNG key; enables train mode, with dropout sampled from the key. The same key gives the same dropout.
+            remat: rematerialize: the backward pass keeps only the input of each layer, and recomputes the layer.
+            **inputs: keyword arguments of the transformers class; arrays (jax, numpy) are traced, everything else is static.
 
         Returns:
-            The model's own result (a `ModelOutput`, or a tuple with `return_dict=False`) with `jax.Array`s in it. Called outside
-            of `jax.jit` it runs one operation at a time; call the model itself for a compiled pass.
+            The model's output (a `ModelOutput`, or a tuple with `return_dict=False`) with `jax.Array`s. Outside `jax.jit` it runs
+            one operation at a time; call the model directly for a compiled pass.
 
         Example:
-            >>> loss = lambda params: model.apply(params, input_ids=ids, labels=ids).loss  # doctest: +SKIP
-            >>> gradients = jax.jit(jax.grad(loss))(model.params)  # doctest: +SKIP
+            >>> def loss(params):
+            ...     return model.apply(params, input_ids=ids, labels=ids).loss
+            >>> gradients = jax.jit(jax.grad(loss))(model.params)
+            >>> gradients.keys() == model.params.keys()
+            True
 
         Raises:
-            InvalidInputError: a name that forward makes no use of; whole numbers that do not fit into 32 bits.
+            InvalidInputError: forward does not use a given name, or integers do not fit into 32 bits.
         """
         self._reject_unknown(inputs)
         training = Training(key=dropout_rng, remat=remat, lora_dropout=self.adapters.dropout)
@@ -231,24 +236,24 @@ class JaxModel(AdapterMethods, BaseModel):
         """One compiled forward pass.
 
         Args:
-            *args: what the transformers class takes, by position.
-            **inputs: the same by name. torch tensors, numpy and jax arrays, and lists of numbers are traced:
-                a call with other values of the same shapes compiles nothing. Everything else (`use_cache=False`,
-                `output_hidden_states=True`, …) becomes part of the program. 64-bit numbers become 32-bit ones.
+            *args: positional arguments of the transformers class.
+            **inputs: keyword arguments of the transformers class. torch tensors, numpy and jax arrays, and lists of numbers are
+                traced: other values of the same shapes do not recompile. Everything else (`use_cache=False`,
+                `output_hidden_states=True`, …) becomes part of the program. 64-bit values become 32-bit ones.
 
         Returns:
-            The model's own result, with torch tensors if any input was one, else with jax arrays.
+            The model's output, with torch tensors if any input was one, else with jax arrays.
 
         Raises:
-            InvalidInputError: ids outside of the vocabulary; images that do not fit the prompt's places for them; a name that
-                forward makes no use of.
+            InvalidInputError: ids are outside the vocabulary, images do not match the prompt's placeholders, or forward does not
+                use a given name.
             OutOfMemoryError: the program does not fit the device.
         """
         inputs = self._by_name(args, inputs)
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(inputs)):
             raise InvalidInputError(
-                f"{type(self).__name__} was called inside of a JAX transformation (jit, grad, vmap, …).",
-                "Calling the model runs a compiled program of its own, whose weights would become constants of yours.",
+                f"{type(self).__name__} was called inside a JAX transformation (jit, grad, vmap, …).",
+                "Calling the model runs its own compiled program; its weights would become constants of yours.",
                 "Use the pure function: jax.jit(lambda params, ids: model.apply(params, input_ids=ids))(model.params, ids).",
             )
         to_torch = has_torch(inputs)
@@ -268,7 +273,7 @@ class JaxModel(AdapterMethods, BaseModel):
         return result
 
     forward = __call__
-    """transformers' name for the same, which its pipelines call."""
+    """Alias of `__call__`, which transformers' pipelines call."""
 
     def generate(
         self,
@@ -281,29 +286,29 @@ class JaxModel(AdapterMethods, BaseModel):
         assistant_model: JaxModel | None = None,
         **options: Any,
     ) -> Any:
-        """Write tokens after each prompt, with the names and defaults of `transformers.GenerationMixin.generate`.
+        """Generate tokens after each prompt, with the names and defaults of `transformers.GenerationMixin.generate`.
 
         Args:
-            inputs: prompts, [batch, length] token ids (torch, numpy, jax or lists), padded on the left; or pass `input_ids=`.
-                For encoder-decoders the encoder's input.
-            generation_config: options; else the model's own.
-            streamer: `TextStreamer` or `TextIteratorStreamer` of transformers, for one prompt.
-            tokenizer: needed with `stop_strings`.
-            seed: of the random draws; None draws one from torch's generator, so `transformers.set_seed` decides.
+            inputs: prompts, [batch, length] token ids (torch, numpy, jax or lists), left-padded; or pass `input_ids=`. For
+                encoder-decoders, the encoder input.
+            generation_config: generation options; default: the model's.
+            streamer: transformers' `TextStreamer` or `TextIteratorStreamer`, for one prompt.
+            tokenizer: required with `stop_strings`.
+            seed: sampling seed; None draws one from torch's generator, so `transformers.set_seed` applies.
             assistant_model: a smaller hfax model with the same vocabulary for speculative decoding: it drafts
                 `num_assistant_tokens` at a time, which this model verifies in one step. `prompt_lookup_num_tokens` drafts from the
-                text instead. Both change speed, not output. For one sequence.
-            **options: any generation option by name, and the model's other inputs (`attention_mask`, `pixel_values`, …); beyond
-                transformers': `presence_penalty` and `frequency_penalty` (subtracted from the logits of tokens already written,
-                once and a time), and `output_log_probs=True` (the drawn tokens' log-probabilities as `log_probs`).
+                text instead. Both change speed, not output, and support one sequence.
+            **options: any generation option by name, and further model inputs (`attention_mask`, `pixel_values`, …). In addition
+                to transformers': `presence_penalty` (subtracted from the logits of tokens already generated), `frequency_penalty`
+                (subtracted once per occurrence), and `output_log_probs=True` (log-probabilities of the new tokens as `log_probs`).
 
         Returns:
             [batch · num_return_sequences, prompt + new] ids, prompts first; int64 torch for torch prompts, else int32 jax. With
-            `return_dict_in_generate=True` transformers' output class with `sequences`, `scores`, `logits`.
+            `return_dict_in_generate=True`, transformers' output class with `sequences`, `scores`, `logits`.
 
         Raises:
             InvalidInputError: a prompt or an option is out of range.
-            UnsupportedOptionError: an option that hfax does not implement; it is never ignored.
+            UnsupportedOptionError: hfax does not implement an option; options are never ignored.
         """
         if has_own_generate(self._skeleton.module):
             if assistant_model is not None:
@@ -322,7 +327,7 @@ class JaxModel(AdapterMethods, BaseModel):
         )
 
     def _by_own_generate(self, prompt: Any, options: dict[str, Any], **rest: Any) -> Any:
-        """The class's own `generate`, with torch tensors in it, whatever was given."""
+        """Run the class's `generate` override on torch tensors, whatever the input type."""
         to_torch = has_torch([prompt, options])
         arrays, structure = flatten((prompt, options), is_array)
         prompt, options = unflatten(structure, [torch.as_tensor(self._host_array("inputs", a)) for a in arrays])
@@ -355,7 +360,7 @@ class JaxModel(AdapterMethods, BaseModel):
         timestamps: Mapping[str, int] | None = None,
         assistant_model: JaxModel | None = None,
     ) -> Any:
-        request, to_torch = self._request(inputs, generation_config, options, seed, timestamps, assistant_model)
+        request, to_torch = self._read_request(inputs, generation_config, options, seed, timestamps, assistant_model)
         generated = run_generation(
             *self._open(request),
             request.prompts,
@@ -373,11 +378,36 @@ class JaxModel(AdapterMethods, BaseModel):
             give=lambda array: give(array, to_torch),
         )
 
-    def _agreed(self, value: Any) -> Any:
-        return agree(value) if self._layout.spans_processes else value
+    def open_loop(self, inputs: Any, **options: Any) -> tuple[Loop, dict[str, jax.Array], requests.Prompts]:
+        """The loop of `generate` before its first step, for code that runs it step by step.
 
-    def _draft(self, assistant_model: JaxModel | None) -> Any:
-        return None if assistant_model is None else (assistant_model._traced, assistant_model._arrays())
+        Args:
+            inputs: as in `generate`.
+            **options: as in `generate`, without a streamer.
+
+        Returns:
+            The loop, the inputs of its `start`, and the padded prompts.
+        """
+        assistant = options.pop("assistant_model", None)
+        request, _ = self._read_request(inputs, None, options, 0, None, assistant)
+        return *self._open(request), request.prompts
+
+    def _read_request(
+        self,
+        inputs: Any,
+        generation_config: GenerationConfig | None,
+        options: dict[str, Any],
+        seed: int | None,
+        timestamps: Mapping[str, int] | None,
+        assistant_model: JaxModel | None,
+    ) -> tuple[Request, bool]:
+        """The checked call of `generate`, with a seed shared by all processes, and whether its inputs are torch tensors."""
+        seeds = (lambda: agree(draw_seed())) if self._layout.spans_processes else draw_seed
+        request, to_torch = self._request(inputs, generation_config, options, seed, timestamps, seeds)
+        speculation = self._speculation(request.options.config, request.prompts, assistant_model)
+        draft = None if assistant_model is None else (assistant_model._traced, assistant_model._arrays())
+        resolved = dataclasses.replace(request.options, speculation=speculation, draft=draft)
+        return dataclasses.replace(request, options=resolved), to_torch
 
     def _speculation(
         self, config: GenerationConfig, prompts: requests.Prompts, assistant_model: JaxModel | None
@@ -407,62 +437,62 @@ class JaxModel(AdapterMethods, BaseModel):
         progress: bool = True,
         **options: Any,
     ) -> list[WarmedUp]:
-        """Make the programs of `generate` before they are needed: each combination writes two tokens after a prompt of its shape.
+        """Compile the programs of `generate` ahead of use: each combination generates two tokens after a prompt of its shape.
 
         Args:
-            batch_sizes: numbers of prompts; those in between use the next power of two.
-            prompt_lengths: tokens, of the encoder's input where there is one; those in between use the next power of two.
-            max_new_tokens: that calls will ask for; it decides the cache's capacity with the prompt's length.
-            progress: show a bar where stderr is a terminal.
-            **options: generation options that calls will have: which are active (sampling, top_k, penalties, an assistant model)
-                shapes the programs, their values do not.
+            batch_sizes: numbers of prompts, rounded up to a power of two.
+            prompt_lengths: prompt lengths in tokens (of the encoder input, if there is one), rounded up to a power of two.
+            max_new_tokens: value that later calls will use; with the prompt length it determines the cache capacity.
+            progress: show a progress bar if stderr is a terminal.
+            **options: generation options that later calls will use. Which ones are active (sampling, top_k, penalties, an
+                assistant model) shapes the programs; their values do not.
 
         Returns:
-            What was traced and compiled for each combination, and how long it took; nothing where programs were on disk.
+            What was traced and compiled for each combination, and how long it took; empty if the programs were on disk.
 
         Raises:
             InvalidInputError: a size is not positive, or a prompt does not fit the model's context.
-            UnsupportedOptionError: the model reads something else than token ids, whose shapes a prompt's length does not say.
+            UnsupportedOptionError: the model's main input is not token ids, so a prompt length does not determine its shapes.
         """
         if self._traced.traits.main_input != "input_ids":
             raise UnsupportedOptionError(
                 f"compile() does not know the inputs of {type(self).__name__}.",
-                "Its programs depend on more than a batch size and a prompt's length.",
-                "Call generate() once with inputs of the shapes to come.",
+                "Its programs depend on more than batch size and prompt length.",
+                "Call generate() once with inputs of the expected shapes.",
             )
         if min([*batch_sizes, *prompt_lengths, max_new_tokens], default=0) < 1:
             raise InvalidInputError(
                 f"compile() got batch_sizes={list(batch_sizes)}, prompt_lengths={list(prompt_lengths)} and "
                 f"max_new_tokens={max_new_tokens}.",
-                "Programs are made for one prompt of one token or more.",
-                "Pass positive numbers.",
+                "Each size must be at least 1.",
+                "Pass positive integers.",
             )
         assistant = options.pop("assistant_model", None)
 
         def run(batch_size: int, prompt_length: int) -> Size:
             given = {**options, "max_new_tokens": max_new_tokens}
             prompt = self.example_prompt(batch_size, prompt_length)
-            request, _ = self._request(prompt, None, given, 0, None, assistant)
-            loop, inputs = self._open(request)
+            loop, inputs, prompts = self.open_loop(prompt, **given, assistant_model=assistant)
             state = loop.start(inputs)
             if max_new_tokens > 1:
                 state = loop.advance(state, 2)
             jax.block_until_ready(state)
-            return (*request.prompts.padded_shape, loop.capacity)
+            return (*prompts.padded_shape, loop.capacity)
 
         return warm_up(run, batch_sizes, prompt_lengths, progress=progress)
 
     def drive(self, main: Callable[[Any], Any]) -> Any:
-        """In a run of several processes: call `main(model)` in process 0 alone, while the others compute with it.
+        """In a multi-process run, call `main(model)` in process 0 only, while the other processes compute with it.
 
         Args:
-            main: gets the model; its calls run in every process.
+            main: takes the model; its model calls run in every process.
 
         Returns:
-            What `main` returned, in process 0; None in the others.
+            The result of `main` in process 0; None in the others.
 
         Example:
-            >>> model.drive(lambda model: print(tokenizer.decode(model.generate(ids)[0])))  # doctest: +SKIP
+            >>> model.drive(lambda model: model.generate(ids, max_new_tokens=2).shape)
+            (1, 6)
         """
         return drive(self, main)
 
@@ -478,33 +508,35 @@ class JaxModel(AdapterMethods, BaseModel):
         progress: bool = True,
         **options: Any,
     ) -> list[Any]:
-        """A whole data set through the model, batch by batch, over every device of the mesh's axes "data" and "fsdp".
+        """Run the model over a dataset, batch by batch, on all devices of the mesh axes "data" and "fsdp".
 
         Args:
-            dataset: texts, lists of token ids, or mappings that have either under `column` (rows of `datasets`, for instance).
-            batch_size: rows at a time.
-            tokenizer: for texts.
-            column: where a mapping's text or ids are.
-            output: a file of JSON lines, one a row, in order, written as results come; a run that finds it goes on behind its
-                last whole line.
-            select: takes the outputs of a forward pass and gives arrays by name, [batch, …]; for models that write, it makes map
-                run the forward pass instead of `generate`.
-            progress: show a bar where stderr is a terminal.
-            **options: of `generate`, or of the forward pass.
+            dataset: texts, lists of token ids, or mappings with either under `column` (such as rows of `datasets`).
+            batch_size: rows per batch.
+            tokenizer: required for texts.
+            column: key of the text or ids in a mapping.
+            output: a JSON Lines file, one line per row in order, written as results are produced; if it exists, the run resumes
+                after its last complete line.
+            select: maps the outputs of a forward pass to arrays by name, [batch, …]; with it, generative models run the forward
+                pass instead of `generate`.
+            progress: show a progress bar if stderr is a terminal.
+            **options: options of `generate` or of the forward pass.
 
         Returns:
-            For each row, in order: of models that write, `{"text": …}` for texts and `{"tokens": […]}` for ids, what was written
-            alone; of others the outputs' rows, by name.
+            One result per row, in order. Generative models return only the new tokens: `{"text": …}` for texts and
+            `{"tokens": […]}` for ids; other models return the row of each output, by name.
 
         Raises:
-            InvalidInputError: rows that are no text and no ids, or an output file of something else.
+            InvalidInputError: rows are neither texts nor ids, or the output file belongs to another dataset.
 
         Example:
-            >>> model.map(texts, batch_size=64, tokenizer=tokenizer, output="out.jsonl", max_new_tokens=32)  # doctest: +SKIP
+            >>> rows = model.map(["Return a", "Raise"], batch_size=2, tokenizer=tokenizer, max_new_tokens=2)
+            >>> [sorted(row) for row in rows]
+            [['text'], ['text']]
         """
         if batch_size < 1:
             raise InvalidInputError(
-                f"batch_size={batch_size}.", "A batch has a row at least.", "Pass a positive number."
+                f"batch_size={batch_size}.", "A batch needs at least one row.", "Pass a positive integer."
             )
         writes = select is None and self.can_generate()
         pad: Any = self.generation_config.pad_token_id
@@ -529,46 +561,47 @@ class JaxModel(AdapterMethods, BaseModel):
         return list(found)
 
     def update(self, weights: Any) -> None:
-        """Take over trained weights.
+        """Replace weights, for example by trained ones.
 
         Args:
-            weights: by name, as `params`, some or all; or the module of `hfax.to_nnx`, or its state. Arrays are taken, not copied.
+            weights: some or all weights by name, like `params`; or the module from `hfax.to_nnx`, or its state. Arrays are not
+                copied.
 
         Raises:
-            InvalidInputError: a name that the model does not have, or another shape.
+            InvalidInputError: the model has no weight of a given name, or its shape differs.
         """
         weights = weights_of(weights)
         for name, array in weights.items():
             if name not in self.params or tuple(array.shape) != tuple(self.params[name].shape):
                 raise InvalidInputError(
-                    f"{name!r}, {tuple(array.shape)}, is no weight of {type(self).__name__}.",
-                    f"It has {tuple(self.params[name].shape)} there."
+                    f"{name!r} with shape {tuple(array.shape)} is not a weight of {type(self).__name__}.",
+                    f"The model's weight has shape {tuple(self.params[name].shape)}."
                     if name in self.params
-                    else "It has none of that name.",
-                    "Give weights by the names of `model.params`.",
+                    else "The model has no weight of that name.",
+                    "Pass weights with the names and shapes of `model.params`.",
                 )
         self.params = {**self.params, **{n: a.astype(self.params[n].dtype) for n, a in weights.items()}}
 
     def prepare_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """A call's inputs as programs take them: checked, arrays narrow and on the host, and what their values decide beside them.
+        """Inputs in the form that programs take: checked, 32-bit host arrays, plus inputs derived from their values.
 
         Args:
-            inputs: by name; `jax.ShapeDtypeStruct`s stay what they are.
+            inputs: inputs by name; `jax.ShapeDtypeStruct`s are unchanged.
 
         Raises:
-            InvalidInputError: ids outside of the vocabulary, rows of several lengths.
+            InvalidInputError: ids are outside the vocabulary, or rows differ in length.
         """
-        read = lambda name, value: value if _is_described(value) else self._as_input(name, value)  # noqa: E731
+        read = lambda name, value: value if _is_described(value) else self.as_input(name, value)  # noqa: E731
         return self._traced.prepare({name: read(name, value) for name, value in inputs.items()})
 
     def move_to(self, mesh: Any) -> None:
-        """Spread the weights over other devices.
+        """Reshard the weights over other devices.
 
         Args:
-            mesh: sizes by axis, or a `jax.sharding.Mesh`, as `from_pretrained(parallelism=…)` takes them.
+            mesh: sizes by axis, or a `jax.sharding.Mesh`, as in `from_pretrained(parallelism=…)`.
 
         Raises:
-            InvalidInputError: see `from_pretrained`; or an adapter is merged.
+            InvalidInputError: `mesh` is invalid for `from_pretrained`, or an adapter is merged.
         """
         self._layout = choose_layout(self._skeleton, mesh, self.quantization, self._layout.device)  # pyright: ignore[reportArgumentType]
         self.params = {n: jax.device_put(a, self._layout.weight(n)) for n, a in self.params.items()}
@@ -581,8 +614,8 @@ class JaxModel(AdapterMethods, BaseModel):
         if self.adapters.configs:
             raise UnsupportedOptionError(
                 "A model with adapters cannot be cast.",
-                "Their arrays have dtypes of their own.",
-                "Cast it first, then add or load the adapters.",
+                "Adapter arrays have their own dtypes.",
+                "Cast the model first, then add or load the adapters.",
             )
         self._skeleton = with_dtype(self._skeleton, dtype)
         wanted = {name: jnp.dtype(str(t.dtype).removeprefix("torch.")) for name, t in self._skeleton.shapes.items()}
@@ -596,13 +629,24 @@ class JaxModel(AdapterMethods, BaseModel):
         self.patches = self._traced.patches_used
         self._programs = ProgramCache(self._traced.key, self._layout)
 
+    def described(self, programs: ProgramCache) -> JaxModel:
+        """An abstract copy of the model, with array shapes instead of arrays, which compiles programs without running them.
+
+        Args:
+            programs: the program cache of the copy.
+        """
+        other = copy.copy(self)
+        other._layout, other._programs = self._layout.described(), programs
+        other.params, other.buffers = other._layout.put(self.params), other._layout.put(self.buffers)
+        return other
+
     def _arrays(self) -> dict[str, jax.Array]:
-        """What programs get beside their inputs: JAX cannot keep a program on disk that closes over arrays."""
+        """The arrays that programs take besides inputs: JAX cannot serialize a program that closes over arrays."""
         return {**self.buffers, **self.params}
 
     def sampling_values(self, prompt_length: int, **options: Any) -> dict[str, Any]:
-        """The arrays that programs of `generate` take for these options, by name; see `make_sampling_spec`."""
-        request, _ = self._request(self.example_prompt(1, prompt_length), None, dict(options), 0, None, None)
+        """The arrays that programs of `generate` take for these options, by name, from `make_sampling_spec`."""
+        request, _ = self._request(self.example_prompt(1, prompt_length), None, dict(options), 0)
         _, values = make_sampling_spec(
             request.options.config,
             vocab_size=self._num_logits(),
@@ -626,18 +670,18 @@ class JaxModel(AdapterMethods, BaseModel):
         )
 
     def save_pretrained(self, folder: str | Path, *, format: str = "safetensors", max_shard_size: str = "50GB") -> None:
-        """Write config, generation config and weights into a folder; weights as they are without an adapter, unless it is merged.
+        """Write config, generation config and weights to a folder; adapter weights are included only if merged.
 
         Args:
-            folder: made if it is not there; an interrupted save leaves what was there before.
-            format: "safetensors", which plain transformers loads back bit for bit; or "orbax": each process of the run writes
-                what its own devices hold, and `from_pretrained` reads it onto any mesh, each process what its own devices need; or
-                "flax", which transformers' Flax classes (before version 5) read.
-            max_shard_size: of one file of safetensors.
+            folder: created if it does not exist; an interrupted save leaves previous content unchanged.
+            format: "safetensors", which plain transformers loads bit for bit; "orbax", where each process writes the shards of its
+                own devices, and `from_pretrained` loads onto any mesh, each process reading only the shards it needs; or "flax",
+                for transformers' Flax classes (before version 5).
+            max_shard_size: maximum size of one safetensors file.
 
         Raises:
-            InvalidInputError: another format.
-            HfaxError: the folder cannot be written, or the disk is full; what was there before stays.
+            InvalidInputError: the format is unknown.
+            HfaxError: the folder cannot be written, or the disk is full; previous content is kept.
         """
         from hfax.load.save_pretrained import save_model
 
@@ -650,5 +694,5 @@ def _is_described(value: Any) -> bool:
 
 
 def _until(tokens: list[int], ends: tuple[int, ...]) -> list[int]:
-    """The tokens before the first that ends a text."""
+    """The tokens before the first end-of-sequence token."""
     return tokens[: next((i for i, token in enumerate(tokens) if token in ends), len(tokens))]

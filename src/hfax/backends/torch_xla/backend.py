@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class TorchXlaBackend:
-    """See `hfax.backends.protocol.Backend`."""
+    """The torch_xla implementation of `hfax.backends.protocol.Backend`."""
 
     name = "torch_xla"
     capabilities: frozenset[str] = frozenset({"parallelism"})
 
     def problem(self) -> BackendNotAvailableError | None:
-        """Why it cannot be used here; None if it can."""
+        """Why the backend is not available; None if it is."""
         try:
             runtime.require()
         except BackendNotAvailableError as error:
@@ -37,7 +37,7 @@ class TorchXlaBackend:
         return None
 
     def devices(self) -> list[str]:
-        """Each device in words."""
+        """A description of each device."""
         return [f"{runtime.kind()}: {runtime.device()}"]
 
     def load(self, source: CheckpointSource, options: LoadOptions) -> TorchXlaModel:
@@ -46,7 +46,7 @@ class TorchXlaBackend:
 
         if source.format == "orbax":
             raise UnsupportedOptionError(
-                f"{source.name} holds weights as orbax writes them.",
+                f"{source.name} is an orbax checkpoint.",
                 "The backend torch_xla reads safetensors and pytorch_model.bin.",
                 'Save the model with format="safetensors", or use backend="jax".',
             )
@@ -59,7 +59,7 @@ class TorchXlaBackend:
         return _finish(skeleton, device, spread, source.folder, str(source.name), options.task)
 
     def from_config(self, config: PretrainedConfig, options: LoadOptions, seed: int) -> TorchXlaModel:
-        """A model with the random weights that transformers draws."""
+        """A model with the same random weights as transformers."""
         from hfax.backends.torch_xla.weights import put_in
 
         config = copy.deepcopy(config)
@@ -82,20 +82,20 @@ def _open_skeleton(
     source: CheckpointSource | None = None,
     stored_dtype: torch.dtype | None = None,
 ) -> Skeleton:
-    """As `hfax.tracing.abstract.open_skeleton`, with torch_xla's attention and experts."""
+    """Like `hfax.tracing.abstract.open_skeleton`, with torch_xla's attention and experts."""
     from hfax.backends.torch_xla.kernels import ADDITIVE_NAME, NAME, register_interfaces
 
     if options.attn_implementation not in (None, "sdpa", "eager"):
         raise UnsupportedOptionError(
-            f"attn_implementation={options.attn_implementation!r} is not available.",
+            f"attn_implementation={options.attn_implementation!r} is not supported.",
             "Kernels written for other torch devices do not run on XLA.",
-            'Leave it out, or pass "eager" for transformers\' reference implementation.',
+            'Remove it, or pass "eager" for transformers\' reference implementation.',
         )
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModelError(
             "The checkpoint is quantized.",
             "Its weights are packed for a library that does not run on torch_xla.",
-            'Use the unquantized checkpoint; or backend="jax", if hfax wrote it.',
+            'Use the unquantized checkpoint, or backend="jax" if hfax saved it.',
         )
     register_interfaces()
     is_eager = options.attn_implementation == "eager"
@@ -123,7 +123,7 @@ def _finish(
 ) -> TorchXlaModel:
     from hfax.backends.torch_xla.model import TorchXlaModel
 
-    # transformers' pipelines look at the class's name
+    # transformers' pipelines check the class name
     cls = type(type(skeleton.module).__name__, (TorchXlaModel,), {"__doc__": TorchXlaModel.__doc__})
     generation_config = read_generation_config(folder, skeleton.module)
     return cls(

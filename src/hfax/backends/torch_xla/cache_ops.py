@@ -1,4 +1,4 @@
-"""What hfax's cache needs of a backend (`kv_cache.layers.CacheOps`), on torch_xla's tensors."""
+"""The backend operations of hfax's KV cache (`kv_cache.layers.CacheOps`) on torch_xla tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class XlaCacheOps:
-    """Writes at positions that are tensors, so that every step is the same program."""
+    """Cache operations with positions as tensors, so that every step is the same program."""
 
     def write(self, buffer: Any, new: Any, start: Any) -> Any:
         """`buffer` with `new` written from position `start` (a scalar) on axis -2."""
@@ -20,11 +20,11 @@ class XlaCacheOps:
         return torch.nn.functional.pad(new, (0, 0, 0, capacity - new.shape[-2]))
 
     def ring_positions(self, length: Any, window: int) -> Any:
-        """For a ring that holds `length` tokens, last one included: the position held by each slot less the slot, [window]."""
+        """For a ring that holds `length` tokens, last one included: the position held by each slot minus the slot, [window]."""
         slots = torch.arange(window, device=length.device)
         last = length - 1
         return last - (last - slots) % window - slots
 
     def ring_slot(self, length: Any, window: int) -> Any:
-        """The slot that the token at position `length` takes: `length` modulo `window`."""
+        """The slot of the token at position `length`: `length` modulo `window`."""
         return length % window

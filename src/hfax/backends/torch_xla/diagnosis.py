@@ -1,6 +1,6 @@
-"""`hfax doctor --backend torch_xla`: a small copy of a model is run, and torch_xla's own counters say what it cost.
+"""`hfax doctor --backend torch_xla`: runs a small copy of a model and reads torch_xla's counters.
 
-A program too many, a transfer to the host in the middle of a pass, an operation that runs on the CPU: each is a count.
+They count extra compilations, transfers to the host in the middle of a pass, and operations that run on the CPU.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _MOST_PROGRAMS = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What was seen.
+    """The findings.
 
     Args:
-        model_type, class_name: of the model.
-        first_call: counters of the first call: of `generate`, where the model writes from ids, else of a forward pass.
-        second_call: of a second one of the same size; nothing should be compiled.
-        patches: name to reason.
-        problems: what is wrong, with what it means.
+        model_type, class_name: type and class of the model.
+        first_call: counters of the first call: of `generate` if the model generates from ids, else of a forward pass.
+        second_call: counters of a second call of the same size; nothing should be compiled.
+        patches: name of each patch used, mapped to its reason.
+        problems: each problem with an explanation.
     """
 
     model_type: str
@@ -43,7 +43,7 @@ class Diagnosis:
     problems: tuple[str, ...]
 
     def __str__(self) -> str:
-        """For a terminal."""
+        """The report as text."""
         verdict = "fails" if self.problems else "works with patches" if self.patches else "works"
         lines = [f"{self.class_name} ({self.model_type}) on torch_xla, a small copy: {verdict}"]
         for name, counts in (("first call", self.first_call), ("second call", self.second_call)):
@@ -59,11 +59,11 @@ def diagnose(model: Any, *, task: str | None = None, trust_remote_code: bool = F
 
     Args:
         model: a Hub id, a folder, a config.json, "demo", or a transformers config.
-        task: a pipeline task name, to choose another class than the config's own.
-        trust_remote_code: run code that comes with the model.
+        task: a pipeline task name, to select a class other than the config's own.
+        trust_remote_code: run modelling code from the checkpoint.
 
     Raises:
-        HfaxError: there is no such config; or torch_xla is not here.
+        HfaxError: the config does not exist, or torch_xla is not available.
     """
     config = read_any_config(model, trust_remote_code)
     if (problem := BACKEND.problem()) is not None:
@@ -87,7 +87,7 @@ def diagnose(model: Any, *, task: str | None = None, trust_remote_code: bool = F
         except HfaxError as error:
             problems.append(str(error))
             break
-        except Exception as error:  # whatever modelling code raises is the diagnosis
+        except Exception as error:  # any error of the modelling code is a finding
             problems.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
             break
         after = runtime.counters()
@@ -95,14 +95,14 @@ def diagnose(model: Any, *, task: str | None = None, trust_remote_code: bool = F
     if len(counts) == 2:
         if counts[0].get("compilations", 0) > _MOST_PROGRAMS:
             problems.append(
-                f"{counts[0]['compilations']} programs were compiled, where a prompt and a step need two: "
-                "the model's code looks at values, or its shapes change from step to step."
+                f"{counts[0]['compilations']} programs were compiled; prefill and a decoding step need two: "
+                "the model's code reads tensor values, or its shapes change from step to step."
             )
         if counts[1].get("compilations", 0):
             problems.append(f"A second call of the same size compiled {counts[1]['compilations']} programs again.")
         for name, number in counts[1].items():
             if name.startswith("aten::"):
-                problems.append(f"{name} has no lowering; it ran on the CPU {number} times.")
+                problems.append(f"{name} has no lowering and ran on the CPU {number} times.")
     reasons = {patch.name: patch.why for patch in registry.all_patches("torch_xla")}
     return Diagnosis(
         model_type=config.model_type,

@@ -1,7 +1,7 @@
-"""`generate` on torch_xla: every step records the same program, which is compiled once; the host looks at tokens in chunks.
+"""`generate` on torch_xla: every step records the same program, which is compiled once; the host reads tokens in chunks.
 
-Everything that changes from step to step is a tensor on the device: lengths, positions, the step's number, random numbers drawn
-beforehand. So the first step's program is every step's, and another prompt of the same size class compiles nothing.
+Everything that changes from step to step is a tensor on the device: lengths, positions, the step index, pre-generated random
+numbers. So all steps share one program, and another prompt in the same bucket does not recompile.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hfax.tracing.encoders import EncoderOutputs, run_encoder
 from hfax.tracing.traits import WRITES_OTHERWISE, ModelTraits
 
 _CHUNK = 16
-"""Steps after which the host asks whether every text has ended; it waits for the device there."""
+"""Steps after which the host checks whether every sequence has ended, which waits for the device."""
 
 State = dict[str, Any]
 
@@ -39,15 +39,15 @@ class Loop:
 
     Args:
         module: a torch module on the device.
-        traits: of it.
-        prompts: checked and padded.
-        options: what to draw.
-        static: forward's arguments that are no tensors.
-        vocab_size: of the logits.
-        buckets: how the cache's capacity is rounded up.
-        device: of torch_xla.
-        place: puts a tensor on the device; over several, split as it should be. It gets the tensor's name.
-        used: gets the names of the patches that ran.
+        traits: traits of the module.
+        prompts: checked and padded prompts.
+        options: generation options.
+        static: forward arguments that are not tensors.
+        vocab_size: vocabulary size of the logits.
+        buckets: how the cache capacity is rounded up.
+        device: the torch_xla device.
+        place: puts a tensor of the given name on the device, sharded if there are several.
+        used: collects the names of the patches used.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class Loop:
         if kind is not None or not traits.has_usable_cache or traits.cache_argument == "state":
             raise UnsupportedModelError(
                 f"generate() of the backend torch_xla does not support {type(module).__name__}.",
-                WRITES_OTHERWISE.get(kind or "", "It keeps no cache that this backend can use."),
-                'Use backend="jax", or call the model itself.',
+                WRITES_OTHERWISE.get(kind or "", "The model has no KV cache that this backend can use."),
+                'Use backend="jax", or call the model directly.',
             )
         further = set(prompts.static) | set(prompts.inputs) - {"input_ids", "attention_mask", "position_ids"}
         if further and not traits.is_encoder_decoder:
             raise UnsupportedModelError(
                 f"generate() of the backend torch_xla does not take {', '.join(sorted(further))}.",
-                "Beside a decoder's text it reads nothing that a step would have to read again.",
+                "For decoders, it does not support inputs that every step reads.",
                 'Use backend="jax".',
             )
         self.module, self.traits, self.prompts, self.options = module, traits, prompts, options
@@ -103,7 +103,7 @@ class Loop:
         return self.place(tensor, name)
 
     def start(self) -> State:
-        """Run the prompts and draw the first tokens."""
+        """Prefill the prompts and sample the first tokens."""
         traits, inputs = self.traits, {n: self._put(a, n) for n, a in self.prompts.inputs.items()}
         seq2seq = traits.is_encoder_decoder
         ids = inputs["decoder_input_ids" if seq2seq else "input_ids"]
@@ -158,7 +158,7 @@ class Loop:
         if self.spec.do_sample:
             steps = (
                 -(-self.options.max_new_tokens // 128) * 128
-            )  # a size class of its own, so that lengths share programs
+            )  # rounded up to a bucket, so that lengths share programs
             numbers = sampling.uniform_numbers(self.options.seed, ids.shape[0], steps)
             state["uniform"] = self._put(numbers)
         state = self._draw(state, logits)
@@ -166,14 +166,14 @@ class Loop:
         return state
 
     def advance(self, state: State, steps: int) -> State:
-        """Draw so many more tokens."""
+        """Generate `steps` more tokens."""
         for _ in range(steps):
             state = self._draw(*self._step(state))
             runtime.sync()
         return state
 
     def _step(self, state: State) -> tuple[State, Any]:
-        """The state with the last token in the cache, and the logits after it."""
+        """The state with the last token added to the cache, and the next logits."""
         traits, length = self.traits, state["length"]
         tokens = state["tokens"].index_select(1, length.reshape(1))
         index = torch.arange(self.capacity, device=self.device)
@@ -207,7 +207,7 @@ class Loop:
         return state | changed, out.logits[:, -1].float()
 
     def _draw(self, state: State, logits: Any) -> State:
-        """Choose the next token of every sequence, and write it behind the cached ones."""
+        """Choose the next token of every sequence, and append it after the cached ones."""
         step = state["step"]
         at = {
             "tokens": state["tokens"],
@@ -224,7 +224,7 @@ class Loop:
         if self.options.keep:
             chosen = torch.log_softmax(logits, dim=-1).gather(1, token[:, None])[:, 0]
             records = {"scores": scores, "logits": logits, "log_probs": chosen}
-            # off the device at once: what stays there would change the next step's program
+            # moved off the device at once: tensors left there would change the program of the next step
             runtime.sync()
             state["records"].append({name: records[name].cpu().numpy() for name in self.options.keep})
         return state | {
@@ -253,7 +253,7 @@ class Loop:
 
 @contextlib.contextmanager
 def patched(module: Any, used: set[str]) -> Iterator[None]:
-    """The backend's patches in force, and no gradients; `used` gets the names of those that ran."""
+    """Apply the backend's patches and disable gradients; `used` collects the names of the patches used."""
     with registry.patched(module, "torch_xla") as ran, torch.no_grad():
         try:
             yield
@@ -262,7 +262,7 @@ def patched(module: Any, used: set[str]) -> Iterator[None]:
 
 
 def run(loop: Loop, *, streamer: Streamer | None, stop_check: StopCheck | None) -> Generated:
-    """Draw until everything has ended; in between, feed the streamer and look for stop strings."""
+    """Generate until every sequence has ended; between chunks, feed the streamer and look for stop strings."""
     prompts, options = loop.prompts, loop.options
     sequences = len(prompts.given) * loop.repeats
     start, most = prompts.padded_length, options.max_new_tokens

@@ -1,4 +1,4 @@
-"""Functions of transformers' interfaces for torch_xla: attention and experts whose shapes depend on no value."""
+"""Attention and experts functions for transformers' interfaces on torch_xla, with shapes that do not depend on values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ADDITIVE_NAME = "hfax_torch_xla_additive"
 
 
 def register_interfaces() -> None:
-    """Add the functions under their own names; transformers looks them up when a model is built."""
+    """Register the functions under hfax's names; transformers looks them up when a model is built."""
     from transformers import masking_utils, modeling_utils
     from transformers.integrations import moe
 
@@ -39,11 +39,7 @@ def attention_forward(
 ) -> tuple[Any, None]:
     """transformers' attention interface: [batch, heads, length, dim] to [batch, length, heads, dim]."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if (
-        attention_mask is not None
-        and (all_real := getattr(attention_mask, "all_real", None)) is not None
-        and not causal
-    ):
+    if not causal and (all_real := masks.structure_of(attention_mask).all_real) is not None:
         attention_mask = attention_mask | all_real
     is_alone = attention_mask is None and causal and query.shape[-2] > 1
     if softcap is None and s_aux is None and kwargs.get("position_bias") is None:
@@ -65,7 +61,7 @@ def attention_forward(
             scores = torch.where(attention_mask, scores, lowest)
         else:
             scores = scores + attention_mask.float()
-    if s_aux is not None:  # a sink takes part of the probability
+    if s_aux is not None:  # a sink takes a share of the probability
         sinks = s_aux.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1).float()
         weights = torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
     else:
@@ -74,15 +70,15 @@ def attention_forward(
 
 
 def experts_forward(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
-    """transformers' experts interface: every expert on every token, weighted by the router's choice.
+    """transformers' experts interface: every expert runs on every token, weighted by the router.
 
-    As many operations as there are experts, and shapes that no choice changes; for one token it moves what a dense layer would.
+    One set of operations per expert, with shapes independent of routing; one token reads as much as a dense layer would.
 
     Args:
-        self: a module with `gate_up_proj` or `up_proj` and `down_proj`, [experts, out, in] (or [experts, in, out] where it says
+        self: a module with `gate_up_proj` or `up_proj` and `down_proj`, [experts, out, in] (or [experts, in, out] if
             `is_transposed`).
         hidden_states: [tokens, width].
-        top_k_index: [tokens, k], the experts of each token; at or above `num_experts` for none.
+        top_k_index: [tokens, k], the experts of each token; indices at or above `num_experts` mean no expert.
         top_k_weights: [tokens, k].
 
     Returns:

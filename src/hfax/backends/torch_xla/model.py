@@ -1,4 +1,4 @@
-"""What `from_pretrained(backend="torch_xla")` gives: the model's own torch module on a torch_xla device, and ways to run it."""
+"""The model that `from_pretrained(backend="torch_xla")` returns: the torch module on a torch_xla device, and its methods."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class TorchXlaModel(BaseModel):
     """A transformers model on torch_xla.
 
     Attributes:
-        module: the torch module itself, its parameters on the device; hooks and debuggers work on it.
-        xla_device: where it is.
+        module: the torch module, with its parameters on the device; hooks and debuggers work on it.
+        xla_device: the device of the module.
     """
 
     backend = "torch_xla"
@@ -61,8 +61,8 @@ class TorchXlaModel(BaseModel):
         if name in _ONLY_JAX:
             raise UnsupportedOptionError(
                 f"The backend torch_xla has no {name}.",
-                "It runs the torch module itself; there is no pure function of JAX's arrays behind it.",
-                f'Load the model with backend="jax" for {name}.',
+                "It runs the torch module directly, without a pure function of JAX arrays.",
+                f'Load the model with backend="jax" to use {name}.',
             )
         raise missing_attribute(type(self).__name__, name)
 
@@ -73,39 +73,39 @@ class TorchXlaModel(BaseModel):
         )
 
     def sharding_plan(self) -> ShardingPlan | None:
-        """How each weight is split over the devices, and why; its text is a table. None for one device."""
+        """How each weight is sharded over the devices, and why; printed as a table. None for one device."""
         return None if self._spread is None else self._spread.plan
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """How many numbers the weights hold; tied ones once. The arguments are transformers'."""
+        """Number of parameters, tied weights counted once. Takes transformers' arguments."""
         return self._skeleton.module.num_parameters(only_trainable, exclude_embeddings)
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
-        """Bytes of the weights, and of the buffers if they are counted."""
+        """Size of the weights in bytes, and of the buffers if `return_buffers`."""
         return self._skeleton.module.get_memory_footprint(return_buffers)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The weights as tensors on the CPU, under the names of transformers' module."""
+        """The weights as tensors on the CPU, by transformers' names."""
         return {name: tensor.detach().cpu() for name, tensor in self._skeleton.module.state_dict().items()}
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
-        """One forward pass, as one program.
+        """Run one forward pass as one program.
 
         Args:
-            *args: what the transformers class takes, by position.
-            **inputs: the same by name; torch tensors, numpy arrays and lists of numbers.
+            *args: positional arguments of the transformers class.
+            **inputs: keyword arguments of the transformers class: torch tensors, numpy arrays and lists of numbers.
 
         Returns:
-            The model's own result, its tensors on the CPU; on the device if an input was there.
+            The model's output, with tensors on the CPU, or on the device if an input was there.
 
         Raises:
-            InvalidInputError: ids outside of the vocabulary; a name that forward makes no use of.
+            InvalidInputError: ids are outside the vocabulary, or forward does not use a given name.
         """
         inputs = self._by_name(args, inputs)
         arrays, _ = flatten(inputs)
         stays = any(isinstance(a, torch.Tensor) and a.device.type == "xla" for a in arrays)
         if not stays:
-            inputs = {name: self._on_device(self._as_input(name, value)) for name, value in inputs.items()}
+            inputs = {name: self._on_device(self.as_input(name, value)) for name, value in inputs.items()}
         with generation.patched(self.module, self.patches):
             outputs = self.module(**inputs)
         runtime.sync()
@@ -115,7 +115,7 @@ class TorchXlaModel(BaseModel):
         return unflatten(structure, [array.cpu() for array in arrays])
 
     forward = __call__
-    """transformers' name for the same, which its pipelines call."""
+    """Alias of `__call__`, which transformers' pipelines call."""
 
     def generate(
         self,
@@ -127,45 +127,45 @@ class TorchXlaModel(BaseModel):
         seed: int | None = None,
         **options: Any,
     ) -> Any:
-        """Write tokens after each prompt: the same names, defaults and greedy tokens as on the backend "jax".
+        """Generate tokens after each prompt, with the same names, defaults and greedy tokens as the backend "jax".
 
         Args:
-            inputs: prompts, [batch, length] token ids (torch, numpy or lists), padded on the left; or pass `input_ids=`.
-            generation_config: options; else the model's own.
-            streamer: `TextStreamer` or `TextIteratorStreamer` of transformers, for one prompt.
-            tokenizer: needed with `stop_strings`.
-            seed: of the random draws; None draws one from torch's generator. It repeats on this backend, and draws otherwise
-                than on "jax".
-            **options: as `JaxModel.generate` takes them.
+            inputs: prompts, [batch, length] token ids (torch, numpy or lists), left-padded; or pass `input_ids=`.
+            generation_config: generation options; default: the model's.
+            streamer: transformers' `TextStreamer` or `TextIteratorStreamer`, for one prompt.
+            tokenizer: required with `stop_strings`.
+            seed: sampling seed; None draws one from torch's generator. Reproducible on this backend, but samples differ from
+                "jax".
+            **options: the options of `JaxModel.generate`.
 
         Returns:
-            [batch · num_return_sequences, prompt + new] ids, int64 torch; with `return_dict_in_generate=True` transformers'
+            [batch · num_return_sequences, prompt + new] ids, int64 torch; with `return_dict_in_generate=True`, transformers'
             output class.
 
         Raises:
             InvalidInputError: a prompt or an option is out of range.
-            UnsupportedOptionError: an option that this backend does not implement.
-            UnsupportedModelError: the model writes in a way of its own.
+            UnsupportedOptionError: this backend does not implement an option.
+            UnsupportedModelError: the model uses a custom generation loop.
         """
         if has_own_generate(self.module):
             raise UnsupportedModelError(
-                f"{type(self.module).__name__} has a generate of its own.",
-                "The backend torch_xla runs the general loop alone.",
+                f"{type(self.module).__name__} overrides generate().",
+                "The backend torch_xla only runs the general generation loop.",
                 'Use backend="jax".',
             )
-        request, _ = self._request(inputs, generation_config, options, seed, None, None)
+        request, _ = self._request(inputs, generation_config, options, seed)
         config = request.options.config
         if config.prompt_lookup_num_tokens is not None or options.get("assistant_model") is not None:
             raise UnsupportedOptionError(
                 "The backend torch_xla does not support speculative decoding.",
-                "Its loop draws one token a step.",
-                'Leave prompt_lookup_num_tokens out, or use backend="jax".',
+                "Its loop generates one token per step.",
+                'Remove prompt_lookup_num_tokens and assistant_model, or use backend="jax".',
             )
         if streamer is not None and len(request.prompts.given) * (config.num_return_sequences or 1) > 1:
             raise InvalidInputError(
-                "A streamer was given for several sequences.",
-                "A streamer prints one text.",
-                "Generate one prompt at a time, or leave the streamer out.",
+                "streamer was passed for several sequences.",
+                "A streamer handles one sequence.",
+                "Generate one sequence at a time, or remove streamer.",
             )
         loop = generation.Loop(
             self.module,
@@ -191,11 +191,11 @@ class TorchXlaModel(BaseModel):
         )
 
     def save_pretrained(self, folder: str | Path, *, max_shard_size: str = "50GB") -> None:
-        """Write a folder that plain transformers loads back bit for bit: config, generation config, safetensors.
+        """Write config, generation config and safetensors to a folder, which plain transformers loads bit for bit.
 
         Args:
-            folder: made if it is not there; an interrupted save leaves what was there before.
-            max_shard_size: of one file.
+            folder: created if it does not exist; an interrupted save leaves previous content unchanged.
+            max_shard_size: maximum size of one file.
         """
         from hfax.load.folder import write_folder
 

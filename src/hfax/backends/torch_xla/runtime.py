@@ -1,6 +1,6 @@
-"""torch_xla itself: whether it is here and works, its device, its counters.
+"""The torch_xla runtime: availability, device and counters.
 
-The package is imported nowhere else, so that every failure of it says what to do.
+The package is imported only here, so that every import failure says what to do.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hfax.errors import BackendNotAvailableError
 from hfax.home import hfax_home
 
 TORCH_OF = {"2.9": "2.9.0", "2.8": "2.8.0"}
-"""torch_xla's releases, and the torch that each was built against; its metadata does not say."""
+"""torch_xla releases, and the torch version each was built against, which is missing from their metadata."""
 
 
 def require() -> Any:
     """The module `torch_xla`.
 
     Raises:
-        BackendNotAvailableError: it is not installed, or was built against another torch.
+        BackendNotAvailableError: it is not installed, or was built against another torch version.
     """
     os.environ.setdefault("PJRT_DEVICE", _default_device())
     try:
@@ -40,9 +40,9 @@ def require() -> Any:
         own = importlib.metadata.version("torch_xla")
         wanted = TORCH_OF.get(".".join(own.split(".")[:2]), own)
         raise BackendNotAvailableError(
-            f"torch_xla {own} does not load beside torch {torch.__version__}.",
+            f"torch_xla {own} is not compatible with torch {torch.__version__}.",
             f"{str(error).splitlines()[0]} (it was built against torch {wanted}).",
-            f'Install both: pip install torch=={wanted} torch_xla=={own}; or use backend="jax".',
+            f'Install matching versions: pip install torch=={wanted} torch_xla=={own}; or use backend="jax".',
         ) from error
     return torch_xla
 
@@ -51,7 +51,7 @@ def device() -> torch.device:
     """The first device of torch_xla.
 
     Raises:
-        BackendNotAvailableError: none came up.
+        BackendNotAvailableError: no device was found.
     """
     torch_xla = require()
     _keep_programs()
@@ -61,13 +61,13 @@ def device() -> torch.device:
         raise BackendNotAvailableError(
             f"torch_xla found no device (PJRT_DEVICE={os.environ.get('PJRT_DEVICE')}).",
             str(error).strip().splitlines()[0],
-            "Set PJRT_DEVICE to TPU, CUDA or CPU, whichever this machine has.",
+            "Set PJRT_DEVICE to TPU, CUDA or CPU, depending on this machine.",
         ) from error
 
 
 @functools.cache
 def _keep_programs() -> None:
-    """Have torch_xla keep compiled programs on disk, where its device can read them back; its CPU client cannot."""
+    """Enable torch_xla's on-disk compilation cache if its client supports it; the CPU client does not."""
     if kind() != "CPU":
         folder = hfax_home() / "torch_xla"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -75,23 +75,23 @@ def _keep_programs() -> None:
 
 
 def kind() -> str:
-    """What the device is: "CPU", "TPU", "CUDA"."""
+    """The device type: "CPU", "TPU" or "CUDA"."""
     return os.environ.get("PJRT_DEVICE", "CPU")
 
 
 def module(name: str) -> Any:
-    """One of torch_xla's own modules, such as "distributed.spmd"."""
+    """A submodule of torch_xla, such as "distributed.spmd"."""
     require()
     return importlib.import_module(f"torch_xla.{name}")
 
 
 def sync() -> None:
-    """Run what was recorded since the last time, as one program."""
+    """Run everything recorded since the last call as one program."""
     require().sync()
 
 
 def counters() -> dict[str, int]:
-    """What torch_xla counted in this process so far: compilations, runs, transfers to the host, operations without a lowering."""
+    """torch_xla's counters in this process: compilations, runs, transfers to the host, operations without a lowering."""
     metrics = module("debug.metrics")
 
     def count(name: str) -> int:

@@ -1,7 +1,7 @@
 """From logits to the next token on torch_xla: the processors of `hfax.generation.logits_processors`, in torch.
 
-Shapes depend on no value, and everything that changes from step to step is a tensor, so every step is the same program. Random
-numbers come from the host once a call: row by row of a stream of their own (Philox), so that a seed repeats on every device.
+Shapes do not depend on values, and everything that changes from step to step is a tensor, so every step is the same program.
+Random numbers are generated on the host once per call, from one Philox stream per row, so a seed is reproducible on any device.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hfax.generation.sampling_config import SamplingSpec
 
 _NEVER = -float("inf")
 Processor = Callable[[Any, Mapping[str, Any], Mapping[str, Any]], Any]
-"""From scores [batch, vocab] float32, values and where decoding stands, to scores of the same shape."""
+"""From scores [batch, vocab] float32, values and the decoding state, to scores of the same shape."""
 
 
 def uniform_numbers(seed: int, rows: int, steps: int) -> np.ndarray:
-    """[rows, steps] float32 in [0, 1): each row's own stream."""
+    """[rows, steps] float32 in [0, 1), one stream per row."""
     streams = (np.random.Generator(np.random.Philox(key=[seed, row])) for row in range(rows))
     return np.stack([stream.random(steps, dtype=np.float32) for stream in streams])
 
@@ -31,9 +31,9 @@ def check_supported(spec: SamplingSpec) -> None:
     lacking = [name for name in spec.active if name not in PROCESSORS]
     if lacking:
         raise UnsupportedOptionError(
-            f"The backend torch_xla does not have {', '.join(lacking)}.",
-            "Its logits processors are those of the commonest options.",
-            'Leave the option out, or use backend="jax", which has it.',
+            f"The backend torch_xla does not support {', '.join(lacking)}.",
+            "It implements only the most common logits processors.",
+            'Remove the option, or use backend="jax", which supports it.',
         )
 
 
@@ -42,9 +42,9 @@ def process(spec: SamplingSpec, values: Mapping[str, Any], at: Mapping[str, Any]
 
     Args:
         spec: the active processors.
-        values: their numbers, from `make_sampling_spec`, on the device.
-        at: `tokens` [batch, capacity], `step` and `end` scalars, `first`, `lengths` and `prompt_lengths` [batch], and what
-            `remember` keeps.
+        values: their parameters, from `make_sampling_spec`, on the device.
+        at: `tokens` [batch, capacity], `step` and `end` scalars, `first`, `lengths` and `prompt_lengths` [batch], and the
+            state from `remember`.
         logits: [batch, vocab].
     """
     scores = logits.float()
@@ -56,7 +56,7 @@ def process(spec: SamplingSpec, values: Mapping[str, Any], at: Mapping[str, Any]
 
 
 def choose(spec: SamplingSpec, scores: Any, uniform: Any) -> Any:
-    """The next token of each row, [batch] int64: the first highest score, or drawn with the numbers `uniform`, [batch]."""
+    """The next token of each row, [batch] int64: the first highest score, or sampled with `uniform`, [batch]."""
     vocab = scores.shape[-1]
     index = torch.arange(vocab, device=scores.device)
     best = torch.where(scores == scores.max(dim=-1, keepdim=True).values, index, vocab).min(dim=-1).values
@@ -73,7 +73,7 @@ def choose(spec: SamplingSpec, scores: Any, uniform: Any) -> Any:
 
 
 def remember(spec: SamplingSpec, vocab: int, prompt: Any, mask: Any) -> dict[str, Any]:
-    """What the processors remember of the prompt, [batch, length], where `mask` is not 0."""
+    """The processors' initial state from the prompt, [batch, length], where `mask` is not 0."""
     state: dict[str, Any] = {}
     if "repetition_penalty" in spec.active:
         seen = torch.zeros((prompt.shape[0], vocab + 1), dtype=torch.float32, device=prompt.device)
@@ -85,7 +85,7 @@ def remember(spec: SamplingSpec, vocab: int, prompt: Any, mask: Any) -> dict[str
 
 
 def remember_drawn(state: Mapping[str, Any], tokens: Any) -> dict[str, Any]:
-    """The same after `tokens`, [batch], were drawn."""
+    """The processors' state after `tokens`, [batch], were generated."""
     state = dict(state)
     one = torch.ones_like(tokens, dtype=torch.float32)[:, None]
     if "seen" in state:
@@ -96,8 +96,8 @@ def remember_drawn(state: Mapping[str, Any], tokens: Any) -> dict[str, Any]:
 
 
 def _banned(scores: Any, ids: Any, where: Any = True) -> Any:
-    """Scores with those of `ids`, [n] or [batch, n], banned in the rows (or at the entries) where it is asked for."""
-    wide = torch.nn.functional.pad(scores, (0, 1))  # ids of no token are one past the last
+    """Scores with `ids`, [n] or [batch, n], banned in the rows (or entries) selected by `where`."""
+    wide = torch.nn.functional.pad(scores, (0, 1))  # padding ids are one past the last token
     ids = ids if ids.ndim == 2 else ids[None].expand(scores.shape[0], -1)
     marks = torch.as_tensor(where, device=scores.device).to(scores.dtype)
     marks = marks.reshape(-1, 1) if marks.ndim == 1 else marks
@@ -227,7 +227,7 @@ def _decay(scores: Any, values: Any, at: Any) -> Any:
 
 
 def _ends_with(at: Any, prefixes: Any) -> Any:
-    """Whether a row's text ends with each of `prefixes`, [words, width], -1 on the left of shorter ones: [batch, words]."""
+    """Whether each row ends with each of `prefixes`, [words, width], left-padded with -1: [batch, words]."""
     tokens, width = at["tokens"], prefixes.shape[1]
     positions = at["end"] - width + torch.arange(width, device=tokens.device)
     tail = tokens.index_select(1, positions.clamp(0, tokens.shape[1] - 1))

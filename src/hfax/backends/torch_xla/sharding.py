@@ -1,7 +1,7 @@
-"""A model over several devices of torch_xla (SPMD): the same plan as on JAX, said in torch_xla's words.
+"""Sharding a model over several torch_xla devices (SPMD), with the same plan as on JAX.
 
-XLA splits the programs; `mark_sharding` says where weights and caches lie. Data, fsdp, expert and tensor axes mean what they mean
-there; weights of models without a plan of their own are whole on every device, since finding their roles takes JAX.
+XLA partitions the programs; `mark_sharding` annotates weights and caches. The data, fsdp, expert and tensor axes mean the same as
+on JAX; weights of models without a tensor-parallel plan are replicated, since inferring their roles requires JAX.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hfax.sharding.partition import ShardingPlan, make_plan
 
 
 class _Device:
-    """One of torch_xla's devices, by number."""
+    """A torch_xla device, by index."""
 
     platform = "torch_xla"
 
@@ -29,33 +29,33 @@ class _Device:
 
 
 class Spread:
-    """Devices, the plan of a model's weights over them, and the marks that say so.
+    """Devices, the sharding plan of a model's weights, and their sharding annotations.
 
     Args:
         skeleton: the model.
         parallelism: "auto", or sizes by axis.
 
     Raises:
-        UnsupportedOptionError: it is something else.
-        InvalidInputError: see `make_mesh`.
-        BackendNotAvailableError: torch_xla runs without SPMD already.
+        UnsupportedOptionError: `parallelism` is neither.
+        InvalidInputError: `make_mesh` rejects the sizes.
+        BackendNotAvailableError: torch_xla already runs without SPMD.
     """
 
     def __init__(self, skeleton: Skeleton, parallelism: Any) -> None:
         sizes = parallelism if isinstance(parallelism, str) else dict(parallelism) if _is_sizes(parallelism) else None
         if sizes is None:
             raise UnsupportedOptionError(
-                "The backend torch_xla takes 'auto' or sizes by axis as parallelism.",
-                "Patterns and meshes of JAX are JAX's.",
-                'For instance parallelism={"data": 2, "tensor": 4}; or use backend="jax".',
+                'The backend torch_xla supports only parallelism="auto" or sizes by axis.',
+                "Name patterns and JAX meshes require JAX.",
+                'Pass for example parallelism={"data": 2, "tensor": 4}, or use backend="jax".',
             )
         number = runtime.module("runtime").global_runtime_device_count()
         mesh = make_mesh(sizes, skeleton.module.config, [_Device(i) for i in range(number)])
         if mesh.size != number:
             raise UnsupportedOptionError(
-                f"A mesh of {mesh.size} of {number} devices was asked for.",
-                "torch_xla's programs run on all devices of a process.",
-                "Make the sizes' product the number of devices; data or fsdp can take the rest.",
+                f"parallelism uses {mesh.size} of {number} devices.",
+                "torch_xla programs run on all devices of a process.",
+                "Choose sizes with a product equal to the number of devices; data or fsdp can take the rest.",
             )
         self.plan: ShardingPlan = make_plan(skeleton.module, skeleton.shapes, mesh, roles=dict)
         self._mesh: Any = None
@@ -66,18 +66,18 @@ class Spread:
             self._mesh = spmd.Mesh(ids, tuple(mesh.shape.values()), tuple(mesh.shape))
 
     def mark(self, name: str, tensor: torch.Tensor) -> None:
-        """Split a weight as the plan says, as soon as it is on the device."""
+        """Shard a weight by the plan as soon as it is on the device."""
         if name in self.plan.weights:
             self._split(tensor, tuple(self.plan.weights[name].spec))
 
     def mark_weights(self, skeleton: Skeleton) -> None:
-        """The module's parameters, split as the plan says."""
+        """Shard the module's parameters by the plan."""
         held = skeleton.module.state_dict(keep_vars=True)
         for name in self.plan.weights:
             self.mark(name, held[name])
 
     def place(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """A tensor on the devices: caches by heads and rows, inputs by rows, all else whole."""
+        """Place a tensor on the devices: caches sharded by heads and rows, inputs by rows, everything else replicated."""
         if tensor.device.type != "xla":
             tensor = tensor.to(runtime.device())
         mesh = self.plan.mesh
@@ -110,7 +110,7 @@ def _use_spmd() -> None:
         devices.use_spmd()
     except RuntimeError as error:
         raise BackendNotAvailableError(
-            "torch_xla could not be switched to several devices.",
+            "torch_xla could not switch to several devices (SPMD).",
             str(error).splitlines()[0],
-            "Load the model over several devices before anything else uses torch_xla in this process.",
+            "Load the model with parallelism before anything else in this process uses torch_xla.",
         ) from error

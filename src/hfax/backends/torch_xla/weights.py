@@ -1,4 +1,4 @@
-"""A checkpoint's tensors onto a torch_xla device, into the module itself: one at a time, with no second copy of the model."""
+"""Loads checkpoint tensors into the module on a torch_xla device, one at a time, without a second copy of the model."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def load_weights(
     """Read, convert, cast and place every weight.
 
     Args:
-        skeleton: its module's meta parameters become parameters on the device.
-        store: what there is.
-        device: where.
-        strict: missing and unexpected tensors are errors.
-        placed: called with every weight that has come to the device, which says how it is split over several.
+        skeleton: the meta parameters of its module become parameters on the device.
+        store: the checkpoint tensors.
+        device: the target device.
+        strict: raise on missing and unexpected tensors.
+        placed: called with every weight once it is on the device, to shard it over several.
 
     Raises:
         CheckpointCorruptError: tensors are missing, unexpected, misshapen or cannot be merged.
@@ -56,7 +56,7 @@ def load_weights(
 
 
 def put_in(skeleton: Skeleton, placed: dict[str, torch.Tensor], tied: dict[str, str], device: torch.device) -> None:
-    """Make tensors the module's parameters and buffers, tied ones the same object; buffers of no checkpoint go along."""
+    """Set tensors as the module's parameters and buffers, tied ones as the same object; moves non-persistent buffers too."""
     parameters = {name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in placed.items()}
     for name in [*placed, *tied]:
         path, _, own = name.rpartition(".")
@@ -67,6 +67,6 @@ def put_in(skeleton: Skeleton, placed: dict[str, torch.Tensor], tied: dict[str, 
         else:
             part._parameters[own] = parameters[source]
     for name, buffer in skeleton.buffers.items():
-        if buffer.ndim or buffer.is_floating_point():  # numbers that modelling code looks at stay where it can
+        if buffer.ndim or buffer.is_floating_point():  # scalars that modelling code reads stay on the host
             path, _, own = name.rpartition(".")
             skeleton.module.get_submodule(path)._buffers[own] = buffer.to(device)

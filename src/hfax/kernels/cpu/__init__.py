@@ -1,1 +1,1 @@
-"""Kernels in C++ for XLA on CPU, compiled on the machine that runs them."""
+"""C++ kernels for XLA on CPU, compiled on the machine that runs them."""

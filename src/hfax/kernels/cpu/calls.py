@@ -1,4 +1,4 @@
-"""The C++ kernels as JAX functions. They cannot be batched, and but for one not be differentiated: they are for programs that are
+"""The C++ kernels as JAX functions. They do not support vmap, and only one supports gradients: they are for programs that are
 compiled next."""
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def linear(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
 
 
 def matmul(a: jax.Array, b: jax.Array, *, turn_a: bool, turn_b: bool, out_dtype: jnp.dtype) -> jax.Array:
-    """`a @ b.T` of large bfloat16 matrices with float32 accumulation; where `library.has_matmul`.
+    """`a @ b.T` of large bfloat16 matrices with float32 accumulation; requires `library.has_matmul`.
 
     Args:
         a: [rows, summed], or [summed, rows] with `turn_a`.
         b: [columns, summed], or [summed, columns] with `turn_b`.
-        turn_a: which axis of `a` is summed.
-        turn_b: which axis of `b` is summed.
+        turn_a: sum over the first axis of `a`.
+        turn_b: sum over the first axis of `b`.
         out_dtype: float32 or bfloat16.
 
     Returns:
@@ -59,13 +59,13 @@ def linear_int8(x: jax.Array, weight: jax.Array, scale: jax.Array, out_dtype: jn
 
 
 def linear_int4(x: jax.Array, weight: jax.Array, scale: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
-    """As `linear_int8` for weights packed two a byte (`hfax.kernels.quantized`), [out_features, in_features / 2] uint8."""
+    """Like `linear_int8` for 4-bit weights, two per byte (`hfax.kernels.quantized`), [out_features, in_features / 2] uint8."""
     shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), out_dtype)
     return _ffi_call("hfax_linear_int4", shape)(x, weight, scale)
 
 
 def linear_experts(x: jax.Array, weight: jax.Array, experts: jax.Array) -> jax.Array:
-    """Each row of x with the matrix of its expert, float32 accumulation.
+    """Multiply each row of x by the matrix of its expert, with float32 accumulation.
 
     Args:
         x: [rows, in_features] float32 or bfloat16.
@@ -82,16 +82,16 @@ def linear_experts(x: jax.Array, weight: jax.Array, experts: jax.Array) -> jax.A
 def linear_experts_packed(
     x: jax.Array, weight: jax.Array, scale: jax.Array, experts: jax.Array, *, bits: int
 ) -> jax.Array:
-    """The same for weights of 8 or 4 bits, as `linear_int8` and `linear_int4` take them, with an axis of experts in front."""
+    """Like `linear_experts` for 8-bit or 4-bit weights in the format of `linear_int8` and `linear_int4`, with an experts axis."""
     shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), x.dtype)
     return _ffi_call(f"hfax_linear_experts_int{bits}", shape)(x, weight, scale, experts.astype(jnp.int32))
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Each row divided by the root of its mean square, times `weight`, on one thread.
+    """RMS norm of each row, times `weight`, on one thread.
 
     Args:
-        x: [rows, width] float32 or bfloat16, a width of a multiple of 16.
+        x: [rows, width] float32 or bfloat16; the width is a multiple of 16.
         weight: [width] float32 or bfloat16.
         eps: added to the mean square.
 
@@ -105,12 +105,12 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotary embedding on one thread.
 
     Args:
-        x: [batch, heads, length, head_dim] float32 or bfloat16, an even head_dim.
-        cos: [batch | 1, length, head_dim], of the dtype of `x`.
-        sin: the same.
+        x: [batch, heads, length, head_dim] float32 or bfloat16, with even head_dim.
+        cos: [batch | 1, length, head_dim], in the dtype of `x`.
+        sin: shaped like `cos`.
 
     Returns:
-        As `x`.
+        The rotated array, shaped like `x`.
     """
     return _ffi_call("hfax_rotate", jax.ShapeDtypeStruct(x.shape, x.dtype))(x, cos, sin)
 
@@ -125,19 +125,19 @@ def decode_attention(
     softcap: float | None,
     sinks: jax.Array | None,
 ) -> jax.Array:
-    """Attention of few queries that reads only the keys which some query sees.
+    """Attention of few queries that reads only the keys visible to some query.
 
     Args:
-        query: [batch, heads, queries, head_dim] float32 or bfloat16; keys and values have the same dtype.
+        query: [batch, heads, queries, head_dim] float32 or bfloat16, the dtype of keys and values.
         key: [batch, kv_heads, capacity, head_dim].
         value: [batch, kv_heads, capacity, value_dim].
         mask: [batch | 1, heads | 1, queries, capacity] bool.
         scale: multiplies the scores.
-        softcap: bounds them, see `hfax.kernels.attention`.
-        sinks: [heads], see there.
+        softcap: bounds the scores, as in `hfax.kernels.attention`.
+        sinks: [heads], as in `hfax.kernels.attention`.
 
     Returns:
-        [batch, queries, heads, value_dim]; 0 where a query sees nothing.
+        [batch, queries, heads, value_dim]; 0 for fully masked queries.
     """
     batch, heads, queries, _ = query.shape
     shape = jax.ShapeDtypeStruct((batch, queries, heads, value.shape[-1]), query.dtype)
@@ -155,19 +155,19 @@ def prompt_attention(
     softcap: float | None,
     by_token: bool,
 ) -> jax.Array:
-    """Attention of many bfloat16 queries, without a matrix of scores in memory; where `library.has_matmul`. It has gradients.
+    """Attention of many bfloat16 queries, without materializing scores; requires `library.has_matmul`. Supports gradients.
 
     Args:
-        query: [batch, heads, queries, head_dim] bfloat16, as key and value are.
+        query: [batch, heads, queries, head_dim] bfloat16, like key and value.
         key: [batch, kv_heads, keys, head_dim].
         value: [batch, kv_heads, keys, value_dim].
         mask: [batch | 1, heads | 1, queries, keys] bool.
         scale: multiplies the scores.
-        softcap: bounds them, see `hfax.kernels.attention`.
-        by_token: the kernel gets the arrays as [batch, tokens, heads, dim]: so they come from layers, not from caches.
+        softcap: bounds the scores, as in `hfax.kernels.attention`.
+        by_token: pass the arrays to the kernel as [batch, tokens, heads, dim], the layout of layers rather than caches.
 
     Returns:
-        [batch, queries, heads, value_dim]; 0 where a query sees nothing.
+        [batch, queries, heads, value_dim]; 0 for fully masked queries.
     """
     return _prompt_attention(query, key, value, mask, scale, softcap, by_token)[0]
 
@@ -202,7 +202,7 @@ prompt_attention.defvjp(_prompt_attention, _prompt_attention_gradients)
 
 
 def cache_write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-    """`buffer` with `new`, of the same dtype, written from position `start` on axis -2, in the buffer's own memory."""
+    """`buffer` with `new`, of the same dtype, written in place from position `start` on axis -2."""
     shape = jax.ShapeDtypeStruct(buffer.shape, buffer.dtype)
     call = _ffi_call("hfax_cache_write", shape, input_output_aliases={0: 0})
     return call(buffer, new, start.astype(jnp.int32).reshape(1))
@@ -211,8 +211,8 @@ def cache_write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Arra
 def pages_write(
     pages: jax.Array, new: jax.Array, starts: jax.Array, lengths: jax.Array, tables: jax.Array
 ) -> jax.Array:
-    """`pages`, [pages, kv_heads, page_size, width], with `new`, [kv_heads, tokens, width], in the pages' own memory; see
-    `hfax.kernels.pool.Rows` for the rest."""
+    """`pages`, [pages, kv_heads, page_size, width], with `new`, [kv_heads, tokens, width], written in place; the other arguments
+    are those of `hfax.kernels.pool.Rows`."""
     shape = jax.ShapeDtypeStruct(pages.shape, pages.dtype)
     call = _ffi_call("hfax_pages_write", shape, input_output_aliases={0: 0})
     return call(pages, new, starts, lengths, tables)
@@ -231,19 +231,19 @@ def pages_attention(
     window: int | None,
     sinks: jax.Array | None,
 ) -> jax.Array:
-    """Attention of a step's tokens to the pages of their own sequences; see `hfax.kernels.pool`.
+    """Attention of the tokens of a step to the pages of their own sequences; see `hfax.kernels.pool`.
 
     Args:
-        query: [heads, tokens, head_dim] float32 or bfloat16; the pages have the same dtype.
-        key_pages: [pages, kv_heads, page_size, head_dim], of at most 64 tokens.
+        query: [heads, tokens, head_dim] float32 or bfloat16, the dtype of the pages.
+        key_pages: [pages, kv_heads, page_size, head_dim], with a page size of at most 64 tokens.
         value_pages: [pages, kv_heads, page_size, value_dim].
-        starts: see `Rows`.
-        lengths: likewise.
-        tables: likewise.
+        starts: as in `Rows`.
+        lengths: as in `Rows`.
+        tables: as in `Rows`.
         scale: multiplies the scores.
-        softcap: bounds them.
-        window: how many tokens each sees; None: all.
-        sinks: [heads], see `hfax.kernels.attention`.
+        softcap: bounds the scores.
+        window: number of tokens each token attends to; None: all.
+        sinks: [heads], as in `hfax.kernels.attention`.
 
     Returns:
         [tokens, heads, value_dim]; 0 for padding.
@@ -264,10 +264,10 @@ def pages_attention(
 
 
 def _of_scores(scale: float, softcap: float | None) -> dict[str, np.float32]:
-    """The attributes that every kernel of attention has."""
+    """The attributes shared by all attention kernels."""
     return {"scale": np.float32(scale), "softcap": np.float32(softcap or 0.0)}
 
 
 def _ffi_call(name: str, *args: Any, **kwargs: Any) -> Any:
-    """The kernel of that name as a function of arrays, compiled for the instruction set in force."""
+    """The kernel of that name as a function of arrays, compiled for the current instruction set."""
     return jax.ffi.ffi_call(library.ffi_name(name), *args, **kwargs)

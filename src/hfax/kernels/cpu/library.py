@@ -1,7 +1,7 @@
-"""The C++ kernels as a shared library: compiled once for this machine's processor, kept beside the source, given to XLA.
+"""The C++ kernels as a shared library: compiled once for this machine's processor, cached, and registered with XLA.
 
-Turns `kernels.cc` into FFI targets. Without a C++ compiler there are none; the callers then use plain JAX, and `problem` says why.
-`HFAX_CPU_TARGET` names an instruction set to compile for instead of all that the processor has.
+Compiles `kernels.cc` into FFI targets. Without a C++ compiler there are none; callers then use plain JAX, and `problem` says why.
+`HFAX_CPU_TARGET` sets the instruction set to compile for; default: everything the processor supports.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _TARGETS = (
     "hfax_pages_write",
 )
 _PAIRS_TARGETS = ("hfax_matmul", "hfax_prompt_attention", "hfax_prompt_attention_gradients")
-"""Only for processors that multiply pairs of bfloat16, and compilers that know how."""
+"""Only for processors with bfloat16 dot-product instructions, and compilers that support them."""
 _FLAGS = (
     "-std=c++17",
     "-O3",
@@ -68,13 +68,13 @@ _COMPILE_SECONDS = 300
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InstructionSet:
-    """What the kernels may be compiled for.
+    """An instruction set that the kernels can be compiled for.
 
     Args:
-        name: as `HFAX_CPU_TARGET` spells it.
-        machines: `platform.machine()` of the processors that may have it.
-        flags: name it to the compiler.
-        features: the processor's features that it needs, as Linux lists them.
+        name: its value of `HFAX_CPU_TARGET`.
+        machines: `platform.machine()` values of processors that may support it.
+        flags: compiler flags that select it.
+        features: required processor features, as listed by Linux.
     """
 
     name: str
@@ -89,7 +89,7 @@ _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _VNNI = _AVX512 | {"avx512_vnni"}
 _BF16 = _VNNI | {"avx512_bf16"}
 NATIVE = InstructionSet(name="native", machines=(), flags=("-march=native",))
-"""All that the processor of the machine has."""
+"""Everything that this machine's processor supports."""
 INSTRUCTION_SETS = (
     InstructionSet(name="avx2", machines=_X86, flags=("-march=haswell", "-mtune=native"), features=_AVX2),
     InstructionSet(name="avx512", machines=_X86, flags=("-march=skylake-avx512", "-mtune=native"), features=_AVX512),
@@ -102,28 +102,28 @@ INSTRUCTION_SETS = (
     ),
     InstructionSet(name="neon", machines=("aarch64", "arm64"), flags=("-march=armv8-a",)),
 )
-"""From the oldest to the newest of each kind of processor. One that has a set has those before it, too."""
+"""From the oldest to the newest of each architecture. A processor that supports a set also supports those before it."""
 _instruction_set: ContextVar[InstructionSet | None] = ContextVar("hfax_instruction_set", default=None)
 
 
 def available_instruction_sets() -> tuple[InstructionSet, ...]:
-    """Those of `INSTRUCTION_SETS` that this processor has."""
+    """The `INSTRUCTION_SETS` that this processor supports."""
     has = _features()
     return tuple(s for s in INSTRUCTION_SETS if platform.machine() in s.machines and s.features <= has)
 
 
 def instruction_set() -> InstructionSet:
-    """What the kernels are compiled for: what `HFAX_CPU_TARGET` names, else `NATIVE`.
+    """The instruction set that the kernels are compiled for: `HFAX_CPU_TARGET`, else `NATIVE`.
 
     Raises:
-        InvalidInputError: `HFAX_CPU_TARGET` names nothing that this processor has.
+        InvalidInputError: this processor does not support `HFAX_CPU_TARGET`.
     """
     return _instruction_set.get() or _by_name(os.environ.get("HFAX_CPU_TARGET") or NATIVE.name)
 
 
 @contextlib.contextmanager
 def compiled_for(name: str) -> Iterator[None]:
-    """Traces within the block call kernels that are compiled for the instruction set of that name."""
+    """Traces within the block call kernels compiled for the instruction set of that name."""
     token = _instruction_set.set(_by_name(name))
     try:
         yield
@@ -138,16 +138,16 @@ def _by_name(name: str) -> InstructionSet:
     is_known = name in {s.name for s in INSTRUCTION_SETS}
     raise InvalidInputError(
         f"hfax's CPU kernels cannot be compiled for {name!r} (HFAX_CPU_TARGET).",
-        "This machine's processor lacks it." if is_known else "There is no such instruction set.",
+        "This machine's processor does not support it." if is_known else "There is no such instruction set.",
         f"Use one of {', '.join(s.name for s in available)}, or unset HFAX_CPU_TARGET.",
     )
 
 
 def problem() -> str | None:
-    """Why there are no kernels; None if there are. The first call compiles and registers them.
+    """Why the kernels are not available; None if they are. The first call compiles and registers them.
 
     Raises:
-        InvalidInputError: see `instruction_set`.
+        InvalidInputError: this processor does not support `HFAX_CPU_TARGET`.
     """
     if os.environ.get("HFAX_CPU_KERNELS") == "0":
         return "they are turned off by HFAX_CPU_KERNELS=0"
@@ -156,7 +156,7 @@ def problem() -> str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Loaded:
-    """What came of compiling for one instruction set: why it failed, or which kernels XLA knows now."""
+    """The result of compiling for one instruction set: the failure, or the kernels registered with XLA."""
 
     problem: str | None = None
     names: frozenset[str] = frozenset()
@@ -181,7 +181,7 @@ def _loaded(instructions: InstructionSet) -> _Loaded:
 
 
 def ffi_name(name: str) -> str:
-    """The name by which XLA knows a kernel, for the instruction set in force."""
+    """The XLA FFI target name of a kernel, for the current instruction set."""
     return _name_for(name, instruction_set())
 
 
@@ -190,12 +190,12 @@ def _name_for(name: str, instructions: InstructionSet) -> str:
 
 
 def may_be_called() -> bool:
-    """Whether the trace that goes on is for a program that may call the kernels, which have no gradients."""
+    """Whether the current trace is for a program that may call the kernels, which have no gradients."""
     return _fits_program() and not target.is_differentiated() and problem() is None
 
 
 def has_matmul() -> bool:
-    """Whether the trace that goes on is for a program that may call `calls.matmul` and `calls.prompt_attention`."""
+    """Whether the current trace is for a program that may call `calls.matmul` and `calls.prompt_attention`."""
     return _fits_program() and problem() is None and _loaded(instruction_set()).names.issuperset(_PAIRS_TARGETS)
 
 
@@ -204,7 +204,7 @@ def _fits_program() -> bool:
 
 
 def digest() -> str:
-    """Identifies the kernels that programs call; changes with their source and with what they are compiled by and for."""
+    """Identifies the kernels that programs call; depends on their source, the compiler and the instruction set."""
     return _digest(instruction_set())
 
 
@@ -220,7 +220,7 @@ def _digest(instructions: InstructionSet) -> str:
 
 @functools.cache
 def processor_features() -> str:
-    """The instructions that this machine's processor has, by name, as the system lists them."""
+    """The instruction set extensions of this machine's processor, as listed by the system."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):
@@ -240,7 +240,7 @@ def _compiler() -> str | None:
 
 
 def _build(compiler: str, instructions: InstructionSet) -> Path:
-    """The library's path; compiled if it is not there yet."""
+    """The path of the library, compiled if needed."""
     name = f"kernels-{_digest(instructions)}.so"
     folders = _folders()
     for folder in folders:
@@ -250,7 +250,7 @@ def _build(compiler: str, instructions: InstructionSet) -> Path:
     if folder is None:
         raise OSError(f"none of {', '.join(map(str, folders))} can be written")
     with _locked(folder / f"{name}.lock"), tempfile.TemporaryDirectory(dir=folder) as scratch:
-        if (folder / name).is_file():  # another process made it meanwhile
+        if (folder / name).is_file():  # another process has compiled it meanwhile
             return folder / name
         made = Path(scratch) / name
         command = [compiler, *_FLAGS, *instructions.flags, "-I", jax.ffi.include_dir(), str(_SOURCE), "-o", str(made)]
@@ -261,13 +261,13 @@ def _build(compiler: str, instructions: InstructionSet) -> Path:
 
 
 def _folders() -> tuple[Path, ...]:
-    """Where compiled kernels may be, in the order of preference."""
+    """Folders for compiled kernels, in order of preference."""
     return _SOURCE.parent / "__pycache__", hfax_home() / "kernels"
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time, where the system has such locks; the file goes with the last of them."""
+    """Hold an inter-process lock, if the system supports it; the last process removes the file."""
     if fcntl is None:
         yield
         return
@@ -280,7 +280,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _is_own(path: Path) -> bool:
-    """Nobody else's code is loaded: the file is this user's or the system's."""
+    """Whether the file is owned by this user or the system, so that no other user's code is loaded."""
     return not hasattr(os, "getuid") or path.stat().st_uid in (os.getuid(), 0)
 
 

@@ -1,1 +1,1 @@
-"""Kernels for GPUs that ship with JAX."""
+"""GPU kernels that ship with JAX."""

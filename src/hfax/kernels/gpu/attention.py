@@ -1,6 +1,6 @@
-"""Attention on NVIDIA GPUs: of prompts by cuDNN's flash attention, of decoding steps over long caches by JAX's Triton kernel.
+"""Attention on NVIDIA GPUs: cuDNN flash attention for prompts, JAX's Triton kernel for decoding steps over long caches.
 
-cuDNN is asked through `jax.nn.dot_product_attention`. The Triton kernel reads the live part of a cache, split into many parts.
+cuDNN is called through `jax.nn.dot_product_attention`. The Triton kernel reads only the live part of a cache, split into chunks.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 _MAX_WIDTH = 128
-"""cuDNN takes wider heads on Hopper and later alone; which GPU it will be is not known while tracing."""
+"""cuDNN supports wider heads only on Hopper and later; the GPU is not known while tracing."""
 
 
 _MIN_CACHE_BYTES = 8 << 20
-"""Of keys: XLA reads less than that, live or not, sooner than several kernels are started."""
+"""In keys: below it, XLA reads the whole cache faster than several kernels can be launched."""
 _MAX_PARTS = 128
 _PART = 128
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def fits(query: jax.Array, key: jax.Array, value: jax.Array) -> bool:
-    """Whether cuDNN takes a prompt of these shapes, [batch, heads, length, head_dim], in this dtype."""
+    """Whether cuDNN supports a prompt of these shapes, [batch, heads, length, head_dim], in this dtype."""
     dtypes = {query.dtype, key.dtype, value.dtype}
     is_half = len(dtypes) == 1 and query.dtype in (jnp.bfloat16, jnp.float16)
     is_prompt = query.shape[2] == key.shape[2] > 1
@@ -42,7 +42,7 @@ def is_there() -> bool:
 
 
 def fits_step(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> bool:
-    """Whether `step_attention` takes these, and the cache is long enough to gain by it."""
+    """Whether `step_attention` supports these, and the cache is long enough to benefit."""
     is_half = query.dtype == key.dtype == value.dtype and query.dtype in (jnp.bfloat16, jnp.float16)
     width, capacity = query.shape[3], key.shape[2]
     is_step = query.shape[2] == 1 and value.shape == key.shape and mask.shape == (query.shape[0], 1, 1, capacity)
@@ -52,13 +52,13 @@ def fits_step(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Arra
 
 @functools.cache
 def step_attention_works() -> bool:
-    """Whether this process has an NVIDIA GPU on which the Triton kernel gives what XLA gives; tried once, on a small cache."""
+    """Whether this process has an NVIDIA GPU on which the Triton kernel matches XLA; tested once, on a small cache."""
     if not is_there():
         return False
-    with ThreadPoolExecutor(1) as other:  # programs ask while they are traced, and this is to be run
+    with ThreadPoolExecutor(1) as other:  # called while tracing, but must execute
         problem = other.submit(_problem_of_step_attention).result()
     if problem is not None:
-        logger.warning("decoding reads whole caches: JAX's Triton kernel %s", problem)
+        logger.warning("decoding falls back to reading whole caches: JAX's Triton kernel %s", problem)
     return problem is None
 
 
@@ -69,27 +69,27 @@ def _problem_of_step_attention() -> str | None:
     mask = mask[:, None, None]
     try:
         got = jax.jit(functools.partial(step_attention, scale=0.125))(query, key, value, mask)
-    except Exception as error:  # a compiler's errors have no common class
+    except Exception as error:  # compiler errors have no common class
         return f"does not work here ({str(error).partition(chr(10))[0]})"
     keys, values = (jnp.repeat(array, 2, axis=1).astype(jnp.float32) for array in (key, value))
     scores = jnp.einsum("bhqd,bhkd->bhqk", query.astype(jnp.float32), keys) * 0.125
     expected = jnp.einsum("bhqk,bhkd->bqhd", jax.nn.softmax(jnp.where(mask, scores, -jnp.inf)), values)
     is_right = bool(jnp.abs(got.astype(jnp.float32) - expected).max() < 2.0**-5)
-    return None if is_right else "gives other numbers than XLA here"
+    return None if is_right else "gives different values than XLA here"
 
 
 def step_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, *, scale: float, interpret: bool = False
 ) -> jax.Array:
-    """Attention of one query a sequence; parts of the cache without keys that it sees are not read.
+    """Attention of one query per sequence; chunks of the cache without visible keys are not read.
 
     Args:
         query: [batch, heads, 1, head_dim].
         key: [batch, kv_heads, capacity, head_dim].
         value: as `key`.
-        mask: [batch, 1, 1, capacity] bool; what is seen stands together.
+        mask: [batch, 1, 1, capacity] bool; visible keys are contiguous.
         scale: multiplies the scores.
-        interpret: run the kernel by plain JAX, for tests.
+        interpret: run the kernel in interpret mode, for tests.
 
     Returns:
         [batch, 1, heads, head_dim].
@@ -125,25 +125,25 @@ def prompt_attention(
     window: int | None,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
-    """Causal attention of a prompt with itself; no matrix of scores is ever in memory.
+    """Causal self-attention of a prompt, without materializing the score matrix.
 
     Args:
         query: [batch, heads, length, head_dim].
         key: [batch, kv_heads, length, head_dim].
         value: as `key`.
-        is_real: [batch, length], 0 at the padding, which is on the left; None: there is none.
+        is_real: [batch, length], 0 at the left padding; None: no padding.
         scale: multiplies the scores.
-        window: how many tokens each sees, itself included; None: all before it.
-        implementation: "xla" computes the same anywhere, for tests.
+        window: number of tokens each token attends to, itself included; None: all before it.
+        implementation: "xla" computes the same on any platform, for tests.
 
     Returns:
-        [batch, length, heads, head_dim]; the rows of padding mean nothing.
+        [batch, length, heads, head_dim]; padding rows are undefined.
     """
     length = query.shape[2]
     arrays = [array.swapaxes(1, 2) for array in (query, key, value)]
     lengths, order = None, None
     if is_real is not None:
-        # cuDNN knows padding behind a text: each row is turned until its padding is there, and back afterwards
+        # cuDNN supports only right padding: each row is rotated to move its padding there, and back afterwards
         lengths = (is_real != 0).sum(axis=1, dtype=jnp.int32)
         order = (jnp.arange(length) - lengths[:, None]) % length
         arrays = [_turned(array, order) for array in arrays]
@@ -162,5 +162,5 @@ def prompt_attention(
 
 
 def _turned(array: jax.Array, order: jax.Array) -> jax.Array:
-    """[batch, length, heads, head_dim] with each row's tokens in its order, [batch, length]."""
+    """[batch, length, heads, head_dim] with the tokens of each row reordered by `order`, [batch, length]."""
     return jax.vmap(lambda row, places: row[places])(array, order)

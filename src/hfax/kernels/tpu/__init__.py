@@ -1,1 +1,1 @@
-"""Kernels for TPU, in Pallas."""
+"""Pallas kernels for TPU."""

@@ -1,6 +1,6 @@
-"""Attention on TPU by the Pallas kernels that ship with JAX: splash attention for prompts, two of paged attention for decoding.
+"""Attention on TPU by JAX's Pallas kernels: splash attention for prompts, two paged attention kernels for decoding.
 
-Both are given as functions of arrays on one device; under a mesh they run inside `jax.shard_map`, each device with its own heads.
+The kernels are functions of arrays on one device; under a mesh they run inside `jax.shard_map`, each device with its own heads.
 `interpret` runs the same kernels on any platform, slowly, for tests.
 """
 
@@ -25,14 +25,14 @@ from hfax.kernels.rows import Rows
 from hfax.sharding.mesh import HEAD_AXES, TENSOR, batch_axes
 
 _LANES = 128
-"""Head dimensions and lengths that the kernels take are multiples of it."""
+"""Head dimensions and lengths must be multiples of it."""
 _BLOCK = 512
 _VMEM_BYTES = 64 << 20
 _PAGES_AT_ONCE = 8
 
 
 def can_splash(query: jax.Array, key: jax.Array, value: jax.Array) -> bool:
-    """Whether splash attention takes these shapes, [batch, heads, length, head_dim]."""
+    """Whether splash attention supports these shapes, [batch, heads, length, head_dim]."""
     same = query.shape[2] == key.shape[2] and value.shape[3] == key.shape[3] == query.shape[3]
     return same and query.shape[2] % _LANES == 0 and query.shape[3] % _LANES == 0
 
@@ -49,21 +49,21 @@ def splash_attention(
     mesh: jax.sharding.Mesh | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Causal attention of a prompt with itself; no matrix of scores is ever in memory.
+    """Causal self-attention of a prompt, without materializing the score matrix.
 
     Args:
         query: [batch, heads, length, head_dim].
         key: [batch, kv_heads, length, head_dim].
         value: as `key`.
-        is_real: [batch, length], nonzero where a token is no padding.
+        is_real: [batch, length], nonzero for tokens that are not padding.
         scale: multiplies the scores.
-        window: how many tokens each sees, itself included; None: all before it.
-        softcap: see `hfax.kernels.attention`.
-        mesh: has the axes of `hfax.sharding.mesh`; None: one device.
-        interpret: run the kernel by plain JAX.
+        window: number of tokens each token attends to, itself included; None: all before it.
+        softcap: as in `hfax.kernels.attention`.
+        mesh: a mesh with the axes of `hfax.sharding.mesh`; None: one device.
+        interpret: run the kernel in interpret mode.
 
     Returns:
-        [batch, length, heads, head_dim]. Padding sees padding; its rows mean nothing.
+        [batch, length, heads, head_dim]. Padding attends to padding; its rows are undefined.
     """
 
     def local(query: jax.Array, key: jax.Array, value: jax.Array, is_real: jax.Array) -> jax.Array:
@@ -102,16 +102,16 @@ def ragged_attention(
     mesh: jax.sharding.Mesh | None = None,
     is_reference: bool = False,
 ) -> jax.Array:
-    """Attention of one token of each sequence to the pages of its sequence, of which only those with tokens are read.
+    """Attention of one token per sequence to the pages of its sequence; only pages with tokens are read.
 
     Args:
         query: [batch, heads, 1, head_dim].
-        pages: of the layer, the current token's key and value among them.
+        pages: the layer's pages, including the key and value of the current token.
         scale: multiplies the scores.
-        window: as of `splash_attention`.
-        softcap: likewise.
-        mesh: likewise.
-        is_reference: by the kernel's reference in plain JAX; the kernel itself cannot be interpreted (JAX 0.10).
+        window: as in `splash_attention`.
+        softcap: as in `splash_attention`.
+        mesh: as in `splash_attention`.
+        is_reference: use the kernel's plain JAX reference; the kernel itself has no interpret mode (JAX 0.10).
 
     Returns:
         [batch, 1, heads, head_dim].
@@ -120,7 +120,7 @@ def ragged_attention(
     batch = query.shape[0]
     table, lengths = pages.table()
     starts, count = jnp.arange(batch + 1, dtype=jnp.int32), jnp.array([batch], jnp.int32)
-    # pages of all sequences stand in one list, as those of a pool
+    # pages of all sequences form one list, as in a pool
     out = ragged_pool_attention(
         query.transpose(2, 1, 0, 3),
         pages.pages.reshape(-1, *pages.pages.shape[2:]),
@@ -145,17 +145,17 @@ def ragged_pool_attention(
     mesh: jax.sharding.Mesh | None = None,
     is_reference: bool = False,
 ) -> jax.Array:
-    """Attention of a step's tokens, of several sequences, to the pages of their own.
+    """Attention of the tokens of a step, from several sequences, to the pages of their own sequence.
 
     Args:
         query: [1, heads, tokens, head_dim].
         pages: [pages, page_size, 2 * kv_heads, head_dim], of a `JointPool`.
-        rows: whose each token is.
+        rows: maps tokens to sequences.
         scale: multiplies the scores.
-        window: as of `splash_attention`.
-        softcap: likewise.
-        mesh: likewise.
-        is_reference: as of `ragged_attention`.
+        window: as in `splash_attention`.
+        softcap: as in `splash_attention`.
+        mesh: as in `splash_attention`.
+        is_reference: as in `ragged_attention`.
 
     Returns:
         [1, tokens, heads, head_dim].
@@ -166,7 +166,7 @@ def ragged_pool_attention(
         options = {"sm_scale": scale, "sliding_window": window, "soft_cap": softcap}
         if is_reference:
             return ref_ragged_paged_attention(*flat, **options)[None]
-        # sizes are given, since the kernel would ask the default device for them, which need not be the one compiled for
+        # pass sizes explicitly: the kernel would query the default device, which may not be the compilation target
         sizes = {
             "num_kv_pages_per_block": min(_PAGES_AT_ONCE, rows.tables.shape[1]),
             "num_queries_per_block": min(32, query.shape[2]),
@@ -186,7 +186,7 @@ def paged_attention(
     softcap: float | None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> jax.Array:
-    """As `ragged_attention`, for heads of any multiple of 128; a window is one by what the pages hold.
+    """Like `ragged_attention`, for head dimensions of any multiple of 128; for windows, the pages hold only the window.
 
     Returns:
         [batch, 1, heads, head_dim].
@@ -208,7 +208,7 @@ def paged_attention(
 
 
 def _block_sizes(block: int) -> splash.BlockSizes:
-    """Of the forward pass and of gradients."""
+    """Block sizes of the forward and backward passes."""
     return splash.BlockSizes(
         block_q=block,
         block_kv=block,

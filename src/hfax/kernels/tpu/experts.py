@@ -1,4 +1,4 @@
-"""Grouped products on TPU by the Pallas kernel (megablox) that ships with JAX: only the matrices of experts with rows are read."""
+"""Grouped matrix products on TPU by JAX's Pallas kernel (megablox), which reads only the matrices of experts with rows."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ _LANES = 128
 
 
 def fits(x: jax.Array, weight: jax.Array) -> bool:
-    """Whether the kernel takes these shapes, of one device."""
+    """Whether the kernel supports these per-device shapes."""
     return x.shape[1] % _LANES == 0 and x.shape[1] == weight.shape[2] and weight.shape[1] % _LANES == 0
 
 
 def grouped_linear(x: jax.Array, weight: jax.Array, sizes: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """Rows of x, in the order of their groups, with the transposed matrices of the groups.
+    """Multiply the rows of x, ordered by group, by the transposed matrix of their group.
 
     Args:
         x: [rows, in_features].
         weight: [groups, out_features, in_features].
         sizes: [groups] int32, rows of each group.
-        interpret: run the kernel by plain JAX, for tests.
+        interpret: run the kernel in interpret mode, for tests.
 
     Returns:
-        [rows, out_features] float32; rows beyond the last group hold anything.
+        [rows, out_features] float32; rows beyond the last group are undefined.
     """
     rows = x.shape[0]
     tile = min(_TILE_ROWS, -(-rows // 16) * 16)

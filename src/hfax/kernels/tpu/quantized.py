@@ -1,6 +1,6 @@
-"""Products with weights of 8 and 4 bits on TPU, by a Pallas kernel: the weight's integers are all that moves from the main memory.
+"""Matrix products with 8-bit and 4-bit weights on TPU, by a Pallas kernel that reads only the integers from HBM.
 
-XLA, left to itself, writes such a weight to memory as float32 first, and once more in another layout (docs/performance.md).
+XLA alone would first write the dequantized weight to memory as float32, and again in another layout (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ _ROWS = 16
 """Rows of a bfloat16 tile."""
 _MAX_ROWS = 1024
 _COLUMNS = (512, 256, 128)
-"""Rows of the weight that a step of the kernel takes: the first that divides, else the first that is fewer; the last step then has
-fewer rows."""
+"""Weight rows per kernel step: the first that divides the rows, else the first that is smaller; the last step then has fewer
+rows."""
 _DEPTHS = (2048, 1792, 1536, 1280, 1024, 896, 768, 640, 512, 384, 256)
-"""Columns likewise; with many rows of x no more than `_DEPTH_OF_MANY`."""
+"""Weight columns per kernel step; with many rows of x at most `_DEPTH_OF_MANY`."""
 _MANY, _DEPTH_OF_MANY = 128, 1024
 
 
 def fits(rows: int, shape: tuple[int, ...], bits: int, group: int) -> bool:
-    """Whether the kernel multiplies so many rows with a weight of this shape, [out, in], on one device."""
+    """Whether the kernel supports this number of rows and a weight of this shape, [out, in], on one device."""
     return len(shape) == 2 and rows <= _MAX_ROWS and group == _LANES and _tiles(rows, shape, bits) is not None
 
 
-@functools.partial(jax.jit, static_argnames=("bits", "out_dtype", "interpret"))  # a kernel is traced once for a shape
+@functools.partial(jax.jit, static_argnames=("bits", "out_dtype", "interpret"))  # a kernel is traced once per shape
 def linear(
     x: jax.Array, values: jax.Array, scale: jax.Array, *, bits: int, out_dtype: Any, interpret: bool = False
 ) -> jax.Array:
-    """`x @ weight.T` with float32 accumulation, of shapes that `fits`.
+    """`x @ weight.T` with float32 accumulation, for shapes supported according to `fits`.
 
     Args:
         x: [rows, in_features]; multiplied as bfloat16.
         values: as in `hfax.kernels.quantized.QuantizedArray`.
         scale: [out_features, in_features / group] bfloat16.
         bits: 8 or 4.
-        out_dtype: of the result.
-        interpret: run the kernel by plain JAX, for tests.
+        out_dtype: dtype of the result.
+        interpret: run the kernel in interpret mode, for tests.
 
     Returns:
         [rows, out_features].
@@ -56,7 +56,7 @@ def linear(
     padded = jnp.pad(x.astype(jnp.bfloat16), ((0, -rows % _ROWS), (0, 0)))
     count = padded.shape[0]
     inputs = [padded] if bits == 8 else list(_by_nibbles(padded))
-    # of each block of columns one matrix, whose rows are groups
+    # one matrix per block of columns, with groups as rows
     scales = scale.T.reshape(width // depth, depth // group, out_features)
     stored = depth * bits // 8
     multiply = functools.partial(_multiply_int8 if bits == 8 else _multiply_int4, group=group)
@@ -79,7 +79,7 @@ def linear(
 
 
 def fits_experts(shape: tuple[int, ...], bits: int, group: int) -> bool:
-    """Whether `experts_linear` takes matrices of this shape, [experts, out, in]."""
+    """Whether `experts_linear` supports matrices of this shape, [experts, out, in]."""
     return len(shape) == 3 and group == _LANES and _tiles(1, shape[1:], bits) is not None
 
 
@@ -87,17 +87,17 @@ def fits_experts(shape: tuple[int, ...], bits: int, group: int) -> bool:
 def experts_linear(
     x: jax.Array, values: jax.Array, scale: jax.Array, experts: jax.Array, *, bits: int, interpret: bool = False
 ) -> jax.Array:
-    """Each row with the transposed matrix of its expert; matrices that no row has are not read.
+    """Multiply each row by the transposed matrix of its expert; unused matrices are not read.
 
-    The rows of an expert are put into tiles of their own, and each tile is multiplied as `linear` does.
+    The rows of each expert are grouped into tiles, and each tile is multiplied as in `linear`.
 
     Args:
         x: [rows, in_features]; multiplied as bfloat16.
-        values: as in `linear`, with an axis of experts in front.
-        scale: likewise.
-        experts: [rows] int32; rows of no expert below their number come out as anything.
+        values: as in `linear`, with a leading experts axis.
+        scale: as in `linear`, with a leading experts axis.
+        experts: [rows] int32; rows with an index past the last expert are undefined.
         bits: 8 or 4.
-        interpret: run the kernel by plain JAX, for tests.
+        interpret: run the kernel in interpret mode, for tests.
 
     Returns:
         [rows, out_features] float32.
@@ -117,7 +117,7 @@ def experts_linear(
     multiply = functools.partial(_multiply_int8 if bits == 8 else _multiply_int4, group=group)
     specs = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=2,
-        # tiles before columns of the weight: where these fit a step, what an expert's tiles share is read once
+        # tiles before weight columns: if the columns fit a step, data shared by the tiles of an expert is read once
         grid=(pl.cdiv(out_features, columns), count, width // depth),
         in_specs=[
             *(pl.BlockSpec((height, a.shape[1] * depth // width), lambda n, t, k, e, u: (t, k)) for a in inputs),
@@ -141,18 +141,18 @@ def experts_linear(
 def _in_tiles(
     experts: jax.Array, num_experts: int, height: int, count: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Rows sorted into tiles of one expert each.
+    """Sort rows into tiles of one expert each.
 
     Returns:
-        Each tile's expert, [count]; how many tiles have rows, [1]; the row in each place of the tiles, [count · height], anything
-        where there is none; and each row's place, [rows].
+        The expert of each tile, [count]; the number of tiles with rows, [1]; the row at each tile position, [count · height],
+        undefined for empty positions; and the position of each row, [rows].
     """
     rows = experts.shape[0]
     sizes = jnp.bincount(experts, length=num_experts).astype(jnp.int32)
     tiles = -(-sizes // height)
     ends = jnp.cumsum(tiles)
     used = ends[-1:]
-    # tiles without rows have the last expert's matrix, which is there already
+    # empty tiles use the last expert's matrix, which is loaded already
     tile = jnp.clip(jnp.arange(count), max=jnp.maximum(used - 1, 0))
     of_tile = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), num_experts - 1).astype(jnp.int32)
     order = jnp.argsort(experts, stable=True)
@@ -164,7 +164,7 @@ def _in_tiles(
 
 
 def _tiles(rows: int, shape: tuple[int, ...], bits: int) -> tuple[int, int] | None:
-    """Rows and columns of a weight that a step takes; the columns fill whole lanes with bytes, and so are of whole groups."""
+    """Weight rows and columns per step; the columns fill whole lanes with bytes, and therefore whole groups."""
     out_features, width = shape
     fewer = (n for n in _COLUMNS if n < out_features)
     columns = next((n for n in _COLUMNS if out_features % n == 0), next(fewer, None))
@@ -174,7 +174,7 @@ def _tiles(rows: int, shape: tuple[int, ...], bits: int) -> tuple[int, int] | No
 
 
 def _by_nibbles(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The columns of x in the order of a 4-bit weight's bytes: for their lower halves and for their upper, [rows, in / 2] each."""
+    """The columns of x in the byte order of a 4-bit weight: for the low and the high nibbles, [rows, in / 2] each."""
     parts = x.reshape(x.shape[0], -1, 4, 32)
     lower = jnp.stack([parts[:, :, 0], parts[:, :, 2]], axis=-1)
     upper = jnp.stack([parts[:, :, 1], parts[:, :, 3]], axis=-1)
@@ -219,7 +219,7 @@ def _multiply_int8(x: Any, weight: Any, scale: Any, *, group: int) -> jax.Array:
 
 
 def _multiply_int4(lower: Any, upper: Any, weight: Any, scale: Any, *, group: int) -> jax.Array:
-    """128 bytes are two groups of columns; each half of the lanes is multiplied with its group's scale."""
+    """128 bytes hold two groups of columns; each half of the lanes is multiplied by the scale of its group."""
     rows, total = lower.shape[0], 0.0
     is_first = jax.lax.broadcasted_iota(jnp.int32, (rows, _LANES), 1) < group // 2
     for pair in range(scale.shape[0] // 2):
