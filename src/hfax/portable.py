@@ -56,7 +56,7 @@ def load(folder: str | Path) -> PortableModel:
             raise ValueError("it was written by another version of hfax")
         forwards = [(_read(folder / f), shapes) for f, shapes in found["forward"]]
         loops = [
-            _Loop(number=i, rows=r, prompt=p, capacity=c, prefill=_read(folder / a), decode=_read(folder / b))
+            _PortableLoop(number=i, rows=r, prompt=p, capacity=c, prefill=_read(folder / a), decode=_read(folder / b))
             for i, (r, p, c, a, b) in enumerate(found["generate"])
         ]
         arrays = load_file(folder / WEIGHTS)
@@ -78,7 +78,7 @@ def load(folder: str | Path) -> PortableModel:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Loop:
+class _PortableLoop:
     """The two programs of `generate`, and their sizes."""
 
     number: int
@@ -110,7 +110,7 @@ class PortableModel:
     def __init__(
         self,
         forwards: list[tuple[jax.export.Exported, dict[str, Any]]],
-        loops: list[_Loop],
+        loops: list[_PortableLoop],
         arrays: Mapping[str, jax.Array],
         eos_token_ids: tuple[int, ...],
         pad_token_id: int,

@@ -29,7 +29,7 @@ from hfax.tracing.traced_model import TracedModel
 
 
 def run_generation(
-    loop: Loop,
+    loop: GenerationLoop,
     inputs: Mapping[str, jax.Array],
     prompts: Prompts,
     options: GenerationOptions,
@@ -73,7 +73,7 @@ def open_loop(
     static: Mapping[str, Any],
     vocab_size: int,
     buckets: Buckets,
-) -> tuple[Loop, dict[str, jax.Array]]:
+) -> tuple[GenerationLoop, dict[str, jax.Array]]:
     """The programs of a request, compiled when they first run, and the inputs of the prefill program.
 
     Args:
@@ -114,10 +114,10 @@ def open_loop(
     }
     request = layout.put(request)
     inputs = layout.put_rows(prompts.inputs)
-    return Loop(model, programs, params, spec, static, prompts.static, request, layout, options), inputs
+    return GenerationLoop(model, programs, params, spec, static, prompts.static, request, layout, options), inputs
 
 
-class Loop:
+class GenerationLoop:
     """The programs of one request."""
 
     def __init__(
@@ -246,7 +246,7 @@ class Loop:
 
 
 def _drive(
-    loop: Loop,
+    loop: GenerationLoop,
     state: State,
     prompts: Prompts,
     options: GenerationOptions,

@@ -20,7 +20,7 @@ from transformers.generation import logits_process
 
 from hfax.errors import UnsupportedModelError, UnsupportedOptionError
 
-Loop = Callable[..., Any]
+GenerateFunction = Callable[..., Any]
 """`loop(inputs, generation_config, options, timestamps)`: the general `generate`, torch tensors in and out."""
 
 GENERAL_ALL_THE_SAME = {
@@ -59,7 +59,7 @@ def run_own_generate(
     *,
     generation_config: GenerationConfig,
     forward: Callable[..., Any],
-    loop: Loop,
+    loop: GenerateFunction,
 ) -> Any:
     """Run the class's `generate` override.
 
@@ -69,7 +69,7 @@ def run_own_generate(
         options: all other arguments, by name; tensors are torch tensors.
         generation_config: the model's defaults.
         forward: takes forward arguments by name.
-        loop: the general generation, a `Loop`.
+        loop: the general generation, a `GenerateFunction`.
 
     Returns:
         The result of the class's method.
@@ -96,7 +96,7 @@ def _host_class(cls: type) -> type:
 class _GeneralGeneration(GenerationMixin):
     """Precedes `GenerationMixin` in the method resolution order."""
 
-    _hfax_loop: Loop
+    _hfax_loop: GenerateFunction
 
     def generate(  # type: ignore[override]
         self,

@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hfax.kernels import target
+from hfax.kernels import online_softmax, target
 from hfax.kernels.cpu import calls, library
+from hfax.kernels.online_softmax import OnlineSoftmax
 from hfax.kernels.paged import JointPages, Pages, SeparatePages
 
 _MASKED = -1e30
@@ -235,35 +236,30 @@ def _in_blocks(
         grouped = jax.lax.dynamic_index_in_dim(blocks, block, axis=3, keepdims=False)
         rows = block * size + jnp.arange(size)
 
-        def visit(state: tuple[jax.Array, ...], begin: jax.Array, seen: jax.Array) -> tuple[jax.Array, ...]:
-            total, weight, top = state
+        def visit(state: OnlineSoftmax, begin: jax.Array, seen: jax.Array) -> OnlineSoftmax:
             part = jax.lax.dynamic_slice_in_dim(key, begin, step, axis=2)
             scores = jnp.einsum("bkgqd,bksd->bkgqs", grouped, part, preferred_element_type=jnp.float32) * scale
             if softcap is not None:
                 scores = softcap * jnp.tanh(scores / softcap)
-            scores = jnp.where(seen[:, :, None], scores, _MASKED)
-            highest = jnp.maximum(top, scores.max(axis=-1, keepdims=True))
-            shrink = jnp.exp(top - highest)
-            share = jnp.where(seen[:, :, None], jnp.exp(scores - highest), 0.0)
-            part = jax.lax.dynamic_slice_in_dim(value, begin, step, axis=2)
-            more = jnp.einsum("bkgqs,bksd->bkgqd", share.astype(value.dtype), part, preferred_element_type=jnp.float32)
-            return total * shrink + more, weight * shrink + share.sum(axis=-1, keepdims=True), highest
 
-        def next_keys(index: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            def weighted(share: jax.Array) -> jax.Array:
+                part = jax.lax.dynamic_slice_in_dim(value, begin, step, axis=2)
+                return jnp.einsum(
+                    "bkgqs,bksd->bkgqd", share.astype(value.dtype), part, preferred_element_type=jnp.float32
+                )
+
+            return online_softmax.add(state, scores, seen[:, :, None], weighted)
+
+        def next_keys(index: jax.Array, state: OnlineSoftmax) -> OnlineSoftmax:
             columns = index * step + jnp.arange(step)
             seen = block_mask(jnp.minimum(rows, num_queries - 1), jnp.minimum(columns, num_keys - 1))
             seen = seen & (columns < num_keys)
             return jax.lax.cond(seen.any(), lambda s: visit(s, index * step, seen), lambda s: s, state)
 
-        shape = (batch, kv_heads, groups, size)
-        top = jnp.full((*shape, 1), _MASKED, jnp.float32)
-        weight = jnp.zeros((*shape, 1), jnp.float32)
-        if sinks is not None:
-            top = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(1, kv_heads, groups, 1, 1), top.shape)
-            weight = weight + 1.0
-        state = (jnp.zeros((*shape, width), jnp.float32), weight, top)
-        total, weight, _ = jax.lax.fori_loop(0, key.shape[2] // step, next_keys, state)
-        return (total / jnp.where(weight == 0, 1.0, weight)).astype(query.dtype)
+        logits = None if sinks is None else sinks.reshape(1, kv_heads, groups, 1, 1)
+        state = online_softmax.start((batch, kv_heads, groups, size), width, logits)
+        state = jax.lax.fori_loop(0, key.shape[2] // step, next_keys, state)
+        return online_softmax.finish(state).astype(query.dtype)
 
     if target.is_differentiated():  # otherwise every block of keys would be kept for the gradient
         one = jax.checkpoint(one)

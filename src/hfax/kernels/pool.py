@@ -21,12 +21,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hfax.kernels import target
+from hfax.kernels import online_softmax, target
 from hfax.kernels.cpu import calls, library
+from hfax.kernels.online_softmax import OnlineSoftmax
 from hfax.kernels.rows import Rows
 from hfax.sharding.mesh import TENSOR, size_of
 
-_MASKED = -1e30
 _JOINT_WIDTH = 128
 _KERNEL_PAGE = 64
 """Maximum page size of the C++ kernel, in tokens."""
@@ -225,15 +225,9 @@ def _attend_by_pages(
     grouped = query.reshape(kv_heads, groups, count, width)
     positions, tables = rows.positions(count), rows.tables[rows.sequences(count)]
     first = jnp.zeros_like(positions) if window is None else jnp.maximum(positions - window + 1, 0)
-    top = jnp.full((kv_heads, groups, count, 1), _MASKED, jnp.float32)
-    weight = jnp.zeros_like(top)
-    if sinks is not None:
-        top = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(kv_heads, groups, 1, 1), top.shape)
-        weight = weight + 1.0
-    total = jnp.zeros((kv_heads, groups, count, value_width), jnp.float32)
+    logits = None if sinks is None else sinks.reshape(kv_heads, groups, 1, 1)
 
-    def visit(index: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        total, weight, top = state
+    def visit(index: jax.Array, state: OnlineSoftmax) -> OnlineSoftmax:
         page = jax.lax.dynamic_index_in_dim(tables, index, axis=1, keepdims=False)
         key, value = keys[page], values[page]  # [tokens, kv_heads, page_size, width]
         scores = jnp.einsum("kgtd,tksd->kgts", grouped, key, preferred_element_type=jnp.float32) * scale
@@ -241,14 +235,13 @@ def _attend_by_pages(
             scores = softcap * jnp.tanh(scores / softcap)
         column = index * page_size + jnp.arange(page_size)
         seen = (column >= first[:, None]) & (column <= positions[:, None])
-        scores = jnp.where(seen, scores, _MASKED)
-        highest = jnp.maximum(top, scores.max(axis=-1, keepdims=True))
-        shrink = jnp.exp(top - highest)
-        share = jnp.where(seen, jnp.exp(scores - highest), 0.0)
-        more = jnp.einsum("kgts,tksd->kgtd", share.astype(value.dtype), value, preferred_element_type=jnp.float32)
-        return total * shrink + more, weight * shrink + share.sum(axis=-1, keepdims=True), highest
+
+        def weighted(share: jax.Array) -> jax.Array:
+            return jnp.einsum("kgts,tksd->kgtd", share.astype(value.dtype), value, preferred_element_type=jnp.float32)
+
+        return online_softmax.add(state, scores, seen, weighted)
 
     begin = jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, first).min() // page_size
-    state = jax.lax.fori_loop(begin, positions.max() // page_size + 1, visit, (total, weight, top))
-    out = state[0] / jnp.where(state[1] == 0, 1.0, state[1])
-    return out.astype(query.dtype).reshape(heads, count, value_width).swapaxes(0, 1)
+    state = online_softmax.start((kv_heads, groups, count), value_width, logits)
+    state = jax.lax.fori_loop(begin, positions.max() // page_size + 1, visit, state)
+    return online_softmax.finish(state).astype(query.dtype).reshape(heads, count, value_width).swapaxes(0, 1)

@@ -23,7 +23,7 @@ from hfax.backends.base_model import BaseModel, Request, as_ids_tuple, draw_seed
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.generation import batches
 from hfax.generation import generation_request as requests
-from hfax.generation.generate import Loop, Streamer, open_loop, run_generation
+from hfax.generation.generate import GenerationLoop, Streamer, open_loop, run_generation
 from hfax.generation.host_loop import make_stop_check
 from hfax.generation.outputs import as_sequences, as_torch_tree, give
 from hfax.generation.overrides import has_own_generate, run_own_generate
@@ -378,7 +378,7 @@ class JaxModel(AdapterMethods, BaseModel):
             give=lambda array: give(array, to_torch),
         )
 
-    def open_loop(self, inputs: Any, **options: Any) -> tuple[Loop, dict[str, jax.Array], requests.Prompts]:
+    def open_loop(self, inputs: Any, **options: Any) -> tuple[GenerationLoop, dict[str, jax.Array], requests.Prompts]:
         """The loop of `generate` before its first step, for code that runs it step by step.
 
         Args:
@@ -656,7 +656,7 @@ class JaxModel(AdapterMethods, BaseModel):
         )
         return dict(values)
 
-    def _open(self, request: Request) -> tuple[Loop, dict[str, jax.Array]]:
+    def _open(self, request: Request) -> tuple[GenerationLoop, dict[str, jax.Array]]:
         return open_loop(
             self._traced,
             self._programs,

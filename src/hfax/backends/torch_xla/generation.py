@@ -34,7 +34,7 @@ _CHUNK = 16
 State = dict[str, Any]
 
 
-class Loop:
+class XlaGenerationLoop:
     """One call of `generate`.
 
     Args:
@@ -261,7 +261,7 @@ def patched(module: Any, used: set[str]) -> Iterator[None]:
             used |= ran
 
 
-def run(loop: Loop, *, streamer: Streamer | None, stop_check: StopCheck | None) -> Generated:
+def run(loop: XlaGenerationLoop, *, streamer: Streamer | None, stop_check: StopCheck | None) -> Generated:
     """Generate until every sequence has ended; between chunks, feed the streamer and look for stop strings."""
     prompts, options = loop.prompts, loop.options
     sequences = len(prompts.given) * loop.repeats

@@ -167,7 +167,7 @@ class TorchXlaModel(BaseModel):
                 "A streamer handles one sequence.",
                 "Generate one sequence at a time, or remove streamer.",
             )
-        loop = generation.Loop(
+        loop = generation.XlaGenerationLoop(
             self.module,
             self._traits,
             request.prompts,
