@@ -20,12 +20,13 @@ from jax.core import Tracer
 from transformers import GenerationConfig
 
 from hfax.backends.base_model import BaseModel, Request, as_ids_tuple, draw_seed
+from hfax.backends.jax.results import as_torch_tree, give
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.generation import batches
 from hfax.generation import generation_request as requests
 from hfax.generation.generate import GenerationLoop, Streamer, open_loop, run_generation
 from hfax.generation.host_loop import make_stop_check
-from hfax.generation.outputs import as_sequences, as_torch_tree, give
+from hfax.generation.outputs import as_sequences
 from hfax.generation.overrides import has_own_generate, run_own_generate
 from hfax.generation.sampling_config import make_sampling_spec
 from hfax.generation.speculation import Speculation
