@@ -11,7 +11,6 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 import pytest
 import typer.main
@@ -141,20 +140,34 @@ def test_the_recipe_of_the_page_on_training_is_one(tmp_path: Path) -> None:
 COMMANDS = [(page, line, command) for page in PAGES for line, command in commands(page)]
 
 
+def _parse(command: str) -> None:
+    """Parse as far as the verb's own function, with the types of all values."""
+    _, *words = shlex.split(command)
+    if words[:2] == ["bench", "serve"]:  # one verb
+        words[:2] = ["bench serve"]
+    verbs: Any = typer.main.get_command(app)
+    verb = words.pop(0)
+    assert verb in verbs.commands, f"no verb {verb!r}"
+    verbs.commands[verb].make_context(verb, words)
+
+
 @pytest.mark.parametrize(("page", "line", "command"), COMMANDS, ids=lambda value: str(value))
-def test_a_command_exists_with_its_options(page: str, line: int, command: str) -> None:
-    """It is parsed as far as its verb's own function, with the types of all its values."""
-    _, *arguments = shlex.split(command)
-    here: click.Command = typer.main.get_command(app)
-    context = click.Context(here, info_name="hfax")
-    while isinstance(here, click.Group) and arguments and arguments[0] in here.commands:
-        here = here.commands[arguments.pop(0)]
-        context = click.Context(here, info_name=here.name, parent=context, **here.context_settings)
-    assert not isinstance(here, click.Group), f"{page}:{line}: no such verb"
-    here.parse_args(context, arguments)
+def test_a_command_exists_with_its_options(
+    page: str, line: int, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "server.yaml").write_text("port: 8000\n")
+    _parse(command)
 
 
-def test_parsing_finds_what_is_not_there() -> None:
-    for wrong in ("hfax generat demo Hi", "hfax generate demo Hi --max-tokens 3", "hfax generate demo Hi --seed x"):
-        with pytest.raises((AssertionError, click.UsageError)):
-            test_a_command_exists_with_its_options("x", 0, wrong)
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        ("hfax generat demo Hi", "no verb 'generat'"),
+        ("hfax generate demo Hi --max-tokens 3", "No such option"),
+        ("hfax generate demo Hi --seed x", "valid int"),
+    ],
+)
+def test_parsing_finds_what_is_not_there(command: str, why: str) -> None:
+    with pytest.raises(Exception, match=why):
+        _parse(command)

@@ -105,7 +105,7 @@ def test_what_cannot_be_compared_is_refused(folder, tokenizer, tmp_path):
         verify(AutoModelForTPU.from_pretrained(folder, quantization="int8"), tokenizer, PROMPTS)
     config = transformers.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     transformers.ViTForImageClassification(config).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="reads pixel_values"):
+    with pytest.raises(UnsupportedModelError, match="takes pixel_values"):
         verify(AutoModelForTPU.from_pretrained(tmp_path), tokenizer, PROMPTS)
 
 

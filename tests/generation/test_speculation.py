@@ -63,8 +63,8 @@ def test_a_model_that_drafts_for_itself_is_always_right(model, kind):
     """So a round gives all its drafts and one token more."""
     options = {**kind, "max_new_tokens": 41}
     seed = options.pop("seed", 0)
-    request, _ = model._request(PROMPT, None, {**options, "num_assistant_tokens": 3}, seed, None, model)
-    loop, inputs = model._open(request)
+    given = {**options, "num_assistant_tokens": 3}
+    loop, inputs, _ = model.open_loop(PROMPT, seed=seed, assistant_model=model, **given)
     state = loop.advance(loop.start(inputs), 41)
     assert int(state["step"]) == 41
     assert int(state["rounds"]) == 10

@@ -89,10 +89,7 @@ def test_encoder_decoders_and_padding_that_is_token_0():
 def test_a_decoding_program_copies_no_cache(dtype, options):
     """Its state is donated whole, and beside it the program needs less memory than one layer's keys."""
     model = qwen(dtype=dtype)
-    request, _ = model._request(
-        [[5] * 100], None, {"max_new_tokens": 4000, "do_sample": False, **options}, 0, None, None
-    )
-    loop, inputs = model._open(request)
+    loop, inputs, _ = model.open_loop([[5] * 100], max_new_tokens=4000, do_sample=False, **options)
     state = loop.start(inputs)
     programs = model._programs
     compiled = []

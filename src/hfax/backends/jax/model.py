@@ -379,18 +379,21 @@ class JaxModel(AdapterMethods, BaseModel):
             give=lambda array: give(array, to_torch),
         )
 
-    def open_loop(self, inputs: Any, **options: Any) -> tuple[GenerationLoop, dict[str, jax.Array], requests.Prompts]:
+    def open_loop(
+        self, inputs: Any, *, seed: int = 0, assistant_model: JaxModel | None = None, **options: Any
+    ) -> tuple[GenerationLoop, dict[str, jax.Array], requests.Prompts]:
         """The loop of `generate` before its first step, for code that runs it step by step.
 
         Args:
             inputs: as in `generate`.
+            seed: as in `generate`.
+            assistant_model: as in `generate`.
             **options: as in `generate`, without a streamer.
 
         Returns:
             The loop, the inputs of its `start`, and the padded prompts.
         """
-        assistant = options.pop("assistant_model", None)
-        request, _ = self._read_request(inputs, None, options, 0, None, assistant)
+        request, _ = self._read_request(inputs, None, options, seed, None, assistant_model)
         return *self._open(request), request.prompts
 
     def _read_request(
