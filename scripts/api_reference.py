@@ -373,7 +373,7 @@ def _markdown(text: str, fields: dict[str, str] | None = None) -> str:
 def _of_part(title: str, text: str, fields: dict[str, str]) -> str:
     lines = [line.removeprefix("    ") for line in text.splitlines()]
     if title == "Example":
-        return _code("\n".join(re.sub(r"^(>>>|\.\.\.) ?|\s*# doctest:.*$", "", line) for line in lines))
+        return "```pycon\n" + "\n".join(lines) + "\n```"
     if title == "Returns":
         return _prose(" ".join(lines))
     items: list[list[str]] = []
