@@ -373,7 +373,7 @@ def _markdown(text: str, fields: dict[str, str] | None = None) -> str:
 def _of_part(title: str, text: str, fields: dict[str, str]) -> str:
     lines = [line.removeprefix("    ") for line in text.splitlines()]
     if title == "Example":
-        return "```pycon\n" + "\n".join(lines) + "\n```"
+        return _code("\n".join(lines), "pycon")
     if title == "Returns":
         return _prose(" ".join(lines))
     items: list[list[str]] = []
@@ -397,8 +397,8 @@ def _prose(text: str) -> str:
     return "".join(p if p.startswith("`") else re.sub(r"([*<\\])", r"\\\1", p) for p in pieces)
 
 
-def _code(text: str) -> str:
-    return f"```python\n{text}\n```"
+def _code(text: str, language: str = "python") -> str:
+    return f"```{language}\n{text}\n```"
 
 
 if __name__ == "__main__":

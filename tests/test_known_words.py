@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -135,6 +136,25 @@ def test_a_cast_model_computes_as_one_that_was_loaded_so(
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     assert not torch.equal(got.float(), before)
     assert model.generate(IDS, max_new_tokens=2).shape == (1, 6)
+
+
+def test_a_cast_keeps_in_float32_what_loading_keeps_there(tmp_path: Path) -> None:
+    """T5's "wo" is float32 beside float16: cast from bfloat16 it had stayed bfloat16."""
+    config = transformers.T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    loaded = AutoModelForTPU.from_pretrained(tmp_path, dtype="float16")
+    cast = AutoModelForTPU.from_pretrained(tmp_path, dtype="bfloat16").half()
+    expected = {name: array.dtype for name, array in loaded.params.items()}
+    assert len(set(expected.values())) == 2
+    assert {name: array.dtype for name, array in cast.params.items()} == expected
+
+
+def test_from_config_names_itself_and_its_own_arguments() -> None:
+    with pytest.raises(UnsupportedOptionError, match=r"from_config\(\) does not take load_in_8bit"):
+        AutoModelForTPU.from_config(CONFIG, load_in_8bit=True)
+    with pytest.raises(UnsupportedOptionError, match=r"from_config\(\) got an unknown argument 'plan'") as caught:
+        AutoModelForTPU.from_config(CONFIG, plan="plan.json")
+    assert "Did you mean 'plan'" not in caught.value.fix
 
 
 def test_moving_a_model_and_casting_one_with_adapters_are_refused(model: Any) -> None:

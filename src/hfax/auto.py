@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from hfax.backends.choice import choose_backend, require_capabilities
 from hfax.backends.protocol import LoadOptions
 from hfax.errors import InvalidInputError, UnsupportedOptionError
-from hfax.known_words import reject_arguments
+from hfax.known_words import keywords, reject_arguments
 from hfax.phases import phase
 
 if TYPE_CHECKING:
@@ -100,8 +101,6 @@ class AutoModelForTPU:
         Raises:
             HfaxError: one of its subclasses; the message says what to do.
         """
-        aliases = _read_aliases(others, dtype=dtype, parallelism=parallelism)
-        dtype, parallelism = aliases["dtype"], aliases["parallelism"]
         options = LoadOptions(
             task=task,
             dtype=dtype,
@@ -112,7 +111,8 @@ class AutoModelForTPU:
             parallelism=parallelism,
             plan=plan,
         )
-        if plan is not None and (parallelism is not None or quantization is not None):
+        options = _with_aliases(options, others, AutoModelForTPU.from_pretrained)
+        if plan is not None and (options.parallelism is not None or quantization is not None):
             raise InvalidInputError(
                 "plan cannot be combined with parallelism or quantization.", "The plan sets both.", "Pass only plan."
             )
@@ -172,8 +172,6 @@ class AutoModelForTPU:
         Raises:
             UnsupportedModelError: there is no class for this config, or the model cannot be built.
         """
-        aliases = _read_aliases(others, dtype=dtype, parallelism=parallelism)
-        dtype, parallelism = aliases["dtype"], aliases["parallelism"]
         options = LoadOptions(
             task=task,
             dtype=dtype,
@@ -181,36 +179,31 @@ class AutoModelForTPU:
             quantization=quantization,
             parallelism=parallelism,
         )
+        options = _with_aliases(options, others, AutoModelForTPU.from_config)
         chosen = choose_backend(backend)
         require_capabilities(chosen, options)
         return chosen.from_config(config, options, seed)
 
 
-_ARGUMENTS = (
-    *("backend", "task", "dtype", "revision", "token", "cache_dir", "local_files_only", "trust_remote_code"),
-    *("attn_implementation", "strict", "quantization", "parallelism", "plan"),
-)
-
-
-def _read_aliases(others: dict[str, Any], *, dtype: Any, parallelism: Any) -> dict[str, Any]:
-    """`dtype` and `parallelism` with transformers' aliases applied; raises for any other name."""
-    others = dict(others)
+def _with_aliases(options: LoadOptions, others: dict[str, Any], function: Callable[..., Any]) -> LoadOptions:
+    """The options with transformers' aliases applied; raises for any other name in `others`."""
+    others, changed = dict(others), dict[str, Any]()
     if (given := others.pop("torch_dtype", None)) is not None:
-        if dtype not in ("auto", given):
+        if options.dtype not in ("auto", given):
             raise InvalidInputError(
-                f"torch_dtype={given!r} conflicts with dtype={dtype!r}.",
+                f"torch_dtype={given!r} conflicts with dtype={options.dtype!r}.",
                 "torch_dtype is a deprecated alias of dtype.",
                 "Pass only dtype.",
             )
-        dtype = given
+        changed["dtype"] = given
     if (device_map := others.pop("device_map", None)) is not None:
-        if device_map != "auto" or parallelism not in (None, "auto"):
+        if device_map != "auto" or options.parallelism not in (None, "auto"):
             raise UnsupportedOptionError(
                 f"device_map={device_map!r} is not supported.",
                 "Weights are sharded over the devices of a mesh, not placed layer by layer; JAX_PLATFORMS selects the platform.",
                 'Pass device_map="auto", or parallelism with sizes by axis such as {"tensor": 4}.',
             )
-        parallelism = "auto"
+        changed["parallelism"] = "auto"
     for name in ("low_cpu_mem_usage", "use_safetensors"):
         if (value := others.pop(name, None)) not in (None, True):
             raise UnsupportedOptionError(
@@ -218,5 +211,7 @@ def _read_aliases(others: dict[str, Any], *, dtype: Any, parallelism: Any) -> di
                 "Weights are read one at a time, from safetensors if present.",
                 "Remove it.",
             )
-    reject_arguments("from_pretrained", others, _ARGUMENTS)
-    return {"dtype": dtype, "parallelism": parallelism}
+    if options.attn_implementation == "sdpa":  # every backend's own stands for torch's
+        changed["attn_implementation"] = None
+    reject_arguments(function.__name__, others, keywords(function), like="from_pretrained")
+    return options.changed(**changed)

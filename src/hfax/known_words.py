@@ -7,27 +7,29 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import tomllib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 from hfax.errors import UnsupportedAttributeError, UnsupportedOptionError
 
 
-def reject_arguments(call: str, given: Iterable[str], known: Collection[str]) -> None:
+def reject_arguments(call: str, given: Iterable[str], known: Collection[str], *, like: str | None = None) -> None:
     """Raise for keyword arguments that a call does not have.
 
     Args:
         call: its name, such as "from_pretrained".
         given: names that it does not have.
         known: names that it has, for a hint at misspelt ones.
+        like: the call of the table whose words it shares; None: its own.
 
     Raises:
         UnsupportedOptionError: for the first of `given`.
     """
     for name in given:
-        if (word := words()["arguments"].get(call, {}).get(name)) is not None:
+        if (word := words()["arguments"].get(like or call, {}).get(name)) is not None:
             raise UnsupportedOptionError(f"{call}() does not take {name}.", word["why"], word["fix"])
         near = difflib.get_close_matches(name, known, n=1)
         raise UnsupportedOptionError(
@@ -47,6 +49,12 @@ def missing_attribute(kind: str, name: str) -> AttributeError:
     if (word := words()["attributes"].get(name)) is None:
         return AttributeError(f"{kind!r} object has no attribute {name!r}")
     return UnsupportedAttributeError(f"{kind} has no {name}.", word["why"], word["fix"])
+
+
+def keywords(function: Callable[..., Any]) -> set[str]:
+    """The names of a function's arguments, `self` and `**kwargs` left out."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name for p in parameters if p.name != "self" and p.kind is not p.VAR_KEYWORD}
 
 
 def has_word(call: str, name: str) -> bool:

@@ -18,8 +18,6 @@ from hfax.load.skeleton import Skeleton
 from hfax.sharding.layout import Layout
 from hfax.sharding.mesh import make_mesh
 from hfax.sharding.partition import Role, ShardingPlan, make_plan
-from hfax.sharding.structure import find_roles
-from hfax.tracing.abstract import example_inputs, without_weights
 
 Parallelism = str | Mapping[str, int] | Mesh | Mapping[str, PartitionSpec | str | Mapping[str, int] | Mesh] | None
 
@@ -101,6 +99,9 @@ def roles_of(skeleton: Skeleton) -> dict[str, Role]:
 
 
 def _traced_roles(skeleton: Skeleton) -> dict[str, Role]:
+    from hfax.sharding.structure import find_roles  # few models need a trace of their structure
+    from hfax.tracing.abstract import example_inputs, without_weights
+
     module = skeleton.module
     traced, params = without_weights(skeleton)
     try:

@@ -64,7 +64,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(model, kind):
     options = {**kind, "max_new_tokens": 41}
     seed = options.pop("seed", 0)
     given = {**options, "num_assistant_tokens": 3}
-    loop, inputs, _ = model.open_loop(PROMPT, seed=seed, assistant_model=model, **given)
+    loop, inputs = model.open_loop(model.read_request(PROMPT, seed=seed, assistant_model=model, **given))
     state = loop.advance(loop.start(inputs), 41)
     assert int(state["step"]) == 41
     assert int(state["rounds"]) == 10

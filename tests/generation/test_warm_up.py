@@ -89,7 +89,8 @@ def test_encoder_decoders_and_padding_that_is_token_0():
 def test_a_decoding_program_copies_no_cache(dtype, options):
     """Its state is donated whole, and beside it the program needs less memory than one layer's keys."""
     model = qwen(dtype=dtype)
-    loop, inputs, _ = model.open_loop([[5] * 100], max_new_tokens=4000, do_sample=False, **options)
+    request = model.read_request([[5] * 100], max_new_tokens=4000, do_sample=False, **options)
+    loop, inputs = model.open_loop(request)
     state = loop.start(inputs)
     programs = model._programs
     compiled = []

@@ -35,6 +35,10 @@ class LoadOptions:
     parallelism: Any = None
     plan: str | Path | None = None
 
+    def code_folder(self, source: CheckpointSource | None) -> str | None:
+        """Where to import custom modelling code from; None if it is not trusted, or there is no checkpoint."""
+        return str(source.folder) if source is not None and self.trust_remote_code else None
+
     def changed(self, **values: Any) -> LoadOptions:
         """A copy with the given values replaced."""
         return dataclasses.replace(self, **values)

@@ -47,7 +47,8 @@ class HfaxSubject:
         options: dict[str, Any] = {"max_new_tokens": most, "do_sample": False}
         if case.draft_tokens:
             options["prompt_lookup_num_tokens"] = case.draft_tokens
-        loop, inputs, prompts = self.model.open_loop(prompt, **options)
+        request = self.model.read_request(prompt, **options)
+        loop, inputs = self.model.open_loop(request)
         first = jax.block_until_ready(loop.advance(loop.start(inputs), 2))
         before = int(first["step"])
         self._note_cache(first)
@@ -57,7 +58,7 @@ class HfaxSubject:
             start = time.perf_counter()
             state = jax.block_until_ready(loop.advance(state, before + case.tokens))
             seconds = time.perf_counter() - start
-            at = prompts.padded_length
+            at = request.prompts.padded_length
             steps = int(state["step"])
             tokens = np.array(state["tokens"])[0, at : at + before + case.tokens].tolist()
             # a speculative round can overshoot the requested tokens, up to the limit
@@ -67,9 +68,11 @@ class HfaxSubject:
         return run
 
     def _prefill(self, prompt: np.ndarray) -> Callable[[], tuple[float, list[int]]]:
+        request = self.model.read_request(prompt, max_new_tokens=1, do_sample=False)
+
         def run() -> tuple[float, list[int]]:
             start = time.perf_counter()
-            loop, inputs, _ = self.model.open_loop(prompt, max_new_tokens=1, do_sample=False)
+            loop, inputs = self.model.open_loop(request)
             state = jax.block_until_ready(loop.start(inputs))
             seconds = time.perf_counter() - start
             return seconds, np.array(state["tokens"])[0, prompt.shape[1] : prompt.shape[1] + 1].tolist()

@@ -218,24 +218,17 @@ def build_skeleton(
 
 
 def with_dtype(skeleton: Skeleton, dtype: torch.dtype) -> Skeleton:
-    """The same module with another floating-point dtype; modules that transformers keeps in float32 are unchanged.
+    """The same module built for another floating-point dtype; `hfax.load.rules.dtype_rule` tells which weights differ from it.
 
-    Modifies the module in place: do not use the given skeleton afterwards.
+    The skeleton that is given must not be used any more: its module is changed.
     """
-    from transformers.core_model_loading import build_glob_alternation
-
-    module = skeleton.module
-    plan = module._get_dtype_plan(dtype)
-    kept = build_glob_alternation(list(plan))[0] if plan else None
-    shapes = dict(skeleton.shapes)
-    for name, tensor in skeleton.shapes.items():
-        if tensor.dtype == skeleton.dtype and (kept is None or not kept.search(name)):
+    for tensor in skeleton.shapes.values():
+        if tensor.dtype == skeleton.dtype:
             tensor.data = tensor.data.to(dtype)
-            shapes[name] = tensor
-    for part in module.modules():
+    for part in skeleton.module.modules():
         if isinstance(part, PreTrainedModel):
             part.config.dtype = dtype
-    return dataclasses.replace(skeleton, dtype=dtype, shapes=shapes, derived={})
+    return dataclasses.replace(skeleton, dtype=dtype, derived={})
 
 
 def _rename_attention(module: PreTrainedModel, names: Mapping[str, str]) -> None:

@@ -46,8 +46,6 @@ def open_skeleton(
         UnsupportedModelError: there is no class for the model, or it is quantized in a format other than hfax's.
         UnsupportedOptionError: the model does not support the task, or hfax does not support the attention implementation.
     """
-    if attn_implementation == "sdpa":  # replaced by hfax's attention
-        attn_implementation = None
     if attn_implementation not in (None, "eager"):
         raise UnsupportedOptionError(
             f"attn_implementation={attn_implementation!r} is not supported.",

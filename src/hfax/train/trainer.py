@@ -12,7 +12,7 @@ import optax
 
 from hfax.backends.jax.model import JaxModel
 from hfax.errors import HfaxError, InvalidInputError
-from hfax.known_words import reject_arguments
+from hfax.known_words import keywords, reject_arguments
 from hfax.sharding.mesh import BATCH_AXES, size_of
 from hfax.train.arguments import TrainingArguments
 from hfax.train.checkpoints import Checkpoints
@@ -66,8 +66,7 @@ class Trainer:
         trainable: Trainable = None,
         **others: Any,
     ) -> None:
-        known = ("model", "args", "train_dataset", "eval_dataset", "data_collator", "optimizer", "loss", "trainable")
-        reject_arguments("Trainer", others, known)
+        reject_arguments("Trainer", others, keywords(Trainer.__init__))
         self.model, self.args = model, args
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._folder = Path(args.output_dir)

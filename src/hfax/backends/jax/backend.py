@@ -197,7 +197,7 @@ def _open_skeleton(
         dtype=options.dtype,
         stored_dtype=stored_dtype,
         attn_implementation=options.attn_implementation,
-        code_folder=str(source.folder) if source is not None and options.trust_remote_code else None,
+        code_folder=options.code_folder(source),
     )
 
 

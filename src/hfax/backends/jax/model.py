@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.core import Tracer
 from transformers import GenerationConfig
 
 from hfax.backends.base_model import BaseModel, Request, as_ids_tuple, draw_seed
@@ -36,6 +35,7 @@ from hfax.launch.driven import drive
 from hfax.launch.together import agree
 from hfax.load.host_arrays import to_numpy
 from hfax.load.nnx_state import weights_of
+from hfax.load.rules import dtype_rule
 from hfax.load.skeleton import Skeleton, with_dtype
 from hfax.lora.adapters import Adapters, trained_names
 from hfax.lora.methods import AdapterMethods
@@ -46,7 +46,7 @@ from hfax.programs.model_parts import ModelParts
 from hfax.programs.program_cache import ProgramCache
 from hfax.sharding.layout import Layout
 from hfax.sharding.partition import ShardingPlan
-from hfax.tracing.structure import flatten, has_torch, is_array, unflatten
+from hfax.tracing.structure import flatten, has_torch, is_array, is_traced, unflatten
 from hfax.tracing.traced_model import TracedModel
 from hfax.tracing.training import Training
 
@@ -167,7 +167,7 @@ class JaxModel(AdapterMethods, BaseModel):
                 "No torch module loads integers with hfax's scales.",
                 "Use model.params, or load the checkpoint without quantization.",
             )
-        own = self.params if self.adapters.active is None else self.adapters.without(self.params)
+        own = self._own_weights()
         names = list(own)
         found = dict(zip(names, as_torch_tree([own[name] for name in names]), strict=True))
         return found | {alias: found[name] for alias, name in self._tied.items()}
@@ -251,7 +251,7 @@ class JaxModel(AdapterMethods, BaseModel):
             OutOfMemoryError: the program does not fit the device.
         """
         inputs = self._by_name(args, inputs)
-        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(inputs)):
+        if any(is_traced(array) for array in flatten(inputs)[0]):
             raise InvalidInputError(
                 f"{type(self).__name__} was called inside a JAX transformation (jit, grad, vmap, …).",
                 "Calling the model runs its own compiled program; its weights would become constants of yours.",
@@ -363,7 +363,7 @@ class JaxModel(AdapterMethods, BaseModel):
     ) -> Any:
         request, to_torch = self._read_request(inputs, generation_config, options, seed, timestamps, assistant_model)
         generated = run_generation(
-            *self._open(request),
+            *self.open_loop(request),
             request.prompts,
             request.options,
             streamer=streamer,
@@ -379,22 +379,36 @@ class JaxModel(AdapterMethods, BaseModel):
             give=lambda array: give(array, to_torch),
         )
 
-    def open_loop(
+    def read_request(
         self, inputs: Any, *, seed: int = 0, assistant_model: JaxModel | None = None, **options: Any
-    ) -> tuple[GenerationLoop, dict[str, jax.Array], requests.Prompts]:
-        """The loop of `generate` before its first step, for code that runs it step by step.
+    ) -> Request:
+        """The checked and padded call of `generate`, for code that runs its loop step by step.
 
         Args:
             inputs: as in `generate`.
             seed: as in `generate`.
             assistant_model: as in `generate`.
             **options: as in `generate`, without a streamer.
-
-        Returns:
-            The loop, the inputs of its `start`, and the padded prompts.
         """
-        request, _ = self._read_request(inputs, None, options, seed, None, assistant_model)
-        return *self._open(request), request.prompts
+        return self._read_request(inputs, None, options, seed, None, assistant_model)[0]
+
+    def open_loop(self, request: Request) -> tuple[GenerationLoop, dict[str, jax.Array]]:
+        """The loop of `generate` before its first step, and the inputs of its `start`.
+
+        Args:
+            request: from `read_request`.
+        """
+        return open_loop(
+            self._traced,
+            self._programs,
+            self._arrays(),
+            self._layout,
+            request.prompts,
+            request.options,
+            static=request.static,
+            vocab_size=self._num_logits(),
+            buckets=self._buckets,
+        )
 
     def _read_request(
         self,
@@ -476,12 +490,13 @@ class JaxModel(AdapterMethods, BaseModel):
         def run(batch_size: int, prompt_length: int) -> Size:
             given = {**options, "max_new_tokens": max_new_tokens}
             prompt = self.example_prompt(batch_size, prompt_length)
-            loop, inputs, prompts = self.open_loop(prompt, **given, assistant_model=assistant)
+            request = self.read_request(prompt, **given, assistant_model=assistant)
+            loop, inputs = self.open_loop(request)
             state = loop.start(inputs)
             if max_new_tokens > 1:
                 state = loop.advance(state, 2)
             jax.block_until_ready(state)
-            return (*prompts.padded_shape, loop.capacity)
+            return (*request.prompts.padded_shape, loop.capacity)
 
         return warm_up(run, batch_sizes, prompt_lengths, progress=progress)
 
@@ -622,7 +637,9 @@ class JaxModel(AdapterMethods, BaseModel):
                 "Cast the model first, then add or load the adapters.",
             )
         self._skeleton = with_dtype(self._skeleton, dtype)
-        wanted = {name: jnp.dtype(str(t.dtype).removeprefix("torch.")) for name, t in self._skeleton.shapes.items()}
+        rule = dtype_rule(self._skeleton.module, dtype)
+        dtypes = {name: rule(name, meta) for name, meta in self._skeleton.shapes.items()}
+        wanted = {name: jnp.dtype(str(dtype).removeprefix("torch.")) for name, dtype in dtypes.items()}
         self.params = {
             name: dataclasses.replace(a, dtype=wanted[name])
             if isinstance(a, QuantizedArray)
@@ -644,13 +661,17 @@ class JaxModel(AdapterMethods, BaseModel):
         other.params, other.buffers = other._layout.put(self.params), other._layout.put(self.buffers)
         return other
 
+    def _own_weights(self) -> dict[str, jax.Array]:
+        """The weights without the arrays of an active adapter."""
+        return self.params if self.adapters.active is None else self.adapters.without(self.params)
+
     def _arrays(self) -> dict[str, jax.Array]:
         """The arrays that programs take besides inputs: JAX cannot serialize a program that closes over arrays."""
         return {**self.buffers, **self.params}
 
     def sampling_values(self, prompt_length: int, **options: Any) -> dict[str, Any]:
         """The arrays that programs of `generate` take for these options, by name, from `make_sampling_spec`."""
-        request, _ = self._request(self.example_prompt(1, prompt_length), None, dict(options), 0)
+        request = self.read_request(self.example_prompt(1, prompt_length), **options)
         _, values = make_sampling_spec(
             request.options.config,
             vocab_size=self._num_logits(),
@@ -659,19 +680,6 @@ class JaxModel(AdapterMethods, BaseModel):
             **request.options.extra_sampling,
         )
         return dict(values)
-
-    def _open(self, request: Request) -> tuple[GenerationLoop, dict[str, jax.Array]]:
-        return open_loop(
-            self._traced,
-            self._programs,
-            self._arrays(),
-            self._layout,
-            request.prompts,
-            request.options,
-            static=request.static,
-            vocab_size=self._num_logits(),
-            buckets=self._buckets,
-        )
 
     def save_pretrained(self, folder: str | Path, *, format: str = "safetensors", max_shard_size: str = "50GB") -> None:
         """Write config, generation config and weights to a folder; adapter weights are included only if merged.
@@ -689,8 +697,7 @@ class JaxModel(AdapterMethods, BaseModel):
         """
         from hfax.load.save_pretrained import save_model
 
-        own = self.params if self.adapters.active is None else self.adapters.without(self.params)
-        save_model(Path(folder), self._skeleton, own, self.generation_config, format, max_shard_size)
+        save_model(Path(folder), self._skeleton, self._own_weights(), self.generation_config, format, max_shard_size)
 
 
 def _is_described(value: Any) -> bool:

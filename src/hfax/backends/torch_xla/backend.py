@@ -85,7 +85,7 @@ def _open_skeleton(
     """Like `hfax.tracing.abstract.open_skeleton`, with torch_xla's attention and experts."""
     from hfax.backends.torch_xla.kernels import ADDITIVE_NAME, NAME, register_interfaces
 
-    if options.attn_implementation not in (None, "sdpa", "eager"):
+    if options.attn_implementation not in (None, "eager"):
         raise UnsupportedOptionError(
             f"attn_implementation={options.attn_implementation!r} is not supported.",
             "Kernels written for other torch devices do not run on XLA.",
@@ -98,10 +98,8 @@ def _open_skeleton(
             'Use the unquantized checkpoint, or backend="jax" if hfax saved it.',
         )
     register_interfaces()
-    is_eager = options.attn_implementation == "eager"
-    attention: Any = "eager" if is_eager else {"sdpa": NAME, "eager": ADDITIVE_NAME}
-    code_folder = str(source.folder) if source is not None and options.trust_remote_code else None
-    model_class = resolve_model_class(config, options.task, code_folder=code_folder)
+    attention: Any = options.attn_implementation or {"sdpa": NAME, "eager": ADDITIVE_NAME}
+    model_class = resolve_model_class(config, options.task, code_folder=options.code_folder(source))
     dtype = resolve_dtype(options.dtype, config, stored_dtype)
     return build_skeleton(model_class, config, dtype, attention=attention, experts=NAME)
 
