@@ -31,7 +31,7 @@ def names_of(case: tuple[Architecture, Variation]) -> str:
 @pytest.mark.parametrize("case", CORPUS, ids=names_of)
 def test_what_once_failed_agrees(case: tuple[Architecture, Variation]) -> None:
     (result,) = run_cases([case[0]], [case[1]])
-    assert sweep.outcome_of(result) in ("works", "refused"), result.reason
+    assert result.verdict in ("works", "refused"), result.reason
 
 
 def test_a_seed_draws_the_same_and_another_seed_something_else() -> None:
@@ -82,6 +82,62 @@ def test_images_have_the_sizes_that_were_drawn() -> None:
     assert varied.forward["attention_mask"].sum(1).tolist() == [2 + 3 + 6, 2 + 8 + 5]
 
 
+def test_prompts_with_images_have_the_padding_that_was_drawn() -> None:
+    (architecture,) = (a for a in architectures("image-text-to-text") if a.model_type == "qwen2_vl")
+    config = small_config(architecture)
+    model = transformers.Qwen2VLForConditionalGeneration(config).eval()
+    inputs = make_inputs(model, "image-text-to-text")
+
+    def rows(padding: str) -> tuple[CaseInputs, list[torch.Tensor]]:
+        varied = vary_inputs(model, inputs, Variation(image_sizes=((1, 1), (4, 2)), around=(2, 6), padding=padding))
+        ids, mask = varied.forward["input_ids"], varied.forward["attention_mask"]
+        assert torch.equal(varied.generate["attention_mask"][:, -1], torch.ones(2, dtype=torch.long))
+        return varied, [row[real.bool()] for row, real in zip(ids, mask, strict=True)]
+
+    left, texts = rows("left")
+    assert left.forward["attention_mask"][0].tolist() == [0] * 6 + [1] * 9
+    right, same = rows("right")
+    assert right.forward["attention_mask"][0].tolist() == [1] * 9 + [0] * 6
+    assert all(map(torch.equal, texts, same))
+    holes, fewer = rows("holes")
+    assert all(len(a) < len(b) for a, b in zip(fewer, texts, strict=True))
+    for one in (right, holes):
+        assert torch.equal(one.generate["input_ids"], left.forward["input_ids"])
+        assert (one.forward["input_ids"] == config.image_token_id).sum() == 1 + 8
+
+
+def test_an_interrupted_sweep_resumes_and_its_page_counts_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ran: list[str] = []
+    fails = {"mistral"}
+
+    def run(architectures, variations, *, on_result, **_):
+        results = []
+        for architecture, variation in zip(architectures, variations, strict=True):
+            ran.append(architecture.model_type)
+            outcome = {"outcome": "generate differs", "reason": "row 0 | 1"} if architecture.model_type in fails else {}
+            results.append(CaseResult(**dataclasses.asdict(architecture), variation=variation, **outcome))
+            on_result(results[-1])
+        return results
+
+    monkeypatch.setattr(sweep, "run_cases", run)
+    file, page = tmp_path / "draws.jsonl", tmp_path / "page.md"
+    given = {"mappings": ["causal-lm"], "model_types": ["llama", "mistral"], "json_file": file, "markdown": page}
+    sweep.run_sweep(draws=2, **given)
+    assert ran == ["llama", "mistral"] * 2
+    assert "| causal-lm | 4 | 2 | 0 | 0 | 2 |" in page.read_text()
+    assert "| mistral | generate differs | row 0 / 1 | 2 |" in page.read_text()
+    with file.open("a") as lines:
+        lines.write('{"mapping": "causal-lm", "mod')  # the process was killed here
+    ran.clear()
+    fails.clear()
+    sweep.run_sweep(draws=3, **given)
+    assert ran == ["mistral", "mistral", "llama", "mistral"]  # what failed again, and the third of each
+    assert "| causal-lm | 6 | 6 | 0 | 0 | 0 |" in page.read_text()
+    ran.clear()
+    sweep.run_sweep(draws=3, **given)
+    assert not ran
+
+
 def test_an_agreeing_variation_works_and_a_window_that_is_off_by_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_case(MISTRAL, variation=WINDOWED).outcome == "works"
     plain = hfax.AutoModelForTPU.from_pretrained
@@ -125,8 +181,8 @@ def test_the_corpus_keeps_each_case_once(tmp_path: Path) -> None:
 def test_hfaxs_own_errors_are_no_defects() -> None:
     fields = dataclasses.asdict(MISTRAL)
     refused = CaseResult(**fields, outcome="forward fails", reason="UnsupportedModelError: it is so")
-    assert sweep.outcome_of(refused) == "refused"
-    assert sweep.outcome_of(CaseResult(**fields, outcome="forward fails", reason="TypeError: x")) == "forward fails"
+    assert refused.verdict == "refused"
+    assert CaseResult(**fields, outcome="forward fails", reason="TypeError: x").verdict == "forward fails"
     with pytest.raises(InvalidInputError, match="Unknown mapping nothing"):
         sweep.run_sweep(draws=1, mappings=["nothing"])
 

@@ -15,7 +15,7 @@ EXAMPLES = """[bold]Examples[/bold]
 
   hfax matrix --mapping causal-lm --only llama,mamba
   hfax matrix --json-file build/support.json --markdown docs/support.md
-  hfax matrix --draws 20 --seed 100 --mapping causal-lm --corpus failures.json"""
+  hfax matrix --draws 20 --seed 100 --mapping causal-lm --json-file build/draws.jsonl --corpus failures.json"""
 
 
 def matrix(
@@ -27,7 +27,11 @@ def matrix(
     tensor: Annotated[int, typer.Option(help="Tensor parallelism over this many virtual devices.", min=1)] = 1,
     timeout_s: Annotated[float, typer.Option(help="Timeout per architecture, in seconds.")] = 300.0,
     json_file: Annotated[
-        Path | None, typer.Option(help="Write the results to this JSON file.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="Write the results to this JSON file. With --draws: JSON Lines; an interrupted run resumes from it.",
+            show_default=False,
+        ),
     ] = None,
     markdown: Annotated[
         Path | None, typer.Option(help="Write the table to this Markdown file.", show_default=False)
@@ -43,11 +47,9 @@ def matrix(
 ) -> None:
     """Run a small random model of every architecture in hfax and in plain transformers, and compare the results."""
     with reporting(verbose):
-        if draws and (tensor > 1 or json_file is not None or markdown is not None):
+        if draws and tensor > 1:
             raise UnsupportedOptionError(
-                "--draws cannot be combined with --tensor, --json-file or --markdown.",
-                "Random variations run on one device and are not part of the support table.",
-                "Omit --tensor, --json-file and --markdown.",
+                "--draws cannot be combined with --tensor.", "Random variations run on one device.", "Omit --tensor."
             )
         if not draws and (seed or corpus is not None):
             raise InvalidInputError(
@@ -55,7 +57,8 @@ def matrix(
                 "They apply only to random variations.",
                 "Add, for example, --draws 20.",
             )
-        from hfax.matrix.command import HFAX_FAILS, run_matrix
+        from hfax.matrix.case import HFAX_FAILS
+        from hfax.matrix.command import run_matrix
         from hfax.matrix.sweep import run_sweep
 
         console = make_console()
@@ -66,7 +69,16 @@ def matrix(
             console.print(line, highlight=False, markup=False, soft_wrap=True)
 
         if draws:
-            counts = run_sweep(draws=draws, seed=seed, corpus=corpus, say=say, **which, **how)
+            counts = run_sweep(
+                draws=draws,
+                seed=seed,
+                corpus=corpus,
+                json_file=json_file,
+                markdown=markdown,
+                say=say,
+                **which,
+                **how,
+            )
             failed = sum(counts[outcome] for outcome in HFAX_FAILS)
         else:
             failed = run_matrix(tensor=tensor, json_file=json_file, markdown=markdown, say=say, **which, **how)

@@ -42,6 +42,11 @@ _WITH_SCORES = {"return_dict_in_generate": True, "output_scores": True}
 _TIE = 1e-4
 """If the reference's two best logits are closer than this, its greedy token is a tie."""
 
+HFAX_FAILS = ("forward fails", "forward differs", "generate fails", "generate differs")
+"""Outcomes that are hfax failures, not failures of shrinking or transformers."""
+_REFUSALS = ("UnsupportedModelError", "UnsupportedOptionError", "InvalidInputError")
+"""hfax errors that reject unsupported input."""
+
 
 @dataclasses.dataclass(kw_only=True)
 class CaseResult:
@@ -77,6 +82,12 @@ class CaseResult:
     split: float | None = None
     seconds: float = 0.0
     variation: Variation | None = None
+
+    @property
+    def verdict(self) -> str:
+        """The outcome; "refused" for hfax's own errors."""
+        is_refused = self.outcome in HFAX_FAILS and self.reason.partition(":")[0] in _REFUSALS
+        return "refused" if is_refused else self.outcome
 
 
 def run_case(architecture: Architecture, tensor: int = 1, variation: Variation | None = None) -> CaseResult:

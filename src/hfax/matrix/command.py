@@ -13,12 +13,9 @@ from pathlib import Path
 
 from hfax.errors import InvalidInputError
 from hfax.matrix.architectures import MAPPINGS, architectures
-from hfax.matrix.case import CaseResult
+from hfax.matrix.case import HFAX_FAILS, CaseResult
 from hfax.matrix.report import render, versions
 from hfax.matrix.runner import run_cases
-
-HFAX_FAILS = ("forward fails", "forward differs", "generate fails", "generate differs")
-"""Outcomes that are hfax failures, not failures of shrinking or transformers."""
 
 
 def run_matrix(

@@ -5,6 +5,7 @@ Turns mappings, a number of draws and a seed into counts and a list of minimised
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections import Counter
@@ -12,16 +13,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hfax.matrix import records
 from hfax.matrix.architectures import Architecture, architectures, small_config
-from hfax.matrix.case import CaseResult
-from hfax.matrix.command import HFAX_FAILS, check_mappings, replace_file
+from hfax.matrix.case import HFAX_FAILS, CaseResult
+from hfax.matrix.command import check_mappings, replace_file
 from hfax.matrix.runner import run_cases
 from hfax.matrix.variations import Variation, draw
 from hfax.synthetic.images import AROUND, SIZES
 from hfax.synthetic.inputs import GENERATING
-
-REFUSALS = ("UnsupportedModelError", "UnsupportedOptionError", "InvalidInputError")
-"""hfax errors that reject unsupported input: not failures."""
 
 
 def run_sweep(
@@ -33,9 +32,11 @@ def run_sweep(
     num_jobs: int = 2,
     timeout_s: float = 300.0,
     corpus: Path | None = None,
+    json_file: Path | None = None,
+    markdown: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Counter[str]:
-    """Sample variations, run and compare them.
+    """Sample variations, run and compare them; each architecture gets its first before any gets its second.
 
     Args:
         draws: variations per architecture.
@@ -45,6 +46,9 @@ def run_sweep(
         num_jobs: number of parallel processes.
         timeout_s: time limit per case, in seconds.
         corpus: file to add minimised failures to.
+        json_file: file of `Record`s, a line each, added to as they arrive. Variations that it has are not run again, but for
+            hfax failures.
+        markdown: page of all records of `json_file`, written at the end.
         say: receives a line for each failure, and for each mapping.
 
     Returns:
@@ -54,45 +58,51 @@ def run_sweep(
         InvalidInputError: an unknown mapping.
     """
     check_mappings(mappings)
+    known = records.resume(json_file) if json_file is not None else {}
     total: Counter[str] = Counter()
     for mapping in mappings or GENERATING:
-        cases = list(_cases(mapping, model_types, draws, seed))
+        drawn = list(_cases(mapping, model_types, draws, seed))
+        cases = [(a, v, n) for a, v, n in drawn if not _is_done(known.get((mapping, a.model_type, n)))]
+        numbers = {(a.model_type, repr(v)): n for a, v, n in cases}
         counts: Counter[str] = Counter()
 
-        def show(result: CaseResult, counts: Counter[str] = counts) -> None:
-            counts[outcome_of(result)] += 1
-            if outcome_of(result) in HFAX_FAILS:
+        def keep(result: CaseResult, counts: Counter[str] = counts, numbers: dict[Any, int] = numbers) -> None:
+            counts[result.verdict] += 1
+            if result.verdict in HFAX_FAILS:
                 say(f"{result.outcome:16} {result.model_type}: {result.reason[:200]} {result.variation}")
+            record = records.record_of(result, numbers[result.model_type, repr(result.variation)])
+            known[record.key] = record
+            if json_file is not None:
+                records.append(json_file, record)
 
         results = run_cases(
-            [a for a, _ in cases], [v for _, v in cases], num_jobs=num_jobs, timeout_s=timeout_s, on_result=show
+            [a for a, _, _ in cases], [v for _, v, _ in cases], num_jobs=num_jobs, timeout_s=timeout_s, on_result=keep
         )
         say(f"{mapping}: {len(results)} drawn; " + ", ".join(f"{n} {outcome}" for outcome, n in counts.most_common()))
         total += counts
         if corpus is not None:
-            failed = [r for r in results if outcome_of(r) in HFAX_FAILS]
+            failed = [r for r in results if r.verdict in HFAX_FAILS]
             add_to_corpus(corpus, [minimise(r, timeout_s=timeout_s) for r in failed])
+    if markdown is not None:
+        replace_file(markdown, records.render(known.values()))
     return total
 
 
-def outcome_of(result: CaseResult) -> str:
-    """The outcome; "refused" for hfax's own errors."""
-    is_refused = result.outcome in HFAX_FAILS and result.reason.partition(":")[0] in REFUSALS
-    return "refused" if is_refused else result.outcome
+def _is_done(record: records.Record | None) -> bool:
+    return record is not None and record.outcome not in HFAX_FAILS
 
 
 def _cases(
     mapping: str, model_types: Sequence[str] | None, draws: int, seed: int
-) -> Iterable[tuple[Architecture, Variation]]:
+) -> Iterable[tuple[Architecture, Variation, int]]:
+    configs = {}
     for architecture in architectures(mapping):
-        if model_types is not None and architecture.model_type not in model_types:
-            continue
-        try:
-            config = small_config(architecture)
-        except Exception:  # the matrix reports what cannot be shrunken
-            continue
-        for number in range(seed, seed + draws):
-            yield architecture, draw(config, mapping, number)
+        if model_types is None or architecture.model_type in model_types:
+            with contextlib.suppress(Exception):  # the matrix reports what cannot be shrunken
+                configs[architecture] = small_config(architecture)
+    for number in range(seed, seed + draws):
+        for architecture, config in configs.items():
+            yield architecture, draw(config, mapping, number), number
 
 
 def minimise(result: CaseResult, *, timeout_s: float = 300.0) -> CaseResult:
@@ -104,7 +114,7 @@ def minimise(result: CaseResult, *, timeout_s: float = 300.0) -> CaseResult:
         is_smaller = False
         for variation in _smaller(smallest.variation or Variation()):
             (again,) = run_cases([architecture], [variation], num_jobs=1, timeout_s=timeout_s)
-            if again.outcome == result.outcome and outcome_of(again) in HFAX_FAILS:
+            if again.outcome == result.outcome and again.verdict in HFAX_FAILS:
                 smallest, is_smaller = again, True
                 break
     return smallest

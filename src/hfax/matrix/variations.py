@@ -16,7 +16,7 @@ import torch
 from transformers import PretrainedConfig
 
 from hfax.synthetic.fields import token_ids
-from hfax.synthetic.images import AROUND, feature_counts, prompts_with_images
+from hfax.synthetic.images import AROUND, feature_counts, image_token, prompts_with_images
 from hfax.synthetic.inputs import GENERATING, CaseInputs
 
 _ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2", "silu", "tanh", "sigmoid")
@@ -26,6 +26,8 @@ _LENGTHS = (1, 2, 5, 9, 17, 20, 33)
 _NEW_TOKENS = (1, 2, 6, 16, 16, 40)
 _SIDES = (1, 2, 3, 4, 6)
 _MOST_CHANGES = 6
+_HOLES = 5
+"""One of this many tokens is masked in a mask with holes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,8 +93,9 @@ def vary_inputs(model: Any, inputs: CaseInputs, variation: Variation) -> CaseInp
     if variation.image_sizes and "pixel_values" in inputs.forward and not model.config.is_encoder_decoder:
         text = token_ids(model, rows=2, length=sum(variation.around), seed=variation.seed)
         one, two = variation.image_sizes
-        forward = prompts_with_images(model, text, feature_counts, (one, two), variation.around)
-        return CaseInputs(forward=forward, generate=dict(forward), mask=forward["attention_mask"].bool())
+        left = prompts_with_images(model, text, feature_counts, (one, two), variation.around)
+        forward = _with_padding(left, variation.padding, image_token(model.config))
+        return CaseInputs(forward=forward, generate=left, mask=forward["attention_mask"].bool())
     if not variation.lengths or set(inputs.forward) - {
         "input_ids",
         "attention_mask",
@@ -113,7 +116,7 @@ def vary_inputs(model: Any, inputs: CaseInputs, variation: Variation) -> CaseInp
         return CaseInputs(forward=forward, generate={"input_ids": ids, "attention_mask": mask}, mask=None)
     mask = (place < real).long() if variation.padding == "right" else left
     if variation.padding == "holes":
-        mask = mask * ((place - width) % 5 != 2).long()
+        mask = mask * ((place - width) % _HOLES != 2).long()
         mask[:, -1] = 1
     forward = {n: v for n, v in (("input_ids", ids * mask), ("attention_mask", mask)) if n in inputs.forward}
     if "attention_mask" not in forward:  # the model cannot distinguish padding from text
@@ -122,6 +125,23 @@ def vary_inputs(model: Any, inputs: CaseInputs, variation: Variation) -> CaseInp
         forward["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
     generate = {"input_ids": ids * left, "attention_mask": left}
     return CaseInputs(forward=forward, generate=generate, mask=mask.bool())
+
+
+def _with_padding(left: dict[str, Any], padding: str, token: int | None) -> dict[str, Any]:
+    """Left-padded prompts with images, padded on the right or with some text tokens masked."""
+    ids, mask = left["input_ids"], left["attention_mask"]
+    rows, length = ids.shape
+    if padding == "right":
+        by_token = {n: v for n, v in left.items() if v.shape[:2] == (rows, length)}
+        shifts = (mask == 0).sum(1).tolist()
+        return left | {n: torch.stack([v[i].roll(-shifts[i], 0) for i in range(rows)]) for n, v in by_token.items()}
+    if padding == "holes":
+        is_hole = ((torch.arange(length) - length) % _HOLES == 2)[None] & (
+            ids != token if token is not None else ids > 0
+        )
+        is_hole[:, -1] = False
+        return left | {"input_ids": ids.masked_fill(is_hole, 0), "attention_mask": mask.masked_fill(is_hole, 0)}
+    return left
 
 
 def _possible_changes(config: PretrainedConfig, rng: random.Random) -> Iterator[dict[str, Any]]:
