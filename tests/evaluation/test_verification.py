@@ -10,8 +10,9 @@ import torch
 import transformers
 
 import hfax
-from hfax import AutoModelForTPU, UnsupportedModelError
+from hfax import AutoModelForTPU, InvalidInputError, UnsupportedModelError
 from hfax.evaluation.verification import _part_outputs, relative_error, verify
+from hfax.matrix.architectures import architectures, small_config
 from hfax.matrix.case import draw_weights
 from hfax.tracing.traced_model import TracedModel
 
@@ -100,13 +101,80 @@ def test_an_encoder_decoder_agrees(tokenizer, tmp_path):
     assert all(one.new_tokens > 0 for one in found.prompts)
 
 
-def test_what_cannot_be_compared_is_refused(folder, tokenizer, tmp_path):
+def test_what_takes_no_text_is_verified_on_random_inputs(tmp_path):
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=32, patch_size=8
+    )
+    model = transformers.ViTForImageClassification(config)
+    draw_weights(model)
+    model.save_pretrained(tmp_path)
+    found = verify(AutoModelForTPU.from_pretrained(tmp_path))
+    assert found.agrees
+    assert [(one.prompt, one.prompt_tokens) for one in found.prompts] == [("random pixel_values (2, 3, 32, 32)", 0)]
+    ours = AutoModelForTPU.from_pretrained(tmp_path)
+    name = next(n for n in ours.params if n.endswith("1.mlp.fc1.weight"))
+    ours.update({name: ours.params[name] * 1.01})
+    found = verify(ours)
+    assert not found.agrees
+    assert found.difference is not None
+    assert found.difference.part == name.removesuffix(".weight")
+    with pytest.raises(InvalidInputError, match="does not take prompts"):
+        verify(ours, None, PROMPTS)
+
+
+def test_speech_is_verified_with_its_text(tmp_path):
+    config = transformers.WhisperConfig(
+        vocab_size=99,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        num_mel_bins=8,
+        max_source_positions=20,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=3,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+    model = transformers.WhisperForConditionalGeneration(config)
+    draw_weights(model)
+    model.save_pretrained(tmp_path)
+    found = verify(AutoModelForTPU.from_pretrained(tmp_path), max_new_tokens=6)
+    assert found.agrees
+    assert [one.outcome for one in found.prompts] == ["agrees"]
+    assert found.prompts[0].new_tokens > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_images_are_verified_beside_the_prompts(dtype, tokenizer, tmp_path):
+    (architecture,) = (a for a in architectures("image-text-to-text") if a.model_type == "llava")
+    config = small_config(architecture)
+    model = transformers.LlavaForConditionalGeneration(config)
+    draw_weights(model)
+    model.save_pretrained(tmp_path)
+    ours = AutoModelForTPU.from_pretrained(tmp_path, dtype=dtype)
+
+    def encode(prompt, return_tensors):
+        ids = torch.tensor([[3 + len(word) for word in prompt.split()]])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    found = verify(ours, encode, PROMPTS, max_new_tokens=4)
+    assert found.agrees, found
+    assert [one.prompt for one in found.prompts[:2]] == list(PROMPTS)
+    assert "pixel_values" in found.prompts[2].prompt
+    assert found.not_verified is None
+
+
+def test_what_cannot_be_compared_is_refused(folder, tokenizer):
     with pytest.raises(UnsupportedModelError, match="without quantization"):
         verify(AutoModelForTPU.from_pretrained(folder, quantization="int8"), tokenizer, PROMPTS)
-    config = transformers.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
-    transformers.ViTForImageClassification(config).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="takes pixel_values"):
-        verify(AutoModelForTPU.from_pretrained(tmp_path), tokenizer, PROMPTS)
+    with pytest.raises(InvalidInputError, match="nothing to verify"):
+        verify(AutoModelForTPU.from_pretrained(folder), tokenizer)
 
 
 def test_errors_are_over_the_scale_and_of_real_tokens_alone():

@@ -12,7 +12,7 @@ import hfax
 from hfax.errors import InvalidInputError
 from hfax.matrix import sweep
 from hfax.matrix.architectures import Architecture, architectures, small_config
-from hfax.matrix.case import CaseResult, _with_ties_in_order, run_case
+from hfax.matrix.case import CaseResult, run_case, with_ties_in_order
 from hfax.matrix.runner import run_cases
 from hfax.matrix.variations import Variation, apply_changes, draw, vary_inputs
 from hfax.synthetic.inputs import CaseInputs, make_inputs
@@ -189,6 +189,6 @@ def test_hfaxs_own_errors_are_no_defects() -> None:
 
 def test_one_reference_breaks_ties_by_their_order() -> None:
     values, plain = torch.tensor([[1.0, 3.0, 2.0, 3.0, 3.0]]), torch.topk
-    assert _with_ties_in_order(lambda: values.topk(2)).indices.tolist() == [[1, 3]]
-    assert _with_ties_in_order(lambda: torch.topk(values, 2, largest=False)).values.tolist() == [[1.0, 2.0]]
+    assert with_ties_in_order(lambda: values.topk(2)).indices.tolist() == [[1, 3]]
+    assert with_ties_in_order(lambda: torch.topk(values, 2, largest=False)).values.tolist() == [[1.0, 2.0]]
     assert torch.topk is plain

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from silent_classes import blt_config
 
 import hfax
-from hfax import AutoModelForTPU, shrink_config
+from hfax import AutoModelForTPU
 from hfax.errors import UnsupportedModelError
 from hfax.kernels.target import compiling_for
 from hfax.matrix.case import draw_weights
@@ -22,18 +23,10 @@ from hfax.matrix.case import draw_weights
 _IDS = torch.tensor([[250, 3, 77, 254, 9, 1, 100, 101], [1, 2, 251, 4, 5, 255, 30, 31]]) % 199
 
 
-def _config(**fields: Any) -> transformers.BltConfig:
-    config: Any = shrink_config(
-        transformers.BltConfig(encoder_hash_byte_group_nb_functions=2, encoder_hash_byte_group_size=[3, 8], **fields)
-    )
-    config.global_config.encoder_cross_output_size = config.encoder_config.hidden_size * config.cross_attn_k
-    return config
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """Plain transformers' model and hfax's, with the same weights of unit gain."""
-    plain = transformers.BltForCausalLM(_config(patching_mode="space", patch_in_forward=False)).eval()
+    plain = transformers.BltForCausalLM(blt_config(patching_mode="space", patch_in_forward=False)).eval()
     draw_weights(plain)
     folder: Path = tmp_path_factory.mktemp("blt")
     plain.save_pretrained(folder)
@@ -80,11 +73,11 @@ def test_gradients_are_those_of_torch(models: tuple[Any, Any]) -> None:
 
 def test_patches_by_entropy_are_refused_and_not_guessed() -> None:
     """The default of Blt's checkpoints: where a patch begins depends on the text, and so do the shapes."""
-    model: Any = AutoModelForTPU.from_config(_config())
+    model: Any = AutoModelForTPU.from_config(blt_config())
     with pytest.raises(UnsupportedModelError, match=r"modeling_blt.py:\d+"):
         model(_IDS, use_cache=False)
 
 
 def test_the_doctor_says_that_the_rotation_is_another() -> None:
-    found = hfax.diagnose(_config(patching_mode="space", patch_in_forward=False))
+    found = hfax.diagnose(blt_config(patching_mode="space", patch_in_forward=False))
     assert found.refusals["llama-rotation"] == "rotate_half differs from Llama's"

@@ -1,21 +1,26 @@
 """Classes whose `generate` wrote other text than transformers', each for a reason of its own: greedy tokens and their logits."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import silent_classes
 import torch
 import transformers
+from silent_classes import CLASSES
+from silent_classes import GREEDY as _GREEDY
+from silent_classes import VOCAB as _VOCAB
+from silent_classes import ids as _ids
 
 from hfax import AutoModelForTPU
 from hfax.errors import UnsupportedModelError, UnsupportedOptionError
 from hfax.matrix.architectures import Architecture, small_config
 from hfax.matrix.case import draw_weights
 from hfax.tracing import geometry
-
-_VOCAB = 97
-_GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+from hfax.tracing.traits import SAME_LOOP, unlike_general_loop
 
 
 def _both(cls: Any, config: Any, folder: Path) -> tuple[Any, Any]:
@@ -27,147 +32,69 @@ def _both(cls: Any, config: Any, folder: Path) -> tuple[Any, Any]:
     return cls.from_pretrained(folder).eval(), AutoModelForTPU.from_pretrained(folder)
 
 
-def _ids(rows: int, length: int) -> torch.Tensor:
-    return torch.from_numpy(np.random.default_rng(length).integers(3, _VOCAB, (rows, length)))
-
-
-def _padded(length: int, *padding: int) -> dict[str, torch.Tensor]:
-    ids = _ids(len(padding), length)
-    mask = torch.stack([(torch.arange(length) >= n).long() for n in padding])
-    return {"input_ids": ids * mask, "attention_mask": mask}
-
-
 def _assert_same_text(plain: Any, ours: Any, inputs: dict[str, Any], new_tokens: int) -> None:
     options = {"max_new_tokens": new_tokens, "return_dict_in_generate": True, "output_logits": True, **_GREEDY}
     with torch.no_grad():
         expected = plain.generate(**inputs, **options)
     found = ours.generate(**inputs, **options)
-    for step, (mine, theirs) in enumerate(zip(found.logits, expected.logits, strict=True)):
-        assert (torch.as_tensor(mine) - theirs).abs().max() < 1e-4 * theirs.abs().max(), f"new token {step}"
-    assert found.sequences.tolist() == expected.sequences.tolist()
-
-
-def test_gpt_neo_windows_end_at_the_text_and_not_at_the_cache(tmp_path: Path) -> None:
-    config = transformers.GPTNeoConfig(
-        hidden_size=32,
-        num_layers=2,
-        num_heads=2,
-        attention_types=[[["global", "local"], 1]],
-        window_size=8,
-        vocab_size=_VOCAB,
-        max_position_embeddings=512,
-    )
-    _assert_same_text(*_both(transformers.GPTNeoForCausalLM, config, tmp_path), _padded(13, 4, 0), 12)
+    silent_classes.assert_same_text(found, expected)
 
 
 @pytest.fixture(scope="module")
-def rwkv(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    """Its layers are rescaled, which modelling code does to the weights the first time that it runs."""
-    config = transformers.RwkvConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        vocab_size=_VOCAB,
-        context_length=64,
-        rescale_every=1,
-        tie_word_embeddings=False,
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Any]]:
+    """Gives one of the seven classes in plain transformers and in hfax."""
+
+    @functools.cache
+    def load(name: str) -> tuple[Any, Any]:
+        folder = tmp_path_factory.mktemp(name)
+        return CLASSES[name].save(folder), AutoModelForTPU.from_pretrained(folder)
+
+    return load
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_they_write_what_transformers_writes(name: str, loaded: Callable[[str], tuple[Any, Any]]) -> None:
+    """NanoChat and Blt got Llama's rotation; GPT-Neo's windows ended at the cache, not the text; CTRL's token types were read;
+    RecurrentGemma's convolution took the padding of a prompt's bucket for text; RWKV's layers are rescaled in every program."""
+    plain, ours = loaded(name)
+    found = ours.generate(
+        **CLASSES[name].inputs(), max_new_tokens=12, return_dict_in_generate=True, output_logits=True, **_GREEDY
     )
-    return _both(transformers.RwkvForCausalLM, config, tmp_path_factory.mktemp("rwkv"))
+    silent_classes.assert_same_text(found, CLASSES[name].expected(plain, 12))
 
 
-def test_rwkv_writes_what_transformers_writes_and_rescales_its_layers_in_every_program(rwkv: tuple[Any, Any]) -> None:
-    _assert_same_text(*rwkv, {"input_ids": _ids(1, 5)}, 12)
+@pytest.mark.sweep
+@pytest.mark.parametrize("kernels", ["1", "0"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_three_hundred_tokens_with_and_without_kernels(
+    name: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer than every window and bucket of theirs."""
+    monkeypatch.setenv("HFAX_CPU_KERNELS", kernels)
+    plain, ours = CLASSES[name].save(tmp_path), AutoModelForTPU.from_pretrained(tmp_path)
+    found = ours.generate(
+        **CLASSES[name].inputs(), max_new_tokens=300, return_dict_in_generate=True, output_logits=True, **_GREEDY
+    )
+    silent_classes.assert_same_text(found, CLASSES[name].expected(plain, 300))
 
 
-def test_rwkv_rows_of_a_batch_do_not_read_each_other(rwkv: tuple[Any, Any]) -> None:
+def test_rwkv_rows_of_a_batch_do_not_read_each_other(loaded: Callable[[str], tuple[Any, Any]]) -> None:
     """transformers' own cached steps mix the rows of a batch; single prompts, and steps without a cache, do not."""
-    plain, ours = rwkv
+    plain, ours = loaded("rwkv")
     ids = _ids(3, 7)
     with torch.no_grad():
         alone = [plain.generate(row[None], max_new_tokens=12, **_GREEDY)[0].tolist() for row in ids]
     assert ours.generate(ids, max_new_tokens=12, **_GREEDY).tolist() == alone
 
 
-@pytest.fixture(scope="module")
-def recurrent_gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    config = transformers.RecurrentGemmaConfig(
-        hidden_size=32,
-        lru_width=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        head_dim=8,
-        vocab_size=_VOCAB,
-        attention_window_size=8,
-    )
-    return _both(transformers.RecurrentGemmaForCausalLM, config, tmp_path_factory.mktemp("recurrent_gemma"))
-
-
-@pytest.mark.parametrize("inputs", [{"input_ids": _ids(1, 5)}, _padded(7, 3, 0)], ids=["short", "left-padded"])
-def test_recurrent_gemma_reads_no_padding_but_the_given(
-    recurrent_gemma: tuple[Any, Any], inputs: dict[str, Any]
-) -> None:
-    """Its convolution took the padding of a prompt's bucket for text."""
-    _assert_same_text(*recurrent_gemma, inputs, 12)
-
-
-def test_ctrl_leaves_token_types_out_as_its_own_generate_does(tmp_path: Path) -> None:
-    config = transformers.CTRLConfig(n_embd=32, dff=64, n_layer=2, n_head=2, vocab_size=_VOCAB, n_positions=128)
-    plain, ours = _both(transformers.CTRLLMHeadModel, config, tmp_path)
-    inputs = _padded(13, 0, 4)
-    _assert_same_text(plain, ours, {**inputs, "token_type_ids": inputs["input_ids"] % 5}, 8)
-
-
-@pytest.fixture(scope="module")
-def florence(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    text = transformers.BartConfig(
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
-        vocab_size=_VOCAB,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=2,
-        forced_eos_token_id=None,
-    )
-    vision = transformers.Florence2VisionConfig(
-        depths=[1, 1],
-        patch_size=[7, 3],
-        patch_stride=[4, 2],
-        patch_padding=[3, 1],
-        patch_prenorm=[False, True],
-        embed_dim=[16, 32],
-        num_heads=[2, 2],
-        num_groups=[2, 2],
-        window_size=4,
-        projection_dim=32,
-        max_position_embeddings=8,
-        drop_path_rate=0.0,
-    )
-    config = transformers.Florence2Config(
-        text_config=text.to_dict(), vision_config=vision.to_dict(), image_token_id=_VOCAB - 1, tie_word_embeddings=False
-    )
-    folder = tmp_path_factory.mktemp("florence")
-    return _both(transformers.Florence2ForConditionalGeneration, config, folder)
-
-
-def _about_an_image(seed: int, rows: int = 2) -> dict[str, torch.Tensor]:
-    """32 by 32 pixels are 16 places after two halvings and a fourth, and one for their mean."""
-    ids = _ids(rows, 24) % (_VOCAB - 2)
-    ids[:, :17] = _VOCAB - 1
-    pixels = torch.randn(rows, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
+def test_recurrent_gemma_reads_no_padding_of_a_short_prompt(loaded: Callable[[str], tuple[Any, Any]]) -> None:
+    _assert_same_text(*loaded("recurrent_gemma"), {"input_ids": _ids(1, 5)}, 12)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_florence_writes_about_the_image(florence: tuple[Any, Any], rows: int) -> None:
-    plain, ours = florence
-    inputs, other = _about_an_image(1, rows), _about_an_image(2, rows)
+def test_florence_writes_about_the_image(loaded: Callable[[str], tuple[Any, Any]], rows: int) -> None:
+    plain, ours = loaded("florence2")
+    inputs, other = silent_classes.about_an_image(1, rows), silent_classes.about_an_image(2, rows)
     _assert_same_text(plain, ours, inputs, 8)
     with torch.no_grad():
         first, second = (plain(**i, decoder_input_ids=torch.full((rows, 1), 2)).logits for i in (inputs, other))
@@ -284,3 +211,39 @@ def test_positions_of_a_prompt_with_sound_and_an_image_are_those_of_the_thinkers
     found = geometry.forward_positions(model, geometry.keep_on_host({n: v.numpy() for n, v in inputs.items()}))
     np.testing.assert_array_equal(found, expected)
     assert model.model.rope_deltas is None
+
+
+def test_a_class_that_changes_the_loop_of_generation_is_refused_by_the_method() -> None:
+    """hfax's loop would leave the change out, and write other text."""
+
+    class Biased(transformers.LlamaForCausalLM):
+        def _get_logits_processor(self, *args: Any, **options: Any) -> Any:
+            return super()._get_logits_processor(*args, **options)
+
+    config = transformers.LlamaConfig(
+        vocab_size=_VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    assert "overrides _get_logits_processor" in str(unlike_general_loop(Biased(config)))
+    assert unlike_general_loop(transformers.LlamaForCausalLM(config)) is None
+    for name in SAME_LOOP:
+        assert issubclass(getattr(transformers, name), transformers.GenerationMixin)
+
+
+def test_voxtral_realtime_reads_sound_at_every_step_and_is_refused(tmp_path: Path) -> None:
+    """Every new token reads the next piece of the sound: the whole of it was added to the prompt's embeddings."""
+    size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    size |= {"intermediate_size": 32, "head_dim": 8}
+    config = transformers.VoxtralRealtimeConfig(
+        text_config={**size, "vocab_size": _VOCAB, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3},
+        audio_config={**size, "num_mel_bins": 8, "max_position_embeddings": 128},
+    )
+    plain, ours = _both(transformers.VoxtralRealtimeForConditionalGeneration, config, tmp_path)
+    inputs = {"input_ids": _ids(2, 4), "attention_mask": torch.ones(2, 4, dtype=torch.long)}
+    sound = torch.randn(2, 8, 6 * 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = plain(**inputs, input_features=sound[:, :, : 4 * 8]).logits
+    found = ours(**inputs, input_features=sound[:, :, : 4 * 8]).logits
+    assert (torch.as_tensor(found) - expected).abs().max() < 1e-4 * expected.abs().max()
+    with pytest.raises(UnsupportedModelError, match="does not support VoxtralRealtime") as caught:
+        ours.generate(**inputs, input_features=sound, max_new_tokens=2)
+    assert "part of transformers' generation loop" in caught.value.why

@@ -255,6 +255,17 @@ def test_an_operation_without_a_lowering_is_an_error_that_names_it() -> None:
         traced(lambda x: torch.geqrf(x)[0], _X)
 
 
+def test_shapes_that_do_not_fit_are_the_error_of_torch() -> None:
+    """As a TypeError, Python would say that two tensors cannot be added."""
+
+    def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x += y
+        return x
+
+    with pytest.raises(RuntimeError, match=r"add.*\(4, 6\), \(5, 6\)"):
+        traced(add, _X, np.zeros((5, 6), np.float32))
+
+
 def test_in_place_forms_without_a_lowering_use_the_functional_one() -> None:
     def function(x: Any) -> Any:
         x = x + 0

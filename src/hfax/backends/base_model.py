@@ -435,7 +435,12 @@ class BaseModel:
         except (NotImplementedError, AttributeError):
             return None
 
-    def _num_logits(self) -> int:
+    def num_logits(self) -> int:
+        """Number of logits for each token, which may exceed the tokenizer's vocabulary.
+
+        Raises:
+            UnsupportedOptionError: the model has no language-modelling head.
+        """
         head = self._skeleton.module.get_output_embeddings()
         size = getattr(head, "out_features", None) or self._vocab_size()
         if size is None:

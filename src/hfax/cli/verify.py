@@ -33,7 +33,10 @@ def verify(
     model: model_options.ModelArgument,
     prompts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="UTF-8 file with one prompt per line; default: four built-in prompts."),
+        typer.Option(
+            metavar="FILE",
+            help="UTF-8 file with one prompt per line, for models that take text; default: four built-in prompts.",
+        ),
     ] = None,
     max_new_tokens: Annotated[
         int, typer.Option(help="New tokens per prompt, greedy; 0: forward passes only.", min=0)
@@ -46,12 +49,13 @@ def verify(
     json_output: model_options.JsonOption = False,
     verbose: model_options.VerboseOption = False,
 ) -> None:
-    """Compare a checkpoint's logits and output with plain transformers. Exit code 1 if they differ.
+    """Compare a checkpoint's outputs and text with plain transformers. Exit code 1 if they differ.
 
-    Needs memory for three copies of the weights: hfax's, transformers', and, if they differ, one in a wider dtype.
+    Images, audio and other inputs besides text are random. Needs memory for three copies of the weights: hfax's, transformers',
+    and, if they differ, one in a wider dtype.
     """
     with reporting(verbose):
-        texts = _PROMPTS if prompts is None else _read(prompts)
+        texts = None if prompts is None else _read(prompts)
         options = model_options.ModelOptions(
             name=model,
             dtype=dtype,
@@ -62,11 +66,13 @@ def verify(
         )
         with PhaseDisplay(make_console()).following("comparing"):
             checkpoint = model_options.open_checkpoint(options)
-            tokenizer = checkpoint.load_tokenizer()
             loaded = checkpoint.load_model()
             from hfax.evaluation.verification import verify as compare
 
-            found = compare(loaded, tokenizer, texts, max_new_tokens=max_new_tokens)
+            if texts is None and loaded.main_input_name == "input_ids":
+                texts = _PROMPTS
+            tokenizer = checkpoint.load_tokenizer() if texts else None
+            found = compare(loaded, tokenizer, texts or (), max_new_tokens=max_new_tokens)
         typer.echo(json.dumps(dataclasses.asdict(found)) if json_output else _as_text(found))
         if not found.agrees:
             raise typer.Exit(1)
@@ -86,9 +92,10 @@ def _as_text(found) -> str:  # noqa: ANN001 (its class would import jax)
     verdict = "agrees with transformers" if found.agrees else "differs from transformers"
     lines = [f"{found.class_name} in {found.dtype} {verdict}"]
     for one in found.prompts:
+        given = f"{one.prompt_tokens} tokens" if not one.prompt.startswith("random ") else one.prompt
         written = f", {one.new_tokens} new tokens" if one.new_tokens else ""
         lines.append(
-            f"  {one.prompt_tokens} tokens{written}: {one.outcome}, logits within {one.forward_error:.1e} relative to their scale"
+            f"  {given}{written}: {one.outcome}, outputs within {one.forward_error:.1e} relative to their scale"
         )
         if one.rounding is not None:
             lines.append(f"    transformers' own rounding: {one.rounding:.1e}")
@@ -97,6 +104,8 @@ def _as_text(found) -> str:  # noqa: ANN001 (its class would import jax)
             lines.append(f"    the outputs diverge at new token {one.parted_at}{margin}")
     if found.padded_error is not None:
         lines.append(f"  all in one left-padded batch: logits within {found.padded_error:.1e}")
+    if found.not_verified is not None:
+        lines.append(f"  images and audio were not verified: {found.not_verified}")
     if (where := found.difference) is not None:
         lines.append(
             f"  first module that differs: {where.part or 'the model itself'} ({where.part_class}), by {where.error:.1e}"

@@ -168,7 +168,7 @@ class Engine:
         self.model, self.tokenizer, self.config = model, tokenizer, config or EngineConfig()
         _require_writer(model)
         parts = model.parts
-        self.vocab_size = parts.vocab_size
+        self.vocab_size = parts.num_logits()
         self.limits = _limits(self.config, parts.context)
         self.is_paged, self._why_slots = True, ""
         self._runner: PagedRunner | SlotRunner

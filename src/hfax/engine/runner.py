@@ -82,14 +82,14 @@ class TokenDrawer:
         self._slots = limits.max_num_seqs
         self._max_tokens = limits.max_model_len
         self._counts: dict[str, jax.Array] | None = None
+        self._vocab_size = parts.num_logits()
         self._made: dict[tuple[int, str], Program] = {}
         self.newest: jax.Array = parts.layout.put(np.zeros(self._slots, np.int32))
 
     def draw(self, logits: Logits, draws: list[Draw], owners: tuple[tuple[Part, int] | None, ...]) -> Drawn:
         """Sample one token for each of the first rows of `logits`."""
         kind = kind_of(draws)
-        vocab = self._parts.vocab_size
-        rows = make_rows(draws, logits.array.shape[0], kind, vocab_size=vocab, num_slots=self._slots)
+        rows = make_rows(draws, logits.array.shape[0], kind, vocab_size=self._vocab_size, num_slots=self._slots)
         return Drawn(arrays=self._run(kind, logits.array, rows), owners=owners)
 
     def _run(self, kind: str, logits: jax.Array, rows: dict[str, np.ndarray]) -> dict[str, jax.Array]:
@@ -112,7 +112,7 @@ class TokenDrawer:
     def remember(self, sequence: Sequence) -> None:
         """Load a sequence's token counts, for penalties, into its slot."""
         assert sequence.slot is not None
-        tokens = np.full(self._max_tokens + 1, self._parts.vocab_size, np.int32)
+        tokens = np.full(self._max_tokens + 1, self._vocab_size, np.int32)
         known = sequence.tokens(0, sequence.num_known)[: len(tokens)]
         tokens[: len(known)] = known
         is_written = np.arange(len(tokens)) >= len(sequence.prompt)
@@ -128,7 +128,7 @@ class TokenDrawer:
 
     def _require_counts(self) -> dict[str, jax.Array]:
         if self._counts is None:
-            self._counts = self._parts.layout.put(init_counts(self._slots, self._parts.vocab_size))
+            self._counts = self._parts.layout.put(init_counts(self._slots, self._vocab_size))
         assert self._counts is not None
         return self._counts
 
@@ -141,7 +141,7 @@ class TokenDrawer:
         """Compile every sampling program for this number of logits rows, and run it once."""
         num_rows = logits.shape[0]
         for kind in KINDS:
-            rows = make_rows([], num_rows, kind, vocab_size=self._parts.vocab_size, num_slots=self._slots)
+            rows = make_rows([], num_rows, kind, vocab_size=self._vocab_size, num_slots=self._slots)
             self._run(kind, logits, rows)
         length = self._max_tokens + 1
-        self._load(0, np.full(length, self._parts.vocab_size, np.int32), np.zeros(length, np.bool_))
+        self._load(0, np.full(length, self._vocab_size, np.int32), np.zeros(length, np.bool_))

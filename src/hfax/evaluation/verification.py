@@ -1,8 +1,8 @@
-"""Verifies a checkpoint against plain transformers: same logits and same text, or the first difference.
+"""Verifies a checkpoint against plain transformers: same outputs and same text, or the first difference.
 
-Turns a loaded model and prompts into a `Verification`. The reference is transformers' own class with the same weights and dtype,
-run by torch on the CPU. If the two differ by more than rounding, both run again recording every module's outputs, and then every
-operation's outputs in the first differing module.
+Turns a loaded model and prompts into a `Verification`. Images, audio and other inputs besides text are random. The reference is
+transformers' own class with the same weights and dtype, run by torch on the CPU. If the two differ by more than rounding, both run
+again recording every module's outputs, and then every operation's outputs in the first differing module.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ import transformers
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from hfax.backends.jax.model import JaxModel
-from hfax.errors import UnsupportedModelError
+from hfax.errors import InvalidInputError, UnsupportedModelError
 from hfax.kernels.target import compiling_for
+from hfax.load.host_arrays import to_numpy
+from hfax.synthetic.inputs import make_inputs
 from hfax.tracing.geometry import HostArray
 from hfax.tracing.torchax import as_array, is_tensor
 
@@ -33,8 +35,22 @@ _ROUNDING = 4.0
 """A difference up to this multiple of the reference's own error (against the next wider dtype) counts as rounding."""
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 _CACHES = ("past_key_values", "cache_params", "mems", "state")
+_BESIDE_TEXT = {"pixel_values", "input_features", "input_values"}
 
 Inputs = Mapping[str, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Call:
+    """Inputs of a forward pass, and those of `generate`."""
+
+    label: str
+    forward: Inputs
+    generate: Inputs
+
+    @property
+    def num_tokens(self) -> int:
+        return self.forward["input_ids"].shape[1] if "input_ids" in self.forward else 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,9 +58,9 @@ class PromptResult:
     """The result of one prompt.
 
     Args:
-        prompt: prompt text.
-        prompt_tokens: prompt length, in tokens.
-        forward_error: largest logit difference, relative to the largest logit.
+        prompt: prompt text; for random inputs their names and shapes.
+        prompt_tokens: prompt length, in tokens; 0 for inputs without text.
+        forward_error: largest difference of an output, relative to that output's largest value.
         rounding: the reference's own error in its dtype against the next wider one; None if not computed because
             `forward_error` is within tolerance.
         new_tokens: number of tokens the reference generated.
@@ -94,6 +110,7 @@ class Verification:
         prompts: one result per prompt.
         padded_error: largest logit difference with all prompts in one left-padded batch, relative to the largest logit; None for a
             single prompt, and for models that do not support it.
+        not_verified: why images or audio were not verified beside the prompts; None if they were, or the model takes none.
         difference: location of the first forward difference; None if there is none.
         patches: names of the applied patches.
         versions: library versions.
@@ -104,25 +121,31 @@ class Verification:
     agrees: bool
     prompts: tuple[PromptResult, ...]
     padded_error: float | None
+    not_verified: str | None
     difference: Difference | None
     patches: tuple[str, ...]
     versions: dict[str, str]
 
 
-def verify(model: JaxModel, tokenizer: Any, prompts: Sequence[str], *, max_new_tokens: int = 32) -> Verification:
+def verify(
+    model: JaxModel, tokenizer: Any = None, prompts: Sequence[str] = (), *, max_new_tokens: int = 32
+) -> Verification:
     """Compare a model with plain transformers: forward pass and greedy generation.
+
+    A model that takes images, audio or anything else besides text is also run on random inputs of the sizes in its config.
 
     Args:
         model: a model loaded from a folder, without quantization, a mesh or adapters.
-        tokenizer: the checkpoint's tokenizer.
-        prompts: one or more prompts.
+        tokenizer: the checkpoint's tokenizer; None without prompts.
+        prompts: prompts for a model that takes text.
         max_new_tokens: tokens to generate greedily per prompt, if the model generates.
 
     Returns:
         The comparison. A model that differs is a result, not an error.
 
     Raises:
-        UnsupportedModelError: the model does not take text, or plain transformers cannot run it.
+        InvalidInputError: prompts for a model that takes no text, or none for a model that takes text alone.
+        UnsupportedModelError: plain transformers cannot run the model, or random inputs cannot be made.
     """
     if model.quantization is not None or model.mesh is not None or model.folder is None:
         raise UnsupportedModelError(
@@ -130,24 +153,37 @@ def verify(model: JaxModel, tokenizer: Any, prompts: Sequence[str], *, max_new_t
             "Plain transformers has no counterpart for quantized or sharded weights.",
             "Load the model without quantization and parallelism.",
         )
-    if model.main_input_name != "input_ids":
-        raise UnsupportedModelError(
-            f"{type(model.module).__name__} cannot be verified with prompts.",
+    takes_text = model.main_input_name == "input_ids"
+    if prompts and not takes_text:
+        raise InvalidInputError(
+            f"{type(model.module).__name__} does not take prompts.",
             f"It takes {model.main_input_name}, not text.",
-            "Run hfax doctor MODEL --check to compare a small copy with plain transformers.",
+            "Omit the prompts: it is verified on random inputs.",
         )
     reference = _Reference(model)
-    encoded = [_encode(tokenizer, reference.plain, prompt) for prompt in prompts]
+    calls = [_encode(tokenizer, reference.plain, prompt) for prompt in prompts]
+    not_verified = None
+    if not takes_text or _BESIDE_TEXT & set(inspect.signature(model.module.forward).parameters):
+        try:
+            calls.append(_random_call(reference.plain))
+        except UnsupportedModelError as error:
+            if not calls:
+                raise
+            not_verified = error.why
+    if not calls:
+        raise InvalidInputError(
+            "There is nothing to verify.", f"{type(model.module).__name__} takes text.", "Pass one or more prompts."
+        )
     results = []
     first: Inputs | None = None
-    for prompt, inputs in zip(prompts, encoded, strict=True):
-        result = _compare(model, reference, prompt, inputs, max_new_tokens)
+    for call in calls:
+        result = _compare(model, reference, call, max_new_tokens)
         results.append(result)
         if result.outcome == "forward differs" and first is None:
-            first = inputs
+            first = call.forward
     padded_error = None
     if len(prompts) > 1 and model.can_generate() and not reference.plain.config.is_encoder_decoder:
-        batch = _left_padded(encoded)
+        batch = _left_padded([call.forward for call in calls[: len(prompts)]])
         error, rounding = _forward_error(model, reference, batch)
         padded_error = error
         if not _is_rounding(error, rounding) and first is None:
@@ -158,6 +194,7 @@ def verify(model: JaxModel, tokenizer: Any, prompts: Sequence[str], *, max_new_t
         agrees=first is None and all(r.outcome in ("agrees", "tie") for r in results),
         prompts=tuple(results),
         padded_error=padded_error,
+        not_verified=not_verified,
         difference=None if first is None else _first_difference(model, reference, first),
         patches=tuple(sorted(model.patches_used)),
         versions={"transformers": transformers.__version__, "torch": torch.__version__, "jax": jax.__version__},
@@ -185,15 +222,49 @@ class _Reference:
         return copy.deepcopy(self.plain).to(_WIDER[self.plain.dtype])
 
 
-def _encode(tokenizer: Any, plain: Any, prompt: str) -> Inputs:
+def _encode(tokenizer: Any, plain: Any, prompt: str) -> _Call:
     inputs = dict(tokenizer(prompt, return_tensors="pt"))
-    inputs = {n: v for n, v in inputs.items() if n in ("input_ids", "attention_mask")}
-    if plain.config.is_encoder_decoder:
-        start = plain.generation_config.decoder_start_token_id
-        inputs["decoder_input_ids"] = torch.full(
-            (1, 1), plain.generation_config.bos_token_id if start is None else start
-        )
-    return inputs
+    given = {n: v for n, v in inputs.items() if n in ("input_ids", "attention_mask")}
+    return _Call(label=prompt, forward=_with_start(plain, given), generate=given)
+
+
+def _with_start(plain: Any, inputs: Inputs) -> Inputs:
+    """The inputs of an encoder-decoder with the decoder's first token."""
+    if not plain.config.is_encoder_decoder or "decoder_input_ids" not in inspect.signature(plain.forward).parameters:
+        return inputs
+    config = getattr(plain, "generation_config", None)
+    start = getattr(config, "decoder_start_token_id", None)
+    start = getattr(config, "bos_token_id", None) if start is None else start
+    rows = len(next(iter(inputs.values())))
+    return {**inputs, "decoder_input_ids": torch.full((rows, 1), 0 if start is None else start)}
+
+
+def _random_call(plain: Any) -> _Call:
+    """Random inputs of the sizes in the model's config: one row, with images or audio if it takes them.
+
+    Raises:
+        UnsupportedModelError: hfax has no rule for one of its inputs.
+    """
+    names = inspect.signature(plain.forward).parameters
+    is_beside_text = {"input_ids", "pixel_values"} <= set(names) and not plain.config.is_encoder_decoder
+    generates = plain.can_generate()
+    mapping = "base" if not generates else "image-text-to-text" if is_beside_text else "speech-seq2seq"
+    try:
+        made = make_inputs(plain, mapping)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"No random inputs can be made for {type(plain).__name__}.",
+            f"{type(error).__name__}: {error}",
+            "Run hfax doctor MODEL --check to compare a small copy with plain transformers.",
+        ) from error
+    forward = {n: _as_dtype(v, plain.dtype) for n, v in made.forward.items() if n != "decoder_input_ids"}
+    shapes = ", ".join(f"{n} {tuple(v.shape)}" for n, v in forward.items() if isinstance(v, torch.Tensor))
+    generate = {n: _as_dtype(v, plain.dtype) for n, v in made.generate.items()}
+    return _Call(label=f"random {shapes}", forward=_with_start(plain, forward), generate=generate)
+
+
+def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def _left_padded(rows: Sequence[Inputs]) -> Inputs:
@@ -203,10 +274,6 @@ def _left_padded(rows: Sequence[Inputs]) -> Inputs:
     ids = [torch.nn.functional.pad(row["input_ids"], (pad, 0)) for row, pad in zip(rows, pads, strict=True)]
     mask = torch.stack([(torch.arange(width) >= pad).long() for pad in pads])
     return {"input_ids": torch.cat(ids), "attention_mask": mask}
-
-
-def _main_output(outputs: Any) -> torch.Tensor:
-    return next(v for n, v in outputs.items() if isinstance(v, torch.Tensor) and n not in (*_CACHES, "loss"))
 
 
 def _positions(plain: Any, inputs: Inputs) -> Inputs:
@@ -219,67 +286,88 @@ def _positions(plain: Any, inputs: Inputs) -> Inputs:
     return {**inputs, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
 
 
-def _run_plain(plain: Any, inputs: Inputs) -> torch.Tensor:
+def _run_plain(plain: Any, inputs: Inputs) -> list[torch.Tensor]:
     with torch.no_grad():
-        return _main_output(plain(**inputs))
+        return _kept(plain(**{n: _as_dtype(v, plain.dtype) for n, v in inputs.items()}))
 
 
 def _forward_error(model: JaxModel, reference: _Reference, inputs: Inputs) -> tuple[float, float | None]:
-    """Error of the main output over non-padding tokens: hfax's, and the reference's own if hfax's exceeds the tolerance."""
+    """Largest error of the outputs over non-padding tokens: hfax's, and the reference's own if hfax's exceeds the tolerance."""
     inputs = _positions(reference.plain, inputs)
     expected = _run_plain(reference.plain, inputs)
-    mask = (
-        inputs["attention_mask"].bool()
-        if expected.shape[:2] == inputs.get("attention_mask", expected[0]).shape
-        else None
-    )
-    error = relative_error(_main_output(model(**inputs)), expected, mask)
+
+    def largest(found: Sequence[torch.Tensor], true: Sequence[torch.Tensor]) -> float:
+        if len(found) != len(true):
+            return float("inf")
+        return max(relative_error(a, b, _mask_for(b, inputs)) for a, b in zip(found, true, strict=True))
+
+    error = largest(_kept(model(**inputs)), expected)
     if error <= TOLERANCE:
         return error, None
-    return error, relative_error(expected, _run_plain(reference.wider, inputs), mask)
+    return error, largest(expected, _run_plain(reference.wider, inputs))
+
+
+def _mask_for(output: torch.Tensor, inputs: Inputs) -> torch.Tensor | None:
+    """The mask of tokens that are not padding, for an output with a value for each."""
+    mask = inputs.get("attention_mask")
+    return mask.bool() if mask is not None and output.shape[: mask.ndim] == mask.shape else None
 
 
 def _is_rounding(error: float, rounding: float | None) -> bool:
     return error <= TOLERANCE or (rounding is not None and error <= _ROUNDING * rounding)
 
 
-def _compare(model: JaxModel, reference: _Reference, prompt: str, inputs: Inputs, max_new_tokens: int) -> PromptResult:
-    error, rounding = _forward_error(model, reference, inputs)
-    result = PromptResult(
-        prompt=prompt, prompt_tokens=inputs["input_ids"].shape[1], forward_error=error, rounding=rounding
-    )
+def _compare(model: JaxModel, reference: _Reference, call: _Call, max_new_tokens: int) -> PromptResult:
+    error, rounding = _forward_error(model, reference, call.forward)
+    result = PromptResult(prompt=call.label, prompt_tokens=call.num_tokens, forward_error=error, rounding=rounding)
     if not _is_rounding(error, rounding):
         return dataclasses.replace(result, outcome="forward differs")
     if not model.can_generate() or max_new_tokens < 1:
         return result
-    given = {n: v for n, v in inputs.items() if n != "decoder_input_ids"}
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "num_beams": 1}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
     with torch.no_grad():
-        expected = reference.plain.generate(**given, **options)[0]
-    written = torch.as_tensor(np.asarray(model.generate(**given, **options))[0])
-    start = 1 if "decoder_input_ids" in inputs else inputs["input_ids"].shape[1]
-    result = dataclasses.replace(result, new_tokens=len(expected) - start)
-    width = min(len(expected), len(written))
-    parted = torch.nonzero(expected[:width] != written[:width])
-    if not len(parted) and len(expected) == len(written):
+        plain = reference.plain.generate(**call.generate, **options)
+    expected, written = (
+        plain.sequences,
+        torch.as_tensor(np.asarray(model.generate(**call.generate, **options).sequences)),
+    )
+    start = expected.shape[1] - len(plain.logits)
+    result = dataclasses.replace(result, new_tokens=len(plain.logits))
+    width = min(expected.shape[1], written.shape[1])
+    parted = torch.nonzero((expected[:, :width] != written[:, :width]).any(0))
+    if not len(parted) and expected.shape == written.shape:
         return result
     place = int(parted[0]) if len(parted) else width
     if place >= width:  # one of them stopped
         return dataclasses.replace(result, parted_at=place - start, outcome="text differs")
-    name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
-    so_far: dict[str, torch.Tensor] = {**inputs, name: expected[None, :place]}
-    if name == "input_ids" and "attention_mask" in inputs:
-        so_far["attention_mask"] = torch.ones(1, place, dtype=torch.long)
-    logits = _run_plain(reference.plain, so_far)[0, -1].double()
-    scale = float(logits.abs().max())
-    margin = float(logits[expected[place]] - logits[written[place]]) / scale
-    error, rounding = _forward_error(model, reference, so_far)
-    if not _is_rounding(error, rounding):
-        return dataclasses.replace(result, parted_at=place - start, margin=margin, outcome="forward differs")
+    row = int(torch.nonzero(expected[:, place] != written[:, place])[0])
+    logits = plain.logits[place - start][row].double()
+    margin = float(logits[expected[row, place]] - logits[written[row, place]]) / float(logits.abs().max())
+    if call.num_tokens and set(call.generate) <= {
+        "input_ids",
+        "attention_mask",
+    }:  # the text so far, in one forward pass
+        error, rounding = _forward_error(model, reference, _extended(call.forward, expected[:, :place]))
+        if not _is_rounding(error, rounding):
+            return dataclasses.replace(result, parted_at=place - start, margin=margin, outcome="forward differs")
     is_tie = margin <= 2 * max(TOLERANCE, error, rounding or 0.0)
     return dataclasses.replace(
         result, parted_at=place - start, margin=margin, outcome="tie" if is_tie else "text differs"
     )
+
+
+def _extended(forward: Inputs, text: torch.Tensor) -> Inputs:
+    """The inputs of a forward pass over a prompt and what was generated so far."""
+    name = "decoder_input_ids" if "decoder_input_ids" in forward else "input_ids"
+    if name == "decoder_input_ids" or "attention_mask" not in forward:
+        return {**forward, name: text}
+    mask = forward["attention_mask"]
+    return {
+        **forward,
+        name: text,
+        "attention_mask": torch.nn.functional.pad(mask, (0, text.shape[1] - mask.shape[1]), value=1),
+    }
 
 
 def relative_error(mine: Any, theirs: torch.Tensor, mask: torch.Tensor | None = None) -> float:
@@ -348,13 +436,13 @@ def _largest_error(mine: Sequence[Any], theirs: Sequence[torch.Tensor]) -> float
 def _plain_outputs(plain: Any, inputs: Inputs, collecting: Any) -> dict[str, list[torch.Tensor]]:
     """Outputs that `collecting` records in a torch forward pass."""
     with torch.no_grad(), collecting(plain) as found:
-        plain(**inputs)
+        plain(**{n: _as_dtype(v, plain.dtype) for n, v in inputs.items()})
     return found
 
 
 def _traced_outputs(model: JaxModel, inputs: Inputs, collecting: Any) -> dict[str, list[jax.Array]]:
     """Outputs that `collecting` records in hfax's forward pass, compiled for the model's device."""
-    prepared = model.parts.traced.prepare({n: v.numpy().astype(np.int32) for n, v in inputs.items()})
+    prepared = model.parts.traced.prepare({n: to_numpy(v) for n, v in inputs.items()})
     static = {n: v for n, v in prepared.items() if isinstance(v, HostArray)}
     given = {n: v for n, v in prepared.items() if n not in static}
     order: list[str] = []
@@ -433,7 +521,7 @@ def _kept(output: Any) -> list[torch.Tensor]:
     if isinstance(output, torch.Tensor) or is_tensor(output):
         return [output.clone()]
     if isinstance(output, Mapping):
-        output = [v for n, v in output.items() if n not in _CACHES]
+        output = [v for n, v in output.items() if n not in (*_CACHES, "loss")]
     if isinstance(output, (list, tuple)):
         return [t for value in output for t in _kept(value)]
     return []

@@ -351,7 +351,7 @@ def _says_nothing(state: dict[str, Any], row: int, column: int) -> bool:
         for make in (
             lambda: _generate_plain(state, copy.deepcopy(model).double(), in_double, **_WITH_SCORES),
             lambda: _generate_plain(state, model, inputs, use_cache=False, **_WITH_SCORES),
-            lambda: _with_ties_in_order(lambda: _generate_plain(state, model, inputs, **_WITH_SCORES)),
+            lambda: with_ties_in_order(lambda: _generate_plain(state, model, inputs, **_WITH_SCORES)),
         ):
             with contextlib.suppress(Exception), torch.no_grad():  # it may not run in float64, or not without a cache
                 state["other_tokens"].append(make())
@@ -364,7 +364,7 @@ def _says_nothing(state: dict[str, Any], row: int, column: int) -> bool:
     return False
 
 
-def _with_ties_in_order(run: Any) -> Any:
+def with_ties_in_order(run: Any) -> Any:
     """Call `run` with `torch.topk` breaking ties by index."""
 
     def topk(values: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:

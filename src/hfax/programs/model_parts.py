@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 
@@ -22,7 +22,7 @@ class ModelParts:
         layout: its devices and shardings.
         weights: the arrays that programs take besides inputs, by name.
         tied: alias mapped to name, for weights that share an array.
-        vocab_size: vocabulary size of the logits.
+        num_logits: gives the number of logits for each token; raises for a model without a language-modelling head.
         context: the context length in positions; None if unbounded.
     """
 
@@ -31,5 +31,5 @@ class ModelParts:
     layout: Layout
     weights: Mapping[str, jax.Array]
     tied: Mapping[str, str]
-    vocab_size: int
+    num_logits: Callable[[], int]
     context: int | None

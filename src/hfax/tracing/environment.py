@@ -124,7 +124,12 @@ class TraceEnvironment(torchax.tensor.Environment):
             result = self._on_host(func, args, kwargs)
             if result is not _TOO_LARGE:
                 return result
-        return self._traced(func, name, args, kwargs)
+        try:
+            return self._traced(func, name, args, kwargs)
+        except TypeError as error:  # torch's operators take a TypeError for an operand of a type that they do not know
+            if "incompatible shapes" not in str(error):
+                raise
+            raise RuntimeError(f"{name}: {str(error).splitlines()[0]}") from error
 
     def lower(self, op: Any, function: Callable[..., Any]) -> None:
         """Register a function of arrays as the lowering of `op`."""

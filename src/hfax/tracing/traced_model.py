@@ -38,7 +38,7 @@ from hfax.tracing.encoders import EncoderOutputs, run_encoder
 from hfax.tracing.pytrees import register_output_class
 from hfax.tracing.structure import Leaf, Node, Static, flatten, is_array, unflatten
 from hfax.tracing.training import Training
-from hfax.tracing.traits import APPENDS_MASK, WRITES_OTHERWISE, read_traits
+from hfax.tracing.traits import APPENDS_MASK, read_traits, unlike_general_loop
 
 Arrays = dict[str, jax.Array]
 _ON_MODULES = "on_modules."
@@ -164,12 +164,10 @@ class TracedModel:
             Logits of the last position, [batch, vocab] float32, and the cache arrays (with the encoder output, if any).
         """
         traits = self.traits
-        names = (type(self.module).__name__, self.module.config.model_type)
-        kind = next((n for n in names if n in WRITES_OTHERWISE), None)
-        if kind is not None:
+        if (why := unlike_general_loop(self.module)) is not None:
             raise UnsupportedModelError(
                 f"generate() does not support {type(self.module).__name__}.",
-                f"{kind}: {WRITES_OTHERWISE[kind]}.",
+                why,
                 "Call the model directly, or generate with plain transformers.",
             )
         if not traits.has_usable_cache:
@@ -345,7 +343,6 @@ class TracedModel:
             UnsupportedModelError: the model does not support pages.
         """
         traits, config = self.traits, self.module.config
-        names = {type(self.module).__name__, config.model_type}
         scaling = {str((p or {}).get("rope_type")) for p in _rope_parameters(config)}
         reasons = {
             "it is an encoder-decoder": traits.is_encoder_decoder,
@@ -353,7 +350,7 @@ class TracedModel:
             "it has no KV cache": not traits.has_usable_cache,
             "it computes positions itself": not traits.takes_position_ids or traits.counts_padding,
             "it reads more than tokens": bool(set(traits.repeated_inputs) & {"cross_attention_mask"}),
-            "it does not generate token by token": bool(names & set(WRITES_OTHERWISE)),
+            "it does not generate token by token": unlike_general_loop(self.module) is not None,
             "its rotary embedding depends on the longest sequence in the batch": bool(
                 scaling & {"dynamic", "longrope"}
             ),

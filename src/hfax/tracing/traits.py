@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from typing import Any
+from typing import Any, cast
 
 import torch
+from transformers import GenerationMixin
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,6 +106,37 @@ WRITES_OTHERWISE = {
     "idefics": "every new token reads the image again, which hfax gives to the prompt alone",
 }
 """Model types or classes that transformers does not decode token by token through forward, and how they differ."""
+
+_LOOP = (
+    *("_sample", "_prefill", "_get_logits_processor", "_get_stopping_criteria", "_has_unfinished_sequences"),
+    *("_prepare_generation_config", "_prepare_generated_length", "_prepare_model_inputs"),
+    *("_prepare_decoder_input_ids_for_generation", "_maybe_initialize_input_ids_for_generation"),
+    *("_prepare_attention_mask_for_generation", "_update_model_kwargs_for_generation"),
+)
+"""Methods of transformers' generation loop that hfax's loop stands for. Those that it leaves out here prepare caches, positions,
+encoders and repeated rows, which hfax does in its own way for every class."""
+
+SAME_LOOP = {
+    "MllamaForConditionalGeneration": "it repeats cross_attention_mask for new tokens, as hfax does",
+    "PaliGemmaForConditionalGeneration": "new tokens have token type 1, as hfax gives them",
+    "MoshiForCausalLM": "it infers a mask from padding, as the general loop does",
+}
+"""Classes that override a method of the loop without effect on hfax's, and why."""
+
+
+def unlike_general_loop(module: torch.nn.Module) -> str | None:
+    """Why a model's text is not that of hfax's loop over its forward; None if it is."""
+    cls, config = type(module), cast(Any, module.config)
+    names = (cls.__name__, config.model_type)
+    if (kind := next((n for n in names if n in WRITES_OTHERWISE), None)) is not None:
+        return f"{kind}: {WRITES_OTHERWISE[kind]}."
+    for name in _LOOP:
+        holder = next(c for c in cls.__mro__ if name in vars(c)) if hasattr(cls, name) else GenerationMixin
+        if holder is not GenerationMixin and holder.__name__ not in SAME_LOOP:
+            return f"It overrides {name}, a part of transformers' generation loop that hfax replaces."
+    return None
+
+
 COUNTS_PADDING = {
     "blt": "its hashes and patches read padding like any byte",
     "deepseek_v4": "its compressed keys stand for windows counted from the first token",

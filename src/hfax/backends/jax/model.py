@@ -194,7 +194,7 @@ class JaxModel(AdapterMethods, BaseModel):
             layout=self._layout,
             weights=self._arrays(),
             tied=self._tied,
-            vocab_size=self._num_logits(),
+            num_logits=self.num_logits,
             context=self._context(),
         )
 
@@ -406,7 +406,7 @@ class JaxModel(AdapterMethods, BaseModel):
             request.prompts,
             request.options,
             static=request.static,
-            vocab_size=self._num_logits(),
+            vocab_size=self.num_logits(),
             buckets=self._buckets,
         )
 
@@ -433,7 +433,7 @@ class JaxModel(AdapterMethods, BaseModel):
         lookup: int | None = config.prompt_lookup_num_tokens
         if lookup is None and assistant_model is None:
             return None
-        vocabularies = None if assistant_model is None else (self._num_logits(), assistant_model._num_logits())
+        vocabularies = None if assistant_model is None else (self.num_logits(), assistant_model.num_logits())
         requests.check_speculation(
             [self._traced.traits, *([assistant_model._traced.traits] if assistant_model is not None else [])],
             sequences=len(prompts.given) * (config.num_return_sequences or 1),
@@ -674,7 +674,7 @@ class JaxModel(AdapterMethods, BaseModel):
         request = self.read_request(self.example_prompt(1, prompt_length), **options)
         _, values = make_sampling_spec(
             request.options.config,
-            vocab_size=self._num_logits(),
+            vocab_size=self.num_logits(),
             prompt_length=request.prompts.padded_length,
             max_new_tokens=request.options.max_new_tokens,
             **request.options.extra_sampling,

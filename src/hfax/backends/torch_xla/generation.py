@@ -26,7 +26,7 @@ from hfax.patches import registry
 from hfax.patches.masks import decoder_padding
 from hfax.programs.buckets import Buckets
 from hfax.tracing.encoders import EncoderOutputs, run_encoder
-from hfax.tracing.traits import WRITES_OTHERWISE, ModelTraits
+from hfax.tracing.traits import ModelTraits, unlike_general_loop
 
 _CHUNK = 16
 """Steps after which the host checks whether every sequence has ended, which waits for the device."""
@@ -64,11 +64,11 @@ class XlaGenerationLoop:
         place: Any,
         used: set[str],
     ) -> None:
-        kind = next((n for n in (type(module).__name__, module.config.model_type) if n in WRITES_OTHERWISE), None)
-        if kind is not None or not traits.has_usable_cache or traits.cache_argument == "state":
+        why = unlike_general_loop(module)
+        if why is not None or not traits.has_usable_cache or traits.cache_argument == "state":
             raise UnsupportedModelError(
                 f"generate() of the backend torch_xla does not support {type(module).__name__}.",
-                WRITES_OTHERWISE.get(kind or "", "The model has no KV cache that this backend can use."),
+                why or "The model has no KV cache that this backend can use.",
                 'Use backend="jax", or call the model directly.',
             )
         further = set(prompts.static) | set(prompts.inputs) - {"input_ids", "attention_mask", "position_ids"}

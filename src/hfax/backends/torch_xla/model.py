@@ -173,7 +173,7 @@ class TorchXlaModel(BaseModel):
             request.prompts,
             request.options,
             static=request.static,
-            vocab_size=self._num_logits(),
+            vocab_size=self.num_logits(),
             buckets=self._buckets,
             device=self.xla_device,
             place=self._place if self._spread is None else self._spread.place,
