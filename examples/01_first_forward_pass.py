@@ -22,6 +22,6 @@ print("logits:", tuple(logits.shape), logits.dtype)
 for score, token in zip(*logits[0, -1].topk(3), strict=True):
     print(f"  next token {tokenizer.decode(token)!r}: {score:.2f}")
 
-# The same as a pure function of the weights, for jax.jit, jax.grad and jax.vmap.
+# The same forward pass as a pure function of the weights, for jax.jit, jax.grad and jax.vmap.
 pure = model.apply(model.params, input_ids=jnp.array(batch["input_ids"].numpy()), use_cache=False).logits
 print("apply gives the same logits:", bool(jnp.allclose(pure, jnp.array(logits.numpy()), atol=1e-3)))

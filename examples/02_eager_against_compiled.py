@@ -1,4 +1,4 @@
-"""Eager PyTorch against compiled XLA: the same output, and how long each takes.
+"""Eager PyTorch against compiled XLA: the same output, and the time of each.
 
 python examples/02_eager_against_compiled.py [MODEL]
 """

@@ -25,7 +25,7 @@ for seed in (1, 2, 1):
     ids = model.generate(**prompt, max_new_tokens=16, do_sample=True, temperature=0.8, top_p=0.95, seed=seed)
     print(f"seed {seed}:  ", text(ids[0]))
 
-# Prompts of different lengths are left-padded and generate the same tokens as each prompt by itself.
+# Prompts of different lengths are left-padded and generate the same tokens as each prompt alone.
 prompts = ["Return", "If the file does not exist,"]
 batch = model.generate(**tokenizer(prompts, return_tensors="pt", padding=True), max_new_tokens=12, do_sample=False)
 for row, single in zip(batch, prompts, strict=True):

@@ -1,4 +1,4 @@
-"""Fine-tuning an adapter: rows with labels, a Trainer, the adapter saved in peft's format, then merged.
+"""Fine-tuning an adapter: labelled rows, a Trainer, the adapter saved in peft's format and then merged into the weights.
 
 python examples/08_finetuning.py [MODEL]
 """

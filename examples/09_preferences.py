@@ -1,4 +1,4 @@
-"""Preferences: direct preference optimization (DPO) of an adapter. The reference is the model without the adapter.
+"""Preferences: direct preference optimization (DPO) of an adapter. The reference model is the model without the adapter.
 
 python examples/09_preferences.py [MODEL]
 """
@@ -26,7 +26,7 @@ PAIRS = [  # prompt, chosen, rejected
 
 
 def rows(which):
-    """Token ids and labels, [pairs, length], of prompts with their chosen (1) or rejected (2) completions."""
+    """Token ids and labels, [pairs, length] int32, of prompts with their chosen (1) or rejected (2) completions."""
     ids = np.zeros((len(PAIRS), 24), np.int32)
     labels = np.full_like(ids, -100)
     for row, pair in enumerate(PAIRS):

@@ -1,4 +1,4 @@
-"""Distillation: a small model learns a teacher's token probabilities. Both models' `apply` under one `jax.grad`, in plain JAX.
+"""Distillation: a small model learns a teacher's token probabilities. In plain JAX, with both models' `apply` under one `jax.grad`.
 
 python examples/10_distillation.py [TEACHER]
 """

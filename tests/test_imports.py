@@ -29,6 +29,7 @@ ORDER = [
     {"lora"},
     {"backends"},
     {"auto"},
+    {"checkpoint"},
     {"engine"},
     {"planning"},
     {"exporting"},

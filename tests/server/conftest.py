@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 
 from hfax import AutoModelForTPU, Engine, EngineConfig
 from hfax.server.app import make_app
-from hfax.server.served import Loaded, Served, load_writer
+from hfax.server.loading import Loaded, load_writer
+from hfax.server.served import Served
 from hfax.server.settings import Settings
 
 

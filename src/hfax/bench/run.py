@@ -135,7 +135,7 @@ def run(
         tell: called with progress messages.
 
     Returns:
-        JSON-serializable report; see `docs/performance.md` for the fields.
+        JSON-serializable report, as in `benchmarks/results/`.
     """
     names = {name: _version(name) for name in _VERSIONED}
     report: dict[str, Any] = {"machine": _machine(), "versions": names, "rounds": rounds, "subjects": {}}

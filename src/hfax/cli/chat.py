@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from hfax.cli import generation_options as writing_options
 from hfax.cli import model_options
 from hfax.cli.error_display import make_console, reporting
 from hfax.cli.generation_options import WritingOptions
 from hfax.cli.interrupts import CtrlC
-from hfax.cli.model_options import Dtype, ModelOptions, open_checkpoint
+from hfax.cli.model_options import BackendOptions
+from hfax.cli.option_groups import expand
 from hfax.cli.phase_display import PhaseDisplay
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -28,27 +28,16 @@ or end each line except the last with a backslash.
 Ctrl-C stops a reply, Ctrl-D exits."""
 
 
+@expand
 def chat(
     model: model_options.ModelArgument,
+    *,
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
     history: Annotated[
         Path | None, typer.Option(help="Continue a conversation saved with /save.", show_default=False)
     ] = None,
-    max_new_tokens: writing_options.MaxNewTokensOption = None,
-    temperature: writing_options.TemperatureOption = None,
-    top_k: writing_options.TopKOption = None,
-    top_p: writing_options.TopPOption = None,
-    min_p: writing_options.MinPOption = None,
-    seed: writing_options.SeedOption = None,
-    stop: writing_options.StopOption = [],  # noqa: B006 (typer copies it)
-    dtype: model_options.DtypeOption = Dtype.AUTO,
-    quantization: model_options.QuantizationOption = None,
-    parallelism: model_options.ParallelismOption = None,
-    revision: model_options.RevisionOption = None,
-    token: model_options.TokenOption = None,
-    trust_remote_code: model_options.TrustOption = False,
-    local_files_only: model_options.LocalOption = False,
-    backend: model_options.BackendOption = "jax",
+    how: WritingOptions,
+    which: BackendOptions,
     verbose: model_options.VerboseOption = False,
 ) -> None:
     """Chat with a model, using its chat template.
@@ -57,49 +46,27 @@ def chat(
     Replies have at most 1024 tokens, unless --max-new-tokens is set.
     With piped input, each line is a message, and the exit code is 1 if any failed.
     """
-    which = ModelOptions(
-        name=model,
-        dtype=dtype,
-        revision=revision,
-        token=token,
-        trust_remote_code=trust_remote_code,
-        local_files_only=local_files_only,
-        backend=backend,
-        quantization=quantization,
-        parallelism=parallelism,
-    )
-    how = WritingOptions(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        stop=tuple(stop),
-    )
     with reporting(verbose):
-        _chat(which, how, system, history)
+        _chat(model, which, how, system, history)
 
 
-def _chat(which: ModelOptions, how: WritingOptions, system: str | None, history: Path | None) -> None:
+def _chat(name: str, which: BackendOptions, how: WritingOptions, system: str | None, history: Path | None) -> None:
     from hfax.cli.conversation import check_template, load_messages
 
     messages = load_messages(history) if history is not None else []
     console = make_console()
     phases = PhaseDisplay(console)
     with phases.following("starting"), CtrlC() as ctrl_c, ctrl_c.raising():
-        checkpoint = open_checkpoint(which)
+        checkpoint = which.open(name)
         tokenizer = checkpoint.load_tokenizer()
-        check_template(tokenizer, which.name)
+        check_template(tokenizer, name)
         model = checkpoint.load_model()
 
     from hfax.cli.chat_input import is_interactive, make_line_reader, read_entries
     from hfax.cli.chat_session import ChatSession
 
     with CtrlC() as ctrl_c:
-        session = ChatSession(
-            model, tokenizer, which.name, how, phases, console, ctrl_c, messages=messages, saved_to=history
-        )
+        session = ChatSession(model, tokenizer, name, how, phases, console, ctrl_c, messages=messages, saved_to=history)
         if system is not None:
             session.set_system(system)
         if is_interactive():

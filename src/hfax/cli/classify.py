@@ -12,11 +12,13 @@ import typer
 from hfax.cli import model_options
 from hfax.cli.error_display import make_console, reporting
 from hfax.cli.interrupts import CtrlC
-from hfax.cli.model_options import Checkpoint, Dtype, ModelOptions, open_checkpoint
+from hfax.cli.model_options import BackendOptions
+from hfax.cli.option_groups import expand
 from hfax.cli.phase_display import PhaseDisplay
 from hfax.errors import InvalidInputError
 
 if TYPE_CHECKING:
+    from hfax.checkpoint import Checkpoint
     from hfax.cli.label_scores import LabelScore
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -30,9 +32,11 @@ EXAMPLES = """[bold]Examples[/bold]
 DEFAULT_TEMPLATE = "Text: {text}\nLabel: {label}"
 
 
+@expand
 def classify(
     model: model_options.ModelArgument,
     text: Annotated[str, typer.Argument(metavar="TEXT", help="Text to classify; - reads it from stdin.")],
+    *,
     labels: Annotated[
         str | None,
         typer.Option(
@@ -55,14 +59,7 @@ def classify(
             "--per-token", help="For a causal model: compare mean log-probabilities per token instead of sums."
         ),
     ] = False,
-    dtype: model_options.DtypeOption = Dtype.AUTO,
-    quantization: model_options.QuantizationOption = None,
-    parallelism: model_options.ParallelismOption = None,
-    revision: model_options.RevisionOption = None,
-    token: model_options.TokenOption = None,
-    trust_remote_code: model_options.TrustOption = False,
-    local_files_only: model_options.LocalOption = False,
-    backend: model_options.BackendOption = "jax",
+    which: BackendOptions,
     json_output: model_options.JsonOption = False,
     verbose: model_options.VerboseOption = False,
 ) -> None:
@@ -75,39 +72,27 @@ def classify(
     """
     parsed = None if labels is None else _parse_labels(labels)
     _check_template(template)
-    which = ModelOptions(
-        name=model,
-        dtype=dtype,
-        revision=revision,
-        token=token,
-        trust_remote_code=trust_remote_code,
-        local_files_only=local_files_only,
-        backend=backend,
-        quantization=quantization,
-        parallelism=parallelism,
-    )
     with reporting(verbose):
         phases = PhaseDisplay(make_console())
         with phases.following("starting"), CtrlC() as ctrl_c, ctrl_c.raising():
-            scores = _score(which, _read_text(text), parsed, template, per_token)
+            scores = _score(model, which, _read_text(text), parsed, template, per_token)
         ranked = sorted(scores, key=lambda s: s.score, reverse=True)
-        typer.echo(_as_json(which.name, ranked, phases) if json_output else _as_lines(ranked))
+        typer.echo(_as_json(model, ranked, phases) if json_output else _as_lines(ranked))
 
 
 def _score(
-    which: ModelOptions, text: str, labels: list[str] | None, template: str | None, per_token: bool
+    name: str, which: BackendOptions, text: str, labels: list[str] | None, template: str | None, per_token: bool
 ) -> list[LabelScore]:
-    checkpoint = open_checkpoint(which)
+    checkpoint = which.open(name)
     has_head = _has_classification_head(checkpoint)
     if has_head and (labels is not None or template is not None or per_token):
         own = ", ".join(str(label) for label in (checkpoint.config.id2label or {}).values())
         raise typer.BadParameter(
-            f"{which.name} has a classification head with its own labels ({own}). "
-            "Omit --labels, --template and --per-token."
+            f"{name} has a classification head with its own labels ({own}). Omit --labels, --template and --per-token."
         )
     if not has_head and labels is None:
         raise typer.BadParameter(
-            f"{which.name} has no classification head. Pass labels to compare, for example --labels POSITIVE,NEGATIVE.",
+            f"{name} has no classification head. Pass labels to compare, for example --labels POSITIVE,NEGATIVE.",
             param_hint="'--labels'",
         )
     from hfax.cli.label_scores import scores_of_head, scores_under_causal_model

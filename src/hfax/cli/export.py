@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from enum import StrEnum
 from pathlib import Path
@@ -11,6 +12,8 @@ import typer
 
 from hfax.cli import model_options
 from hfax.cli.error_display import reporting
+from hfax.cli.model_options import ModelOptions
+from hfax.cli.option_groups import expand
 from hfax.cli.option_types import parallelism_of, positive_numbers
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 
@@ -31,9 +34,11 @@ class Format(StrEnum):
     STABLEHLO = "stablehlo"
 
 
+@expand
 def export(
     model: model_options.ModelArgument,
     out: Annotated[Path, typer.Option(help="Output folder; an earlier export is replaced.")],
+    *,
     format: Annotated[
         Format, typer.Option(help="bundle: compiled, for one runtime. stablehlo: portable, requires only jax.")
     ] = Format.BUNDLE,
@@ -43,12 +48,7 @@ def export(
     batch_sizes: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1",
     prompt_lengths: Annotated[str, typer.Option(help="Maximum prompt lengths in tokens, comma-separated.")] = "64",
     max_new_tokens: Annotated[int, typer.Option(help="Maximum new tokens per call.", min=1)] = 64,
-    dtype: model_options.DtypeOption = model_options.Dtype.AUTO,
-    quantization: model_options.QuantizationOption = None,
-    parallelism: model_options.ParallelismOption = None,
-    revision: model_options.RevisionOption = None,
-    token: model_options.TokenOption = None,
-    local_files_only: model_options.LocalOption = False,
+    which: ModelOptions,
     json_output: model_options.JsonOption = False,
     verbose: model_options.VerboseOption = False,
 ) -> None:
@@ -60,16 +60,8 @@ def export(
                 "StableHLO is compiled where it runs.",
                 "Omit one of the two options.",
             )
-        options = model_options.ModelOptions(
-            name=model,
-            dtype=dtype,
-            revision=revision,
-            token=token,
-            local_files_only=local_files_only,
-            quantization=quantization,
-            parallelism=None if topology else parallelism,
-        )
-        loaded = model_options.open_checkpoint(options).load_model()
+        on_host = dataclasses.replace(which, parallelism=None) if topology else which
+        loaded = on_host.open(model).load_model()
         sizes = positive_numbers("--batch-sizes", batch_sizes), positive_numbers("--prompt-lengths", prompt_lengths)
         given: dict[str, Any] = {"batch_sizes": sizes[0], "prompt_lengths": sizes[1], "max_new_tokens": max_new_tokens}
         if not loaded.can_generate():
@@ -82,7 +74,7 @@ def export(
         else:
             from hfax.exporting.bundle import export as export_bundle
 
-            mesh = parallelism_of("--parallelism", parallelism) if topology else None
+            mesh = parallelism_of("--parallelism", which.parallelism) if topology else None
             bundle = export_bundle(loaded, out, topology=topology, parallelism=mesh or "auto", **given)
             programs = sorted(bundle.programs.values())
         size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())

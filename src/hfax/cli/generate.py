@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfax.cli import generation_options as writing_options
 from hfax.cli import model_options
 from hfax.cli.error_display import make_console, reporting
 from hfax.cli.generation_options import WritingOptions
 from hfax.cli.interrupts import CtrlC
-from hfax.cli.model_options import Checkpoint, Dtype, ModelOptions, open_checkpoint
+from hfax.cli.model_options import BackendOptions
+from hfax.cli.option_groups import expand
 from hfax.cli.phase_display import PhaseDisplay
 from hfax.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from hfax.checkpoint import Checkpoint
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -28,29 +31,18 @@ EXAMPLES = """[bold]Examples[/bold]
 _DEFAULT_LENGTH = 128
 
 
+@expand
 def generate(
     model: model_options.ModelArgument,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Prompt to complete; - reads it from stdin.")],
+    *,
     chat: Annotated[
         bool,
         typer.Option("--chat/--raw", help="Wrap the prompt in the model's chat template, or complete it as is."),
     ] = False,
     system: Annotated[str | None, typer.Option(help="System message; requires --chat.", show_default=False)] = None,
-    max_new_tokens: writing_options.MaxNewTokensOption = None,
-    temperature: writing_options.TemperatureOption = None,
-    top_k: writing_options.TopKOption = None,
-    top_p: writing_options.TopPOption = None,
-    min_p: writing_options.MinPOption = None,
-    seed: writing_options.SeedOption = None,
-    stop: writing_options.StopOption = [],  # noqa: B006 (typer copies it)
-    dtype: model_options.DtypeOption = Dtype.AUTO,
-    quantization: model_options.QuantizationOption = None,
-    parallelism: model_options.ParallelismOption = None,
-    revision: model_options.RevisionOption = None,
-    token: model_options.TokenOption = None,
-    trust_remote_code: model_options.TrustOption = False,
-    local_files_only: model_options.LocalOption = False,
-    backend: model_options.BackendOption = "jax",
+    how: WritingOptions,
+    which: BackendOptions,
     json_output: model_options.JsonOption = False,
     verbose: model_options.VerboseOption = False,
 ) -> None:
@@ -62,38 +54,23 @@ def generate(
     """
     if system is not None and not chat:
         raise typer.BadParameter("a system message requires the chat template. Add --chat.", param_hint="'--system'")
-    which = ModelOptions(
-        name=model,
-        dtype=dtype,
-        revision=revision,
-        token=token,
-        trust_remote_code=trust_remote_code,
-        local_files_only=local_files_only,
-        backend=backend,
-        quantization=quantization,
-        parallelism=parallelism,
-    )
-    how = WritingOptions(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        stop=tuple(stop),
-    )
     with reporting(verbose):
         messages = [{"role": "system", "content": system}] if system is not None else []
-        _generate(which, how, prompt, messages if chat else None, json_output)
+        _generate(model, which, how, prompt, messages if chat else None, json_output)
 
 
 def _generate(
-    which: ModelOptions, how: WritingOptions, prompt: str, messages: list[dict[str, str]] | None, as_json: bool
+    model: str,
+    which: BackendOptions,
+    how: WritingOptions,
+    prompt: str,
+    messages: list[dict[str, str]] | None,
+    as_json: bool,
 ) -> None:
     text = _read_prompt(prompt)
     phases = PhaseDisplay(make_console())
     with phases.following("starting"), CtrlC() as ctrl_c, ctrl_c.raising():
-        checkpoint = open_checkpoint(which)
+        checkpoint = which.open(model)
         tokenizer = checkpoint.load_tokenizer()
         ids = _prompt_ids(checkpoint, tokenizer, text, messages)
         loaded = checkpoint.load_model()
@@ -113,7 +90,7 @@ def _generate(
         raise typer.Exit(130)
     if as_json:
         record = {
-            "model": which.name,
+            "model": model,
             "prompt": text,
             "text": answer.text,
             "num_prompt_tokens": answer.num_prompt_tokens,
@@ -143,4 +120,4 @@ def _prompt_ids(checkpoint: Checkpoint, tokenizer: Any, text: str, messages: lis
         return list(tokenizer(text)["input_ids"])
     from hfax.cli.conversation import encode_messages
 
-    return encode_messages(tokenizer, [*messages, {"role": "user", "content": text}], checkpoint.options.name)
+    return encode_messages(tokenizer, [*messages, {"role": "user", "content": text}], checkpoint.source.name)

@@ -120,13 +120,13 @@ class WritingOptions:
     temperature of 0 disables it.
     """
 
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
+    max_new_tokens: MaxNewTokensOption = None
+    temperature: TemperatureOption = None
+    top_k: TopKOption = None
+    top_p: TopPOption = None
+    min_p: MinPOption = None
+    seed: SeedOption = None
+    stop: StopOption = dataclasses.field(default_factory=list)
 
     def draw_seed(self) -> int:
         """Return the given seed, or a random one."""

@@ -1,25 +1,20 @@
-"""Model options and model loading, shared by all commands with a MODEL argument.
-
-Resolves the options to a local `Checkpoint`, then loads its tokenizer and model. Only `open_checkpoint` queries the Hub; everything
-after it reads local files.
-"""
+"""Model options, shared by all commands with a MODEL argument, and the checkpoint that they select."""
 
 from __future__ import annotations
 
 import dataclasses
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hfax.cli.option_types import parallelism_of
-from hfax.errors import CheckpointNotFoundError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from hfax.backends.jax.model import JaxModel
-    from hfax.load.source import CheckpointSource
+    from hfax.backends.protocol import LoadOptions
+    from hfax.checkpoint import Checkpoint
 
 
 class Dtype(StrEnum):
@@ -77,88 +72,57 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Write a single JSON ob
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """Model options from the command line."""
+class CheckpointOptions:
+    """Options of commands that load a checkpoint unchanged, on one device."""
 
-    name: str
-    dtype: Dtype = Dtype.AUTO
-    revision: str | None = None
-    token: str | None = None
-    trust_remote_code: bool = False
-    local_files_only: bool = False
-    backend: str = "jax"
-    quantization: str | None = None
-    parallelism: str | None = None
+    dtype: DtypeOption = Dtype.AUTO
+    revision: RevisionOption = None
+    token: TokenOption = None
+    trust_remote_code: TrustOption = False
+    local_files_only: LocalOption = False
+
+    def open(self, name: str) -> Checkpoint:
+        """Find a checkpoint, downloading it if needed, and read its config."""
+        from hfax.checkpoint import open_checkpoint
+
+        return open_checkpoint(
+            name,
+            self._load_options(),
+            revision=self.revision,
+            token=self.token,
+            local_files_only=self.local_files_only,
+            backend=self._backend(),
+        )
+
+    def _load_options(self) -> LoadOptions:
+        from hfax.backends.protocol import LoadOptions
+
+        return LoadOptions(dtype=self.dtype.value, trust_remote_code=self.trust_remote_code)
+
+    def _backend(self) -> str:
+        return "jax"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """A local checkpoint; its weights are not loaded yet."""
+class ModelOptions(CheckpointOptions):
+    """Options of commands that run a model."""
 
-    options: ModelOptions
-    source: CheckpointSource
-    config: PretrainedConfig
+    quantization: QuantizationOption = None
+    parallelism: ParallelismOption = None
 
-    def load_tokenizer(self) -> Any:
-        """Load the checkpoint's tokenizer.
-
-        Raises:
-            CheckpointNotFoundError: the checkpoint has no tokenizer, or transformers cannot load it.
-        """
-        from transformers import AutoTokenizer
-
-        try:
-            return AutoTokenizer.from_pretrained(
-                self.source.folder, trust_remote_code=self.options.trust_remote_code, local_files_only=True
-            )
-        except Exception as error:  # transformers raises OSError, ValueError, KeyError, TypeError, ImportError, … here
-            raise CheckpointNotFoundError(
-                f"{self.options.name} has no tokenizer that transformers can load.",
-                f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}",
-                "Add tokenizer.json (or the model's own vocabulary files) and tokenizer_config.json to the folder "
-                "with tokenizer.save_pretrained(folder).",
-            ) from error
-
-    def load_model(self, task: str | None = None) -> JaxModel:
-        """Load the model, with its weights on the device.
-
-        Args:
-            task: pipeline task name that selects the model class; None: the checkpoint's class.
-        """
-        from hfax import AutoModelForTPU
-
-        return AutoModelForTPU.from_pretrained(
-            self.source.name,
-            backend=self.options.backend,
-            task=task,
-            dtype=self.options.dtype.value,
-            revision=self.source.revision,
-            token=self.options.token,
-            local_files_only=True,
-            trust_remote_code=self.options.trust_remote_code,
-            quantization=self.options.quantization,
-            parallelism=parallelism_of("--parallelism", self.options.parallelism),
-        )
+    def _load_options(self) -> LoadOptions:
+        parallelism = parallelism_of("--parallelism", self.parallelism)
+        return super()._load_options().changed(quantization=self.quantization, parallelism=parallelism)
 
 
-def open_checkpoint(options: ModelOptions) -> Checkpoint:
-    """Find a checkpoint, downloading it if needed, and read its config."""
-    from hfax.load.source import resolve_checkpoint
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackendOptions(ModelOptions):
+    """Options of commands that run a model on either backend."""
 
-    source = resolve_checkpoint(
-        options.name,
-        revision=options.revision,
-        token=options.token,
-        local_files_only=options.local_files_only,
-        allow_code=options.trust_remote_code,
-    )
-    from hfax.load.config import read_config  # imports transformers, so misspelled names are reported first
+    backend: BackendOption = "jax"
 
-    return Checkpoint(
-        options=options,
-        source=source,
-        config=read_config(source, trust_remote_code=options.trust_remote_code),
-    )
+    def _backend(self) -> str:
+        return self.backend
 
 
 def context_length(config: PretrainedConfig) -> int | None:

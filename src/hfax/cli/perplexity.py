@@ -11,6 +11,8 @@ import typer
 
 from hfax.cli import model_options
 from hfax.cli.error_display import make_console, reporting
+from hfax.cli.model_options import ModelOptions
+from hfax.cli.option_groups import expand
 from hfax.cli.phase_display import PhaseDisplay
 from hfax.errors import InvalidInputError
 
@@ -21,9 +23,11 @@ EXAMPLES = """[bold]Examples[/bold]
   hfax perplexity Qwen/Qwen3-0.6B wiki.txt --quantization int8 --json"""
 
 
+@expand
 def perplexity(
     model: model_options.ModelArgument,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="UTF-8 text file; - reads stdin.", allow_dash=True)],
+    *,
     max_length: Annotated[
         int | None, typer.Option(help="Window length in tokens; default: the model's context, at most 1024.", min=2)
     ] = None,
@@ -31,13 +35,7 @@ def perplexity(
         int | None, typer.Option(help="Tokens between window starts; default: the window length.", min=1)
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Windows per batch.", min=1)] = 4,
-    dtype: model_options.DtypeOption = model_options.Dtype.AUTO,
-    quantization: model_options.QuantizationOption = None,
-    parallelism: model_options.ParallelismOption = None,
-    revision: model_options.RevisionOption = None,
-    token: model_options.TokenOption = None,
-    trust_remote_code: model_options.TrustOption = False,
-    local_files_only: model_options.LocalOption = False,
+    which: ModelOptions,
     json_output: model_options.JsonOption = False,
     verbose: model_options.VerboseOption = False,
 ) -> None:
@@ -47,18 +45,8 @@ def perplexity(
             text = typer.get_text_stream("stdin").read() if str(file) == "-" else file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidInputError(f"{file} could not be read.", str(error), "Pass a text file in UTF-8.") from error
-        options = model_options.ModelOptions(
-            name=model,
-            dtype=dtype,
-            revision=revision,
-            token=token,
-            trust_remote_code=trust_remote_code,
-            local_files_only=local_files_only,
-            quantization=quantization,
-            parallelism=parallelism,
-        )
         with PhaseDisplay(make_console()).following("reading the text"):
-            checkpoint = model_options.open_checkpoint(options)
+            checkpoint = which.open(model)
             tokenizer = checkpoint.load_tokenizer()
             loaded = checkpoint.load_model()
             from hfax.evaluation.perplexity import perplexity as measure

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hfax.cli import model_options
 from hfax.cli.error_display import make_console, reporting
+from hfax.cli.model_options import ModelOptions
+from hfax.cli.option_groups import expand
 from hfax.errors import HfaxError, InvalidInputError, UnsupportedOptionError
 
 if TYPE_CHECKING:
-    from hfax.server.served import Loaded
+    from hfax.engine.engine import EngineConfig
+    from hfax.server.loading import Load, Loaded, OnStep
     from hfax.server.settings import Settings
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -51,11 +55,144 @@ def _read_file(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Options of the engine."""
+
+    max_num_seqs: Annotated[
+        int,
+        typer.Option(help="Maximum concurrent sequences.", envvar="HFAX_MAX_NUM_SEQS", min=1, rich_help_panel=_PANEL),
+    ] = 32
+    max_num_queued_reqs: Annotated[
+        int,
+        typer.Option(
+            help="Maximum waiting sequences.", envvar="HFAX_MAX_NUM_QUEUED_REQS", min=1, rich_help_panel=_PANEL
+        ),
+    ] = 512
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Maximum tokens of prompt plus output; default: the model's context, at most 8192.",
+            envvar="HFAX_MAX_MODEL_LEN",
+            min=1,
+            show_default=False,
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    max_num_batched_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Maximum tokens per step; longer prompts use chunked prefill.",
+            envvar="HFAX_MAX_NUM_BATCHED_TOKENS",
+            min=1,
+            rich_help_panel=_PANEL,
+        ),
+    ] = 512
+    block_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens per KV-cache block; default: depends on the platform.",
+            envvar="HFAX_BLOCK_SIZE",
+            min=1,
+            show_default=False,
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    num_blocks: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of KV-cache blocks; default: as many as fit in memory.",
+            envvar="HFAX_NUM_BLOCKS",
+            min=1,
+            show_default=False,
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    enable_prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            help="Reuse the KV cache of shared prompt prefixes.",
+            envvar="HFAX_ENABLE_PREFIX_CACHING",
+            rich_help_panel=_PANEL,
+        ),
+    ] = True
+
+    def config(self) -> EngineConfig:
+        """The engine's configuration."""
+        from hfax.engine.engine import EngineConfig
+
+        fields = dataclasses.asdict(self)
+        return EngineConfig(max_waiting=fields.pop("max_num_queued_reqs"), **fields)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AccessOptions:
+    """Options of who may use the server, and how much a request may send."""
+
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="API key that requests must send; may be repeated. Prefer HFAX_API_KEY, hidden from process lists.",
+            envvar="HFAX_API_KEY",
+            show_envvar=False,
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Additional Host header value accepted on loopback; * for any.",
+            envvar="HFAX_ALLOWED_HOST",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None
+    allowed_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origin allowed for cross-origin requests; * for any.",
+            envvar="HFAX_ALLOWED_ORIGIN",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None
+    allowed_image_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Host that images may be fetched from; default: data: URLs only.",
+            envvar="HFAX_ALLOWED_IMAGE_HOST",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None
+    max_body_mb: Annotated[
+        float,
+        typer.Option(
+            help="Maximum size of a request body, in MB.", envvar="HFAX_MAX_BODY_MB", min=0.001, rich_help_panel=_ACCESS
+        ),
+    ] = 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TelemetryOptions:
+    """Options of metrics, logs and traces."""
+
+    metrics_prefix: Annotated[
+        str, typer.Option(help="Metric name prefix: hfax or vllm.", envvar="HFAX_METRICS_PREFIX")
+    ] = "hfax"
+    json_logs: Annotated[
+        bool, typer.Option("--json-logs", help="Write the access log as JSON lines.", envvar="HFAX_JSON_LOGS")
+    ] = False
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(help="OTLP endpoint for OpenTelemetry traces.", envvar="HFAX_OTLP_ENDPOINT", show_default=False),
+    ] = None
+
+
+@expand
 def serve(
     model: Annotated[
         str,
         typer.Argument(metavar="MODEL[@REVISION]", help="Hugging Face id, local folder, or demo.", envvar="HFAX_MODEL"),
     ],
+    *,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 for all interfaces.", envvar="HFAX_HOST")
     ] = "127.0.0.1",
@@ -70,63 +207,7 @@ def serve(
     chat_template: Annotated[
         Path | None, typer.Option(help="Chat template file that replaces the model's.", envvar="HFAX_CHAT_TEMPLATE")
     ] = None,
-    max_num_seqs: Annotated[
-        int,
-        typer.Option(help="Maximum concurrent sequences.", envvar="HFAX_MAX_NUM_SEQS", min=1, rich_help_panel=_PANEL),
-    ] = 32,
-    max_num_queued_reqs: Annotated[
-        int,
-        typer.Option(
-            help="Maximum waiting sequences.", envvar="HFAX_MAX_NUM_QUEUED_REQS", min=1, rich_help_panel=_PANEL
-        ),
-    ] = 512,
-    max_model_len: Annotated[
-        int | None,
-        typer.Option(
-            help="Maximum tokens of prompt plus output; default: the model's context, at most 8192.",
-            envvar="HFAX_MAX_MODEL_LEN",
-            min=1,
-            show_default=False,
-            rich_help_panel=_PANEL,
-        ),
-    ] = None,
-    max_num_batched_tokens: Annotated[
-        int,
-        typer.Option(
-            help="Maximum tokens per step; longer prompts use chunked prefill.",
-            envvar="HFAX_MAX_NUM_BATCHED_TOKENS",
-            min=1,
-            rich_help_panel=_PANEL,
-        ),
-    ] = 512,
-    block_size: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens per KV-cache block; default: depends on the platform.",
-            envvar="HFAX_BLOCK_SIZE",
-            min=1,
-            show_default=False,
-            rich_help_panel=_PANEL,
-        ),
-    ] = None,
-    num_blocks: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of KV-cache blocks; default: as many as fit in memory.",
-            envvar="HFAX_NUM_BLOCKS",
-            min=1,
-            show_default=False,
-            rich_help_panel=_PANEL,
-        ),
-    ] = None,
-    enable_prefix_caching: Annotated[
-        bool,
-        typer.Option(
-            help="Reuse the KV cache of shared prompt prefixes.",
-            envvar="HFAX_ENABLE_PREFIX_CACHING",
-            rich_help_panel=_PANEL,
-        ),
-    ] = True,
+    engine: EngineOptions,
     step_timeout: Annotated[
         float,
         typer.Option(
@@ -140,108 +221,47 @@ def serve(
         float,
         typer.Option(help="Seconds for running requests to finish after SIGTERM.", envvar="HFAX_DRAIN_TIMEOUT", min=0),
     ] = 60.0,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="API key that requests must send; may be repeated. Prefer HFAX_API_KEY, hidden from process lists.",
-            envvar="HFAX_API_KEY",
-            show_envvar=False,
-            rich_help_panel=_ACCESS,
-        ),
-    ] = None,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Additional Host header value accepted on loopback; * for any.",
-            envvar="HFAX_ALLOWED_HOST",
-            rich_help_panel=_ACCESS,
-        ),
-    ] = None,
-    allowed_origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Origin allowed for cross-origin requests; * for any.",
-            envvar="HFAX_ALLOWED_ORIGIN",
-            rich_help_panel=_ACCESS,
-        ),
-    ] = None,
-    allowed_image_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Host that images may be fetched from; default: data: URLs only.",
-            envvar="HFAX_ALLOWED_IMAGE_HOST",
-            rich_help_panel=_ACCESS,
-        ),
-    ] = None,
-    max_body_mb: Annotated[
-        float,
-        typer.Option(
-            help="Maximum size of a request body, in MB.", envvar="HFAX_MAX_BODY_MB", min=0.001, rich_help_panel=_ACCESS
-        ),
-    ] = 32,
-    metrics_prefix: Annotated[
-        str, typer.Option(help="Metric name prefix: hfax or vllm.", envvar="HFAX_METRICS_PREFIX")
-    ] = "hfax",
-    json_logs: Annotated[
-        bool, typer.Option("--json-logs", help="Write the access log as JSON lines.", envvar="HFAX_JSON_LOGS")
-    ] = False,
-    otlp_endpoint: Annotated[
-        str | None,
-        typer.Option(help="OTLP endpoint for OpenTelemetry traces.", envvar="HFAX_OTLP_ENDPOINT", show_default=False),
-    ] = None,
-    dtype: model_options.DtypeOption = model_options.Dtype.AUTO,
-    quantization: model_options.QuantizationOption = None,
-    parallelism: model_options.ParallelismOption = None,
-    token: model_options.TokenOption = None,
-    trust_remote_code: model_options.TrustOption = False,
-    local_files_only: model_options.LocalOption = False,
+    access: AccessOptions,
+    telemetry: TelemetryOptions,
+    which: ModelOptions,
     verbose: model_options.VerboseOption = False,
 ) -> None:
     """Serve a model over HTTP: OpenAI-compatible API, metrics, and a chat page at /."""
     with reporting(verbose):
         settings_type, run_server = _require_server()
-        if metrics_prefix.rstrip(":") not in ("hfax", "vllm"):
+        if telemetry.metrics_prefix.rstrip(":") not in ("hfax", "vllm"):
             raise InvalidInputError(
-                f"--metrics-prefix {metrics_prefix} is invalid.", "It must be hfax or vllm.", "Use one of them."
+                f"--metrics-prefix {telemetry.metrics_prefix} is invalid.",
+                "It must be hfax or vllm.",
+                "Use one of them.",
             )
-        name, revision = _split(model)
+        name, revision = _split(model, which.revision)
         settings = settings_type(
             model=name,
             served_model_names=tuple(served_model_name or (name,)),
-            api_keys=_keys(api_key),
+            api_keys=_keys(access.api_key),
             host=host,
             port=port,
-            allowed_hosts=tuple(allowed_host or ()),
-            allowed_origins=tuple(allowed_origin or ()),
-            max_body_bytes=int(max_body_mb * (1 << 20)),
+            allowed_hosts=tuple(access.allowed_host or ()),
+            allowed_origins=tuple(access.allowed_origin or ()),
+            max_body_bytes=int(access.max_body_mb * (1 << 20)),
             step_timeout_s=step_timeout,
             drain_timeout_s=drain_timeout,
-            image_hosts=tuple(allowed_image_host or ()),
-            metrics_prefix=metrics_prefix.rstrip(":") + ":",
-            json_logs=json_logs,
-            otlp_endpoint=otlp_endpoint,
+            image_hosts=tuple(access.allowed_image_host or ()),
+            metrics_prefix=telemetry.metrics_prefix.rstrip(":") + ":",
+            json_logs=telemetry.json_logs,
+            otlp_endpoint=telemetry.otlp_endpoint,
         )
-        options = model_options.ModelOptions(
-            name=name,
-            dtype=dtype,
-            revision=revision,
-            token=token,
-            trust_remote_code=trust_remote_code,
-            local_files_only=local_files_only,
-            quantization=quantization,
-            parallelism=parallelism,
-        )
-        engine = {
-            "max_num_seqs": max_num_seqs,
-            "max_waiting": max_num_queued_reqs,
-            "max_model_len": max_model_len,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "block_size": block_size,
-            "num_blocks": num_blocks,
-            "enable_prefix_caching": enable_prefix_caching,
-        }
+        template = None if chat_template is None else _read_template(chat_template)
+        which = dataclasses.replace(which, revision=revision)
         _log_to_stderr()
-        _run(settings, run_server, lambda on_step: _load(options, engine, chat_template, on_step))
+
+        def load(on_step: OnStep) -> Loaded:
+            from hfax.server.loading import load_checkpoint
+
+            return load_checkpoint(which.open(name), engine.config(), chat_template=template, on_step=on_step)
+
+        _run(settings, run_server, load)
 
 
 def _require_server() -> tuple[type[Settings], Callable[..., BaseException | None]]:
@@ -255,7 +275,7 @@ def _require_server() -> tuple[type[Settings], Callable[..., BaseException | Non
     return Settings, run_server
 
 
-def _run(settings: Settings, run_server: Callable[..., BaseException | None], load: Callable[..., Loaded]) -> None:
+def _run(settings: Settings, run_server: Callable[..., BaseException | None], load: Load) -> None:
     console = make_console()
 
     def say(address: str) -> None:
@@ -286,62 +306,7 @@ def _run(settings: Settings, run_server: Callable[..., BaseException | None], lo
         raise typer.Exit(1)
 
 
-def _load(
-    options: model_options.ModelOptions,
-    engine_options: dict[str, Any],
-    template: Path | None,
-    on_step: Callable[[float, int], None],
-) -> Loaded:
-    """Load the model and compile its programs."""
-    from hfax.engine.engine import EngineConfig
-    from hfax.server.chat import ChatTemplate
-    from hfax.server.embeddings import Embedder
-    from hfax.server.served import Loaded, load_writer
-
-    checkpoint = model_options.open_checkpoint(options)
-    tokenizer = checkpoint.load_tokenizer()
-    chat_template = _read_template(template)
-    processor = _processor(checkpoint)
-    if not _writes(checkpoint.config):
-        embedder = Embedder(checkpoint.load_model("feature-extraction"), tokenizer, checkpoint.source.folder)
-        embedder.warm_up()
-        found = ChatTemplate(tokenizer, None, chat_template)
-        return Loaded(
-            tokenizer=tokenizer, template=found, engine=None, embedder=embedder, defaults={}, max_new_tokens=None
-        )
-    return load_writer(
-        checkpoint.load_model(),
-        tokenizer,
-        EngineConfig(**engine_options),
-        processor=processor,
-        chat_template=chat_template,
-        on_step=on_step,
-    )
-
-
-def _writes(config: Any) -> bool:
-    """Whether the checkpoint's class generates text."""
-    names = getattr(config, "architectures", None) or []
-    return not names or any(n.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for n in names)
-
-
-def _processor(checkpoint: model_options.Checkpoint) -> Any:
-    """Load the processor, for models with image input; None for others."""
-    if (
-        not (checkpoint.source.folder / "preprocessor_config.json").is_file()
-        and not (checkpoint.source.folder / "processor_config.json").is_file()
-    ):
-        return None
-    from transformers import AutoProcessor
-
-    return AutoProcessor.from_pretrained(
-        checkpoint.source.folder, trust_remote_code=checkpoint.options.trust_remote_code, local_files_only=True
-    )
-
-
-def _read_template(path: Path | None) -> str | None:
-    if path is None:
-        return None
+def _read_template(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -350,12 +315,16 @@ def _read_template(path: Path | None) -> str | None:
         ) from error
 
 
-def _split(model: str) -> tuple[str, str | None]:
+def _split(model: str, revision: str | None) -> tuple[str, str | None]:
     """Split MODEL@REVISION; an existing folder with @ in its name is not split."""
     if "@" not in model or Path(model).exists():
-        return model, None
-    name, _, revision = model.rpartition("@")
-    return name, revision
+        return model, revision
+    name, _, own = model.rpartition("@")
+    if revision is not None and revision != own:
+        raise InvalidInputError(
+            f"{model} and --revision {revision} name two revisions.", "A model has one.", "Omit one of them."
+        )
+    return name, own
 
 
 def _keys(given: list[str] | None) -> tuple[str, ...]:

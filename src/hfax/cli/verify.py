@@ -11,6 +11,8 @@ import typer
 
 from hfax.cli import model_options
 from hfax.cli.error_display import make_console, reporting
+from hfax.cli.model_options import CheckpointOptions
+from hfax.cli.option_groups import expand
 from hfax.cli.phase_display import PhaseDisplay
 from hfax.errors import InvalidInputError
 
@@ -29,8 +31,10 @@ _PROMPTS = (
 """Prompts of four lengths, so a batch of all needs padding."""
 
 
+@expand
 def verify(
     model: model_options.ModelArgument,
+    *,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -41,11 +45,7 @@ def verify(
     max_new_tokens: Annotated[
         int, typer.Option(help="New tokens per prompt, greedy; 0: forward passes only.", min=0)
     ] = 32,
-    dtype: model_options.DtypeOption = model_options.Dtype.AUTO,
-    revision: model_options.RevisionOption = None,
-    token: model_options.TokenOption = None,
-    trust_remote_code: model_options.TrustOption = False,
-    local_files_only: model_options.LocalOption = False,
+    which: CheckpointOptions,
     json_output: model_options.JsonOption = False,
     verbose: model_options.VerboseOption = False,
 ) -> None:
@@ -56,16 +56,8 @@ def verify(
     """
     with reporting(verbose):
         texts = None if prompts is None else _read(prompts)
-        options = model_options.ModelOptions(
-            name=model,
-            dtype=dtype,
-            revision=revision,
-            token=token,
-            trust_remote_code=trust_remote_code,
-            local_files_only=local_files_only,
-        )
         with PhaseDisplay(make_console()).following("comparing"):
-            checkpoint = model_options.open_checkpoint(options)
+            checkpoint = which.open(model)
             loaded = checkpoint.load_model()
             from hfax.evaluation.verification import verify as compare
 

@@ -112,7 +112,7 @@ def _vector_times_matrix(x: jax.Array, weight: jax.Array) -> jax.Array:
     """bf16 `weight @ x` in float32, written so that on CPU the weight is read once as bf16 and never stored as float32.
 
     The form matters: `x @ weight.T` with a float32 vector fuses, `weight @ x` does not; the caller rounds the result before adding
-    to it, otherwise XLA fuses the addition instead (docs/performance.md).
+    to it, otherwise XLA fuses the addition instead (docs/log/xla.md).
     """
     width = x.shape[0]
     x = x.astype(jnp.float32)

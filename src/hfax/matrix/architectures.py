@@ -1,6 +1,6 @@
 """transformers' architectures, one class per model type and auto mapping, and a small config for each.
 
-Turns a mapping name into `Architecture`s, and an architecture into a config for its class. It builds no models.
+Turns a mapping name into `Architecture`s, and an architecture into a config for its class. Builds no models.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAPPINGS: dict[str, str] = {
     "depth-estimation": "MODEL_FOR_DEPTH_ESTIMATION_MAPPING_NAMES",
     "base": "MODEL_MAPPING_NAMES",
 }
-"""Short name to transformers' mapping."""
+"""Short name to the name of transformers' mapping."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,7 +168,7 @@ def complete(config: Any) -> None:
 
 
 def small_config(architecture: Architecture) -> PretrainedConfig:
-    """A small config for the architecture's class; for a submodel's class, the sub-config.
+    """Make a small config for the architecture's class; for a submodel's class, the sub-config.
 
     Raises:
         UnsupportedModelError: the config cannot be shrunk.

@@ -114,7 +114,7 @@ PATCHES: list[Patch] = [
     ),
     FunctionPatch(
         name="llama-rotation",
-        why="few rows are one call on CPU instead of six; the gradient of swapped halves pads and adds (docs/performance.md)",
+        why="few rows are one call on CPU instead of several; the gradient of swapped halves pads and adds",
         target="*:apply_rotary_pos_emb",
         make=_rotation,
         only_if=_is_worth_it,

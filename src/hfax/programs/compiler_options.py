@@ -8,4 +8,4 @@ DECODE_OPTIONS: dict[str, dict[str, str | bool]] = {
     }
 }
 """Without it XLA hoists the conversion of all weights to float32 out of a decoding loop: twice the model size in temporaries and
-half the speed, measured on CPU (docs/performance.md)."""
+half the speed, measured on CPU (docs/log/xla.md)."""

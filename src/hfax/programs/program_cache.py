@@ -45,7 +45,18 @@ logger = logging.getLogger(__name__)
 
 _VERSIONED = ("hfax", "jax", "jaxlib", "libtpu", "torch", "torchax", "transformers")
 LEAVES = frozenset(
-    {"__main__", "cli", "doctor", "evaluation", "exporting", "matrix", "pipelines", "server", "verification"}
+    {
+        "__main__",
+        "checkpoint",
+        "cli",
+        "doctor",
+        "evaluation",
+        "exporting",
+        "matrix",
+        "pipelines",
+        "server",
+        "verification",
+    }
 )
 """Parts of hfax that call programs but trace none: nothing else imports them, so changes do not make programs stale."""
 _MAX_BYTES = 4 << 30

@@ -12,7 +12,8 @@ from socket import socket as Socket
 import uvicorn
 
 from hfax.server.app import make_app
-from hfax.server.served import Loaded, Served
+from hfax.server.loading import Load
+from hfax.server.served import Served
 from hfax.server.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class _Server(uvicorn.Server):
 
 def run_server(
     settings: Settings,
-    load: Callable[[Callable[[float, int], None]], Loaded],
+    load: Load,
     on_listening: Callable[[str], None],
 ) -> BaseException | None:
     """Run the server until it is stopped.
@@ -59,9 +60,7 @@ def run_server(
     return asyncio.run(_serve(settings, load, on_listening))
 
 
-async def _serve(
-    settings: Settings, load: Callable[[Callable[[float, int], None]], Loaded], on_listening: Callable[[str], None]
-) -> BaseException | None:
+async def _serve(settings: Settings, load: Load, on_listening: Callable[[str], None]) -> BaseException | None:
     served = Served(settings, load)
     config = uvicorn.Config(
         make_app(served),

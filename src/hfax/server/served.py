@@ -1,12 +1,8 @@
-"""The served model: background loading, and health.
-
-Holds the model's tokenizer, chat template, engine and default options; routes use only this.
-"""
+"""The served model's state and health, and the answers to requests; routes use only this."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import threading
 import time
@@ -14,12 +10,11 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from hfax.engine.engine import Engine, EngineConfig, PreparedPrompt, Request
+from hfax.engine.engine import Engine, PreparedPrompt, Request
 from hfax.engine.outputs import OutputDelta
-from hfax.engine.sampling_params import MAX_SUPPRESSED, SamplingParams
-from hfax.server.chat import ChatTemplate
-from hfax.server.embeddings import Embedder
+from hfax.engine.sampling_params import SamplingParams
 from hfax.server.failures import ApiError
+from hfax.server.loading import DEFAULTS, Load, Loaded
 from hfax.server.metrics import Metrics
 from hfax.server.protocol import Sampling
 from hfax.server.settings import Settings
@@ -28,33 +23,10 @@ from hfax.server.tracing import Tracing
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Generation config options that serve as request defaults."""
 _PATIENCE = 3
 """A step counts as hung after this many times the slowest step so far, and `step_timeout_s` at least."""
 _THREADS = 4
 """Threads for chat templates, tokenizers and grammars, to keep the event loop responsive."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """A loaded model.
-
-    Args:
-        tokenizer: a transformers tokenizer.
-        template: the chat template.
-        engine: for generative models; None for others.
-        embedder: for encoder models; None for others.
-        defaults: default request options by name, from the model's generation config.
-        max_new_tokens: the generation config's `max_new_tokens`; None if unset.
-    """
-
-    tokenizer: Any
-    template: ChatTemplate
-    engine: Engine | None
-    embedder: Embedder | None
-    defaults: dict[str, Any]
-    max_new_tokens: int | None
 
 
 class Served:
@@ -65,7 +37,7 @@ class Served:
         load: loads the model, in its own thread. Its argument is the engine's `on_step` callback.
     """
 
-    def __init__(self, settings: Settings, load: Callable[[Callable[[float, int], None]], Loaded]) -> None:
+    def __init__(self, settings: Settings, load: Load) -> None:
         self.settings = settings
         self.created = int(time.time())
         self.metrics = Metrics(settings.metrics_prefix, settings.served_model_names[0])
@@ -173,7 +145,7 @@ class Served:
         """Merge a request's options into the model's defaults."""
         given = {
             name: getattr(body, name)
-            for name in (*_DEFAULTS, "presence_penalty", "frequency_penalty", "min_tokens", "seed", "n")
+            for name in (*DEFAULTS, "presence_penalty", "frequency_penalty", "min_tokens", "seed", "n")
         }
         if given["top_k"] == -1:
             given["top_k"] = 0
@@ -302,61 +274,3 @@ class Answer:
         """Abort unfinished requests."""
         for request in self.requests:
             request.abort()
-
-
-def load_writer(
-    model: Any,
-    tokenizer: Any,
-    engine_config: EngineConfig,
-    *,
-    processor: Any,
-    chat_template: str | None,
-    on_step: Callable[[float, int], None],
-) -> Loaded:
-    """Start an engine for a generative model, and warm it up.
-
-    Args:
-        model: an hfax model.
-        tokenizer: the model's tokenizer.
-        engine_config: the engine's configuration.
-        processor: a transformers processor for image input; None: the model takes no images.
-        chat_template: a chat template that replaces the tokenizer's.
-        on_step: called after each engine step with its seconds and token count.
-    """
-    engine = Engine(model, tokenizer, engine_config, on_step=on_step)
-    defaults, most = read_defaults(model.generation_config)
-    engine.warm_up()
-    return Loaded(
-        tokenizer=tokenizer,
-        template=ChatTemplate(tokenizer, processor, chat_template),
-        engine=engine,
-        embedder=None,
-        defaults=defaults,
-        max_new_tokens=most,
-    )
-
-
-def read_defaults(generation_config: Any) -> tuple[dict[str, Any], int | None]:
-    """Request defaults from a generation config, and its `max_new_tokens`."""
-    found: dict[str, Any] = {}
-    for name in _DEFAULTS:
-        if (value := getattr(generation_config, name, None)) is not None:
-            found[name] = value
-    if not generation_config.do_sample and "temperature" not in found:
-        found.pop("top_k", None)
-    if suppressed := tuple(generation_config.suppress_tokens or ())[:MAX_SUPPRESSED]:
-        found["suppress_tokens"] = suppressed
-    for name, value in found.items():
-        logger.info("request default from generation_config.json: %s = %s", name, value)
-    for name in (
-        "no_repeat_ngram_size",
-        "bad_words_ids",
-        "forced_eos_token_id",
-        "begin_suppress_tokens",
-        "sequence_bias",
-        "typical_p",
-    ):
-        value = getattr(generation_config, name, None)
-        if value not in (None, 0, [], 1.0):
-            logger.warning("generation_config.json sets %s, which the server does not support", name)
-    return found, generation_config.max_new_tokens

@@ -1,1 +1,1 @@
-"""Small configs and inputs for any model: for tests, doctor, the support matrix and structure tracing."""
+"""Small configs and inputs for any model, used by tests, doctor, the support matrix and structure tracing."""

@@ -1,7 +1,7 @@
-"""A small input for each name that a forward of transformers may have, from the model's config: ids, pixels, sound, series, boxes.
+"""Small inputs for the parameters of transformers' forward methods: token ids, pixels, audio, time series, boxes.
 
-Turns a model and the name of an argument into a tensor, drawn from a fixed seed. Shapes follow the fields of the config; what a
-model type reads in a layout of its own is in a table. Which names a case gives is decided by `inputs`.
+Turns a model and a parameter name into a tensor drawn from a fixed seed. Shapes follow the config; tables list the model types that
+need another layout. `inputs` chooses the parameters of a case.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LENGTH = 20
 """Text length, in tokens."""
 ROWS = 2
 STEPS = 6
-"""Of a time series or a trajectory."""
+"""Length of short sequences, such as decoder ids, embeddings and trajectories."""
 _TEXT, _SHORTER = 8, 2
 _SAMPLES = 4000
 _MONO = (
@@ -33,14 +33,14 @@ _MONO = (
     "neucodec",
     "higgs_audio_v2",
 )
-"""Beginnings of model types that read sound as [rows, channels, samples]."""
+"""Model type prefixes of audio models that take [rows, channels, samples]."""
 
 
 def make_field(model: Any, name: str) -> Any:
-    """The input of this name.
+    """Make the input for a parameter of forward.
 
     Raises:
-        NotImplementedError: no rule makes it.
+        NotImplementedError: no rule for this name.
     """
     if name not in _MAKERS:
         raise NotImplementedError(f"no inputs for {name}")
@@ -48,7 +48,7 @@ def make_field(model: Any, name: str) -> Any:
 
 
 def find(config: Any, *names: str) -> Any:
-    """The first of the fields that the config, or one of its parts, has."""
+    """The first of these fields that is set in a config, else in one of its sub-configs; None if none is."""
     parts = [config, *(getattr(config, n, None) for n in getattr(config, "sub_configs", {}))]
     for part in parts:
         for name in names:
@@ -61,7 +61,7 @@ def find(config: Any, *names: str) -> Any:
 
 
 def vocabulary(model: Any) -> int:
-    """Vocabulary size of the model's text part."""
+    """Vocabulary size of the model's text part; 199 if the config has none."""
     config = model.config.get_text_config(decoder=True)
     size = (
         getattr(config, "vocab_size", None)
@@ -72,7 +72,7 @@ def vocabulary(model: Any) -> int:
 
 
 def special_ids(config: Any) -> set[int]:
-    """Every special token of a config and its parts."""
+    """All special token ids of a config and its sub-configs."""
     found: set[int] = set()
     for name, value in vars(config).items():
         if hasattr(value, "sub_configs"):
@@ -83,7 +83,7 @@ def special_ids(config: Any) -> set[int]:
 
 
 def token_ids(model: Any, rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> torch.Tensor:
-    """[rows, length] int64 ordinary tokens, each once in a row: equal tokens would tie where a model chooses the best of them."""
+    """Ordinary token ids, [rows, length] int64, distinct within a row: repeated tokens would tie in top-k selections."""
     avoided = special_ids(model.config) | {0, 1, 2, 3}
     ordinary = torch.tensor([i for i in range(vocabulary(model)) if i not in avoided])
     generator = torch.Generator().manual_seed(seed)
@@ -91,14 +91,14 @@ def token_ids(model: Any, rows: int = ROWS, length: int = LENGTH, seed: int = 0)
 
 
 def _boxes(model: Any) -> torch.Tensor:
-    """[rows, length, 4]: left, top, right, bottom; whole numbers for models with tables of them."""
+    """Boxes, [rows, length, 4] (left, top, right, bottom): int64 for models with embedding tables, else float32 in [0, 1)."""
     corners = torch.rand((ROWS, LENGTH, 2, 2), generator=torch.Generator().manual_seed(0)).sort(dim=2).values.flatten(2)
     table = getattr(model.config, "max_2d_position_embeddings", None)
     return (corners * (table // 2)).long() if table and model.config.model_type != "udop" else corners
 
 
 def _text_with_end(model: Any) -> torch.Tensor:
-    """[rows, 8] ids that end where text towers look for the end, the first row two tokens sooner."""
+    """Token ids, [rows, 8] int64, with the end token that text towers look for: at the end, in the first row two tokens earlier."""
     ids = token_ids(model, length=_TEXT)
     end = find(model.config, "eos_token_id")
     if isinstance(end, int):
@@ -107,7 +107,7 @@ def _text_with_end(model: Any) -> torch.Tensor:
 
 
 def text_mask(ids: torch.Tensor) -> torch.Tensor:
-    """[rows, length] int64, 0 behind the first row's end."""
+    """Attention mask, [rows, length] int64: 0 after the first row's end token."""
     mask = torch.ones_like(ids)
     mask[0, ids.shape[1] - _SHORTER :] = 0
     return mask
@@ -117,7 +117,7 @@ def text_mask(ids: torch.Tensor) -> torch.Tensor:
 
 
 def _pixels(model: Any) -> Any:
-    """[rows, channels, height, width]; with an axis of frames, or in rows of patches, where the model reads such."""
+    """Pixels, [rows, channels, height, width]; with a frame axis, or as patches, for models that take those."""
     config = model.config
     names = set(_parameters(model))
     is_own = config.model_type.removesuffix("_vision") in LAYOUTS
@@ -129,7 +129,7 @@ def _pixels(model: Any) -> Any:
 
 
 def _num_patches(config: Any) -> int:
-    """What a masked autoencoder hides some of; a hierarchical one hides units of several patches."""
+    """Number of units that a masked autoencoder may mask: patches, or groups of patches in hierarchical models."""
     patch = getattr(config, "patch_stride", None) or config.patch_size
     sides = patch if isinstance(patch, (list, tuple)) else (patch, patch)
     unit = math.prod(getattr(config, "masked_unit_size", None) or (1, 1))
@@ -150,13 +150,13 @@ def _height_and_width(config: Any) -> tuple[int, int]:
 
 
 def _video(model: Any) -> torch.Tensor:
-    """[rows, frames, channels, height, width]."""
+    """Video pixels, [rows, frames, channels, height, width]."""
     frames = find(model.config, "num_frames", "frames_per_clip") or 4
     return draw(ROWS, frames, find(model.config, "num_channels", "in_chans") or 3, *_height_and_width(model.config))
 
 
 def _patches(model: Any) -> torch.Tensor:
-    """[patches, values] of two images, as grids describe them."""
+    """Patches of two images, [patches, values], as described by the grids."""
     return image_inputs(model)["pixel_values"]
 
 
@@ -165,11 +165,11 @@ def _grid(model: Any) -> torch.Tensor:
     return found.get("image_grid_thw", found.get("image_grid_hw"))  # type: ignore[return-value]
 
 
-# Sound
+# Audio
 
 
 def _wave(model: Any) -> torch.Tensor:
-    """[rows, samples], [rows, channels, samples] for codecs, [rows, frames, mel bins] for what reads spectrograms as waves."""
+    """Audio, [rows, samples]; [rows, channels, samples] for codecs; [rows, frames, mel bins] for models of spectrograms."""
     config = model.config
     if (length := getattr(config, "max_length", None)) and (bins := getattr(config, "num_mel_bins", None)):
         return draw(ROWS, length, bins)
@@ -177,7 +177,7 @@ def _wave(model: Any) -> torch.Tensor:
         return draw(ROWS, getattr(config, "audio_channels", None) or 1, _SAMPLES)
     if config.model_type == "muse_spark_audio":
         return draw(ROWS, 2 * 1920)
-    if config.model_type == "speecht5" and "decoder_input_values" in _parameters(model):  # the model behind its prenets
+    if config.model_type == "speecht5" and "decoder_input_values" in _parameters(model):  # takes prenet outputs
         return draw(ROWS, STEPS, config.hidden_size)
     return draw(ROWS, _SAMPLES)
 
@@ -193,7 +193,7 @@ _FEATURE_WIDTHS = (
 
 
 def _features(model: Any) -> torch.Tensor:
-    """[rows, mel bins, frames] for Whisper's family, [rows, frames, features] for the others."""
+    """Audio features: [rows, mel bins, frames] for Whisper-like models, [rows, frames, features] for the others."""
     config = model.config
     width = find(config, *_FEATURE_WIDTHS)
     if (
@@ -215,11 +215,11 @@ _BINS_FIRST = ("glmasr_encoder", "voxtral_realtime_encoder", "qwen3_asr_encoder"
 
 
 def _latents(model: Any) -> torch.Tensor:
-    """[rows, channels, frames] of a codec."""
+    """Codec latents, [rows, channels, frames]."""
     return draw(ROWS, find(model.config, "hidden_size", "latent_dim", "vae_dim") or 64, 10)
 
 
-# Series
+# Time series
 
 
 def _series(model: Any) -> torch.Tensor:
@@ -298,7 +298,7 @@ def _features_mask(model: Any) -> torch.Tensor:
 
 
 def _byte_inputs(model: Any) -> torch.Tensor:
-    """What a Perceiver's preprocessor takes: ids, pixels, or vectors where there is none."""
+    """Input of a Perceiver: token ids or pixels, depending on its preprocessor; vectors if it has none."""
     preprocessor = getattr(getattr(model, "perceiver", model), "input_preprocessor", None)
     name = type(preprocessor).__name__
     if "Text" in name:

@@ -1,8 +1,8 @@
-"""Prompts with two images, one a row, for a small vision-language model.
+"""Prompts for small vision-language models: two rows, with one image each.
 
-Turns a model into pixels in the layout that its forward takes (whole images, tiles, or patches in a row with a grid beside them),
-asks the model's own `get_image_features` how many features each image gives, and writes prompts with as many image tokens. Layouts
-are chosen by the names of forward's parameters; what one model type does in a way of its own is in `LAYOUTS`.
+Makes pixels in the layout that the model's forward takes (whole images, tiles, or concatenated patches with a grid), gets the
+number of features per image from the model's own `get_image_features`, and builds prompts with that many image tokens. The names of
+forward's parameters select the layout; `LAYOUTS` holds the model types that need another.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 
 IMAGES = 2
 AROUND = (3, 5)
-"""Tokens of text before and after a row's image."""
+"""Number of text tokens before and after the image in a row."""
 ImageSizes = tuple[tuple[int, int], tuple[int, int]]
-"""Height and width of each image, in patches that become one feature (two patches a side where nothing says how many do)."""
+"""Height and width of each image, in merged patches: one feature each, of 2 x 2 patches if the config sets no merge size."""
 SIZES: ImageSizes = ((2, 2), (2, 4))
 
 
 def vision_config(config: Any) -> Any:
-    """The part of a config that describes how images are read."""
+    """The sub-config of the vision encoder; the config itself if it has none."""
     for name in ("vision_config", "vision_tower_config", "vision_encoder_config", "vqgan_config", "vq_config"):
         if (part := getattr(config, name, None)) is not None:
             return part
@@ -31,11 +31,11 @@ def vision_config(config: Any) -> Any:
 
 
 def image_inputs(model: Any, sizes: ImageSizes = SIZES) -> dict[str, torch.Tensor]:
-    """Two images in the layout of the model's forward.
+    """Make two images in the layout that the model's forward takes.
 
     Args:
-        model: of plain transformers, or a skeleton's module.
-        sizes: of the images, where the layout has any.
+        model: a model of plain transformers, or a skeleton's module.
+        sizes: image sizes, for layouts with variable sizes.
 
     Raises:
         NotImplementedError: no layout fits.
@@ -72,7 +72,7 @@ def _reads_any_size(model: Any) -> bool:
 
 
 def draw(*shape: int) -> torch.Tensor:
-    """Normal random values from a fixed seed."""
+    """Standard normal float32 values from a fixed seed."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
@@ -96,7 +96,7 @@ def image_size(config: Any) -> tuple[int, int]:
 
 
 def _patches_with_grid(config: Any, sizes: ImageSizes) -> dict[str, torch.Tensor]:
-    """Patches of all images in one row, [patches, values], and how they lie, [images, 3] (time, height, width)."""
+    """Concatenated patches of all images, [patches, values], and their grids, [images, 3] (time, height, width, in patches)."""
     merge = image_number(config, "spatial_merge_size", "merge_size", "merge_kernel_size", default=2)
     patch = image_number(config, "patch_size", default=14)
     frames = image_number(config, "temporal_patch_size", "patch_temporal", default=1)
@@ -106,7 +106,7 @@ def _patches_with_grid(config: Any, sizes: ImageSizes) -> dict[str, torch.Tensor
 
 
 def _square_patches_with_grid(model: Any, sizes: ImageSizes) -> dict[str, torch.Tensor]:
-    """The same with each patch as a small image, [patches, channels, patch, patch]."""
+    """As `_patches_with_grid`, with each patch as a square image, [patches, channels, patch, patch]."""
     config = vision_config(model.config)
     found = _patches_with_grid(config, sizes)
     patch = image_number(config, "patch_size", default=14)
@@ -115,7 +115,7 @@ def _square_patches_with_grid(model: Any, sizes: ImageSizes) -> dict[str, torch.
 
 
 def _packed_columns(config: Any, sizes: ImageSizes) -> dict[str, torch.Tensor]:
-    """Patches of all images side by side, [1, channels, patch, patches · patch], and their sizes in patches, [images, 2]."""
+    """Patches of all images side by side, [1, channels, patch, patches · patch], and image sizes in patches, [images, 2]."""
     patch = image_number(config, "patch_size", default=14)
     patches = 2 * torch.tensor(sizes)
     pixels = draw(1, _channels(config), patch, int(patches.prod(1).sum()) * patch)
@@ -123,7 +123,7 @@ def _packed_columns(config: Any, sizes: ImageSizes) -> dict[str, torch.Tensor]:
 
 
 def _padded_patches(config: Any, sizes: ImageSizes) -> dict[str, torch.Tensor]:
-    """Patches of each image, padded to the longest, [images, patches, values], their sizes, [images, 2], and a mask."""
+    """Padded patches, [images, patches, values], image sizes in patches, [images, 2], and a mask, [images, patches]."""
     patch = image_number(config, "patch_size", default=14)
     shapes = torch.tensor([[2 * height, width + 2] for height, width in sizes])
     counts = shapes.prod(1)
@@ -133,14 +133,14 @@ def _padded_patches(config: Any, sizes: ImageSizes) -> dict[str, torch.Tensor]:
 
 
 def _masked_tiles(config: Any) -> dict[str, torch.Tensor]:
-    """Images of each row, [rows, images, channels, height, width], and which pixels are real."""
+    """Images of each row, [rows, images, channels, height, width], and a mask of real pixels, [rows, images, height, width]."""
     height, width = image_size(config)
     mask = torch.ones(IMAGES, 1, height, width, dtype=torch.bool)
     return {"pixel_values": draw(IMAGES, 1, _channels(config), height, width), "pixel_attention_mask": mask}
 
 
 def _merged_patches(model: Any, sizes: ImageSizes) -> dict[str, torch.Tensor]:
-    """A small image for each token, [tokens, merge · patch, merge · patch, channels]; the grid counts tokens."""
+    """A small image per token, [tokens, merge · patch, merge · patch, channels], and grids in tokens, [images, 3]."""
     config = vision_config(model.config)
     side = image_number(config, "spatial_merge_size", default=2) * image_number(config, "patch_size", default=14)
     grid = torch.tensor([[1, height, width] for height, width in sizes])
@@ -148,7 +148,7 @@ def _merged_patches(model: Any, sizes: ImageSizes) -> dict[str, torch.Tensor]:
 
 
 def _patches_with_heights(model: Any, sizes: ImageSizes) -> dict[str, torch.Tensor]:
-    """As `_patches_with_grid` with heights and widths alone, [images, 2]."""
+    """As `_patches_with_grid`, with grids of height and width only, [images, 2]."""
     config = vision_config(model.config)
     grid = 2 * torch.tensor(sizes)
     values = _channels(config) * image_number(config, "patch_size", default=14) ** 2
@@ -156,7 +156,7 @@ def _patches_with_heights(model: Any, sizes: ImageSizes) -> dict[str, torch.Tens
 
 
 def _patches_with_positions(model: Any, _: ImageSizes) -> dict[str, torch.Tensor]:
-    """Patches of each image, [images, patches, values], and where each lies, [images, patches, 2] (x, y)."""
+    """Patches of each image, [images, patches, values], and their positions, [images, patches, 2] (x, y)."""
     config = vision_config(model.config)
     side = 2 * image_number(config, "pooling_kernel_size", default=1)
     patch = image_number(config, "model_patch_size", "patch_size", default=16)
@@ -166,7 +166,7 @@ def _patches_with_positions(model: Any, _: ImageSizes) -> dict[str, torch.Tensor
 
 
 def _crops_with_pooling(model: Any, _: ImageSizes) -> dict[str, torch.Tensor]:
-    """Patches of one crop an image, [crops, patches, values], and the four patches behind each token, [tokens, 4]."""
+    """Patches of one crop per image, [crops, patches, values], and the indices of the four patches per token, [tokens, 4]."""
     config = vision_config(model.config)
     patch, side = (
         image_number(config, "patch_size", default=14),
@@ -183,7 +183,7 @@ def _crops_with_pooling(model: Any, _: ImageSizes) -> dict[str, torch.Tensor]:
 
 
 def _tiles_with_ratios(model: Any, _: ImageSizes) -> dict[str, torch.Tensor]:
-    """Tiles of one image a row, [rows, images, tiles, channels, height, width], with a number for their arrangement."""
+    """Tiles of one image per row, [rows, images, tiles, channels, height, width], aspect ratio ids and a mask of real tiles."""
     config = vision_config(model.config)
     tiles = config.max_num_tiles
     mask = torch.zeros(IMAGES, 1, tiles, dtype=torch.long)
@@ -196,14 +196,14 @@ def _tiles_with_ratios(model: Any, _: ImageSizes) -> dict[str, torch.Tensor]:
 
 
 def _masked_by_tile(model: Any, _: ImageSizes) -> dict[str, torch.Tensor]:
-    """Tiles of one image a row, [rows, tiles, channels, height, width], and which are real, [rows, tiles]."""
+    """Tiles of one image per row, [rows, tiles, channels, height, width], and a mask of real tiles, [rows, tiles]."""
     config = vision_config(model.config)
     mask = torch.ones(IMAGES, 2, dtype=torch.bool)
     return {"pixel_values": draw(IMAGES, 2, _channels(config), *image_size(config)), "pixel_attention_mask": mask}
 
 
 def _flat_patches(model: Any, _: ImageSizes) -> dict[str, torch.Tensor]:
-    """[images, patches, row and column and values], places counted from 1."""
+    """Flattened patches, [images, patches, 2 + values]: row and column, counted from 1, then the values."""
     config = vision_config(model.config)
     patch = image_number(config, "patch_size", default=16)
     places = torch.cartesian_prod(torch.arange(1, 4), torch.arange(1, 4)).float()[None].repeat(IMAGES, 1, 1)
@@ -243,11 +243,11 @@ LAYOUTS: dict[str, Callable[[Any, ImageSizes], dict[str, torch.Tensor]]] = {
         _patches_with_grid(vision_config(model.config), sizes) | {"image_merge_sizes": torch.tensor([1, 2])}
     ),
 }
-"""Model types whose images have a layout that few others have."""
+"""Model type to a function that makes its images, for uncommon layouts."""
 
 
 CountFeatures = Callable[[Any, dict[str, Any]], list[int]]
-"""Gets a model and its images, and says how many features each image gives."""
+"""Takes a model and its images; returns the number of features of each image."""
 
 
 def prompts_with_images(
@@ -257,14 +257,14 @@ def prompts_with_images(
     sizes: ImageSizes = SIZES,
     around: tuple[int, int] = AROUND,
 ) -> dict[str, Any]:
-    """Arguments of forward: pixels, and two rows of ids, padded on the left, with an image in each.
+    """Make arguments of forward: pixels, and two left-padded rows of token ids with an image in each.
 
     Args:
-        model: of plain transformers, or a skeleton's module.
-        ordinary: [2, n] ids of text.
-        count_features: `feature_counts`, or what asks a model without weights.
-        sizes: of the images.
-        around: tokens of text before an image and after it; the second row has one less after it.
+        model: a model of plain transformers, or a skeleton's module.
+        ordinary: text token ids, [2, n] int64.
+        count_features: `feature_counts`, or an equivalent for a model without weights.
+        sizes: image sizes.
+        around: number of text tokens before and after the image; the second row has one fewer after it.
     """
     before, last = around
     images = image_inputs(model, sizes)
@@ -290,7 +290,7 @@ def prompts_with_images(
         found["image_embeds_position_mask"] = is_image
     if "moe_mm_token_type_ids" in names:
         found["moe_mm_token_type_ids"] = found["mm_token_type_ids"]
-    if "cross_attention_mask" in names:  # every token after the image sees its first tile
+    if "cross_attention_mask" in names:  # every token after the image attends to its first tile
         tiles = images["pixel_values"].shape[2]
         found["cross_attention_mask"] = torch.zeros(IMAGES, length, 1, tiles, dtype=torch.long)
         found["cross_attention_mask"][:, before:, :, 0] = 1
@@ -298,10 +298,10 @@ def prompts_with_images(
 
 
 def image_token(config: Any) -> int | None:
-    """The id that stands for an image's features; None if they are not put among the text's."""
+    """The placeholder token id of image features; None if image features are not inserted into the text."""
     if config.model_type in ("git", "blip", "mllama"):
         return None
-    if config.model_type == "kosmos-2":  # a mask says where images are, whatever stands there
+    if config.model_type == "kosmos-2":  # a mask marks the image positions, whatever their ids
         return 0
     names = ("image_token_id", "image_token_index", "media_placeholder_token_id", "image_patch_id", "video_token_index")
     for name in names:
@@ -311,16 +311,16 @@ def image_token(config: Any) -> int | None:
 
 
 def feature_counts(model: Any, images: dict[str, torch.Tensor]) -> list[int]:
-    """How many features each image gives."""
+    """The number of features of each image."""
     if number := getattr(model.config, "latent_query_num", None):
         return [number] * IMAGES
     holders = [
         h for h in (getattr(model, "model", None), model) if h is not None
-    ]  # the outer one may only pass them on
+    ]  # the outer model may only forward the call to the inner one
     methods = ("get_image_features", "get_video_features")
     holder, method = next((h, m) for m in methods for h in holders if hasattr(h, m))
     read: Any = getattr(holder, method)
-    names = inspect.signature(getattr(type(holder), method)).parameters  # on the object a patch may stand
+    names = inspect.signature(getattr(type(holder), method)).parameters  # not the object's: it may be patched
     with torch.no_grad():
         out = read(**{n: v for n, v in images.items() if n in names}, return_dict=True)
     features = getattr(out, "pooler_output", None)

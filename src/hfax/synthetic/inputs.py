@@ -1,7 +1,7 @@
-"""Inputs for a small model of any mapping: prompts with padding on the left, or whatever its forward reads.
+"""Inputs for a small model of any mapping: left-padded prompts, or the other inputs that its forward takes.
 
-Turns a model and the name of its mapping into the arguments of its forward and of its generate. It does not run models, except to
-ask a vision tower how many features an image gives.
+Turns a model and the name of its mapping into arguments of forward and of generate. Runs no models, except vision towers to count
+the features of an image.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hfax.synthetic.images import CountFeatures, feature_counts, image_token, pr
 GENERATING = ("causal-lm", "image-text-to-text", "seq2seq-lm", "speech-seq2seq")
 """Mappings of classes that generate text."""
 PADDING = 7
-"""Tokens of padding on the left of the first of two prompts."""
+"""Number of left-padding tokens in the first of two prompts."""
 _TOGETHER = (
     ("visual_feats", "visual_pos"),
     ("states", "actions", "rewards", "returns_to_go", "timesteps"),
@@ -29,9 +29,9 @@ _TOGETHER = (
     ("audio_mel", "audio_mel_mask"),
     ("input_features", "input_features_mask"),
 )
-"""Inputs that are given together where a forward has them: with the first one of a group the others."""
+"""Groups of inputs: if the first of a group is given, so are the others that forward takes."""
 _ALWAYS = ("bbox", "visual_feats", "qformer_input_ids", "noise_sequence", "task_inputs")
-"""Inputs that a model cannot do without though its signature says so."""
+"""Inputs that models require although their signatures declare them optional."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class CaseInputs:
     Args:
         forward: arguments of forward.
         generate: arguments of generate.
-        mask: [batch, length] bool, positions to compare; None: all.
+        mask: positions to compare, [batch, length] bool; None: all.
     """
 
     forward: dict[str, Any]
@@ -50,7 +50,7 @@ class CaseInputs:
 
 
 def make_inputs(model: Any, mapping: str, count_features: CountFeatures = feature_counts) -> CaseInputs:
-    """Inputs for a model of a mapping; `count_features` as `prompts_with_images` takes it.
+    """Make inputs for a model of a mapping; `count_features` as for `prompts_with_images`.
 
     Raises:
         NotImplementedError: no rule fits the model's inputs.
@@ -75,7 +75,7 @@ def make_inputs(model: Any, mapping: str, count_features: CountFeatures = featur
 
 
 def _writes_beside_images(model: Any, mapping: str) -> bool:
-    """Whether images stand among the text that the model goes on with."""
+    """Whether images are part of the prompt that the model continues."""
     if model.config.is_encoder_decoder or mapping == "image-text-to-text":
         return not model.config.is_encoder_decoder
     if getattr(model.config, "vision_config", model) is None:
@@ -87,7 +87,7 @@ def _writes_beside_images(model: Any, mapping: str) -> bool:
 
 
 def _wanted(model: Any, mapping: str, names: Any) -> set[str]:
-    """The names of the inputs to give."""
+    """Names of the inputs to make."""
     required = {
         n for n, p in names.items() if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     }
@@ -138,7 +138,7 @@ def _encoder(model: Any, names: set[str], mapping: str, extra: set[str]) -> Case
     if "attention_mask" in names:
         forward["attention_mask"] = mask
     if mapping not in (*GENERATING, "base") and model.config.is_encoder_decoder:
-        # classifiers read the last end-of-sequence token, of which each row must have as many
+        # classifiers read the last end-of-sequence token, and every row must have the same number of them
         end = model.config.get_text_config().eos_token_id
         ids[:, LENGTH - PADDING - 1] = end if isinstance(end, int) else ids[:, 0]
         return CaseInputs(forward=forward, generate={}, mask=None)

@@ -1,8 +1,8 @@
-"""A small copy of any configuration that keeps the structure of the original: for tests, the doctor and the support matrix.
+"""Small copies of configs that keep the structure of the original, for tests, doctor and the support matrix.
 
 Turns a transformers config into one whose model has a few hundred thousand weights and still has every kind of layer, expert,
-window, latent and sub-model that the original has. Fields are changed by what their names mean across transformers, not by model
-type; the few exceptions are in one table, `SPECIAL`. It builds no model and knows nothing of jax.
+window, latent and submodel of the original. Fields are changed according to what their names mean across transformers, not by model
+type; the few exceptions are in one table, `SPECIAL`. Builds no models and does not use jax.
 """
 
 from __future__ import annotations
@@ -129,11 +129,11 @@ _HEAD_DIMS = re.compile(
 _TOKEN = re.compile(r"(_token_id|_token_index|_token_ids|_id)$")
 
 SPECIAL: dict[str, dict[str, Any]] = {
-    # its layers are stacks run in cycles, and the count is of all passes
-    # the head of windowed layers is checked against the latent heads
+    # the head size of sliding-window layers is checked against that of the latent heads
     "dots3_note_text": {"head_dim": 24},
+    # the layers are stacks run in cycles; the layer count covers all passes
     "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": lambda c: c.H_cycles * (c.L_cycles + 1)},
-    # attention works on the concatenation of two hidden states, and its weights are shared between hybrid layers
+    # attention takes two concatenated hidden states, and hybrid layers share its weights
     "zamba": {
         "num_hidden_layers": 4,
         "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
@@ -150,7 +150,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "n_mamba_heads": 8,
         "adapter_rank": 8,
     },
-    # axial position embeddings are factors of the hidden size and of the length
+    # axial position embeddings split the hidden size and factor the length
     "reformer": {
         "axial_pos_embds_dim": (16, 48),
         "axial_pos_shape": (8, 8),
@@ -159,21 +159,21 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "attn_layers": ["local", "lsh"],
         "hash_seed": 0,
     },
-    # the sizes of boxes are cut from the hidden size in six parts
+    # the hidden size is split into six box embeddings
     "lilt": {"hidden_size": 96},
-    # the last layer's width follows from a factor
+    # a coefficient determines the last layer's width
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 320},
     "align_vision_model": {"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 320},
     "align": {"projection_dim": lambda c: c.vision_config.hidden_dim},
-    # the position of a box joins the heads, and groups of 8 are normalized
+    # the mask head has hidden size plus heads channels, which must be a multiple of 8
     "detr": {"encoder_attention_heads": 8, "decoder_attention_heads": 8},
     "eomt": {"num_blocks": 1},
     "eomt_dinov3": {"num_blocks": 1},
     "oneformer": {"conv_dim": WIDTH, "mask_dim": WIDTH},
     "mobilevitv2": {"image_size": 64},
-    # places in a sum of sines are split over the corners
+    # sinusoidal position embeddings are split over the box corners
     "bros": {"dim_bbox_sinusoid_emb_2d": 16, "dim_bbox_sinusoid_emb_1d": 2, "dim_bbox_projection": 16},
-    # the prompts' grid is that of the image's features
+    # the prompt grid is the grid of image features
     "sam_prompt_encoder": {"image_embedding_size": 4},
     "sam_hq_prompt_encoder": {"image_embedding_size": 4},
     "sam2_hiera_det_model": {"hidden_size": 96},
@@ -185,20 +185,20 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "depth_pro": {"patch_size": lambda c: c.image_model_config.image_size},
     "fun_asr_nano": {"adaptor_config.intermediate_size": WIDTH // 4},
-    # each layer's own cache, or the one of the layer that it shares with
+    # the layer whose cache a layer uses: its own, or another's that it shares
     "mistral_large4_text": {"kv_source_layers": lambda c: list(range(c.num_hidden_layers))},
-    # every channel is a group of its own
+    # one group per channel
     "mimi": {"upsample_groups": lambda c: c.hidden_size},
     "timesfm2_5": {"context_length": 128},
     "mimi_encoder": {"upsample_groups": lambda c: c.hidden_size},
     "mimi_decoder": {"upsample_groups": lambda c: c.hidden_size},
     "recurrent_gemma": {"lru_width": lambda c: c.hidden_size},
-    # so that a short text is longer than the window
+    # short prompts must exceed the window
     "gpt_neo": {"window_size": WINDOW},
     "data2vec-vision": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "pocket_tts_audio_tokenizer": {"upsample_groups": lambda c: c.hidden_size},
     "pocket_tts_audio_tokenizer_decoder": {"upsample_groups": lambda c: c.hidden_size},
-    # features are shuffled from places to channels before the projection
+    # pixel shuffle moves features from positions to channels before the projection
     "llama4_vision_model": {"intermediate_size": lambda c: int(c.hidden_size / c.pixel_shuffle_ratio**2)},
     "minimax_m3_vl": {"merged_hidden_size": lambda c: WIDTH * c.vision_config.spatial_merge_size**2},
     "step3p5_vision": {"intermediate_size": lambda c: int(c.hidden_size * c.mlp_ratio)},
@@ -206,17 +206,17 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "muse_glimmer": {"out_hidden_size": lambda c: c.vision_config.hidden_size * 4},
     "muse_spark": {"out_hidden_size": lambda c: c.vision_config.hidden_size * 4},
     "mllama_vision_model": {"vision_output_dim": lambda c: c.hidden_size * (1 + len(c.intermediate_layers_indices))},
-    # groups of 32 channels are normalized together
+    # group normalization has 32 groups
     "chameleon_vqgan": {"base_channels": 32},
     "emu3_vqgan": {"base_channels": 32, "hidden_size": 128},
-    # the queries of two fixed resolutions, and channels that end in the encoder's width
+    # queries for two fixed resolutions; the last number of channels is the encoder's width
     "deepseek_ocr2_sam_vision_model": {"downsample_channels": [32, WIDTH]},
     "unlimited_ocr_sam_vision_model": {"downsample_channels": [32, WIDTH]},
     "granite4_vision": {"spatial_target_layers": [0, 0, 1, 1]},
-    # queries and keys are rounded up to 64 in all
+    # the total width of queries and keys is rounded up to a multiple of 64
     "xlstm": {"qk_dim_factor": 1.0, "chunk_size": 64, "num_blocks": lambda c: c.num_hidden_layers},
 }
-"""Model type to values that no general rule finds, with the reason beside each."""
+"""Model type to field values that no general rule finds, with the reasons."""
 
 
 def shrink_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -236,7 +236,7 @@ def shrink_config(config: PretrainedConfig) -> PretrainedConfig:
     try:
         text = small.get_text_config()
         if text is not small and vars(small).get("vision_config") is not None and vars(text).get("rope_parameters"):
-            # the sections of three-dimensional positions are often a default of the modelling code, for full-size heads
+            # the sections of multimodal RoPE are often defaults in the modelling code, for full-size heads
             kinds = [v for v in text.rope_parameters.values() if isinstance(v, dict)]
             for rope in kinds or [text.rope_parameters]:
                 rope.setdefault("mrope_section", [1, 1, 1])
@@ -289,18 +289,18 @@ def _set(config: Any, name: str, value: Any) -> None:
 
 
 def _kept_layers(fields: dict[str, Any]) -> list[int] | None:
-    """Indices of the layers that stay: the first of each kind, at least two; None if there is no layer count."""
+    """Indices of the layers to keep: the first of each kind, at least two; None if there is no layer count."""
     count = next((v for n, v in fields.items() if _LAYER_COUNTS.match(n) and isinstance(v, int)), None)
     if count is None:
         return None
-    if "block_types" in fields:  # a pattern that repeats
+    if "block_types" in fields:  # a repeating pattern
         return list(range(min(count, len(fields["block_types"] or "12"))))
     if "attn_layer_period" in fields and not isinstance(fields.get("layers_block_type"), (list, tuple)):
         return list(range(min(count, 4)))
     if len(taken := fields.get("backbone_out_indices") or fields.get("_out_indices") or ()) > 1:
         first = 0 if "backbone_out_indices" in fields else 1
         if all(isinstance(i, int) and 0 <= i - first < count for i in taken) and "depths" not in fields:
-            return sorted(i - first for i in taken)  # layers whose outputs are used side by side
+            return sorted(i - first for i in taken)  # layers whose outputs are used together
     lists = [v for v in fields.values() if isinstance(v, (list, tuple)) and len(v) == count and count > 3]
     kinds: dict[Any, int] = {}
     for index in range(count):
@@ -319,7 +319,7 @@ def _is_categorical(values: Any) -> bool:
 
 
 def _periodic(fields: dict[str, Any], index: int) -> list[bool]:
-    """Kinds of layers that a config names by a first index, a period or a list of indices."""
+    """Layer kinds that a config gives by a first index or a count instead of a list, one bool each."""
     found: list[bool] = []
     for name in ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "first_k_dense"):
         if isinstance(fields.get(name), int) and not isinstance(fields.get(name), bool):
@@ -401,7 +401,7 @@ def _heads(name: str, value: int, fields: dict[str, Any]) -> int:
         ),
         value,
     )
-    if name == "index_n_heads":  # the scores of few heads are often all cut off at zero, and ties have no order
+    if name == "index_n_heads":  # with few heads, all scores are often clipped to zero, and ties are unordered
         return min(value, 16)
     if "kv" in name or "key_value" in name or "group_num" in name:
         return HEADS if value >= queries else min(value, 2)
@@ -427,7 +427,7 @@ def _new_list(name: str, value: Any, fields: dict[str, Any], layers: list[int] |
 
 
 def _staged(name: str, value: Any, fields: dict[str, Any]) -> Any:
-    """Lists with an entry for each stage of a hierarchical model: one layer a stage, and narrow ones."""
+    """Shrink lists with an entry per stage of a hierarchical model: one layer per stage."""
     if name in ("depths", "num_blocks_per_stage", "layers_per_stage") and all(isinstance(v, int) for v in value):
         return type(value)(min(v, 1) for v in value)
     return value
@@ -438,7 +438,7 @@ def _singular(name: str) -> str:
 
 
 def _fit_layer_overrides(config: Any, layers: list[int] | None) -> None:
-    """Fields that differ in single layers keep their ratio to the common value."""
+    """Shrink the fields that some layers override, keeping their ratio to the common value."""
     spec = vars(config).get("_heterogeneity_spec")
     if spec is None or not layers:
         return
@@ -453,7 +453,7 @@ def _fit_layer_overrides(config: Any, layers: list[int] | None) -> None:
 
 
 def _fit_state_space_heads(config: Any) -> None:
-    """Heads of a state-space layer cover its expanded width."""
+    """Make the heads of a state-space layer cover its expanded width."""
     fields = vars(config)
     for heads, dim, expand in (("num_heads", "head_dim", "expand"), ("mamba_n_heads", "mamba_d_head", "mamba_expand")):
         if all(isinstance(fields.get(n), int) for n in (heads, expand)) and dim in fields:
@@ -468,7 +468,7 @@ def _fit_state_space_heads(config: Any) -> None:
 
 
 def _fit_images(config: Any) -> None:
-    """What a model with images says of its vision part follows that part's new sizes."""
+    """Fit the fields of a multimodal config that depend on its vision config to the new sizes of the vision config."""
     vision = vars(config).get("vision_config")
     if vocabulary := vars(config).get("vocabulary_map"):
         _set(config, "image_token_id", vocabulary["<image>"])
@@ -492,7 +492,7 @@ def _fit_images(config: Any) -> None:
 
 
 def _token_map(config: Any) -> dict[int, int]:
-    """Original special token to its place in the small vocabulary: small ids stay, the others take the last places, in order."""
+    """Map special token ids into the small vocabulary: small ids stay, the others become its last ids, in order."""
     ids: set[int] = set()
 
     def visit(part: Any) -> None:
@@ -509,11 +509,11 @@ def _token_map(config: Any) -> dict[int, int]:
     return {old: VOCABULARY - len(large) + place for place, old in enumerate(large)}
 
 
-# Rotary embeddings
+# Rotary position embeddings
 
 
 def _proportional(parts: list[int], total: int) -> list[int]:
-    """Whole numbers in about the proportions of `parts` that add up to `total`."""
+    """Integers that sum to `total`, approximately proportional to `parts`."""
     shares = [p * total / sum(parts) for p in parts]
     found = [int(s) for s in shares]
     order = sorted(range(len(parts)), key=lambda i: found[i] - shares[i])
@@ -523,7 +523,7 @@ def _proportional(parts: list[int], total: int) -> list[int]:
 
 
 def _fit_rope(rope: dict[str, Any], config: Any) -> None:
-    """Sections and factors of rotary embeddings fitted to the small heads."""
+    """Fit the sections and factors of RoPE to the small heads."""
     for value in rope.values():
         if isinstance(value, dict):
             _fit_rope(value, config)

@@ -1,6 +1,6 @@
-"""Memory plans for fine-tuning on absent devices: a step's memory, from the TPU compiler or estimated.
+"""Memory plans for fine-tuning on devices that are not present: memory per step, from the TPU compiler or estimated.
 
-Turns a config, machines and a batch shape into table rows. Nothing is loaded or run.
+Turns a config, machines and a batch shape into table rows. Loads and runs nothing.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from hfax.train.step import TrainStep
 
 Kind = Literal["full", "lora"]
 ASSUMPTIONS = (
-    "AdamW; trained weights, both of its moments and the gradients in float32, split over the mesh; frozen weights and computation "
-    "in bfloat16; each layer computed again for its gradient. The step's limit is its matrix products at the chip's published "
-    "peak: forward, again forward, and backward. 6% of a chip's memory is left to the runtime."
+    "Training uses AdamW and recomputes each layer in the backward pass. Trained weights, gradients and both Adam moments are "
+    "float32, split over the mesh; frozen weights and computation are bfloat16. The step time is a lower bound: the matrix "
+    "products of the forward pass, the recomputation and the backward pass at the chip's published peak. 6% of a chip's memory "
+    "is reserved for the runtime."
 )
 _LORA = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
 
@@ -49,16 +50,16 @@ class TrainPlan:
         rows: rows per step, over all devices.
         length: row length, in tokens.
         trained: number of trained parameters.
-        state_bytes: trained weights and optimizer state, bytes per device.
-        frozen_bytes: frozen weights, bytes per device.
-        temporary_bytes: gradients, activations and other temporaries, bytes per device: reported by the compiler, else a lower
-            bound by estimate.
-        memory_bytes: usable memory per device, without the runtime's reserve.
+        state_bytes: trained weights and optimizer state, in bytes per device.
+        frozen_bytes: frozen weights, in bytes per device.
+        temporary_bytes: gradients, activations and other temporaries, in bytes per device; from the compiler, or an estimated
+            lower bound.
+        memory_bytes: usable memory, in bytes per device, without the runtime's reserve.
         fits: whether everything fits.
         step_s: lower bound on the step time, in seconds.
         compile_s: TPU compile time, in seconds; None: not compiled.
-        problem: why nothing was compiled (steps estimated not to fit are skipped, because compiling them is slow), or the
-            compiler's message if it does not fit.
+        problem: why the step was not compiled (if the estimate does not fit, it is skipped, because compiling is slow), or the
+            compiler's message if it does not fit; "": none.
     """
 
     model: str
@@ -90,7 +91,7 @@ def make_train_plans(
     mesh: dict[str, int] | None = None,
     compiles: bool = True,
 ) -> Iterator[TrainPlan]:
-    """A plan for each machine and kind.
+    """Plan training for each machine and kind.
 
     Args:
         name: model name for the table.
@@ -179,7 +180,7 @@ def _plan(
 
 
 def _sizes(config: PretrainedConfig, count: int, rows: int) -> dict[str, int]:
-    """Mesh sizes: as many devices as divide the rows on "fsdp", the rest, which must divide the heads, on "tensor"."""
+    """Mesh sizes: "fsdp" is the largest device count that divides the rows; "tensor" is the rest and must divide the heads."""
     heads, _ = attention_heads(config)
     found = [n for n in range(1, count + 1) if count % n == 0 and rows % n == 0 and (heads or 1) % (count // n) == 0]
     if not found:
@@ -222,7 +223,7 @@ def _described(config: PretrainedConfig, devices: list[Any], sizes: dict[str, in
 
 
 def _bytes(tree: Any) -> int:
-    """Bytes per device."""
+    """Size of the arrays in a tree, in bytes per device."""
 
     def own(array: Any) -> int:
         shape = array.sharding.shard_shape(array.shape) if isinstance(array.sharding, NamedSharding) else array.shape
@@ -235,7 +236,7 @@ def _bytes(tree: Any) -> int:
 
 
 def _arithmetic(model: JaxModel, state: Any, rows: int, length: int) -> int:
-    """Estimated bytes of gradients, trained weights in the model's dtype, each layer's input, and logits with their gradient."""
+    """Estimated bytes per device of gradients, trained weights in the model's dtype, layer inputs, and logits with gradients."""
     text: Any = model.config.get_text_config(decoder=True)
     mesh = model.mesh
     assert mesh is not None

@@ -40,7 +40,7 @@ Metrics = dict[str, jax.Array]
 
 _CPU_OPTIONS: dict[str, str | bool] = {"xla_disable_hlo_passes": "optimization-barrier-expander,cse_barrier_expander"}
 """XLA's CPU compiler otherwise removes optimization barriers early. Without those of `jax.checkpoint` it recomputes all layers at
-once: a third more operations and no memory saved (docs/performance.md). Without those of `hfax.train.updates` it copies the
+once: 28% more operations and no memory saved (docs/log/training.md). Without those of `hfax.train.updates` it copies the
 optimizer state."""
 
 

@@ -1,7 +1,7 @@
 """Applies an optimizer update in place, reusing the old state's memory.
 
 XLA's CPU compiler recomputes a moment at each use, so the weight update reads the old moment, which then cannot be overwritten:
-every optimizer state array was copied in each step (docs/performance.md). Here each new state array is materialised before
+every optimizer state array was copied in each step (docs/log/training.md). Here each new state array is materialised before
 anything else uses it.
 """
 

@@ -1,6 +1,6 @@
 """Matrix products with 8-bit and 4-bit weights on TPU, by a Pallas kernel that reads only the integers from HBM.
 
-XLA alone would first write the dequantized weight to memory as float32, and again in another layout (docs/performance.md).
+XLA alone would first write the dequantized weight to memory as float32, and again in another layout (docs/log/tpu-programs.md).
 """
 
 from __future__ import annotations

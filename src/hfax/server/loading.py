@@ -1,0 +1,136 @@
+"""Loads what a server serves: an engine for a model that generates, or an embedder for one that does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from hfax.checkpoint import Checkpoint
+from hfax.engine.engine import Engine, EngineConfig
+from hfax.engine.sampling_params import MAX_SUPPRESSED
+from hfax.server.chat import ChatTemplate
+from hfax.server.embeddings import Embedder
+
+logger = logging.getLogger(__name__)
+
+DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Generation config options that serve as request defaults."""
+OnStep = Callable[[float, int], None]
+"""Called after each engine step with its seconds and token count."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A loaded model.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        template: the chat template.
+        engine: for generative models; None for others.
+        embedder: for encoder models; None for others.
+        defaults: default request options by name, from the model's generation config.
+        max_new_tokens: the generation config's `max_new_tokens`; None if unset.
+    """
+
+    tokenizer: Any
+    template: ChatTemplate
+    engine: Engine | None
+    embedder: Embedder | None
+    defaults: dict[str, Any]
+    max_new_tokens: int | None
+
+
+Load = Callable[[OnStep], Loaded]
+"""Loads the model; called in a thread of its own."""
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint, engine_config: EngineConfig, *, chat_template: str | None, on_step: OnStep
+) -> Loaded:
+    """Load a checkpoint and compile its programs.
+
+    Args:
+        checkpoint: the checkpoint.
+        engine_config: the engine's configuration, for a model that generates.
+        chat_template: a chat template that replaces the tokenizer's.
+        on_step: called after each engine step.
+    """
+    tokenizer = checkpoint.load_tokenizer()
+    if _generates(checkpoint.config):
+        processor = checkpoint.load_processor()
+        model = checkpoint.load_model()
+        return load_writer(
+            model, tokenizer, engine_config, processor=processor, chat_template=chat_template, on_step=on_step
+        )
+    embedder = Embedder(checkpoint.load_model("feature-extraction"), tokenizer, checkpoint.source.folder)
+    embedder.warm_up()
+    template = ChatTemplate(tokenizer, None, chat_template)
+    return Loaded(
+        tokenizer=tokenizer, template=template, engine=None, embedder=embedder, defaults={}, max_new_tokens=None
+    )
+
+
+def _generates(config: Any) -> bool:
+    """Whether the checkpoint's class generates text."""
+    names = getattr(config, "architectures", None) or []
+    return not names or any(n.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for n in names)
+
+
+def load_writer(
+    model: Any,
+    tokenizer: Any,
+    engine_config: EngineConfig,
+    *,
+    processor: Any,
+    chat_template: str | None,
+    on_step: OnStep,
+) -> Loaded:
+    """Start an engine for a generative model, and warm it up.
+
+    Args:
+        model: an hfax model.
+        tokenizer: the model's tokenizer.
+        engine_config: the engine's configuration.
+        processor: a transformers processor for image input; None: the model takes no images.
+        chat_template: a chat template that replaces the tokenizer's.
+        on_step: called after each engine step with its seconds and token count.
+    """
+    engine = Engine(model, tokenizer, engine_config, on_step=on_step)
+    defaults, most = read_defaults(model.generation_config)
+    engine.warm_up()
+    return Loaded(
+        tokenizer=tokenizer,
+        template=ChatTemplate(tokenizer, processor, chat_template),
+        engine=engine,
+        embedder=None,
+        defaults=defaults,
+        max_new_tokens=most,
+    )
+
+
+def read_defaults(generation_config: Any) -> tuple[dict[str, Any], int | None]:
+    """Request defaults from a generation config, and its `max_new_tokens`."""
+    found: dict[str, Any] = {}
+    for name in DEFAULTS:
+        if (value := getattr(generation_config, name, None)) is not None:
+            found[name] = value
+    if not generation_config.do_sample and "temperature" not in found:
+        found.pop("top_k", None)
+    if suppressed := tuple(generation_config.suppress_tokens or ())[:MAX_SUPPRESSED]:
+        found["suppress_tokens"] = suppressed
+    for name, value in found.items():
+        logger.info("request default from generation_config.json: %s = %s", name, value)
+    for name in (
+        "no_repeat_ngram_size",
+        "bad_words_ids",
+        "forced_eos_token_id",
+        "begin_suppress_tokens",
+        "sequence_bias",
+        "typical_p",
+    ):
+        value = getattr(generation_config, name, None)
+        if value not in (None, 0, [], 1.0):
+            logger.warning("generation_config.json sets %s, which the server does not support", name)
+    return found, generation_config.max_new_tokens
