@@ -34,7 +34,7 @@ test-sharding: .venv/.test
 lint: .venv/.lint
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/pyright --pythonpath .venv/bin/python src
+	.venv/bin/pyright --pythonpath .venv/bin/python src tests/typing
 
 # Everything there is: `make test`, and the jobs, which may run side by side on several machines.
 test-all: test test-jobs

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,9 @@ from hfax.sharding.partition import ShardingPlan
 from hfax.tracing.structure import flatten, has_torch, is_array, is_traced, unflatten
 from hfax.tracing.traced_model import TracedModel
 from hfax.tracing.training import Training
+
+if TYPE_CHECKING:
+    from transformers.generation.utils import GenerateNonBeamOutput
 
 _ASSISTANT_TOKENS = 5
 """Default number of draft tokens per round of an assistant model."""
@@ -276,6 +279,26 @@ class JaxModel(AdapterMethods, BaseModel):
     forward = __call__
     """Alias of `__call__`, which transformers' pipelines call."""
 
+    @overload
+    def generate(
+        self, inputs: Any = None, *, return_dict_in_generate: Literal[True], **options: Any
+    ) -> GenerateNonBeamOutput: ...
+    @overload
+    def generate(
+        self, inputs: torch.Tensor, *, return_dict_in_generate: Literal[False] | None = None, **options: Any
+    ) -> torch.Tensor: ...
+    @overload
+    def generate(
+        self,
+        inputs: np.ndarray | jax.Array | Sequence[Sequence[int]],
+        *,
+        return_dict_in_generate: Literal[False] | None = None,
+        **options: Any,
+    ) -> jax.Array: ...
+    @overload
+    def generate(
+        self, inputs: None = None, *, return_dict_in_generate: Literal[False] | None = None, **options: Any
+    ) -> torch.Tensor | jax.Array: ...
     def generate(
         self,
         inputs: Any = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from hfax.load.skeleton import Skeleton
 from hfax.sharding.partition import ShardingPlan
 from hfax.tracing.structure import flatten, is_array, unflatten
 from hfax.tracing.traits import read_traits
+
+if TYPE_CHECKING:
+    from transformers.generation.utils import GenerateNonBeamOutput
 
 _ONLY_JAX = ("apply", "params", "compile", "map", "drive", "mesh", "jax_device")
 
@@ -117,6 +120,14 @@ class TorchXlaModel(BaseModel):
     forward = __call__
     """Alias of `__call__`, which transformers' pipelines call."""
 
+    @overload
+    def generate(
+        self, inputs: Any = None, *, return_dict_in_generate: Literal[True], **options: Any
+    ) -> GenerateNonBeamOutput: ...
+    @overload
+    def generate(
+        self, inputs: Any = None, *, return_dict_in_generate: Literal[False] | None = None, **options: Any
+    ) -> torch.Tensor: ...
     def generate(
         self,
         inputs: Any = None,
