@@ -25,9 +25,10 @@ from hfax.engine.core import EngineCore, Entry, Update
 from hfax.engine.detokenizer import Detokenizer
 from hfax.engine.grammar import GrammarCompiler, Matcher
 from hfax.engine.outputs import CompletionOutput, OutputDelta, RequestOutput
+from hfax.engine.page_layout import read_page_layout
 from hfax.engine.paged_runner import PagedRunner
 from hfax.engine.pages import PageAllocator
-from hfax.engine.runner import TokenDrawer
+from hfax.engine.runner import Runner, TokenDrawer
 from hfax.engine.sampling_params import SamplingParams
 from hfax.engine.scheduler import Limits, Scheduler
 from hfax.engine.sequence import Sequence
@@ -170,23 +171,22 @@ class Engine:
         parts = model.parts
         self.vocab_size = parts.num_logits()
         self.limits = _limits(self.config, parts.context)
-        self.is_paged, self._why_slots = True, ""
-        self._runner: PagedRunner | SlotRunner
         self._is_encoder_decoder = parts.traced.traits.is_encoder_decoder
-        try:
-            runner = PagedRunner(parts, self.limits, page_size=self.config.block_size, num_pages=self.config.num_blocks)
-            pages = PageAllocator(runner.num_pages, runner.page_size, keeps_prefixes=self.config.enable_prefix_caching)
+        layout, self._why_slots = read_page_layout(parts, self.limits, self.config.block_size)
+        self.is_paged = layout is not None
+        if layout is not None:
+            runner = PagedRunner(parts, self.limits, layout, num_pages=self.config.num_blocks)
+            pages = PageAllocator(runner.num_pages, layout.page_size, keeps_prefixes=self.config.enable_prefix_caching)
+            self._runner: Runner = runner
             if pages.num_pages * pages.page_size < self.limits.max_model_len:
                 raise InvalidInputError(
                     f"num_blocks={pages.num_pages} of {pages.page_size} tokens each are too few for {self.limits.max_model_len}.",
                     "The KV cache must hold at least one sequence of max_model_len tokens.",
                     "Increase num_blocks, or reduce max_model_len.",
                 )
-            self._runner = runner
-        except UnsupportedModelError as error:
-            self.is_paged, self._why_slots, pages = False, error.what, None
-            logger.info("no paged KV cache, one slot per sequence: %s", error.what)
-            self._runner = SlotRunner(model, parts, self.limits)
+        else:
+            logger.info("no paged KV cache, one slot per sequence: %s", self._why_slots)
+            self._runner, pages = SlotRunner(model, parts, self.limits), None
         self._drawer = TokenDrawer(parts, self.limits)
         self.pages = pages
         self.core = EngineCore(

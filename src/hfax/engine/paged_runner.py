@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -10,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
+from hfax.engine.page_layout import PageLayout
 from hfax.engine.runner import Logits
 from hfax.engine.scheduler import Limits, Part
-from hfax.errors import HfaxError, OutOfMemoryError, UnsupportedModelError
-from hfax.kernels.pool import pool_shapes, pool_spec
+from hfax.errors import OutOfMemoryError
+from hfax.kernels.pool import pool_spec
 from hfax.kernels.rows import Rows
 from hfax.load.placement import free_bytes
 from hfax.programs.model_parts import ModelParts
@@ -22,14 +22,7 @@ from hfax.programs.program_cache import Program
 _SHARE_OF_HOST = 0.3
 """Fraction of free host memory for the KV cache on the CPU platform."""
 _SHARE_OF_DEVICE = 0.85
-_PAGE_SIZES = {"tpu": 128}
-_PAGE_SIZE = 32
 _FEWEST_ROWS = 4
-
-
-def page_size_on(platform: str) -> int:
-    """Default page size on a platform, in tokens."""
-    return _PAGE_SIZES.get(platform, _PAGE_SIZE)
 
 
 def row_buckets(limits: Limits) -> list[int]:
@@ -51,58 +44,22 @@ class PagedRunner:
     Args:
         parts: the model's parts.
         limits: limits of a step.
-        page_size: tokens per page; None: the platform's default.
+        pages: what a page holds, from `read_page_layout`.
         num_pages: number of pages; None: enough for all sequences, or as many as fit in memory.
 
     Raises:
-        UnsupportedModelError: the model does not support a paged KV cache.
         OutOfMemoryError: not even one sequence of `limits.max_model_len` tokens fits.
     """
 
-    def __init__(
-        self, parts: ModelParts, limits: Limits, *, page_size: int | None = None, num_pages: int | None = None
-    ) -> None:
+    def __init__(self, parts: ModelParts, limits: Limits, pages: PageLayout, *, num_pages: int | None = None) -> None:
         self._parts = parts
         self._limits = limits
-        self.page_size = page_size or page_size_on(parts.layout.device.platform)
-        self._max_pages = -(-limits.max_model_len // self.page_size)
-        self._shapes = self._layer_shapes()
+        self._layout = pages
+        self.page_size = pages.page_size
+        self._max_pages = pages.pages_for(limits.max_model_len)
         self.num_pages = self._choose_num_pages(num_pages)
-        self._require_pages()
         self._pools = self._make_pools()
         self._made: dict[int, Program] = {}
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page, over all layers and devices."""
-        pools = self._pool_arrays(1)
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in pools.values())
-
-    def _layer_shapes(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], Any]]:
-        """Key shape, value shape and dtype of each layer."""
-        ids = jax.ShapeDtypeStruct((1, 8), jnp.int32)
-        inputs = {"input_ids": ids, "attention_mask": ids}
-        traced = self._parts.traced
-        traced.require_pages()
-        _, cache = jax.eval_shape(
-            lambda params, inputs: traced.prefill(params, inputs, {}, 16, keeps_windows=False),
-            dict(self._parts.weights),
-            inputs,
-        )
-        found = {}
-        for name, keys in cache.items():
-            layer, _, kind = name.rpartition(".")
-            if kind == "keys":
-                found[layer] = keys.shape, cache[f"{layer}.values"].shape, keys.dtype
-        return found
-
-    def _pool_arrays(self, num_pages: int) -> dict[str, tuple[tuple[int, ...], Any]]:
-        is_for_tpu = self._parts.layout.device.platform == "tpu"
-        return {
-            f"{layer}.{name}": (shape, dtype)
-            for layer, (key, value, dtype) in self._shapes.items()
-            for name, shape in pool_shapes(num_pages, self.page_size, key, value, is_for_tpu=is_for_tpu).items()
-        }
 
     def _choose_num_pages(self, wanted: int | None) -> int:
         """Number of pages, including the unused page 0."""
@@ -113,20 +70,20 @@ class PagedRunner:
         free = free_bytes(device)
         if free is None:
             return most + 1
-        share = _SHARE_OF_HOST if device.platform == "cpu" else _SHARE_OF_DEVICE
+        share, page = _SHARE_OF_HOST if device.platform == "cpu" else _SHARE_OF_DEVICE, self._layout.page_bytes
         devices = 1 if device.platform == "cpu" else len(layout.devices)
-        fitting = int(free * share) * devices // self.page_bytes
+        fitting = int(free * share) * devices // page
         if fitting < self._max_pages:
             raise OutOfMemoryError(
-                f"A sequence of {self._limits.max_model_len} tokens needs {self._max_pages * self.page_bytes / 1e9:.2f} GB of "
-                f"KV cache; {fitting * self.page_bytes / 1e9:.2f} GB are available.",
+                f"A sequence of {self._limits.max_model_len} tokens needs {self._max_pages * page / 1e9:.2f} GB of "
+                f"KV cache; {fitting * page / 1e9:.2f} GB are available.",
                 "The KV cache must hold at least one sequence of max_model_len tokens.",
                 "Reduce max_model_len, or load the model in a smaller dtype.",
             )
         return min(most, fitting) + 1
 
     def _make_pools(self) -> dict[str, jax.Array]:
-        layout, arrays = self._parts.layout, self._pool_arrays(self.num_pages)
+        layout, arrays = self._parts.layout, self._layout.arrays(self.num_pages)
 
         def place(name: str, shape: tuple[int, ...]) -> Sharding:
             if layout.mesh is None:
@@ -211,23 +168,3 @@ class PagedRunner:
             logits = self._run(num_rows, step, newest)
             found[logits.shape[0]] = logits
         return list(found.values())
-
-    def _require_pages(self) -> None:
-        """Trace a step abstractly: only a trace shows whether attention supports pages."""
-        step, _ = self._rows_of([], 8)
-        pools = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in self._pool_arrays(2).items()}
-        traced = self._parts.traced
-
-        def run(params: Any, pools: Any, step: Any) -> Any:
-            return traced.run_rows(params, pools, step["tokens"], step["rows"], step["wanted"])
-
-        try:
-            jax.eval_shape(run, dict(self._parts.weights), pools, step)
-        except HfaxError:
-            raise
-        except Exception as error:  # modelling code that expects one sequence's keys can raise anything
-            raise UnsupportedModelError(
-                f"Its modelling code does not support pages ({type(error).__name__}: {str(error).partition(chr(10))[0]}).",
-                "A paged step packs tokens of several sequences in one row.",
-                "No action needed: each sequence gets its own cache.",
-            ) from error

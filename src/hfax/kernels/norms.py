@@ -1,4 +1,7 @@
-"""Norms and rotary embeddings, with custom gradients if differentiated, and as a single call for few rows on CPU."""
+"""Norms and rotary embeddings, with custom gradients if differentiated, and as a single call on CPU.
+
+A row's numbers do not depend on how many rows there are: the engine packs prompts and steps of several sequences together.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,11 @@ from hfax.kernels import target
 from hfax.kernels.cpu import calls, library
 
 _DTYPES = {"float32", "bfloat16"}
-_FEW_NUMBERS = 1 << 16
-"""Maximum work that one thread finishes before XLA could launch its own operations."""
 
 
 def is_one_call(shape: Sequence[int], *, multiple: int) -> bool:
-    """Whether the program runs on CPU with kernels, the work is small, and the row width is a multiple of `multiple`."""
-    return 0 < math.prod(shape) <= _FEW_NUMBERS and shape[-1] % multiple == 0 and library.may_be_called()
+    """Whether the program runs on CPU with kernels, and the row width is a multiple of `multiple`."""
+    return math.prod(shape) > 0 and shape[-1] % multiple == 0 and library.may_be_called()
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -35,7 +36,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
         [rows, width] in the dtype of `x`.
     """
     if {str(x.dtype), str(weight.dtype)} <= _DTYPES and is_one_call(x.shape, multiple=16):
-        target.choose("norm: C++ kernel (few rows)")
+        target.choose("norm: C++ kernel")
         return calls.rms_norm(x, weight, eps)
     out: Any = _rms_norm(x, weight, eps)
     return out
@@ -55,7 +56,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     is_same = str(x.dtype) in _DTYPES and x.dtype == cos.dtype == sin.dtype
     is_by_head = x.ndim == 4 and cos.shape == (cos.shape[0], 1, *x.shape[2:]) and cos.shape[0] in (1, x.shape[0])
     if is_same and is_by_head and cos.shape == sin.shape and is_one_call(x.shape, multiple=2):
-        target.choose("rotary embedding: C++ kernel (few rows)")
+        target.choose("rotary embedding: C++ kernel")
         return calls.rotate(x, cos[:, 0], sin[:, 0])
     half = x.shape[-1] // 2
     cos, sin = cos.astype(jnp.float32), sin.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Norms and rotary embeddings, with custom gradients if differentiated, and as a single call for few rows on CPU.
+"""Norms and rotary embeddings, with custom gradients if differentiated, and as a single call on CPU.
 
 Their classes and functions are copied from model to model, so they are identified by their source and that of everything they call
 (`patches/copies.py`), not only by name.
@@ -96,7 +96,7 @@ PATCHES: list[Patch] = [
     ),
     ForwardPatch(
         name="llama-norm",
-        why="few rows are one call on CPU instead of four; the gradient of its steps keeps float32 copies (docs/performance.md)",
+        why="one call on CPU instead of four, whatever the number of rows; the gradient of its steps keeps float32 copies",
         classes=(),
         make=_llamas_norm,
         only_if=_is_worth_it,
@@ -105,7 +105,7 @@ PATCHES: list[Patch] = [
     ),
     ForwardPatch(
         name="gemma-norm",
-        why="few rows are one call on CPU instead of four (docs/performance.md)",
+        why="one call on CPU instead of four, whatever the number of rows (docs/performance.md)",
         classes=(),
         make=_gemmas_norm,
         only_if=_is_one_call_possible,
@@ -114,7 +114,7 @@ PATCHES: list[Patch] = [
     ),
     FunctionPatch(
         name="llama-rotation",
-        why="few rows are one call on CPU instead of several; the gradient of swapped halves pads and adds",
+        why="one call on CPU instead of several, whatever the number of rows; the gradient of swapped halves pads and adds",
         target="*:apply_rotary_pos_emb",
         make=_rotation,
         only_if=_is_worth_it,

@@ -318,7 +318,10 @@ class TracedModel:
             UnsupportedModelError: the model's state or attention does not support pages.
         """
         traits, count = self.traits, tokens.shape[0]
-        self.require_pages()
+        if (why := self.why_not_pages()) is not None:
+            raise UnsupportedModelError(
+                why, "A step packs the tokens of several sequences into one row.", "Use one cache slot per sequence."
+            )
 
         def call(module: torch.nn.Module) -> tuple[jax.Array, Arrays]:
             config: Any = module.config
@@ -336,12 +339,8 @@ class TracedModel:
 
         return self._call(params, call)
 
-    def require_pages(self) -> None:
-        """Check the requirements of `run_rows` that a trace does not reveal.
-
-        Raises:
-            UnsupportedModelError: the model does not support pages.
-        """
+    def why_not_pages(self) -> str | None:
+        """Why `run_rows` does not support the model, as far as that shows without a trace; None if nothing speaks against it."""
         traits, config = self.traits, self.module.config
         scaling = {str((p or {}).get("rope_type")) for p in _rope_parameters(config)}
         reasons = {
@@ -355,12 +354,8 @@ class TracedModel:
                 scaling & {"dynamic", "longrope"}
             ),
         }
-        if reason := next((reason for reason, is_so in reasons.items() if is_so), None):
-            raise UnsupportedModelError(
-                f"{type(self.module).__name__} does not support paged attention: {reason}.",
-                "A step packs the tokens of several sequences into one row.",
-                "Use one cache slot per sequence.",
-            )
+        reason = next((reason for reason, is_so in reasons.items() if is_so), None)
+        return reason and f"{type(self.module).__name__} does not support paged attention: {reason}."
 
     def _whole_text(
         self,

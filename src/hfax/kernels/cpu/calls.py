@@ -88,7 +88,7 @@ def linear_experts_packed(
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """RMS norm of each row, times `weight`, on one thread.
+    """RMS norm of each row, times `weight`.
 
     Args:
         x: [rows, width] float32 or bfloat16; the width is a multiple of 16.
@@ -102,7 +102,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotary embedding on one thread.
+    """Rotary embedding.
 
     Args:
         x: [batch, heads, length, head_dim] float32 or bfloat16, with even head_dim.

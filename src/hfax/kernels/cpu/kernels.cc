@@ -1241,11 +1241,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_prompt_attention_gradients, prompt_attention_
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     hfax_rms_norm, rms_norm,
-    ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Attr<float>("eps"));
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Attr<float>("eps"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     hfax_rotate, rotate,
-    ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     hfax_cache_write, cache_write,

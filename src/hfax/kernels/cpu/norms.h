@@ -1,4 +1,5 @@
-// Norms and rotary embeddings of few rows: one call each, where XLA makes three to eight of 2 us, most of it not arithmetic.
+// Norms and rotary embeddings: one call each, where XLA makes three to eight of 2 us, for few rows most of it not arithmetic. The
+// numbers of a row do not depend on how many rows there are.
 
 #pragma once
 
@@ -34,6 +35,15 @@ inline void store(Floats v, Bf16* out) {
   std::memcpy(static_cast<void*>(out), &bits, sizeof(bits));
 }
 
+constexpr int64_t kNumbersOfPiece = 1 << 15;  // a thread does as many before another could start
+
+// Does `work(first, last)` for all rows, in pieces of about as many numbers.
+template <typename Work>
+void by_rows(ffi::ThreadPool& pool, int64_t rows, int64_t width, const Work& work) {
+  const int64_t of_piece = std::max<int64_t>(1, kNumbersOfPiece / std::max<int64_t>(width, 1));
+  parallel(pool, (rows + of_piece - 1) / of_piece, [&](int64_t piece) { work(piece * of_piece, std::min(rows, (piece + 1) * of_piece)); });
+}
+
 // Each row divided by the root of its mean square, times `weight`. `width` is a multiple of the lanes.
 template <typename T, typename W>
 void normalize(const T* x, const W* weight, int64_t rows, int64_t width, float eps, T* out) {
@@ -51,66 +61,76 @@ void normalize(const T* x, const W* weight, int64_t rows, int64_t width, float e
   }
 }
 
-// x [batch, heads, length, dim] with each pair of numbers, half of `dim` apart, turned by its angle; cos and sin [1 | batch, length, dim].
-// Rounds after each step, as torch does.
+// Rows first to last of x [batch, heads, length, dim] with each pair of numbers, half of `dim` apart, turned by its angle; cos and sin
+// [1 | batch, length, dim]. Rounds after each step, as torch does.
 template <typename T>
-void rotate_rows(const T* x, const T* cos, const T* sin, int64_t batch, int64_t heads, int64_t length, int64_t dim, bool is_shared, T* out) {
+void rotate_rows(const T* x, const T* cos, const T* sin, int64_t first, int64_t last, int64_t heads, int64_t length, int64_t dim, bool is_shared,
+                 T* out) {
   const int64_t half = dim / 2;
-  for (int64_t b = 0; b < batch; ++b) {
-    const int64_t of_batch = is_shared ? 0 : b * length * dim;
-    for (int64_t row = 0; row < heads * length; ++row, x += dim, out += dim) {
-      const T *c = cos + of_batch + row % length * dim, *s = sin + of_batch + row % length * dim;
-      int64_t k = 0;
-      for (; k + kLanes <= half; k += kLanes) {
-        const Floats low = load(x + k), high = load(x + half + k);
-        const Floats low_turned = rounded<T>(high * load(s + k)), high_turned = rounded<T>(low * load(s + half + k));
-        store(rounded<T>(low * load(c + k)) - low_turned, out + k);
-        store(rounded<T>(high * load(c + half + k)) + high_turned, out + half + k);
-      }
-      for (; k < half; ++k) {
-        const float low = to_float(x[k]), high = to_float(x[half + k]);
-        const float low_turned = rounded<T>(high * to_float(s[k])), high_turned = rounded<T>(low * to_float(s[half + k]));
-        store(rounded<T>(low * to_float(c[k])) - low_turned, out + k);
-        store(rounded<T>(high * to_float(c[half + k])) + high_turned, out + half + k);
-      }
+  x += first * dim;
+  out += first * dim;
+  for (int64_t row = first; row < last; ++row, x += dim, out += dim) {
+    const int64_t place = ((is_shared ? 0 : row / (heads * length) * length) + row % length) * dim;
+    const T *c = cos + place, *s = sin + place;
+    int64_t k = 0;
+    for (; k + kLanes <= half; k += kLanes) {
+      const Floats low = load(x + k), high = load(x + half + k);
+      const Floats low_turned = rounded<T>(high * load(s + k)), high_turned = rounded<T>(low * load(s + half + k));
+      store(rounded<T>(low * load(c + k)) - low_turned, out + k);
+      store(rounded<T>(high * load(c + half + k)) + high_turned, out + half + k);
+    }
+    for (; k < half; ++k) {
+      const float low = to_float(x[k]), high = to_float(x[half + k]);
+      const float low_turned = rounded<T>(high * to_float(s[k])), high_turned = rounded<T>(low * to_float(s[half + k]));
+      store(rounded<T>(low * to_float(c[k])) - low_turned, out + k);
+      store(rounded<T>(high * to_float(c[half + k])) + high_turned, out + half + k);
     }
   }
 }
 
 template <typename T>
-ffi::Error normalize_by(const ffi::AnyBuffer& x, const ffi::AnyBuffer& weight, float eps, ffi::Result<ffi::AnyBuffer>& out) {
+ffi::Error normalize_by(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::AnyBuffer& weight, float eps, ffi::Result<ffi::AnyBuffer>& out) {
   const T* from = reinterpret_cast<const T*>(x.untyped_data());
   T* to = reinterpret_cast<T*>(out->untyped_data());
   const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
+  const auto by = [&](const auto* scales) {
+    by_rows(pool, rows, width, [&](int64_t first, int64_t last) {
+      normalize(from + first * width, scales, last - first, width, eps, to + first * width);
+    });
+  };
   if (weight.element_type() == ffi::F32) {
-    normalize(from, reinterpret_cast<const float*>(weight.untyped_data()), rows, width, eps, to);
+    by(reinterpret_cast<const float*>(weight.untyped_data()));
   } else {
-    normalize(from, reinterpret_cast<const Bf16*>(weight.untyped_data()), rows, width, eps, to);
+    by(reinterpret_cast<const Bf16*>(weight.untyped_data()));
   }
   return ffi::Error::Success();
 }
 
 // x [R, K], weight [K] -> [R, K]; float32 or bfloat16, the result as x.
-ffi::Error rms_norm(ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> out, float eps) {
+ffi::Error rms_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> out, float eps) {
   if (!is_float_or_bf16(x) || !is_float_or_bf16(weight) || out->element_type() != x.element_type() || x.dimensions()[1] % kLanes)
     return ffi::Error::InvalidArgument("hfax: a norm takes float32 or bfloat16, and rows of a multiple of 16");
-  return x.element_type() == ffi::F32 ? normalize_by<float>(x, weight, eps, out) : normalize_by<Bf16>(x, weight, eps, out);
+  return x.element_type() == ffi::F32 ? normalize_by<float>(pool, x, weight, eps, out) : normalize_by<Bf16>(pool, x, weight, eps, out);
 }
 
 template <typename T>
-ffi::Error rotate_by(const ffi::AnyBuffer& x, const ffi::AnyBuffer& cos, const ffi::AnyBuffer& sin, ffi::Result<ffi::AnyBuffer>& out) {
+ffi::Error rotate_by(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::AnyBuffer& cos, const ffi::AnyBuffer& sin,
+                     ffi::Result<ffi::AnyBuffer>& out) {
   const auto shape = x.dimensions();
-  rotate_rows(reinterpret_cast<const T*>(x.untyped_data()), reinterpret_cast<const T*>(cos.untyped_data()), reinterpret_cast<const T*>(sin.untyped_data()),
-              shape[0], shape[1], shape[2], shape[3], cos.dimensions()[0] == 1, reinterpret_cast<T*>(out->untyped_data()));
+  by_rows(pool, shape[0] * shape[1] * shape[2], shape[3], [&](int64_t first, int64_t last) {
+    rotate_rows(reinterpret_cast<const T*>(x.untyped_data()), reinterpret_cast<const T*>(cos.untyped_data()),
+                reinterpret_cast<const T*>(sin.untyped_data()), first, last, shape[1], shape[2], shape[3], cos.dimensions()[0] == 1,
+                reinterpret_cast<T*>(out->untyped_data()));
+  });
   return ffi::Error::Success();
 }
 
 // x [B, H, L, D], cos and sin [1 | B, L, D] -> [B, H, L, D]; all float32 or all bfloat16.
-ffi::Error rotate(ffi::AnyBuffer x, ffi::AnyBuffer cos, ffi::AnyBuffer sin, ffi::Result<ffi::AnyBuffer> out) {
+ffi::Error rotate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer cos, ffi::AnyBuffer sin, ffi::Result<ffi::AnyBuffer> out) {
   const auto type = x.element_type();
   if (!is_float_or_bf16(x) || cos.element_type() != type || sin.element_type() != type || out->element_type() != type || x.dimensions()[3] % 2)
     return ffi::Error::InvalidArgument("hfax: rotation takes float32 or bfloat16, and heads of an even width");
-  return type == ffi::F32 ? rotate_by<float>(x, cos, sin, out) : rotate_by<Bf16>(x, cos, sin, out);
+  return type == ffi::F32 ? rotate_by<float>(pool, x, cos, sin, out) : rotate_by<Bf16>(pool, x, cos, sin, out);
 }
 
 }  // namespace

@@ -1,0 +1,118 @@
+"""What a page of the KV cache holds for a model, and whether the model's attention supports pages at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hfax.engine.scheduler import Limits
+from hfax.errors import HfaxError, UnsupportedModelError
+from hfax.kernels.pool import pool_shapes
+from hfax.kernels.rows import Rows
+from hfax.programs.model_parts import ModelParts
+
+_PAGE_SIZES = {"tpu": 128}
+_PAGE_SIZE = 32
+_ROWS = 8
+"""Tokens of the step that is traced to see whether a model supports pages."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PageLayout:
+    """The arrays of a paged KV cache.
+
+    Args:
+        page_size: tokens per page.
+        layers: key shape, value shape and dtype of each layer's cache for one sequence, by name.
+        is_for_tpu: keys and values are in one array, as the TPU kernel reads them.
+    """
+
+    page_size: int
+    layers: dict[str, tuple[tuple[int, ...], tuple[int, ...], Any]]
+    is_for_tpu: bool
+
+    def arrays(self, num_pages: int) -> dict[str, tuple[tuple[int, ...], Any]]:
+        """Shape and dtype of each array, by name."""
+        return {
+            f"{layer}.{name}": (shape, dtype)
+            for layer, (key, value, dtype) in self.layers.items()
+            for name, shape in pool_shapes(num_pages, self.page_size, key, value, is_for_tpu=self.is_for_tpu).items()
+        }
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, over all layers and devices."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.arrays(1).values())
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages of a sequence."""
+        return -(-num_tokens // self.page_size)
+
+
+def read_page_layout(
+    parts: ModelParts, limits: Limits, page_size: int | None = None
+) -> tuple[PageLayout, None] | tuple[None, str]:
+    """The layout of a model's pages, or why its attention does not support them.
+
+    Args:
+        parts: the model's parts.
+        limits: limits of a step.
+        page_size: tokens per page; None: the platform's default.
+
+    Returns:
+        The layout and None, or None and the reason.
+    """
+    if (why := parts.traced.why_not_pages()) is not None:
+        return None, why
+    platform = parts.layout.device.platform
+    try:
+        layers = _layers(parts)
+        layout = PageLayout(
+            page_size=page_size or _PAGE_SIZES.get(platform, _PAGE_SIZE), layers=layers, is_for_tpu=platform == "tpu"
+        )
+        _trace_step(parts, limits, layout)
+    except UnsupportedModelError as error:
+        return None, error.what
+    except HfaxError:
+        raise
+    except Exception as error:  # modelling code that expects one sequence's keys can raise anything
+        first = str(error).partition(chr(10))[0]
+        return None, f"Its modelling code does not support pages ({type(error).__name__}: {first})."
+    return layout, None
+
+
+def _layers(parts: ModelParts) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], Any]]:
+    ids = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    inputs = {"input_ids": ids, "attention_mask": ids}
+    _, cache = jax.eval_shape(
+        lambda params, inputs: parts.traced.prefill(params, inputs, {}, 16, keeps_windows=False),
+        dict(parts.weights),
+        inputs,
+    )
+    found = {}
+    for name, keys in cache.items():
+        layer, _, kind = name.rpartition(".")
+        if kind == "keys":
+            found[layer] = keys.shape, cache[f"{layer}.values"].shape, keys.dtype
+    return found
+
+
+def _trace_step(parts: ModelParts, limits: Limits, layout: PageLayout) -> None:
+    """Trace a step abstractly: only a trace shows whether attention supports pages."""
+    sequences = min(_ROWS, limits.max_num_seqs)
+
+    def ints(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    rows = Rows(
+        starts=ints(sequences + 1),
+        lengths=ints(sequences),
+        tables=ints(sequences, layout.pages_for(limits.max_model_len)),
+        count=ints(1),
+    )
+    pools = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in layout.arrays(2).items()}
+    jax.eval_shape(parts.traced.run_rows, dict(parts.weights), pools, ints(_ROWS), rows, ints(sequences))

@@ -1,0 +1,66 @@
+"""A completion does not depend on the requests beside it where the processor multiplies bfloat16 pairs."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from hfax import AutoModelForTPU, Engine, EngineConfig, SamplingParams
+from hfax.kernels.cpu import library
+from hfax.matrix.case import draw_weights
+
+_VOCAB = 1000
+_PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = transformers.Qwen3Config(
+        vocab_size=_VOCAB,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(config)
+    draw_weights(model)
+    folder = tmp_path_factory.mktemp("qwen3")
+    model.save_pretrained(folder)
+    return folder
+
+
+def _prompts(count: int, seed: int) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(5, _VOCAB, int(length)).tolist() for length in rng.integers(3, 200, count)]
+
+
+def _written(output: Any) -> tuple[list[int], list[float]]:
+    (completion,) = output.outputs
+    return completion.token_ids, [one.logprob for one in completion.logprobs]
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantization": "int8"}], ids=str)
+def test_a_completion_alone_is_the_one_among_others(folder: Path, options: dict[str, str]) -> None:
+    """Norms of more than 65,536 numbers were XLA's, so steps with a long prompt gave other numbers for every sequence in them."""
+    model = AutoModelForTPU.from_pretrained(folder, **options)
+    prompts = _prompts(3, seed=0)
+    with Engine(model, config=EngineConfig(enable_prefix_caching=False)) as engine:
+        alone = [_written(engine.generate([prompt], _PARAMS)[0]) for prompt in prompts]
+        among = engine.generate(prompts + _prompts(12, seed=1), _PARAMS)[: len(prompts)]
+    for (tokens, log_probs), output in zip(alone, among, strict=True):
+        found, found_log_probs = _written(output)
+        if (
+            library.has_matmul()
+        ):  # the same bits; log-probabilities are sums over the vocabulary, which XLA adds in its own order
+            assert found == tokens
+            np.testing.assert_allclose(found_log_probs, log_probs, atol=5e-6)
+        else:  # products of few and of many rows add in different orders
+            np.testing.assert_allclose(found_log_probs[0], log_probs[0], atol=0.1)
