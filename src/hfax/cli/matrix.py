@@ -15,7 +15,7 @@ EXAMPLES = """[bold]Examples[/bold]
 
   hfax matrix --mapping causal-lm --only llama,mamba
   hfax matrix --json-file build/support.json --markdown docs/support.md
-  hfax matrix --draws 20 --seed 100 --mapping causal-lm --json-file build/draws.jsonl --corpus failures.json"""
+  hfax matrix --draws 20 --seed 100 --mapping causal-lm --json-file draws.jsonl --corpus failures.json"""
 
 
 def matrix(
