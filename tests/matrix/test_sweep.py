@@ -106,6 +106,24 @@ def test_prompts_with_images_have_the_padding_that_was_drawn() -> None:
         assert (one.forward["input_ids"] == config.image_token_id).sum() == 1 + 8
 
 
+def test_a_result_has_the_variation_that_was_asked_for() -> None:
+    """transformers changes dicts of a config in place, and the process's copy comes back."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
+    variation = Variation(changes={"rope_parameters": rope}, lengths=(3,), new_tokens=1)
+    drawn = repr(variation)
+    (result,) = run_cases([MISTRAL], [variation])
+    assert repr(result.variation) == repr(variation) == drawn
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "support.json"
+    for text in ('{\n "versions": 1\n}\n', '{"versions": 1}\n', "[1]\n", "half"):
+        file.write_text(text)
+        with pytest.raises(InvalidInputError, match="no records of random variations"):
+            sweep.run_sweep(draws=1, mappings=["causal-lm"], json_file=file)
+        assert file.read_text() == text
+
+
 def test_an_interrupted_sweep_resumes_and_its_page_counts_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ran: list[str] = []
     fails = {"mistral"}

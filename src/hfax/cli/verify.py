@@ -58,12 +58,16 @@ def verify(
         texts = None if prompts is None else _read(prompts)
         with PhaseDisplay(make_console()).following("comparing"):
             checkpoint = which.open(model)
-            loaded = checkpoint.load_model()
+            from hfax.evaluation.verification import takes_prompts
             from hfax.evaluation.verification import verify as compare
+            from hfax.load.skeleton import resolve_model_class
 
-            if texts is None and loaded.main_input_name == "input_ids":
+            code = str(checkpoint.source.folder) if which.trust_remote_code else None
+            takes_text = takes_prompts(resolve_model_class(checkpoint.config, None, code_folder=code))
+            if texts is None and takes_text:
                 texts = _PROMPTS
-            tokenizer = checkpoint.load_tokenizer() if texts else None
+            tokenizer = checkpoint.load_tokenizer() if takes_text else None
+            loaded = checkpoint.load_model()
             found = compare(loaded, tokenizer, texts or (), max_new_tokens=max_new_tokens)
         typer.echo(json.dumps(dataclasses.asdict(found)) if json_output else _as_text(found))
         if not found.agrees:

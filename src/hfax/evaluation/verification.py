@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -153,17 +154,17 @@ def verify(
             "Plain transformers has no counterpart for quantized or sharded weights.",
             "Load the model without quantization and parallelism.",
         )
-    takes_text = model.main_input_name == "input_ids"
-    if prompts and not takes_text:
+    cls = type(model.module)
+    if prompts and not takes_prompts(cls):
         raise InvalidInputError(
-            f"{type(model.module).__name__} does not take prompts.",
-            f"It takes {model.main_input_name}, not text.",
+            f"{cls.__name__} does not take prompts.",
+            f"It takes {', '.join(sorted(_beside_text(cls))) or model.main_input_name}, not text alone.",
             "Omit the prompts: it is verified on random inputs.",
         )
     reference = _Reference(model)
     calls = [_encode(tokenizer, reference.plain, prompt) for prompt in prompts]
     not_verified = None
-    if not takes_text or _BESIDE_TEXT & set(inspect.signature(model.module.forward).parameters):
+    if not takes_prompts(cls) or _beside_text(cls):
         try:
             calls.append(_random_call(reference.plain))
         except UnsupportedModelError as error:
@@ -183,7 +184,7 @@ def verify(
             first = call.forward
     padded_error = None
     if len(prompts) > 1 and model.can_generate() and not reference.plain.config.is_encoder_decoder:
-        batch = _left_padded([call.forward for call in calls[: len(prompts)]])
+        batch = _positions(reference.plain, _left_padded([call.forward for call in calls[: len(prompts)]]))
         error, rounding = _forward_error(model, reference, batch)
         padded_error = error
         if not _is_rounding(error, rounding) and first is None:
@@ -199,6 +200,18 @@ def verify(
         patches=tuple(sorted(model.patches_used)),
         versions={"transformers": transformers.__version__, "torch": torch.__version__, "jax": jax.__version__},
     )
+
+
+def takes_prompts(model_class: Any) -> bool:
+    """Whether a transformers class can be verified with text alone."""
+    if model_class.main_input_name != "input_ids":
+        return False
+    return model_class.can_generate() or not _beside_text(model_class)
+
+
+def _beside_text(model_class: Any) -> set[str]:
+    """Its inputs of images and audio."""
+    return _BESIDE_TEXT & set(inspect.signature(model_class.forward).parameters)
 
 
 class _Reference:
@@ -240,7 +253,7 @@ def _with_start(plain: Any, inputs: Inputs) -> Inputs:
 
 
 def _random_call(plain: Any) -> _Call:
-    """Random inputs of the sizes in the model's config: one row, with images or audio if it takes them.
+    """Random inputs of the sizes in the model's config: two rows, with images or audio if it takes them.
 
     Raises:
         UnsupportedModelError: hfax has no rule for one of its inputs.
@@ -257,6 +270,12 @@ def _random_call(plain: Any) -> _Call:
             f"{type(error).__name__}: {error}",
             "Run hfax doctor MODEL --check to compare a small copy with plain transformers.",
         ) from error
+    if missing := _beside_text(type(plain)) - set(made.forward):
+        raise UnsupportedModelError(
+            f"No random inputs can be made for {type(plain).__name__}.",
+            f"hfax has no rule for {', '.join(sorted(missing))}.",
+            "Run hfax doctor MODEL --check to compare a small copy with plain transformers.",
+        )
     forward = {n: _as_dtype(v, plain.dtype) for n, v in made.forward.items() if n != "decoder_input_ids"}
     shapes = ", ".join(f"{n} {tuple(v.shape)}" for n, v in forward.items() if isinstance(v, torch.Tensor))
     generate = {n: _as_dtype(v, plain.dtype) for n, v in made.generate.items()}
@@ -293,7 +312,6 @@ def _run_plain(plain: Any, inputs: Inputs) -> list[torch.Tensor]:
 
 def _forward_error(model: JaxModel, reference: _Reference, inputs: Inputs) -> tuple[float, float | None]:
     """Largest error of the outputs over non-padding tokens: hfax's, and the reference's own if hfax's exceeds the tolerance."""
-    inputs = _positions(reference.plain, inputs)
     expected = _run_plain(reference.plain, inputs)
 
     def largest(found: Sequence[torch.Tensor], true: Sequence[torch.Tensor]) -> float:
@@ -325,36 +343,63 @@ def _compare(model: JaxModel, reference: _Reference, call: _Call, max_new_tokens
     if not model.can_generate() or max_new_tokens < 1:
         return result
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "num_beams": 1}
-    options |= {"return_dict_in_generate": True, "output_logits": True}
+    options |= {"return_dict_in_generate": True, "output_scores": True}
     with torch.no_grad():
         plain = reference.plain.generate(**call.generate, **options)
-    expected, written = (
-        plain.sequences,
-        torch.as_tensor(np.asarray(model.generate(**call.generate, **options).sequences)),
-    )
-    start = expected.shape[1] - len(plain.logits)
-    result = dataclasses.replace(result, new_tokens=len(plain.logits))
-    width = min(expected.shape[1], written.shape[1])
-    parted = torch.nonzero((expected[:, :width] != written[:, :width]).any(0))
-    if not len(parted) and expected.shape == written.shape:
+    written = torch.as_tensor(np.asarray(model.generate(**call.generate, **options).sequences))
+    rows = [_compare_row(model, reference, call, result, plain, written, row) for row in range(len(plain.sequences))]
+    return max(rows, key=lambda one: _SEVERITY.index(one.outcome))
+
+
+_SEVERITY = ("agrees", "tie", "text differs", "forward differs")
+
+
+def _compare_row(
+    model: JaxModel,
+    reference: _Reference,
+    call: _Call,
+    result: PromptResult,
+    plain: Any,
+    written: torch.Tensor,
+    row: int,
+) -> PromptResult:
+    """The result with what a row of the generated text says.
+
+    Args:
+        model: hfax's.
+        reference: the reference.
+        call: the inputs.
+        result: that of the forward pass.
+        plain: what transformers' `generate` gave.
+        written: [rows, length] what hfax wrote.
+        row: the row to compare.
+    """
+    expected, found = plain.sequences[row], written[row]
+    start = len(expected) - len(plain.scores)
+    result = dataclasses.replace(result, new_tokens=len(plain.scores))
+    width = min(len(expected), len(found))
+    parted = torch.nonzero(expected[:width] != found[:width])
+    if not len(parted) and len(expected) == len(found):
         return result
     place = int(parted[0]) if len(parted) else width
+    result = dataclasses.replace(result, parted_at=place - start)
     if place >= width:  # one of them stopped
-        return dataclasses.replace(result, parted_at=place - start, outcome="text differs")
-    row = int(torch.nonzero(expected[:, place] != written[:, place])[0])
-    logits = plain.logits[place - start][row].double()
-    margin = float(logits[expected[row, place]] - logits[written[row, place]]) / float(logits.abs().max())
-    if call.num_tokens and set(call.generate) <= {
+        return dataclasses.replace(result, outcome="text differs")
+    scores = plain.scores[place - start][row].double()
+    margin = float(scores[expected[place]] - scores[found[place]]) / float(scores[torch.isfinite(scores)].abs().max())
+    if not math.isfinite(margin):
+        return dataclasses.replace(result, outcome="text differs")
+    result = dataclasses.replace(result, margin=margin)
+    error, rounding = result.forward_error, result.rounding
+    if len(plain.sequences) == 1 and set(call.generate) <= {
         "input_ids",
         "attention_mask",
-    }:  # the text so far, in one forward pass
-        error, rounding = _forward_error(model, reference, _extended(call.forward, expected[:, :place]))
+    }:  # the text so far, in one pass
+        error, rounding = _forward_error(model, reference, _extended(call.forward, expected[None, :place]))
         if not _is_rounding(error, rounding):
-            return dataclasses.replace(result, parted_at=place - start, margin=margin, outcome="forward differs")
+            return dataclasses.replace(result, outcome="forward differs")
     is_tie = margin <= 2 * max(TOLERANCE, error, rounding or 0.0)
-    return dataclasses.replace(
-        result, parted_at=place - start, margin=margin, outcome="tie" if is_tie else "text differs"
-    )
+    return dataclasses.replace(result, outcome="tie" if is_tie else "text differs")
 
 
 def _extended(forward: Inputs, text: torch.Tensor) -> Inputs:
@@ -395,8 +440,6 @@ def relative_error(mine: Any, theirs: torch.Tensor, mask: torch.Tensor | None = 
 
 def _first_difference(model: JaxModel, reference: _Reference, inputs: Inputs) -> Difference | None:
     """The first differing module, in the reference's return order, and its first differing operation."""
-    inputs = _positions(reference.plain, inputs)
-
     names = dict(reference.plain.named_modules())
     expected, wider = (_plain_outputs(plain, inputs, _part_outputs) for plain in (reference.plain, reference.wider))
     mine = _traced_outputs(model, inputs, _part_outputs)

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from hfax.errors import InvalidInputError
 from hfax.matrix.case import CaseResult, first_line
 from hfax.matrix.command import replace_file
 
@@ -76,16 +77,26 @@ def _line(record: Record) -> str:
 
 
 def resume(file: Path) -> dict[tuple[str, str, int], Record]:
-    """Read the newest record of each variation and remove everything else from the file, including a truncated last line."""
+    """Read the newest record of each variation and remove everything else from the file, including a truncated last line.
+
+    Raises:
+        InvalidInputError: the file holds something else; it is unchanged.
+    """
     found: dict[tuple[str, str, int], Record] = {}
     if not file.is_file():
         return found
-    for line in file.read_text().splitlines():
+    lines = file.read_text().splitlines()
+    for number, line in enumerate(lines, start=1):
         try:
-            fields: dict[str, Any] = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        record = Record(**fields)
+            record = Record(**json.loads(line))
+        except (json.JSONDecodeError, TypeError) as error:
+            if number == len(lines) and found and isinstance(error, json.JSONDecodeError):
+                continue
+            raise InvalidInputError(
+                f"{file} has no records of random variations.",
+                f"Line {number}: {error}",
+                "Pass another --json-file; this one is unchanged.",
+            ) from error
         found[record.key] = record
     replace_file(file, "\n".join(map(_line, found.values())))
     return found

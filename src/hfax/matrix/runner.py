@@ -6,6 +6,7 @@ started an XLA client, so a crash, hang or out-of-memory error affects only one 
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import time
@@ -83,7 +84,7 @@ def _take(receiver: Connection, process: Any, case: _Case, *, is_late: bool) -> 
     process.join(10)
     receiver.close()
     if result is not None:
-        return result
+        return dataclasses.replace(result, variation=variation)  # the one that was asked for, not the process's copy
     reason = "took too long" if is_late else f"the process ended with code {process.exitcode}"
     return CaseResult(
         mapping=architecture.mapping,

@@ -6,6 +6,7 @@ names; plain transformers determines whether the changed model can be built and 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import random
 import re
@@ -85,7 +86,7 @@ def apply_changes(config: Any, changes: dict[str, Any]) -> None:
         holder = config
         for part in parts:
             holder = getattr(holder, part)
-        object.__setattr__(holder, name, value)
+        object.__setattr__(holder, name, copy.deepcopy(value))  # transformers changes dicts in place
 
 
 def vary_inputs(model: Any, inputs: CaseInputs, variation: Variation) -> CaseInputs:
@@ -95,7 +96,7 @@ def vary_inputs(model: Any, inputs: CaseInputs, variation: Variation) -> CaseInp
         one, two = variation.image_sizes
         left = prompts_with_images(model, text, feature_counts, (one, two), variation.around)
         forward = _with_padding(left, variation.padding, image_token(model.config))
-        return CaseInputs(forward=forward, generate=left, mask=forward["attention_mask"].bool())
+        return CaseInputs(forward=forward, generate=dict(left), mask=forward["attention_mask"].bool())
     if not variation.lengths or set(inputs.forward) - {
         "input_ids",
         "attention_mask",

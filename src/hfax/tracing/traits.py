@@ -107,7 +107,7 @@ WRITES_OTHERWISE = {
 }
 """Model types or classes that transformers does not decode token by token through forward, and how they differ."""
 
-_LOOP = (
+LOOP = (
     *("_sample", "_prefill", "_get_logits_processor", "_get_stopping_criteria", "_has_unfinished_sequences"),
     *("_prepare_generation_config", "_prepare_generated_length", "_prepare_model_inputs"),
     *("_prepare_decoder_input_ids_for_generation", "_maybe_initialize_input_ids_for_generation"),
@@ -119,7 +119,6 @@ encoders and repeated rows, which hfax does in its own way for every class."""
 SAME_LOOP = {
     "MllamaForConditionalGeneration": "it repeats cross_attention_mask for new tokens, as hfax does",
     "PaliGemmaForConditionalGeneration": "new tokens have token type 1, as hfax gives them",
-    "MoshiForCausalLM": "it infers a mask from padding, as the general loop does",
 }
 """Classes that override a method of the loop without effect on hfax's, and why."""
 
@@ -130,7 +129,7 @@ def unlike_general_loop(module: torch.nn.Module) -> str | None:
     names = (cls.__name__, config.model_type)
     if (kind := next((n for n in names if n in WRITES_OTHERWISE), None)) is not None:
         return f"{kind}: {WRITES_OTHERWISE[kind]}."
-    for name in _LOOP:
+    for name in LOOP:
         holder = next(c for c in cls.__mro__ if name in vars(c)) if hasattr(cls, name) else GenerationMixin
         if holder is not GenerationMixin and holder.__name__ not in SAME_LOOP:
             return f"It overrides {name}, a part of transformers' generation loop that hfax replaces."
