@@ -125,6 +125,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         app(args=given, prog_name="hfax")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except KeyboardInterrupt:  # before or after the part in which typer catches it
+        return 130
     except HfaxError as error:
         if is_debugging():
             raise
