@@ -62,8 +62,8 @@ def verify(
             from hfax.evaluation.verification import verify as compare
             from hfax.load.skeleton import resolve_model_class
 
-            code = str(checkpoint.source.folder) if which.trust_remote_code else None
-            takes_text = takes_prompts(resolve_model_class(checkpoint.config, None, code_folder=code))
+            code_folder = checkpoint.options.code_folder(checkpoint.source)
+            takes_text = takes_prompts(resolve_model_class(checkpoint.config, None, code_folder=code_folder))
             if texts is None and takes_text:
                 texts = _PROMPTS
             tokenizer = checkpoint.load_tokenizer() if takes_text else None

@@ -130,7 +130,7 @@ def unlike_general_loop(module: torch.nn.Module) -> str | None:
     if (kind := next((n for n in names if n in WRITES_OTHERWISE), None)) is not None:
         return f"{kind}: {WRITES_OTHERWISE[kind]}."
     for name in LOOP:
-        holder = next(c for c in cls.__mro__ if name in vars(c)) if hasattr(cls, name) else GenerationMixin
+        holder = next((c for c in cls.__mro__ if name in vars(c)), GenerationMixin)
         if holder is not GenerationMixin and holder.__name__ not in SAME_LOOP:
             return f"It overrides {name}, a part of transformers' generation loop that hfax replaces."
     return None
