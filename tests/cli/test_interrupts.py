@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
+from command_line import process_environment
 
 from hfax.cli.interrupts import CtrlC
 
@@ -76,3 +79,20 @@ def test_error_that_ctrl_c_caused_is_ctrl_c():
 def test_other_errors_pass():
     with CtrlC() as ctrl_c, pytest.raises(ImportError), ctrl_c.raising():
         raise ImportError("no such module")
+
+
+def test_ctrl_c_in_a_string_of_code_that_an_import_runs_ends_with_130_under_python_m(tmp_path):
+    """Dataclasses run strings; for CPython, an interrupt in one ends the process by SIGINT even if it was caught."""
+    (tmp_path / "interrupted.py").write_text(
+        "import signal\n"
+        "from hfax.cli import app\n"
+        "def run():\n"
+        "    try:\n"
+        "        exec('signal.raise_signal(signal.SIGINT)')\n"
+        "    except KeyboardInterrupt:\n"
+        "        return 130\n"
+        "app.run = run\n"
+        "app.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-m", "interrupted"], cwd=tmp_path, env=process_environment(), check=False)
+    assert done.returncode == 130

@@ -140,4 +140,8 @@ def main() -> NoReturn:
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    sys.exit(run())
+    code = run()
+    # Under `python -m`, CPython ends with SIGINT's default action instead of this code if Ctrl-C once interrupted
+    # `exec` of a string (how dataclasses are made), even when it was caught. Running another string resets that.
+    exec("")
+    sys.exit(code)
