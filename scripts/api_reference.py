@@ -85,7 +85,7 @@ SECTIONS = {
 
 BESIDE = {
     "PromptResult": "hfax.evaluation.verification",
-    "Difference": "hfax.evaluation.verification",
+    "Difference": "hfax.evaluation.first_difference",
     "Request": "hfax.engine.engine",
     "Patch": "hfax.patches.patch",
 }

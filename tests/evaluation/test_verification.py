@@ -11,7 +11,9 @@ import transformers
 
 import hfax
 from hfax import AutoModelForTPU, InvalidInputError, UnsupportedModelError
-from hfax.evaluation.verification import _part_outputs, relative_error, verify
+from hfax.evaluation.first_difference import _part_outputs
+from hfax.evaluation.reference import relative_error
+from hfax.evaluation.verification import verify
 from hfax.matrix.architectures import architectures, small_config
 from hfax.matrix.case import draw_weights
 from hfax.tracing.traced_model import TracedModel
