@@ -31,6 +31,7 @@ CONFIG = transformers.LlamaConfig(
 
 
 @pytest.mark.tpu_compile
+@pytest.mark.usefixtures("tpu_compiler")
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
 @pytest.mark.parametrize("num_rows", [16, 128])
 def test_a_step_reads_the_pool_by_the_ragged_kernel_and_copies_none_of_it(topology, num_rows):

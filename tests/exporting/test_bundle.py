@@ -132,6 +132,7 @@ def test_another_runtime_is_refused_and_the_weights_load_alone(tmp_path: Path) -
 
 
 @pytest.mark.tpu_compile
+@pytest.mark.usefixtures("tpu_compiler")
 def test_made_for_tpus(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(
         vocab_size=256,

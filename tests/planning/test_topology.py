@@ -8,6 +8,8 @@ import transformers
 from hfax.errors import BackendNotAvailableError
 from hfax.planning.topology import compile_for
 
+pytestmark = pytest.mark.usefixtures("tpu_compiler")
+
 SIZES = {
     "vocab_size": 1024,
     "hidden_size": 512,
