@@ -2,16 +2,28 @@
 
 Programs are compiled without LLVM's optimisation, which takes half the time and changes no claim of a test; `XLA_FLAGS` in the
 environment wins.
+
+Many tests read one tiny Llama: its fixtures, at the end, make it once for each worker.
 """
 
+from __future__ import annotations
+
 import atexit
+import importlib.util
 import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:  # the environment of torch_xla has no jax, and many tests need neither
+    from transformers import LlamaForCausalLM
+
+    from hfax.backends.jax.model import JaxModel
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
@@ -36,13 +48,52 @@ def cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert library.problem() is None
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a C++ compiler nobody has the kernels: what is claimed of them alone is left out of the run."""
-    needing = {item for item in items if "cpu_kernels" in getattr(item, "fixturenames", ())}
-    if not needing:  # as in the environment of torch_xla, which has no jax
-        return
+@pytest.fixture
+def tpu_compiler() -> None:
+    """libtpu: for claims about what it makes of a program."""
+
+
+def _has_cpp_compiler() -> bool:
     from hfax.kernels.cpu import library
 
-    if library._compiler() is None:
-        config.hook.pytest_deselected(items=sorted(needing, key=lambda item: item.nodeid))
-        items[:] = [item for item in items if item not in needing]
+    return library._compiler() is not None
+
+
+_AVAILABLE: dict[str, Callable[[], bool]] = {
+    "cpu_kernels": _has_cpp_compiler,
+    "tpu_compiler": lambda: importlib.util.find_spec("libtpu") is not None,  # its wheels are for Linux on x86-64
+}
+"""By fixture: whether this machine has the compiler that its tests are about."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out of the run what is claimed of a compiler that this machine does not have."""
+    for fixture, is_available in _AVAILABLE.items():
+        needing = {item for item in items if fixture in getattr(item, "fixturenames", ())}
+        if needing and not is_available():
+            config.hook.pytest_deselected(items=sorted(needing, key=lambda item: item.nodeid))
+            items[:] = [item for item in items if item not in needing]
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of `tiny_llama()`, with a tokenizer, written by plain transformers. Whoever changes files copies it."""
+    from tiny_models import save, tiny_llama, word_tokenizer
+
+    return save(tmp_path_factory.mktemp("llama"), tiny_llama(), word_tokenizer())
+
+
+@pytest.fixture(scope="session")
+def plain_llama(llama_folder: Path) -> LlamaForCausalLM:
+    """Plain transformers' model of `llama_folder`, the reference, in eval mode. Whoever changes a model loads another."""
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM.from_pretrained(llama_folder).eval()
+
+
+@pytest.fixture(scope="session")
+def hfax_llama(llama_folder: Path) -> JaxModel:
+    """hfax's model of `llama_folder`. Whoever changes a model, or counts what it compiles first, loads another."""
+    from hfax import AutoModelForTPU
+
+    return AutoModelForTPU.from_pretrained(llama_folder)

@@ -34,37 +34,13 @@ _IDS = [[5, 17, 40, 8]]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoint")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        vocab_size=64,
-        max_position_embeddings=48,
-        initializer_range=0.2,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> JaxModel:
-    return AutoModelForTPU.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def expected(model: JaxModel) -> list[list[int]]:
-    return model.generate(_IDS, max_new_tokens=4, do_sample=False).tolist()
+def expected(hfax_llama: JaxModel) -> list[list[int]]:
+    return hfax_llama.generate(_IDS, max_new_tokens=4, do_sample=False).tolist()
 
 
 @pytest.fixture
-def copy(folder: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(folder, tmp_path / "copy"))
+def copy(llama_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(llama_folder, tmp_path / "copy"))
 
 
 def _complains(error: type[HfaxError], *says: str) -> Any:
@@ -140,8 +116,8 @@ def _edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Non
 
 
 def test_misshapen_tensor(copy: Path) -> None:
-    _edit(copy, lambda t: t.update({"model.norm.weight": torch.ones(31)}))
-    with _complains(CheckpointCorruptError, "model.norm.weight", "(31,)", "(32,)"):
+    _edit(copy, lambda t: t.update({"model.norm.weight": torch.ones(63)}))
+    with _complains(CheckpointCorruptError, "model.norm.weight", "(63,)", "(64,)"):
         AutoModelForTPU.from_pretrained(copy)
 
 
@@ -155,9 +131,9 @@ def test_missing_and_unexpected_tensors(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"backend": "tensorflow"}, {"dtype": "int7"}, {"task": "poetry"}])
-def test_options_that_are_none(folder: Path, options: dict[str, Any]) -> None:
+def test_options_that_are_none(llama_folder: Path, options: dict[str, Any]) -> None:
     with _complains(HfaxError, str(next(iter(options.values())))):
-        AutoModelForTPU.from_pretrained(folder, **options)
+        AutoModelForTPU.from_pretrained(llama_folder, **options)
 
 
 _CUSTOM_CODE = '''
@@ -249,12 +225,12 @@ def custom(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**40])
-def test_numbers_that_need_64_bits(model: JaxModel, value: int) -> None:
+def test_numbers_that_need_64_bits(hfax_llama: JaxModel, value: int) -> None:
     positions = torch.tensor([[0, 1, 2, value]])
     with _complains(InvalidInputError, str(value), "32 bits"):
-        model(torch.tensor(_IDS), position_ids=positions)
+        hfax_llama(torch.tensor(_IDS), position_ids=positions)
     with _complains(InvalidInputError, str(value), "32 bits"):
-        model(torch.tensor(_IDS).numpy(), position_ids=positions.numpy())
+        hfax_llama(torch.tensor(_IDS).numpy(), position_ids=positions.numpy())
 
 
 def test_custom_code_is_not_run_unless_trusted(custom: Path) -> None:
@@ -280,11 +256,11 @@ def test_trusted_custom_code_runs_forward_and_generate(custom: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "says", "ids", "options"),
     [
-        (InvalidInputError, ["60", "48"], [[3] * 60], {}),
-        (InvalidInputError, ["48", "100"], _IDS, {"max_new_tokens": 100}),
+        (InvalidInputError, ["300", "256"], [[3] * 300], {}),
+        (InvalidInputError, ["256", "300"], _IDS, {"max_new_tokens": 300}),
         (InvalidInputError, ["at least one token"], [[]], {}),
         (InvalidInputError, ["all 0"], _IDS, {"attention_mask": [[0, 0, 0, 0]]}),
-        (InvalidInputError, ["64", "0 to 63", "row 0, column 1"], [[5, 64]], {}),
+        (InvalidInputError, ["97", "0 to 96", "row 0, column 1"], [[5, 97]], {}),
         (InvalidInputError, ["-1"], [[5, -1]], {}),
         (InvalidInputError, ["float"], [[0.5, 1.5]], {}),
         (InvalidInputError, ["rectangular"], [[1, 2], [3]], {}),
@@ -298,22 +274,22 @@ def test_trusted_custom_code_runs_forward_and_generate(custom: Path) -> None:
     ],
 )
 def test_bad_request(
-    model: JaxModel, expected: Any, error: type[HfaxError], says: list[str], ids: Any, options: dict[str, Any]
+    hfax_llama: JaxModel, expected: Any, error: type[HfaxError], says: list[str], ids: Any, options: dict[str, Any]
 ) -> None:
     with _complains(error, *says):
-        model.generate(ids, **({"max_new_tokens": 4} | options))
-    assert model.generate(_IDS, max_new_tokens=4, do_sample=False).tolist() == expected
+        hfax_llama.generate(ids, **({"max_new_tokens": 4} | options))
+    assert hfax_llama.generate(_IDS, max_new_tokens=4, do_sample=False).tolist() == expected
 
 
-def test_ids_outside_of_the_vocabulary_in_a_forward_pass(model: JaxModel) -> None:
-    with _complains(InvalidInputError, "64"):
-        model([[1, 64]])
+def test_ids_outside_of_the_vocabulary_in_a_forward_pass(hfax_llama: JaxModel) -> None:
+    with _complains(InvalidInputError, "97"):
+        hfax_llama([[1, 97]])
 
 
-def test_out_of_memory_says_how_much_was_needed_and_what_would_fit(model: JaxModel, expected: Any) -> None:
+def test_out_of_memory_says_how_much_was_needed_and_what_would_fit(hfax_llama: JaxModel, expected: Any) -> None:
     with _complains(OutOfMemoryError, "GB", "would fit"):
-        model(torch.ones(1 << 20, 48, dtype=torch.long), output_attentions=True)
-    assert model.generate(_IDS, max_new_tokens=4, do_sample=False).tolist() == expected
+        hfax_llama(torch.ones(1 << 20, 48, dtype=torch.long), output_attentions=True)
+    assert hfax_llama.generate(_IDS, max_new_tokens=4, do_sample=False).tolist() == expected
 
 
 # Ctrl-C
@@ -330,9 +306,9 @@ while True:
 
 
 @pytest.mark.multiprocess
-def test_ctrl_c_in_generation_ends_it_and_leaves_the_cache_usable(folder: Path, tmp_path: Path) -> None:
+def test_ctrl_c_in_generation_ends_it_and_leaves_the_cache_usable(llama_folder: Path, tmp_path: Path) -> None:
     environment = os.environ | {"HFAX_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", _INTERRUPTED, str(folder)]
+    command = [sys.executable, "-c", _INTERRUPTED, str(llama_folder)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, env=environment, **pipes) as process:
         try:
@@ -347,13 +323,13 @@ def test_ctrl_c_in_generation_ends_it_and_leaves_the_cache_usable(folder: Path, 
     assert b"KeyboardInterrupt" in errors or process.returncode == -signal.SIGINT
     assert not list(tmp_path.rglob(".writing-*"))
     again = _INTERRUPTED.partition("while True")[0]
-    done = processes.run(["-c", again, folder], {"HFAX_HOME": str(tmp_path)})
+    done = processes.run(["-c", again, llama_folder], {"HFAX_HOME": str(tmp_path)})
     assert done.stdout == "ready\n", done.stderr
 
 
-def test_backends_that_are_not_here(folder: Path) -> None:
+def test_backends_that_are_not_here(llama_folder: Path) -> None:
     with pytest.raises(BackendNotAvailableError, match=r"pip install 'hfax\[torch-xla\]'"):
-        AutoModelForTPU.from_pretrained(folder, backend="torch_xla")
+        AutoModelForTPU.from_pretrained(llama_folder, backend="torch_xla")
     with pytest.raises(InvalidInputError, match="There is no backend 'cuda'"):
-        AutoModelForTPU.from_pretrained(folder, backend="cuda")
-    assert AutoModelForTPU.from_pretrained(folder, backend="auto").backend == "jax"
+        AutoModelForTPU.from_pretrained(llama_folder, backend="cuda")
+    assert AutoModelForTPU.from_pretrained(llama_folder, backend="auto").backend == "jax"

@@ -9,57 +9,16 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
+from tiny_models import SIZES, random_model, save, tiny_llama_config
 
 import hfax
 from hfax import AutoModelForTPU
 from hfax.backends.jax.model import JaxModel
 
-_WORDS = [f"w{i}" for i in range(97)]
-
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama checkpoint with a tokenizer, written by plain transformers."""
-    path = tmp_path_factory.mktemp("llama")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=97,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
-    words = Tokenizer(WordLevel({w: i for i, w in enumerate(_WORDS)}, unk_token="w3"))
-    words.pre_tokenizer = Whitespace()  # type: ignore[attr-defined]
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", padding_side="left").save_pretrained(
-        path
-    )
-    return path
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> transformers.LlamaForCausalLM:
-    return transformers.LlamaForCausalLM.from_pretrained(folder).eval()
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> JaxModel:
-    return AutoModelForTPU.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Any:
-    return transformers.AutoTokenizer.from_pretrained(folder)
+def tokenizer(llama_folder: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(llama_folder)
 
 
 _IDS = [[5, 17, 40, 8, 61, 33], [9, 9, 72, 30, 2, 50]]
@@ -98,70 +57,75 @@ def _compilations() -> list[str]:
         ("list", lambda: _IDS, jax.Array),
     ],
 )
-def test_forward_takes_every_kind_of_array(model: JaxModel, reference: Any, kind: str, make: Any, result: type) -> None:
+def test_forward_takes_every_kind_of_array(
+    hfax_llama: JaxModel, plain_llama: Any, kind: str, make: Any, result: type
+) -> None:
     with torch.no_grad():
-        expected = reference(_prompt()).logits
-    out = model(input_ids=make())
+        expected = plain_llama(_prompt()).logits
+    out = hfax_llama(input_ids=make())
     assert type(out).__name__ == "CausalLMOutputWithPast"
     assert isinstance(out.logits, result)
     _close(out.logits, expected)
 
 
-def test_flags_are_static(model: JaxModel, reference: Any) -> None:
+def test_flags_are_static(hfax_llama: JaxModel, plain_llama: Any) -> None:
     with torch.no_grad():
-        expected = reference(_prompt(), use_cache=False, output_hidden_states=True)
-    out = model(_prompt(), use_cache=False, output_hidden_states=True)
+        expected = plain_llama(_prompt(), use_cache=False, output_hidden_states=True)
+    out = hfax_llama(_prompt(), use_cache=False, output_hidden_states=True)
     assert out.past_key_values is None
     assert len(out.hidden_states) == len(expected.hidden_states)
     for ours, theirs in zip(out.hidden_states, expected.hidden_states, strict=True):
         _close(ours, theirs)
-    as_tuple = model(_prompt(), use_cache=False, return_dict=False)
+    as_tuple = hfax_llama(_prompt(), use_cache=False, return_dict=False)
     assert isinstance(as_tuple, tuple)
     _close(as_tuple[0], expected.logits)
 
 
-def test_attentions_are_eager_transformers(model: JaxModel, folder: Path) -> None:
-    eager = transformers.LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+def test_attentions_are_eager_transformers(hfax_llama: JaxModel, llama_folder: Path) -> None:
+    eager = transformers.LlamaForCausalLM.from_pretrained(llama_folder, attn_implementation="eager").eval()
     with torch.no_grad():
         expected = eager(_prompt(), output_attentions=True)
-    out = model(_prompt(), output_attentions=True)
+    out = hfax_llama(_prompt(), output_attentions=True)
     for ours, theirs in zip(out.attentions, expected.attentions, strict=True):
         _close(ours, theirs)
 
 
-def test_padding_is_not_seen(model: JaxModel) -> None:
+def test_padding_is_not_seen(hfax_llama: JaxModel) -> None:
     padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), _prompt()], dim=1)
     mask = (torch.arange(9) >= 3).long().expand(2, -1)
     positions = (torch.arange(9) - 3).clamp(min=0).expand(2, -1)
-    _close(model(padded, attention_mask=mask, position_ids=positions).logits[:, 3:].numpy(), model(_prompt()).logits)
+    _close(
+        hfax_llama(padded, attention_mask=mask, position_ids=positions).logits[:, 3:].numpy(),
+        hfax_llama(_prompt()).logits,
+    )
 
 
-def test_other_values_of_the_same_shapes_compile_nothing(model: JaxModel) -> None:
-    model(_prompt())
+def test_other_values_of_the_same_shapes_compile_nothing(hfax_llama: JaxModel) -> None:
+    hfax_llama(_prompt())
     counted = _compilations()
-    model(_prompt() + 1)
+    hfax_llama(_prompt() + 1)
     assert not counted
 
 
-def test_loss_is_transformers(model: JaxModel, reference: Any) -> None:
+def test_loss_is_transformers(hfax_llama: JaxModel, plain_llama: Any) -> None:
     with torch.no_grad():
-        expected = reference(_prompt(), labels=_prompt()).loss
-    assert abs(float(model(_prompt(), labels=_prompt()).loss) - float(expected)) < 1e-4
+        expected = plain_llama(_prompt(), labels=_prompt()).loss
+    assert abs(float(hfax_llama(_prompt(), labels=_prompt()).loss) - float(expected)) < 1e-4
 
 
 # The pure function
 
 
-def test_apply_is_pure_under_jit_grad_and_checkpoint(model: JaxModel, folder: Path) -> None:
+def test_apply_is_pure_under_jit_grad_and_checkpoint(hfax_llama: JaxModel, llama_folder: Path) -> None:
     ids = jnp.array(_IDS)
 
     def loss(params: dict[str, jax.Array]) -> jax.Array:
-        return model.apply(params, input_ids=ids, labels=ids, use_cache=False).loss
+        return hfax_llama.apply(params, input_ids=ids, labels=ids, use_cache=False).loss
 
-    value, gradients = jax.jit(jax.value_and_grad(loss))(model.params)
-    rematerialised = jax.jit(jax.grad(jax.checkpoint(loss)))(model.params)
+    value, gradients = jax.jit(jax.value_and_grad(loss))(hfax_llama.params)
+    rematerialised = jax.jit(jax.grad(jax.checkpoint(loss)))(hfax_llama.params)
 
-    reference = transformers.LlamaForCausalLM.from_pretrained(folder).train()
+    reference = transformers.LlamaForCausalLM.from_pretrained(llama_folder).train()
     expected = reference(_prompt(), labels=_prompt()).loss
     expected.backward()
     assert abs(float(value) - expected.item()) < 1e-4
@@ -171,20 +135,20 @@ def test_apply_is_pure_under_jit_grad_and_checkpoint(model: JaxModel, folder: Pa
         _close(rematerialised[name], parameter.grad)
 
 
-def test_apply_under_vmap_equals_the_batch(model: JaxModel) -> None:
+def test_apply_under_vmap_equals_the_batch(hfax_llama: JaxModel) -> None:
     ids = jnp.array(_IDS)
-    one = lambda row: model.apply(model.params, input_ids=row[None], use_cache=False).logits[0]  # noqa: E731
-    _close(jax.jit(jax.vmap(one))(ids), torch.from_numpy(np.array(model(ids).logits)))
+    one = lambda row: hfax_llama.apply(hfax_llama.params, input_ids=row[None], use_cache=False).logits[0]  # noqa: E731
+    _close(jax.jit(jax.vmap(one))(ids), torch.from_numpy(np.array(hfax_llama(ids).logits)))
 
 
-def test_apply_outside_of_jit_equals_the_call(model: JaxModel) -> None:
-    _close(model.apply(model.params, input_ids=jnp.array(_IDS)).logits, model(_prompt()).logits)
+def test_apply_outside_of_jit_equals_the_call(hfax_llama: JaxModel) -> None:
+    _close(hfax_llama.apply(hfax_llama.params, input_ids=jnp.array(_IDS)).logits, hfax_llama(_prompt()).logits)
 
 
-def test_params_are_a_flat_dict_and_may_be_replaced(folder: Path) -> None:
-    model = AutoModelForTPU.from_pretrained(folder)
+def test_params_are_a_flat_dict_and_may_be_replaced(llama_folder: Path) -> None:
+    model = AutoModelForTPU.from_pretrained(llama_folder)
     assert type(model.params) is dict
-    assert set(model.params) == set(transformers.LlamaForCausalLM.from_pretrained(folder).state_dict())
+    assert set(model.params) == set(transformers.LlamaForCausalLM.from_pretrained(llama_folder).state_dict())
     before = model(_prompt()).logits
     model.params = {**model.params, "lm_head.weight": model.params["lm_head.weight"] * 2}
     _close(model(_prompt()).logits, before * 2)
@@ -210,22 +174,13 @@ def test_register_pytrees_lets_outputs_and_caches_leave_jit() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral, experts stacked", "tied gpt2"])
 def test_saved_folder_is_what_plain_transformers_reads(kind: str, tmp_path: Path) -> None:
-    small: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 50,
-    }
     config: Any = {
-        "llama": lambda: transformers.LlamaConfig(**small),
-        "mixtral, experts stacked": lambda: transformers.MixtralConfig(**small, num_local_experts=4),
+        "llama": tiny_llama_config,
+        "mixtral, experts stacked": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4),
         "tied gpt2": lambda: transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=50),
     }[kind]()
-    original = transformers.AutoModelForCausalLM.from_config(config)
-    original.save_pretrained(tmp_path / "theirs")
-    AutoModelForTPU.from_pretrained(tmp_path / "theirs").save_pretrained(tmp_path / "ours")
+    original = random_model(config)
+    AutoModelForTPU.from_pretrained(save(tmp_path / "theirs", original)).save_pretrained(tmp_path / "ours")
     back, report = type(original).from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(report.values())
     for name, tensor in original.state_dict().items():
@@ -233,14 +188,14 @@ def test_saved_folder_is_what_plain_transformers_reads(kind: str, tmp_path: Path
     again = AutoModelForTPU.from_pretrained(tmp_path / "ours")
     ids = torch.arange(8)[None]
     with torch.no_grad():
-        _close(again(ids).logits, original.eval()(ids).logits)
+        _close(again(ids).logits, original(ids).logits)
 
 
-def test_bfloat16_survives_saving_bit_for_bit(model: JaxModel, folder: Path, tmp_path: Path) -> None:
-    AutoModelForTPU.from_pretrained(folder, dtype="bfloat16").save_pretrained(tmp_path)
+def test_bfloat16_survives_saving_bit_for_bit(llama_folder: Path, tmp_path: Path) -> None:
+    AutoModelForTPU.from_pretrained(llama_folder, dtype="bfloat16").save_pretrained(tmp_path)
     back = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     assert back.dtype == torch.bfloat16
-    expected = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    expected = transformers.LlamaForCausalLM.from_pretrained(llama_folder, dtype=torch.bfloat16)
     for name, tensor in expected.state_dict().items():
         assert torch.equal(back.state_dict()[name], tensor), name
 
@@ -248,16 +203,16 @@ def test_bfloat16_survives_saving_bit_for_bit(model: JaxModel, folder: Path, tmp
 # Pipelines
 
 
-def test_text_generation_pipeline_takes_the_model(model: JaxModel, reference: Any, tokenizer: Any) -> None:
+def test_text_generation_pipeline_takes_the_model(hfax_llama: JaxModel, plain_llama: Any, tokenizer: Any) -> None:
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
-    theirs = transformers.pipeline("text-generation", model=reference, tokenizer=tokenizer)
-    ours = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    theirs = transformers.pipeline("text-generation", model=plain_llama, tokenizer=tokenizer)
+    ours = transformers.pipeline("text-generation", model=hfax_llama, tokenizer=tokenizer)
     text = "w5 w17 w40"
     assert ours(text, **options) == theirs(text, **options)
 
 
-def test_text_classification_pipeline_takes_the_model(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
-    config = transformers.AutoConfig.from_pretrained(folder, num_labels=3)
+def test_text_classification_pipeline_takes_the_model(llama_folder: Path, tokenizer: Any, tmp_path: Path) -> None:
+    config = transformers.AutoConfig.from_pretrained(llama_folder, num_labels=3)
     torch.manual_seed(1)
     reference = transformers.LlamaForSequenceClassification(config).eval()
     reference.save_pretrained(tmp_path)
