@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hfax.kernels.experts import grouped_linear
-from hfax.tracing.environment import as_array
+from hfax.tracing.operands import as_array
 
 
 def experts_forward(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:

@@ -48,9 +48,8 @@ def _import_environment() -> Any:
 
 _tracing = _import_environment()
 from hfax.tracing.experts_interface import experts_forward  # noqa: E402 (it needs the environment)
-
-as_array = _tracing.as_array
-is_tensor = _tracing.is_tensor
+from hfax.tracing.operands import as_array, is_tensor  # noqa: E402
+from hfax.tracing.trace_tensor import TraceTensor, ValueReadError  # noqa: E402
 
 
 def _environment() -> Any:
@@ -235,7 +234,7 @@ def _kept_on_modules(module: torch.nn.Module, kept: dict[str, jax.Array]) -> Ite
         kept.clear()
         for path, part in parts.items():
             for attribute, value in list(part.__dict__.items()):
-                if isinstance(value, _tracing.TraceTensor):
+                if isinstance(value, TraceTensor):
                     kept[f"{path}.{attribute}"] = value.jax()
                     if attribute in before[path]:
                         part.__dict__[attribute] = before[path][attribute]
@@ -245,7 +244,7 @@ def _kept_on_modules(module: torch.nn.Module, kept: dict[str, jax.Array]) -> Ite
                     part.__dict__[attribute] = before[path][attribute]
                 elif isinstance(value, dict) and attribute not in _OF_TORCH:
                     # caches of earlier results, by size or device
-                    for key in [key for key, item in value.items() if isinstance(item, _tracing.TraceTensor)]:
+                    for key in [key for key, item in value.items() if isinstance(item, TraceTensor)]:
                         del value[key]
 
 
@@ -254,7 +253,7 @@ _OF_TORCH = ("_parameters", "_buffers", "_modules")
 """Attributes of every module that hold its weights and parts."""
 
 _VALUE_ERRORS = (
-    _tracing.ValueReadError,
+    ValueReadError,
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
     jax.errors.TracerIntegerConversionError,
