@@ -180,7 +180,11 @@ def test_what_is_not_implemented_is_refused_by_name(hfax_llama: JaxModel, option
 # Compilations
 
 
-def test_second_prompt_of_the_same_size_class_compiles_nothing(llama_folder: Path) -> None:
+def test_second_prompt_of_the_same_size_class_compiles_nothing(
+    llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a folder of its own for programs: those of an earlier run would take the place of every compilation."""
+    monkeypatch.setenv("HFAX_HOME", str(tmp_path))
     model = AutoModelForTPU.from_pretrained(llama_folder)
     batch = torch.cat([_IDS, _IDS + 1, _IDS + 2])
     model.generate(batch, max_new_tokens=10, do_sample=False)
