@@ -11,31 +11,21 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tiny_models import random_model, save, tiny_llama_config
 from transformers import AutoModelForCausalLM
 
 import hfax
 from hfax import AutoModelForTPU, LoraConfig, Trainer, TrainingArguments, known_words
 from hfax.errors import HfaxError, InvalidInputError, UnsupportedAttributeError, UnsupportedOptionError
 
-CONFIG = transformers.LlamaConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    tie_word_embeddings=True,
-)
+CONFIG = tiny_llama_config(hidden_size=32, tie_word_embeddings=True)
 IDS = torch.tensor([[3, 5, 7, 11]])
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A checkpoint of transformers."""
-    path = tmp_path_factory.mktemp("plain")
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(CONFIG).save_pretrained(path)
-    return path
+    """A checkpoint of transformers with tied embeddings."""
+    return save(tmp_path_factory.mktemp("plain"), random_model(CONFIG))
 
 
 @pytest.fixture(scope="module")
@@ -98,16 +88,16 @@ def test_an_argument_that_is_not_there_says_why_and_what_instead(call: str, word
 
 
 @pytest.mark.parametrize("word", known_words.words()["attributes"])
-def test_an_attribute_that_is_not_there_says_why_and_what_instead(model: Any, word: str) -> None:
-    assert not hasattr(model, word)
+def test_an_attribute_that_is_not_there_says_why_and_what_instead(hfax_llama: Any, word: str) -> None:
+    assert not hasattr(hfax_llama, word)
     with pytest.raises(UnsupportedAttributeError, match=f"LlamaForCausalLM has no {word}") as caught:
-        getattr(model, word)
+        getattr(hfax_llama, word)
     assert caught.value.fix
 
 
-def test_any_other_attribute_is_an_ordinary_error(model: Any) -> None:
+def test_any_other_attribute_is_an_ordinary_error(hfax_llama: Any) -> None:
     with pytest.raises(AttributeError, match="'LlamaForCausalLM' object has no attribute 'generat'"):
-        _ = model.generat
+        _ = hfax_llama.generat
 
 
 @pytest.mark.parametrize(
@@ -179,12 +169,12 @@ def test_counts_and_weights_are_those_of_transformers(model: Any, plain: Any) ->
     transformers.LlamaForCausalLM(CONFIG).load_state_dict(got)
 
 
-def test_transition_scores_are_those_of_transformers(model: Any, plain: Any) -> None:
+def test_transition_scores_are_those_of_transformers(hfax_llama: Any, plain_llama: Any) -> None:
     options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
-    mine, theirs = model.generate(IDS, **options), plain.generate(IDS, **options)
+    mine, theirs = hfax_llama.generate(IDS, **options), plain_llama.generate(IDS, **options)
     for normalize in (False, True):
-        got = model.compute_transition_scores(mine.sequences, mine.scores, normalize_logits=normalize)
-        expected = plain.compute_transition_scores(theirs.sequences, theirs.scores, normalize_logits=normalize)
+        got = hfax_llama.compute_transition_scores(mine.sequences, mine.scores, normalize_logits=normalize)
+        expected = plain_llama.compute_transition_scores(theirs.sequences, theirs.scores, normalize_logits=normalize)
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -205,9 +195,9 @@ def test_an_adapter_is_counted_merged_and_forgotten(model: Any, capsys: pytest.C
     model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))  # the name is free again
 
 
-def test_a_model_inside_of_jit_says_to_use_apply(model: Any) -> None:
+def test_a_model_inside_of_jit_says_to_use_apply(hfax_llama: Any) -> None:
     with pytest.raises(InvalidInputError, match=r"model\.apply\(params, input_ids=ids\)"):
-        jax.jit(lambda ids: model(input_ids=ids))(np.asarray(IDS, np.int32))
+        jax.jit(lambda ids: hfax_llama(input_ids=ids))(np.asarray(IDS, np.int32))
 
 
 def test_reports_take_one_name_all_or_none() -> None:

@@ -7,21 +7,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from transformers import GPT2Config, LlamaConfig, T5Config
+from tiny_models import tiny_llama_config
+from transformers import GPT2Config, T5Config
 
 from hfax import AutoModelForTPU, InvalidInputError, LoraConfig, UnsupportedOptionError, to_nnx
 
 IDS = np.random.default_rng(0).integers(1, 64, (2, 7)).astype(np.int32)
-LLAMA = LlamaConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    attention_dropout=0.2,
-    architectures=["LlamaForCausalLM"],
-)
+LLAMA = tiny_llama_config(attention_dropout=0.2)
 
 
 @pytest.fixture

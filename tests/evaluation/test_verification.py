@@ -8,6 +8,7 @@ import processes
 import pytest
 import torch
 import transformers
+from tiny_models import save, tiny_llama
 
 import hfax
 from hfax import AutoModelForTPU, InvalidInputError, UnsupportedModelError
@@ -29,21 +30,9 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def folder(tokenizer, tmp_path_factory):
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        eos_token_id=None,
-    )
-    model = transformers.LlamaForCausalLM(config)
+    model = tiny_llama(vocab_size=len(tokenizer))
     draw_weights(model)
-    folder = tmp_path_factory.mktemp("verified")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save(tmp_path_factory.mktemp("verified"), model, tokenizer)
 
 
 def test_a_model_that_is_right_agrees_in_numbers_and_text(folder, tokenizer):

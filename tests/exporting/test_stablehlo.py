@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import transformers
+from tiny_models import tiny_llama_config
 
 import hfax
 import hfax.portable
@@ -109,9 +110,7 @@ def test_bad_folders(exported: tuple, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_exported(tmp_path: Path) -> None:
-    config = transformers.LlamaConfig(
-        vocab_size=128, hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2
-    )
+    config = tiny_llama_config(hidden_size=128)
     with pytest.raises(UnsupportedOptionError, match="unquantized"):
         hfax.export_stablehlo(AutoModelForTPU.from_config(config, quantization="int8"), tmp_path / "a")
     bert = AutoModelForTPU.from_config(

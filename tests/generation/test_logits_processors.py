@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from tiny_models import tiny_llama_config
+from transformers import GenerationConfig, LlamaForCausalLM
 
 from hfax.generation.logits_processors import PROCESSORS
 from hfax.generation.sampling import init_sampling_state, process_logits, update_sampling_state
@@ -70,9 +71,8 @@ OPTIONS = NEVER_SAMPLED | {name: {"do_sample": True, **options} for name, option
 
 @functools.cache
 def reference_model() -> LlamaForCausalLM:
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     with torch.device("meta"):
-        return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes))
+        return LlamaForCausalLM(tiny_llama_config(vocab_size=VOCAB))
 
 
 def reference_scores(config: GenerationConfig, prompt: np.ndarray, drawn: np.ndarray, logits: np.ndarray) -> np.ndarray:

@@ -90,16 +90,12 @@ def test_shards_have_transformers_names_and_an_index(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("max_shard_size", ["50GB", 20_000])
 def test_plain_transformers_loads_the_folder_bit_for_bit(tmp_path: Path, max_shard_size: int | str) -> None:
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    from tiny_models import tiny_llama
+    from transformers import AutoModelForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    state = LlamaForCausalLM(config).to(torch.bfloat16).state_dict()
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(tmp_path)
+    model = tiny_llama().to(torch.bfloat16)
+    state = model.state_dict()
+    model.config.save_pretrained(tmp_path)
     save_safetensors(tmp_path, state, max_shard_size=max_shard_size)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").state_dict()
     assert loaded.keys() == state.keys()

@@ -38,6 +38,7 @@ TPU_SIZES: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 128,
+    "max_position_embeddings": 2048,
     "dtype": "bfloat16",
 }
 """Small, with heads and layers as wide as TPU kernels need them, for programs that are compiled and not run."""
@@ -52,15 +53,17 @@ def tiny_llama_config(**changes: Any) -> transformers.LlamaConfig:
     return transformers.LlamaConfig(**{"architectures": ["LlamaForCausalLM"], **SIZES, **changes})
 
 
-def random_model(config: Any, seed: int = 0, **options: Any) -> Any:
+def random_model(config: Any, seed: int = 0, *, auto: Any = None, **options: Any) -> Any:
     """The model of a config with weights as transformers draws them, the same for each seed, in eval mode.
 
     Args:
-        config: of a model that writes text; it stays as it is.
+        config: it stays as it is.
         seed: of torch's random numbers, whose state outside stays as it was.
+        auto: transformers' class that makes it; by default the one for models that write text.
         options: of transformers' `from_config`.
     """
-    auto = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    if auto is None:
+        auto = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return auto.from_config(copy.deepcopy(config), **options).eval()

@@ -7,16 +7,11 @@ import pytest
 import torch
 import transformers
 
-from hfax import AutoModelForTPU, shrink_config
+from hfax import shrink_config
 from hfax.errors import InvalidInputError
 from hfax.tracing.forward_arguments import known_arguments, reject_unknown
 
 _IDS = np.array([[3, 4, 5, 6]])
-
-
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    return AutoModelForTPU.from_config(shrink_config(transformers.LlamaConfig()))
 
 
 @pytest.mark.parametrize(
@@ -28,19 +23,19 @@ def llama() -> Any:
         ("position_id", "position_ids"),
     ],
 )
-def test_a_misspelt_argument_is_an_error_that_names_the_near_one(llama: Any, name: str, near: str) -> None:
+def test_a_misspelt_argument_is_an_error_that_names_the_near_one(hfax_llama: Any, name: str, near: str) -> None:
     """It disappeared in forward's `**kwargs`: the padding that it should have masked was read."""
-    for call in (llama, lambda **inputs: llama.apply(llama.params, **inputs)):
+    for call in (hfax_llama, lambda **inputs: hfax_llama.apply(hfax_llama.params, **inputs)):
         with pytest.raises(InvalidInputError, match=rf"(?s)LlamaForCausalLM.*'{name}'.*Did you mean '{near}'\?"):
             call(input_ids=_IDS, **{name: _IDS})
 
 
-def test_an_argument_like_no_other_lists_those_that_are_known(llama: Any) -> None:
+def test_an_argument_like_no_other_lists_those_that_are_known(hfax_llama: Any) -> None:
     with pytest.raises(InvalidInputError, match=r"(?s)'zzz'.*forward takes .*attention_mask.*use_cache"):
-        llama(input_ids=_IDS, zzz=1)
+        hfax_llama(input_ids=_IDS, zzz=1)
 
 
-def test_what_transformers_takes_passes(llama: Any) -> None:
+def test_what_transformers_takes_passes(hfax_llama: Any) -> None:
     given = {
         "labels": _IDS,
         "attention_mask": np.ones_like(_IDS),
@@ -51,14 +46,14 @@ def test_what_transformers_takes_passes(llama: Any) -> None:
         "return_dict": True,
         "num_items_in_batch": 3,
     }
-    out = llama(input_ids=_IDS, **{name: value for name, value in given.items() if name != "logits_to_keep"})
+    out = hfax_llama(input_ids=_IDS, **{name: value for name, value in given.items() if name != "logits_to_keep"})
     assert out.loss.shape == ()
-    assert len(out.hidden_states) == llama.config.num_hidden_layers + 1
-    assert llama(input_ids=_IDS, logits_to_keep=2).logits.shape[1] == 2
+    assert len(out.hidden_states) == hfax_llama.config.num_hidden_layers + 1
+    assert hfax_llama(input_ids=_IDS, logits_to_keep=2).logits.shape[1] == 2
     reject_unknown(
         "",
         [*given, "output_attentions", "cu_seq_lens_q", "max_length_k", "shift_labels"],
-        known_arguments(llama._skeleton.module),
+        known_arguments(hfax_llama._skeleton.module),
     )
 
 

@@ -158,17 +158,12 @@ def test_a_tensor_that_is_written_to_forgets_its_bounds() -> None:
     assert seen == [(-(1 << 31), (1 << 31) - 1)]
 
 
-def test_ids_that_do_not_fit_are_refused(tmp_path: Any) -> None:
-    import transformers
-
-    from hfax import AutoModelForTPU, shrink_config
-
-    model: Any = AutoModelForTPU.from_config(shrink_config(transformers.LlamaConfig()))
+def test_ids_that_do_not_fit_are_refused(hfax_llama: Any) -> None:
     large = np.array([[1, (1 << 32) + 5]])
     for ids in (large, torch.from_numpy(large), large.tolist()):
         with pytest.raises(InvalidInputError, match="4294967301"):
-            model(input_ids=ids)
+            hfax_llama(input_ids=ids)
         if isinstance(ids, list):
             continue
         with pytest.raises(InvalidInputError, match="4294967301"):
-            model.apply(model.params, input_ids=ids)
+            hfax_llama.apply(hfax_llama.params, input_ids=ids)
