@@ -14,6 +14,7 @@ from hfax.errors import HfaxError, UnsupportedModelError
 from hfax.kernels.pool import pool_shapes
 from hfax.kernels.rows import Rows
 from hfax.programs.model_parts import ModelParts
+from hfax.tracing.traits import why_not_pages
 
 _PAGE_SIZES = {"tpu": 128}
 _PAGE_SIZE = 32
@@ -66,7 +67,7 @@ def read_page_layout(
     Returns:
         The layout and None, or None and the reason.
     """
-    if (why := parts.traced.why_not_pages()) is not None:
+    if (why := why_not_pages(parts.traced.module, parts.traced.traits)) is not None:
         return None, why
     platform = parts.layout.device.platform
     try:

@@ -136,6 +136,28 @@ def unlike_general_loop(module: torch.nn.Module) -> str | None:
     return None
 
 
+def why_not_pages(module: torch.nn.Module, traits: ModelTraits) -> str | None:
+    """Why the engine's pages do not support a model, as far as that shows without a trace; None if nothing speaks against it."""
+    scaling = {str((p or {}).get("rope_type")) for p in _rope_parameters(module.config)}
+    reasons = {
+        "it is an encoder-decoder": traits.is_encoder_decoder,
+        "it has recurrent state": traits.has_recurrent_layers or traits.cache_argument != "past_key_values",
+        "it has no KV cache": not traits.has_usable_cache,
+        "it computes positions itself": not traits.takes_position_ids or traits.counts_padding,
+        "it reads more than tokens": bool(set(traits.repeated_inputs) & {"cross_attention_mask"}),
+        "it does not generate token by token": unlike_general_loop(module) is not None,
+        "its rotary embedding depends on the longest sequence in the batch": bool(scaling & {"dynamic", "longrope"}),
+    }
+    reason = next((reason for reason, is_so in reasons.items() if is_so), None)
+    return reason and f"{type(module).__name__} does not support paged attention: {reason}."
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any] | None]:
+    """The rotary embedding parameters, one entry per kind of layer if they differ."""
+    found = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return list(found.values()) if found and all(isinstance(v, dict) for v in found.values()) else [found]
+
+
 COUNTS_PADDING = {
     "blt": "its hashes and patches read padding like any byte",
     "deepseek_v4": "its compressed keys stand for windows counted from the first token",
