@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tiny_models import tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from hfax import AutoModelForTPU, register_patch, shrink_config
@@ -37,10 +38,7 @@ def _state() -> dict[str, Any]:
 
 @pytest.fixture
 def llama() -> torch.nn.Module:
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=50
-    )
-    return transformers.LlamaForCausalLM(config)
+    return tiny_llama(hidden_size=32)
 
 
 def test_tracing_leaves_transformers_classes_as_they_were(llama: Any) -> None:
