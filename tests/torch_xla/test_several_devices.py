@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tiny_models import random_model, save, tiny_llama_config
 
 from hfax import AutoModelForTPU
 from hfax.errors import InvalidInputError, UnsupportedOptionError
@@ -26,7 +27,7 @@ SIZES = {
     "pad_token_id": 0,
 }
 CONFIGS = {
-    "llama": transformers.LlamaConfig(**SIZES, num_key_value_heads=4),
+    "llama": tiny_llama_config(**SIZES, num_key_value_heads=4),
     "two_kv_heads": transformers.Qwen2Config(**SIZES, num_key_value_heads=2),
     "mixtral": transformers.MixtralConfig(**SIZES, num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=2),
 }
@@ -35,10 +36,8 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("sizes", [{"tensor": 4}, {"data": 2, "tensor": 2}], ids=str)
 def test_the_same_tokens(name: str, sizes: dict, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    reference = transformers.AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="eager").eval()
-    reference.save_pretrained(tmp_path)
-    model = AutoModelForTPU.from_pretrained(tmp_path, backend="torch_xla", parallelism=sizes)
+    reference = random_model(CONFIGS[name], attn_implementation="eager")
+    model = AutoModelForTPU.from_pretrained(save(tmp_path, reference), backend="torch_xla", parallelism=sizes)
     ids = torch.from_numpy(np.random.default_rng(0).integers(3, 120, (2, 9)))
     given = {"max_new_tokens": 10, "do_sample": False}
     assert model.generate(ids, **given).tolist() == reference.generate(ids, **given).tolist()
@@ -46,8 +45,7 @@ def test_the_same_tokens(name: str, sizes: dict, tmp_path: Path) -> None:
 
 
 def test_what_each_device_holds(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(CONFIGS["llama"]).save_pretrained(tmp_path)
+    save(tmp_path, random_model(CONFIGS["llama"]))
     model = AutoModelForTPU.from_pretrained(tmp_path, backend="torch_xla", parallelism={"tensor": 4})
     plan = model.sharding_plan()
     assert "model.layers.*.self_attn.q_proj.weight" in str(plan)
