@@ -40,31 +40,19 @@ def make_tokenizer(chat_template: str | None = CHAT_TEMPLATE):
 
 def save_language_model(folder: Path, chat_template: str | None = CHAT_TEMPLATE, context: int = CONTEXT) -> Path:
     """A Llama of two layers with random weights, the same every time."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tiny_models import save, tiny_llama
 
     tokenizer = make_tokenizer(chat_template)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=context,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=2,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return _save(folder, LlamaForCausalLM(config), tokenizer)
+    ends = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 2}
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64}
+    model = tiny_llama(max_position_embeddings=context, initializer_range=0.02, **sizes, **ends)
+    return save(folder, model, tokenizer)
 
 
 def save_classifier(folder: Path, problem_type: str | None = None) -> Path:
     """A DistilBERT with a head of three labels, and random weights."""
-    import torch
-    from transformers import DistilBertConfig, DistilBertForSequenceClassification
+    from tiny_models import random_model, save
+    from transformers import AutoModelForSequenceClassification, DistilBertConfig
 
     tokenizer = make_tokenizer(chat_template=None)
     config = DistilBertConfig(
@@ -80,12 +68,4 @@ def save_classifier(folder: Path, problem_type: str | None = None) -> Path:
         problem_type=problem_type,
         initializer_range=0.5,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return _save(folder, DistilBertForSequenceClassification(config), tokenizer)
-
-
-def _save(folder: Path, model, tokenizer) -> Path:
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save(folder, random_model(config, auto=AutoModelForSequenceClassification), tokenizer)
