@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers import LlamaConfig, MistralConfig
+from tiny_models import tiny_llama_config
+from transformers import MistralConfig
 
 import hfax
 from hfax.errors import InvalidInputError
@@ -16,7 +17,6 @@ from hfax.matrix.case import CaseResult, run_case, with_ties_in_order
 from hfax.matrix.runner import run_cases
 from hfax.matrix.variations import Variation, apply_changes, draw, vary_inputs
 from hfax.synthetic.inputs import CaseInputs, make_inputs
-from hfax.synthetic.shrink import shrink_config
 
 MISTRAL = Architecture(mapping="causal-lm", model_type="mistral", class_name="MistralForCausalLM")
 WINDOWED = Variation(changes={"sliding_window": 3}, lengths=(9, 2), new_tokens=6)
@@ -45,13 +45,13 @@ def test_a_seed_draws_the_same_and_another_seed_something_else() -> None:
 
 
 def test_changes_reach_parts_of_a_config() -> None:
-    config = shrink_config(LlamaConfig())
+    config = tiny_llama_config()
     apply_changes(config, {"vocab_size": 300, "rope_parameters": {"rope_type": "default", "rope_theta": 10.0}})
     assert (config.vocab_size, config.rope_parameters["rope_theta"]) == (300, 10.0)
 
 
 def test_a_call_has_the_rows_and_the_padding_that_were_drawn() -> None:
-    model = hfax.AutoModelForTPU.from_config(shrink_config(LlamaConfig(vocab_size=199))).module
+    model = hfax.AutoModelForTPU.from_config(tiny_llama_config()).module
     ids = torch.ones(2, 4, dtype=torch.long)
     inputs = CaseInputs(forward={"input_ids": ids, "attention_mask": ids, "position_ids": ids}, generate={}, mask=None)
 

@@ -8,24 +8,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tiny_models import SIZES, tiny_llama
 
 from hfax import AutoModelForTPU
 
-_VOCAB = 97
-_BASE: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": _VOCAB,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_GQA = {**_BASE, "num_key_value_heads": 2}
+_VOCAB = SIZES["vocab_size"]
+_GQA = {**SIZES, "tie_word_embeddings": False, "eos_token_id": 2}
+_BASE = {name: value for name, value in _GQA.items() if name != "num_key_value_heads"}
 _SMALL_HEADS = {**_GQA, "head_dim": 16}
 _TOKENS = {"vocab_size": _VOCAB, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -157,8 +146,7 @@ def test_t5_forward_and_greedy_tokens_equal_transformers(tmp_path: Path) -> None
 
 
 def test_bfloat16_logits_are_as_close_to_float32_as_torchs_own(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    exact = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_GQA)).eval()
+    exact = tiny_llama(eos_token_id=2)
     rounded = exact.to(torch.bfloat16)
     rounded.save_pretrained(tmp_path)
     exact = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()

@@ -14,6 +14,7 @@ from silent_classes import CLASSES
 from silent_classes import GREEDY as _GREEDY
 from silent_classes import VOCAB as _VOCAB
 from silent_classes import ids as _ids
+from tiny_models import tiny_llama_config
 
 from hfax import AutoModelForTPU
 from hfax.errors import UnsupportedModelError, UnsupportedOptionError
@@ -220,9 +221,7 @@ def test_a_class_that_changes_the_loop_of_generation_is_refused_by_the_method() 
         def _get_logits_processor(self, *args: Any, **options: Any) -> Any:
             return super()._get_logits_processor(*args, **options)
 
-    config = transformers.LlamaConfig(
-        vocab_size=_VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
+    config = tiny_llama_config()
     assert "overrides _get_logits_processor" in str(unlike_general_loop(Biased(config)))
     assert unlike_general_loop(transformers.LlamaForCausalLM(config)) is None
     for name in SAME_LOOP:

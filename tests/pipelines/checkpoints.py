@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
+from tiny_models import save, tiny_llama_config
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 from transformers.models.llava.processing_llava import LlavaProcessor
@@ -68,10 +69,7 @@ def _written(folder: Path, model: Any, *parts: Any) -> Path:
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter[0].numel() ** 0.5)
-    model.eval().save_pretrained(folder)
-    for part in parts:
-        part.save_pretrained(folder)
-    return folder
+    return save(folder, model.eval(), *parts)
 
 
 def _bert(head: str, **config: Any) -> Callable[[Path], Path]:
@@ -93,23 +91,12 @@ def _bert(head: str, **config: Any) -> Callable[[Path], Path]:
 
 def _llama(folder: Path) -> Path:
     tokenizer = text_tokenizer()
-    config = _llama_config(tokenizer)
-    return _written(folder, transformers.LlamaForCausalLM(config), tokenizer)
+    return _written(folder, transformers.LlamaForCausalLM(_llama_config(tokenizer)), tokenizer)
 
 
 def _llama_config(tokenizer: Any) -> Any:
-    return transformers.LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=3,
-        pad_token_id=0,
-    )
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64}
+    return tiny_llama_config(bos_token_id=None, eos_token_id=3, **sizes)
 
 
 def _vit(folder: Path) -> Path:

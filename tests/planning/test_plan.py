@@ -6,6 +6,7 @@ import re
 
 import pytest
 import transformers
+from tiny_models import TPU_SIZES, tiny_llama_config
 
 from hfax import AutoModelForTPU
 from hfax.cli.app import run
@@ -49,18 +50,7 @@ QWEN3_235B = transformers.Qwen3MoeConfig(
     dtype="bfloat16",
 )
 DEEPSEEK_V3 = transformers.DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"], dtype="bfloat16")
-SMALL = transformers.LlamaConfig(
-    architectures=["LlamaForCausalLM"],
-    vocab_size=1024,
-    hidden_size=512,
-    intermediate_size=1024,
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=128,
-    tie_word_embeddings=False,
-    dtype="bfloat16",
-)
+SMALL = tiny_llama_config(**TPU_SIZES)
 
 
 def one(config, machine, **options):

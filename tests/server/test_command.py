@@ -17,6 +17,7 @@ import httpx
 import processes
 import pytest
 import transformers
+from tiny_models import save, tiny_llama, tiny_llama_config
 
 import hfax
 
@@ -226,9 +227,6 @@ def test_a_model_that_reads_images_is_asked_with_one(tmp_path):
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(SOURCE / "hfax" / "demo")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    text = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    ends = {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
     vision = {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -237,7 +235,7 @@ def test_a_model_that_reads_images_is_asked_with_one(tmp_path):
         "image_size": 56,
     }
     config = transformers.LlavaConfig(
-        text_config=transformers.LlamaConfig(**text, **heads, **ends).to_dict(),
+        text_config=tiny_llama_config(vocab_size=len(tokenizer), eos_token_id=2).to_dict(),
         vision_config=transformers.CLIPVisionConfig(**vision, patch_size=14).to_dict(),
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         image_seq_length=16,
@@ -282,14 +280,9 @@ def test_a_model_that_reads_images_is_asked_with_one(tmp_path):
 def test_checkpoints_that_carry_code_run_none_of_it(tmp_path):
     """auto_map in several places, and weights that only a pickle holds."""
     canary = tmp_path / "canary"
-    folder = tmp_path / "model"
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
-        )
+    folder = save(
+        tmp_path / "model", tiny_llama(), transformers.AutoTokenizer.from_pretrained(SOURCE / "hfax" / "demo")
     )
-    model.save_pretrained(folder)
-    transformers.AutoTokenizer.from_pretrained(SOURCE / "hfax" / "demo").save_pretrained(folder)
     (folder / "evil.py").write_text(f"open({str(canary)!r}, 'w').write('ran')\nclass Evil: pass\n")
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}

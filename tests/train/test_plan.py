@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from tiny_models import TPU_SIZES, tiny_llama_config
 from transformers import LlamaConfig
 
 from hfax import InvalidInputError
@@ -21,17 +22,7 @@ LLAMA_8B = LlamaConfig(
     tie_word_embeddings=False,
     architectures=["LlamaForCausalLM"],
 )
-SMALL = LlamaConfig(
-    hidden_size=512,
-    intermediate_size=1024,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=128,
-    vocab_size=1024,
-    tie_word_embeddings=False,
-    architectures=["LlamaForCausalLM"],
-)
+SMALL = tiny_llama_config(**{**TPU_SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "dtype": None})
 
 
 def test_llama_3_8b_by_arithmetic():
