@@ -7,9 +7,9 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import transformers
 from code_blocks import code_blocks
 from jax.sharding import Mesh
+from tiny_models import tiny_llama_config
 from transformers import AutoTokenizer, TextStreamer
 
 import hfax
@@ -20,14 +20,7 @@ def test_the_page_on_parallelism(tmp_path: Path, monkeypatch) -> None:
     """The demo's six heads do not divide among four devices, so it is a model of the same tokenizer with eight."""
     monkeypatch.chdir(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(demo_folder(), padding_side="left")
-    config = transformers.LlamaConfig(
-        vocab_size=4096,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-    )
+    config = tiny_llama_config(vocab_size=4096, num_attention_heads=8)
     name = tmp_path / "model"
     hfax.AutoModelForTPU.from_config(config, dtype="float32").save_pretrained(name)
     tokenizer.save_pretrained(name)

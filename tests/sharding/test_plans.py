@@ -9,6 +9,7 @@ import pytest
 import transformers
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from tiny_models import tiny_llama_config
 
 import hfax
 from hfax import AutoModelForTPU
@@ -23,10 +24,8 @@ SIZES = {
     "num_hidden_layers": 3,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
-    "initializer_range": 0.2,
-    "tie_word_embeddings": False,
 }
-LLAMA = transformers.LlamaConfig(**SIZES)
+LLAMA = tiny_llama_config(**SIZES)
 IDS = np.arange(3, 15)[None]
 
 
@@ -77,7 +76,7 @@ def test_a_dense_layer_has_two_sums_and_nothing_large_moves(tensor):
 
 
 def test_keys_and_values_are_held_by_groups_of_devices():
-    config = transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 2})
+    config = tiny_llama_config(**{**SIZES, "num_key_value_heads": 2})
     model = AutoModelForTPU.from_config(config, parallelism={"tensor": 8})
     assert dict(model.mesh.shape) == {"data": 1, "fsdp": 1, "expert": 1, "tensor": 2, "group": 4}
     shard = model.params["model.layers.0.self_attn.k_proj.weight"].addressable_shards[0].data
@@ -162,7 +161,7 @@ def test_meshes_and_specs_that_do_not_fit(parallelism, words):
 
 
 def test_what_does_not_divide_is_whole_and_the_plan_says_so():
-    config = transformers.LlamaConfig(**{**SIZES, "vocab_size": 131, "intermediate_size": 250})
+    config = tiny_llama_config(**{**SIZES, "vocab_size": 131, "intermediate_size": 250})
     model = AutoModelForTPU.from_config(config, parallelism={"tensor": 4})
     weights = model.sharding_plan().weights
     assert "131 does not divide by 4" in weights["lm_head.weight"].why
@@ -190,7 +189,7 @@ def test_only_slices_are_read(tmp_path, monkeypatch):
 
 
 def test_quantized_weights_over_a_mesh(tmp_path):
-    config = transformers.LlamaConfig(**{**SIZES, "hidden_size": 128, "intermediate_size": 512})
+    config = tiny_llama_config(**{**SIZES, "hidden_size": 128, "intermediate_size": 512})
     plain = AutoModelForTPU.from_config(config, quantization="int8")
     model = AutoModelForTPU.from_config(config, quantization="int8", parallelism={"tensor": 4})
     weight = model.params["model.layers.0.mlp.down_proj.weight"]
