@@ -8,6 +8,7 @@ import numpy as np
 import processes
 import pytest
 import transformers
+from tiny_models import TPU_SIZES, tiny_llama_config
 
 import hfax
 from hfax import AutoModelForTPU
@@ -29,19 +30,7 @@ with listen(lambda event: heard.append(event.name)):
     results = eval(sys.argv[2])
 print(json.dumps({"results": np.asarray(results).tolist(), "phases": sorted(set(heard)), "compiled": compiled}))
 """
-LLAMA = transformers.LlamaConfig(
-    vocab_size=128,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    initializer_range=0.2,
-    bos_token_id=1,
-    eos_token_id=None,
-    pad_token_id=0,
-)
+LLAMA = tiny_llama_config(vocab_size=128, max_position_embeddings=512)
 T5 = transformers.T5Config(
     vocab_size=128,
     d_model=64,
@@ -134,17 +123,8 @@ def test_another_runtime_is_refused_and_the_weights_load_alone(tmp_path: Path) -
 @pytest.mark.tpu_compile
 @pytest.mark.usefixtures("tpu_compiler")
 def test_made_for_tpus(tmp_path: Path) -> None:
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        dtype="bfloat16",
-        pad_token_id=0,
-    )
-    model = AutoModelForTPU.from_config(config)
+    sizes = {**TPU_SIZES, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = AutoModelForTPU.from_config(tiny_llama_config(**sizes))
     bundle = hfax.export(model, tmp_path / "b", topology="v5e:2x2", prompt_lengths=[128], max_new_tokens=100)
     assert bundle.mesh == {"data": 1, "fsdp": 1, "expert": 1, "tensor": 2, "group": 2}
     assert bundle.runtime["device kind"] == "TPU v5 lite"
@@ -200,7 +180,7 @@ def test_an_export_that_fails_leaves_the_earlier_one(tmp_path: Path) -> None:
 
 def test_orbax_checkpoints(tmp_path: Path) -> None:
     for quantization in (None, "int4"):
-        config = transformers.LlamaConfig(**{**LLAMA.to_dict(), "hidden_size": 128, "tie_word_embeddings": True})
+        config = tiny_llama_config(vocab_size=128, hidden_size=128, tie_word_embeddings=True)
         model = AutoModelForTPU.from_config(config, quantization=quantization)
         folder = tmp_path / str(quantization)
         model.save_pretrained(folder)

@@ -10,7 +10,8 @@ import optax
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from tiny_models import random_model, save, tiny_llama_config
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from hfax import AutoModelForTPU, InvalidInputError, LoraConfig, UnsupportedOptionError, make_train_step
 
@@ -20,10 +21,7 @@ pytestmark = [
 ]  # peft's
 
 IDS = np.random.default_rng(0).integers(1, 96, (2, 9))
-LLAMA = {
-    **{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
-}
+LLAMA = {"hidden_size": 32, "num_hidden_layers": 3, "initializer_range": 0.02}
 VARIANTS = {
     "plain": {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]},
     "all linear": {"r": 3, "target_modules": "all-linear"},
@@ -44,10 +42,8 @@ VARIANTS = {
 
 def base(folder, config=None, **options):
     """One checkpoint as plain transformers' model and hfax's."""
-    torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(config or LlamaConfig(**LLAMA))
-    plain.save_pretrained(folder)
-    return plain, AutoModelForTPU.from_pretrained(folder, **options)
+    plain = random_model(config or tiny_llama_config(**LLAMA))
+    return plain, AutoModelForTPU.from_pretrained(save(folder, plain), **options)
 
 
 def with_peft(plain, options, *, seed=1):
@@ -220,10 +216,10 @@ def test_adapters_that_do_not_fit_say_so(tmp_path):
     _, gpt2 = base(tmp_path / "gpt2", other)
     with pytest.raises(InvalidInputError, match="matches no layer of GPT2LMHeadModel"):
         gpt2.load_adapter(tmp_path / "llama")
-    _, wide = base(tmp_path / "wide", LlamaConfig(**{**LLAMA, "hidden_size": 64}))
+    _, wide = base(tmp_path / "wide", tiny_llama_config(**{**LLAMA, "hidden_size": 64}))
     with pytest.raises(InvalidInputError, match="with shape"):
         wide.load_adapter(tmp_path / "llama")
-    _, deep = base(tmp_path / "deep", LlamaConfig(**{**LLAMA, "num_hidden_layers": 4}))
+    _, deep = base(tmp_path / "deep", tiny_llama_config(**{**LLAMA, "num_hidden_layers": 4}))
     with pytest.raises(InvalidInputError, match="arrays are missing"):
         deep.load_adapter(tmp_path / "llama")
     assert logits(deep).shape  # it works on
