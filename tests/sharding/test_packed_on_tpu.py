@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-import transformers
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tiny_models import random_model, save, tiny_llama_config
 
 from hfax import AutoModelForTPU
 from hfax.kernels import quantized
@@ -19,7 +19,7 @@ from hfax.kernels.tpu import quantized as kernels
 from hfax.load.quantize import quantize
 from hfax.sharding.mesh import EXPERT_AXES, HEAD_AXES, make_mesh
 
-CONFIG = transformers.LlamaConfig(num_attention_heads=8, num_key_value_heads=8)
+CONFIG = tiny_llama_config(num_attention_heads=8, num_key_value_heads=8)
 
 
 @pytest.fixture(autouse=True)
@@ -100,21 +100,14 @@ def test_every_chip_multiplies_with_its_experts(experts: int, spec: P, bits: int
 
 
 def test_a_loaded_model_knows_how_its_packed_weights_are_split(tmp_path) -> None:
-    config = transformers.LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        vocab_size=256,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+    config = tiny_llama_config(
+        vocab_size=256, hidden_size=512, intermediate_size=1024, num_hidden_layers=1, num_key_value_heads=4
     )
     made = AutoModelForTPU.from_config(config, quantization="int8", parallelism={"tensor": 4})
     made.save_pretrained(tmp_path / "packed")
     loaded = AutoModelForTPU.from_pretrained(tmp_path / "packed", parallelism={"tensor": 4})
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "full")
     quantized_here = AutoModelForTPU.from_pretrained(
-        tmp_path / "full", quantization="int8", parallelism={"tensor": 4}, dtype="bfloat16"
+        save(tmp_path / "full", random_model(config)), quantization="int8", parallelism={"tensor": 4}, dtype="bfloat16"
     )
     for model in (made, loaded, quantized_here):
         for name, axes in (("q_proj", (HEAD_AXES, None)), ("o_proj", (None, HEAD_AXES))):

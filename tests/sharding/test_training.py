@@ -7,20 +7,20 @@ import numpy as np
 import optax
 import pytest
 import transformers
+from tiny_models import SIZES, tiny_llama_config
 
 from hfax import AutoModelForTPU, LoraConfig, Trainer, TrainingArguments, make_train_step
 
 SHAPE = {
+    **SIZES,
     "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
+    "initializer_range": 0.02,
     "tie_word_embeddings": False,
 }
 CONFIGS = {
-    "llama": transformers.LlamaConfig(**SHAPE, architectures=["LlamaForCausalLM"]),
+    "llama": tiny_llama_config(**SHAPE),
     "mixtral": transformers.MixtralConfig(
         **SHAPE, num_local_experts=8, output_router_logits=True, architectures=["MixtralForCausalLM"]
     ),
@@ -88,8 +88,7 @@ def test_an_adapter_over_a_mesh(tmp_path):
 
 def test_each_device_of_fsdp_holds_an_eighth():
     """Weights of float32 and both moments of Adam: three times four bytes a number; norms and the like are whole."""
-    config = transformers.LlamaConfig(**{**SHAPE, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 512})
-    config.architectures = ["LlamaForCausalLM"]
+    config = tiny_llama_config(**{**SHAPE, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 512})
     model = AutoModelForTPU.from_config(config, parallelism={"fsdp": 8})
     step = make_train_step(model, optax.adamw(1e-3))
     state = step.init()

@@ -3,47 +3,30 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, MixtralConfig, T5Config
+from tiny_models import SIZES, random_model, save, tiny_llama_config
+from transformers import MixtralConfig, T5Config
 
 from hfax import AutoModelForTPU
 
 VOCABULARY = 128
-_SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-}
+_SIZES = {**SIZES, "vocab_size": VOCABULARY, "initializer_range": 0.02}  # weights as small as training starts with
 CONFIGS = {
-    "llama": (AutoModelForCausalLM, lambda **more: LlamaConfig(**{**_SHAPE, **more})),
-    "mixtral": (
-        AutoModelForCausalLM,
-        lambda **more: MixtralConfig(**{**_SHAPE, "num_local_experts": 4, "output_router_logits": True, **more}),
-    ),
-    "t5": (
-        AutoModelForSeq2SeqLM,
-        lambda **more: T5Config(
-            **{
-                **{"vocab_size": VOCABULARY, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4},
-                **{"dropout_rate": 0.0, "decoder_start_token_id": 0},
-                **more,
-            }
-        ),
+    "llama": lambda **more: tiny_llama_config(**{**_SIZES, **more}),
+    "mixtral": lambda **more: MixtralConfig(**{**_SIZES, "num_local_experts": 4, "output_router_logits": True, **more}),
+    "t5": lambda **more: T5Config(
+        **{
+            **{"vocab_size": VOCABULARY, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4},
+            **{"dropout_rate": 0.0, "decoder_start_token_id": 0},
+            **more,
+        }
     ),
 }
 
 
 def make(kind: str, folder, *, seed: int = 0, load=None, **config):
     """The same weights twice: plain transformers' model, and hfax's; their folder stays."""
-    auto, make_config = CONFIGS[kind]
-    torch.manual_seed(seed)
-    plain = auto.from_config(make_config(**config))
-    plain.save_pretrained(folder)
-    return plain, AutoModelForTPU.from_pretrained(folder, **(load or {}))
+    plain = random_model(CONFIGS[kind](**config), seed).train()
+    return plain, AutoModelForTPU.from_pretrained(save(folder, plain), **(load or {}))
 
 
 def rows(kind: str, count: int, *, seed: int = 0, length: int = 16) -> list[dict[str, list[int]]]:

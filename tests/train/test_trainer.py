@@ -90,7 +90,7 @@ def test_rematerialised_layers_give_the_same_losses(tmp_path):
 
 RUN = """
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/support"]
 from hfax import AutoModelForTPU, Trainer, TrainingArguments
 from train.small_models import rows
 model = AutoModelForTPU.from_pretrained(sys.argv[2])
@@ -173,7 +173,7 @@ def test_a_loss_that_is_no_number_stops_the_run_with_the_last_good_state(tmp_pat
 
 FULL_DISK = """
 import resource, sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/support"]
 from hfax import AutoModelForTPU, HfaxError, Trainer, TrainingArguments
 from train.small_models import rows
 model = AutoModelForTPU.from_pretrained(sys.argv[2])
