@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import transformers
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tiny_models import TPU_SIZES, tiny_llama_config
 
 from hfax.kernels import pool, target
 from hfax.kernels.rows import Rows
@@ -16,18 +16,7 @@ from hfax.planning.topology import plan_over, topology_devices
 from hfax.sharding.mesh import make_mesh
 from hfax.tracing.abstract import open_skeleton, without_weights
 
-CONFIG = transformers.LlamaConfig(
-    architectures=["LlamaForCausalLM"],
-    vocab_size=1024,
-    hidden_size=512,
-    intermediate_size=1024,
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=128,
-    dtype="bfloat16",
-    tie_word_embeddings=False,
-)
+CONFIG = tiny_llama_config(**TPU_SIZES)
 
 
 @pytest.mark.tpu_compile

@@ -4,42 +4,33 @@ import re
 
 import pytest
 import transformers
+from tiny_models import TPU_SIZES, tiny_llama_config
 
 from hfax.errors import BackendNotAvailableError
 from hfax.planning.topology import compile_for
 
 pytestmark = pytest.mark.usefixtures("tpu_compiler")
 
-SIZES = {
-    "vocab_size": 1024,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "dtype": "bfloat16",
-}
 CONFIGS = {
-    "dense": transformers.LlamaConfig(architectures=["LlamaForCausalLM"], tie_word_embeddings=False, **SIZES),
+    "dense": tiny_llama_config(**TPU_SIZES),
     "experts": transformers.Qwen3MoeConfig(
         architectures=["Qwen3MoeForCausalLM"],
         moe_intermediate_size=512,
         num_experts=8,
         num_experts_per_tok=2,
-        **SIZES,
+        **TPU_SIZES,
     ),
     "windows": transformers.Gemma3TextConfig(
         architectures=["Gemma3ForCausalLM"],
         sliding_window=256,
         layer_types=["sliding_attention", "full_attention"],
-        **SIZES,
+        **TPU_SIZES,
     ),
     "wide": transformers.Gemma3TextConfig(
         architectures=["Gemma3ForCausalLM"],
         sliding_window=256,
         layer_types=["sliding_attention", "full_attention"],
-        **SIZES | {"head_dim": 256},
+        **TPU_SIZES | {"head_dim": 256},
     ),
 }
 
