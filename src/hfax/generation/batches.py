@@ -41,8 +41,12 @@ def map_rows(
         progress: show a progress bar if stderr is a terminal.
 
     Raises:
-        InvalidInputError: the file is not JSON Lines, or has more lines than the dataset has rows.
+        InvalidInputError: `batch_size` is not positive, the file is not JSON Lines, or it has more lines than the dataset has rows.
     """
+    if batch_size < 1:
+        raise InvalidInputError(
+            f"batch_size={batch_size}.", "A batch needs at least one row.", "Pass a positive integer."
+        )
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -172,3 +176,22 @@ def as_rows(outputs: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
         for index, row in enumerate(array[:count].tolist()):
             rows[index][name] = row
     return rows
+
+
+def new_tokens(rows: np.ndarray, ends: tuple[int, ...], tokenizer: Any) -> list[dict[str, Any]]:
+    """The tokens of each row up to the first end-of-sequence token, as `{"tokens": […]}`, or `{"text": …}` with a tokenizer.
+
+    Args:
+        rows: [batch, new] ids, without the prompts.
+        ends: end-of-sequence token ids.
+        tokenizer: decodes the tokens; None: ids are returned.
+    """
+    written = [_until(row.tolist(), ends) for row in rows]
+    if tokenizer is None:
+        return [{"tokens": row} for row in written]
+    return [{"text": tokenizer.decode(row, skip_special_tokens=True)} for row in written]
+
+
+def _until(tokens: list[int], ends: tuple[int, ...]) -> list[int]:
+    """The tokens before the first end-of-sequence token."""
+    return tokens[: next((i for i, token in enumerate(tokens) if token in ends), len(tokens))]

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from hfax.errors import InvalidInputError
 from hfax.phases import PhaseEvent, listen
 from hfax.programs.buckets import Size
 
@@ -35,6 +36,21 @@ class WarmedUp:
     traced: dict[str, float]
     compiled: dict[str, float]
     seconds: float
+
+
+def check_sizes(batch_sizes: Sequence[int], prompt_lengths: Sequence[int], max_new_tokens: int) -> None:
+    """Raise for sizes that no call can have.
+
+    Raises:
+        InvalidInputError: a size is not positive.
+    """
+    if min([*batch_sizes, *prompt_lengths, max_new_tokens], default=0) < 1:
+        raise InvalidInputError(
+            f"compile() got batch_sizes={list(batch_sizes)}, prompt_lengths={list(prompt_lengths)} and "
+            f"max_new_tokens={max_new_tokens}.",
+            "Each size must be at least 1.",
+            "Pass positive integers.",
+        )
 
 
 def warm_up(

@@ -1,62 +1,50 @@
 """The model that `from_pretrained` returns on the JAX backend: weights and the methods that run them.
 
-Combines a traced module, its weights on a device and its compiled programs. Their implementations are in `backends` and
-`programs`; this module has only the user-facing methods.
+Combines a traced module, its weights on a device and its compiled programs, and has the methods that users call. What the methods
+do is elsewhere: `forward` and `generating` run programs, `weights` works on the arrays, `hfax.lora` on adapters.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 from transformers import GenerationConfig
 
 from hfax.backends.base_model import BaseModel, Request, as_ids_tuple, draw_seed
-from hfax.backends.jax.results import as_torch_tree, give
+from hfax.backends.jax.forward import run_forward
+from hfax.backends.jax.generating import call_own_generate, run_request, with_drafts
+from hfax.backends.jax.weights import as_state_dict, cast, count_numbers, quantization_of, replaced
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.generation import batches
-from hfax.generation import generation_request as requests
-from hfax.generation.generate import GenerationLoop, Streamer, open_loop, run_generation
-from hfax.generation.host_loop import make_stop_check
-from hfax.generation.outputs import as_sequences
-from hfax.generation.overrides import has_own_generate, run_own_generate
+from hfax.generation.generate import GenerationLoop, Streamer, open_loop
+from hfax.generation.overrides import has_own_generate
 from hfax.generation.sampling_config import make_sampling_spec
-from hfax.generation.speculation import Speculation
-from hfax.generation.warm_up import WarmedUp, warm_up
-from hfax.kernels.quantized import QuantizedArray
+from hfax.generation.warm_up import WarmedUp, check_sizes, warm_up
 from hfax.launch.driven import drive
 from hfax.launch.together import agree
 from hfax.load.host_arrays import to_numpy
 from hfax.load.nnx_state import weights_of
-from hfax.load.rules import dtype_rule
 from hfax.load.skeleton import Skeleton, with_dtype
-from hfax.lora.adapters import Adapters, trained_names
+from hfax.lora.adapters import Adapters
 from hfax.lora.methods import AdapterMethods
 from hfax.parallelism import choose_layout
 from hfax.programs.buckets import Buckets, Size
-from hfax.programs.checks import raise_failed
 from hfax.programs.model_parts import ModelParts
 from hfax.programs.program_cache import ProgramCache
 from hfax.sharding.layout import Layout
 from hfax.sharding.partition import ShardingPlan
-from hfax.tracing.structure import flatten, has_torch, is_array, is_traced, unflatten
+from hfax.tracing.structure import flatten, has_torch, is_traced
 from hfax.tracing.traced_model import TracedModel
 from hfax.tracing.training import Training
 
 if TYPE_CHECKING:
     from transformers.generation.utils import GenerateNonBeamOutput
-
-_ASSISTANT_TOKENS = 5
-"""Default number of draft tokens per round of an assistant model."""
-_MAX_NGRAM = 3
-"""Default maximum n-gram size that prompt lookup matches at the end of the text."""
 
 
 class JaxModel(AdapterMethods, BaseModel):
@@ -129,8 +117,7 @@ class JaxModel(AdapterMethods, BaseModel):
     @property
     def quantization(self) -> str | None:
         """ "int8" or "int4" if the matrices of linear layers are quantized, else None."""
-        bits = {array.bits for array in self.params.values() if isinstance(array, QuantizedArray)}
-        return f"int{min(bits)}" if bits else None
+        return quantization_of(self.params)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Number of parameters, tied weights counted once.
@@ -139,13 +126,9 @@ class JaxModel(AdapterMethods, BaseModel):
             only_trainable: count only the active adapter's parameters, if there is one.
             exclude_embeddings: exclude the embedding tables.
         """
-        left_out = set[str]()
-        if only_trainable:
-            left_out |= set(self.params) - set(trained_names(self.params))
-        if exclude_embeddings:
-            modules = self._skeleton.module.named_modules()
-            left_out |= {f"{path}.weight" for path, part in modules if isinstance(part, torch.nn.Embedding)}
-        return sum(p.size for name, p in self.params.items() if name not in left_out)
+        return count_numbers(
+            self.params, self.module, only_trainable=only_trainable, exclude_embeddings=exclude_embeddings
+        )
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
         """Size of the weights in bytes, each weight counted once over all devices.
@@ -170,10 +153,7 @@ class JaxModel(AdapterMethods, BaseModel):
                 "No torch module loads integers with hfax's scales.",
                 "Use model.params, or load the checkpoint without quantization.",
             )
-        own = self._own_weights()
-        names = list(own)
-        found = dict(zip(names, as_torch_tree([own[name] for name in names]), strict=True))
-        return found | {alias: found[name] for alias, name in self._tied.items()}
+        return as_state_dict(self._own_weights(), self._tied)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name_or_path!r}, {self.num_parameters():,} parameters, {self.dtype}, {self._where()})"
@@ -260,21 +240,8 @@ class JaxModel(AdapterMethods, BaseModel):
                 "Calling the model runs its own compiled program; its weights would become constants of yours.",
                 "Use the pure function: jax.jit(lambda params, ids: model.apply(params, input_ids=ids))(model.params, ids).",
             )
-        to_torch = has_torch(inputs)
-        arrays, structure = flatten(self.prepare_inputs(inputs), is_array)
-        arrays = self._layout.put_rows(arrays)
-
-        def forward(params: dict[str, jax.Array], arrays: list[jax.Array]) -> tuple[list[jax.Array], Any]:
-            outputs = self._traced.apply_checked(params, (), unflatten(structure, arrays))
-            return flatten(outputs, is_array)
-
-        shapes = ", ".join(str(list(a.shape)) for a in arrays[:3])
-        args = (self._arrays(), arrays)
-        program = self._programs.get(f"forward {shapes}", structure, forward, args)
-        outputs = program.run(*args)
-        result, checks = unflatten(program.note, as_torch_tree(outputs) if to_torch else outputs)
-        raise_failed(checks)
-        return result
+        to_torch, prepared = has_torch(inputs), self.prepare_inputs(inputs)
+        return run_forward(self._traced, self._programs, self._layout, self._arrays(), prepared, to_torch=to_torch)
 
     forward = __call__
     """Alias of `__call__`, which transformers' pipelines call."""
@@ -339,7 +306,21 @@ class JaxModel(AdapterMethods, BaseModel):
                 options["assistant_model"] = assistant_model
             if generation_config is not None:
                 options["generation_config"] = generation_config
-            return self._by_own_generate(inputs, options, seed=seed, streamer=streamer, tokenizer=tokenizer)
+
+            def loop(inputs: Any, config: Any, options: dict[str, Any], timestamps: Any) -> Any:
+                given = {"seed": seed, "streamer": streamer, "tokenizer": tokenizer, "timestamps": timestamps}
+                return self._generate(inputs, config, options, **given)
+
+            return call_own_generate(
+                self.module,
+                inputs,
+                options,
+                generation_config=self.generation_config,
+                forward=self.__call__,
+                loop=loop,
+                as_host=self._host_array,
+                put=self._layout.put,
+            )
         return self._generate(
             inputs,
             generation_config,
@@ -349,28 +330,6 @@ class JaxModel(AdapterMethods, BaseModel):
             tokenizer=tokenizer,
             assistant_model=assistant_model,
         )
-
-    def _by_own_generate(self, prompt: Any, options: dict[str, Any], **rest: Any) -> Any:
-        """Run the class's `generate` override on torch tensors, whatever the input type."""
-        to_torch = has_torch([prompt, options])
-        arrays, structure = flatten((prompt, options), is_array)
-        prompt, options = unflatten(structure, [torch.as_tensor(self._host_array("inputs", a)) for a in arrays])
-
-        def loop(inputs: Any, config: Any, options: dict[str, Any], timestamps: Any) -> Any:
-            return self._generate(inputs, config, options, timestamps=timestamps, **rest)
-
-        outputs = run_own_generate(
-            self._skeleton.module,
-            prompt,
-            options,
-            generation_config=self.generation_config,
-            forward=self.__call__,
-            loop=loop,
-        )
-        if to_torch:
-            return outputs
-        arrays, structure = flatten(outputs, is_array)
-        return unflatten(structure, [self._layout.put(self._host_array("outputs", a)) for a in arrays])
 
     def _generate(
         self,
@@ -385,21 +344,13 @@ class JaxModel(AdapterMethods, BaseModel):
         assistant_model: JaxModel | None = None,
     ) -> Any:
         request, to_torch = self._read_request(inputs, generation_config, options, seed, timestamps, assistant_model)
-        generated = run_generation(
+        return run_request(
             *self.open_loop(request),
-            request.prompts,
-            request.options,
+            request,
             streamer=streamer,
-            stop_check=make_stop_check(request.options.config.stop_strings, tokenizer),
-        )
-        config = request.options.config
-        return as_sequences(
-            generated,
-            request.prompts.given,
-            num_return_sequences=config.num_return_sequences or 1,
+            tokenizer=tokenizer,
             is_encoder_decoder=self._traced.traits.is_encoder_decoder,
-            as_dict=bool(config.return_dict_in_generate) or bool(request.options.keep),
-            give=lambda array: give(array, to_torch),
+            to_torch=to_torch,
         )
 
     def read_request(
@@ -445,29 +396,8 @@ class JaxModel(AdapterMethods, BaseModel):
         """The checked call of `generate`, with a seed shared by all processes, and whether its inputs are torch tensors."""
         seeds = (lambda: agree(draw_seed())) if self._layout.spans_processes else draw_seed
         request, to_torch = self._request(inputs, generation_config, options, seed, timestamps, seeds)
-        speculation = self._speculation(request.options.config, request.prompts, assistant_model)
-        draft = None if assistant_model is None else (assistant_model._traced, assistant_model._arrays())
-        resolved = dataclasses.replace(request.options, speculation=speculation, draft=draft)
-        return dataclasses.replace(request, options=resolved), to_torch
-
-    def _speculation(
-        self, config: GenerationConfig, prompts: requests.Prompts, assistant_model: JaxModel | None
-    ) -> Speculation | None:
-        lookup: int | None = config.prompt_lookup_num_tokens
-        if lookup is None and assistant_model is None:
-            return None
-        vocabularies = None if assistant_model is None else (self.num_logits(), assistant_model.num_logits())
-        requests.check_speculation(
-            [self._traced.traits, *([assistant_model._traced.traits] if assistant_model is not None else [])],
-            sequences=len(prompts.given) * (config.num_return_sequences or 1),
-            inputs=set(prompts.inputs) | set(prompts.static),
-            vocabularies=vocabularies,
-            is_both=lookup is not None and assistant_model is not None,
-        )
-        if assistant_model is not None:
-            return Speculation(num_tokens=config.num_assistant_tokens or _ASSISTANT_TOKENS, max_ngram=0)
-        assert lookup is not None
-        return Speculation(num_tokens=lookup, max_ngram=config.max_matching_ngram_size or _MAX_NGRAM)
+        assistant = None if assistant_model is None else assistant_model.parts
+        return with_drafts(request, self.parts, assistant), to_torch
 
     def compile(
         self,
@@ -501,13 +431,7 @@ class JaxModel(AdapterMethods, BaseModel):
                 "Its programs depend on more than batch size and prompt length.",
                 "Call generate() once with inputs of the expected shapes.",
             )
-        if min([*batch_sizes, *prompt_lengths, max_new_tokens], default=0) < 1:
-            raise InvalidInputError(
-                f"compile() got batch_sizes={list(batch_sizes)}, prompt_lengths={list(prompt_lengths)} and "
-                f"max_new_tokens={max_new_tokens}.",
-                "Each size must be at least 1.",
-                "Pass positive integers.",
-            )
+        check_sizes(batch_sizes, prompt_lengths, max_new_tokens)
         assistant = options.pop("assistant_model", None)
 
         def run(batch_size: int, prompt_length: int) -> Size:
@@ -576,10 +500,6 @@ class JaxModel(AdapterMethods, BaseModel):
             >>> [sorted(row) for row in rows]
             [['text'], ['text']]
         """
-        if batch_size < 1:
-            raise InvalidInputError(
-                f"batch_size={batch_size}.", "A batch needs at least one row.", "Pass a positive integer."
-            )
         writes = select is None and self.can_generate()
         pad: Any = self.generation_config.pad_token_id
         is_left = writes and not self._traced.traits.is_encoder_decoder
@@ -592,10 +512,7 @@ class JaxModel(AdapterMethods, BaseModel):
             sequences = np.asarray(self.generate(**inputs, **options))
             start = 1 if self._traced.traits.is_encoder_decoder else inputs["input_ids"].shape[1]
             ends = as_ids_tuple(options.get("eos_token_id", self.generation_config.eos_token_id))
-            written = [_until(row[start:].tolist(), ends) for row in sequences]
-            if tokenizer is None:
-                return [{"tokens": row} for row in written]
-            return [{"text": tokenizer.decode(row, skip_special_tokens=True)} for row in written]
+            return batches.new_tokens(sequences[:, start:], ends, tokenizer)
 
         total = len(dataset) if isinstance(dataset, Sized) else None
         where = None if output is None else Path(output)
@@ -612,17 +529,7 @@ class JaxModel(AdapterMethods, BaseModel):
         Raises:
             InvalidInputError: the model has no weight of a given name, or its shape differs.
         """
-        weights = weights_of(weights)
-        for name, array in weights.items():
-            if name not in self.params or tuple(array.shape) != tuple(self.params[name].shape):
-                raise InvalidInputError(
-                    f"{name!r} with shape {tuple(array.shape)} is not a weight of {type(self).__name__}.",
-                    f"The model's weight has shape {tuple(self.params[name].shape)}."
-                    if name in self.params
-                    else "The model has no weight of that name.",
-                    "Pass weights with the names and shapes of `model.params`.",
-                )
-        self.params = {**self.params, **{n: a.astype(self.params[n].dtype) for n, a in weights.items()}}
+        self.params = replaced(self.params, weights_of(weights), type(self).__name__)
 
     def prepare_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Inputs in the form that programs take: checked, 32-bit host arrays, plus inputs derived from their values.
@@ -660,15 +567,7 @@ class JaxModel(AdapterMethods, BaseModel):
                 "Cast the model first, then add or load the adapters.",
             )
         self._skeleton = with_dtype(self._skeleton, dtype)
-        rule = dtype_rule(self._skeleton.module, dtype)
-        dtypes = {name: rule(name, meta) for name, meta in self._skeleton.shapes.items()}
-        wanted = {name: jnp.dtype(str(dtype).removeprefix("torch.")) for name, dtype in dtypes.items()}
-        self.params = {
-            name: dataclasses.replace(a, dtype=wanted[name])
-            if isinstance(a, QuantizedArray)
-            else a.astype(wanted[name])
-            for name, a in self.params.items()
-        }
+        self.params = cast(self.params, self._skeleton, dtype)
         self._traced = TracedModel(self._skeleton, self._tied, self.buffers)
         self.patches = self._traced.patches_used
         self._programs = ProgramCache(self._traced.key, self._layout)
@@ -725,8 +624,3 @@ class JaxModel(AdapterMethods, BaseModel):
 
 def _is_described(value: Any) -> bool:
     return isinstance(value, jax.ShapeDtypeStruct)
-
-
-def _until(tokens: list[int], ends: tuple[int, ...]) -> list[int]:
-    """The tokens before the first end-of-sequence token."""
-    return tokens[: next((i for i, token in enumerate(tokens) if token in ends), len(tokens))]

@@ -1,0 +1,54 @@
+"""One compiled forward pass: inputs to the device, the program for their shapes, and its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from hfax.backends.jax.results import as_torch_tree
+from hfax.programs.checks import raise_failed
+from hfax.programs.program_cache import ProgramCache
+from hfax.sharding.layout import Layout
+from hfax.tracing.structure import flatten, is_array, unflatten
+from hfax.tracing.traced_model import TracedModel
+
+
+def run_forward(
+    model: TracedModel,
+    programs: ProgramCache,
+    layout: Layout,
+    weights: dict[str, jax.Array],
+    inputs: Mapping[str, Any],
+    *,
+    to_torch: bool,
+) -> Any:
+    """The model's output class with torch tensors or jax arrays.
+
+    Args:
+        model: the traced module.
+        programs: the program cache of the model.
+        layout: devices and shardings.
+        weights: the arrays that the program takes besides inputs.
+        inputs: prepared inputs by name.
+        to_torch: return torch tensors.
+
+    Raises:
+        InvalidInputError: a check in the modelling code failed.
+        OutOfMemoryError: the program does not fit the device.
+    """
+    arrays, structure = flatten(inputs, is_array)
+    arrays = layout.put_rows(arrays)
+
+    def forward(params: dict[str, jax.Array], arrays: list[jax.Array]) -> tuple[list[jax.Array], Any]:
+        outputs = model.apply_checked(params, (), unflatten(structure, arrays))
+        return flatten(outputs, is_array)
+
+    shapes = ", ".join(str(list(a.shape)) for a in arrays[:3])
+    args = (weights, arrays)
+    program = programs.get(f"forward {shapes}", structure, forward, args)
+    outputs = program.run(*args)
+    result, checks = unflatten(program.note, as_torch_tree(outputs) if to_torch else outputs)
+    raise_failed(checks)
+    return result

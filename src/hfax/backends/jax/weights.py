@@ -1,0 +1,100 @@
+"""A model's weights as a whole: counted, cast, replaced, and given to torch.
+
+Functions of the flat dict of arrays by checkpoint name. They know neither programs nor adapters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from hfax.backends.jax.results import as_torch_tree
+from hfax.errors import InvalidInputError
+from hfax.kernels.quantized import QuantizedArray
+from hfax.load.rules import dtype_rule
+from hfax.load.skeleton import Skeleton
+from hfax.lora.adapters import trained_names
+
+Weights = Mapping[str, jax.Array]
+
+
+def quantization_of(weights: Weights) -> str | None:
+    """ "int8" or "int4" if some weights are quantized, else None."""
+    bits = {array.bits for array in weights.values() if isinstance(array, QuantizedArray)}
+    return f"int{min(bits)}" if bits else None
+
+
+def count_numbers(
+    weights: Weights, module: torch.nn.Module, *, only_trainable: bool = False, exclude_embeddings: bool = False
+) -> int:
+    """Numbers in the weights.
+
+    Args:
+        weights: the weights.
+        module: the module that they are of.
+        only_trainable: count only the active adapter's, if there is one.
+        exclude_embeddings: exclude the embedding tables.
+    """
+    left_out = set[str]()
+    if only_trainable:
+        left_out |= set(weights) - set(trained_names(dict(weights)))
+    if exclude_embeddings:
+        left_out |= {f"{path}.weight" for path, part in module.named_modules() if isinstance(part, torch.nn.Embedding)}
+    return sum(p.size for name, p in weights.items() if name not in left_out)
+
+
+def as_state_dict(weights: Weights, tied: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """The weights as torch tensors on the CPU, tied weights under each of their names.
+
+    Args:
+        weights: none of them quantized.
+        tied: alias mapped to name, for weights that share an array.
+    """
+    names = list(weights)
+    found = dict(zip(names, as_torch_tree([weights[name] for name in names]), strict=True))
+    return found | {alias: found[name] for alias, name in tied.items()}
+
+
+def cast(weights: Weights, skeleton: Skeleton, dtype: torch.dtype) -> dict[str, jax.Array]:
+    """The weights in another dtype, but for those that the model keeps in float32.
+
+    Args:
+        weights: the weights.
+        skeleton: of the module in the new dtype.
+        dtype: the new dtype.
+    """
+    rule = dtype_rule(skeleton.module, dtype)
+    dtypes = {name: rule(name, meta) for name, meta in skeleton.shapes.items()}
+    wanted = {name: jnp.dtype(str(dtype).removeprefix("torch.")) for name, dtype in dtypes.items()}
+    return {
+        name: dataclasses.replace(a, dtype=wanted[name]) if isinstance(a, QuantizedArray) else a.astype(wanted[name])
+        for name, a in weights.items()
+    }
+
+
+def replaced(weights: Weights, new: Mapping[str, Any], class_name: str) -> dict[str, jax.Array]:
+    """The weights with some of them replaced, in their dtypes.
+
+    Args:
+        weights: the weights.
+        new: arrays by name.
+        class_name: class of the model, for the error.
+
+    Raises:
+        InvalidInputError: there is no weight of a given name, or its shape differs.
+    """
+    for name, array in new.items():
+        if name not in weights or tuple(array.shape) != tuple(weights[name].shape):
+            raise InvalidInputError(
+                f"{name!r} with shape {tuple(array.shape)} is not a weight of {class_name}.",
+                f"The model's weight has shape {tuple(weights[name].shape)}."
+                if name in weights
+                else "The model has no weight of that name.",
+                "Pass weights with the names and shapes of `model.params`.",
+            )
+    return {**weights, **{n: a.astype(weights[n].dtype) for n, a in new.items()}}
