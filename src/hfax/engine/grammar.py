@@ -5,6 +5,7 @@ Grammars are limited in size, depth and complexity; compiled grammars are kept i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections import OrderedDict
@@ -105,6 +106,20 @@ class GrammarCompiler:
             while len(self._made) > _MAX_CACHED:
                 self._made.popitem(last=False)
         return made.copy()
+
+    def warm_up(self) -> None:
+        """Prepare the tokenizer's vocabulary for grammars, if the tokenizer supports them."""
+        with contextlib.suppress(UnsupportedOptionError, ImportError):
+            self._tokens()
+
+    def try_out(self, wanted: StructuredOutputsParams) -> None:
+        """Compile to a matcher and its first mask, and keep nothing.
+
+        Raises:
+            InvalidInputError: the grammar is malformed, too large or too complex.
+            UnsupportedOptionError: llguidance is not installed, or the tokenizer is not a fast one.
+        """
+        self._make(wanted).mask(self._vocab_size)
 
     def _make(self, wanted: StructuredOutputsParams) -> Matcher:
         try:

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import importlib.resources
-from collections.abc import Callable
+import json
 from typing import Any
 
 import numpy as np
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
 from hfax import __version__
-from hfax.server.chat import structured_outputs_of
 from hfax.server.failures import ApiError, as_api_error
 from hfax.server.guard import Guard
-from hfax.server.images import load_image
+from hfax.server.memory import give_memory_back
 from hfax.server.protocol import (
-    MAX_TEXTS,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
     TokenizeRequest,
 )
+from hfax.server.request_reader import ReadChat, ReadCompletion, ReadEmbedding
 from hfax.server.responses import ChatWriter, CompletionWriter, EventStream, Left, new_id, until_left
 from hfax.server.served import Answer, Served
 
@@ -34,6 +35,16 @@ _ERROR = {
     "content": {"application/json": {"schema": {"type": "object", "required": ["error"]}}},
 }
 _ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 401, 403, 404, 408, 413, 429, 500, 503), _ERROR)
+_ALIVE = ("ready", "degraded", "stopping")
+_BODIES: tuple[type[BaseModel], ...] = (
+    CompletionRequest,
+    ChatRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
+_LARGE_BODY = 1 << 20
+"""After a larger body, memory is given back to the system."""
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {"schema": {}}, "text/event-stream": {"schema": {"type": "string"}}}}
 }
@@ -43,10 +54,6 @@ def make_app(served: Served) -> Guard:
     """Build the server's ASGI application."""
     app = FastAPI(title="hfax", version=__version__, docs_url=None, redoc_url=None, responses=_ERRORS)
     app.state.served = served
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return _json_error(_validation_error(error))
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> JSONResponse:
@@ -63,6 +70,7 @@ def make_app(served: Served) -> Guard:
     _add_texts(app, served)
     _add_tokens(app, served)
     _add_state(app, served)
+    _describe_bodies(app)
     paths = {getattr(route, "path", "") for route in app.routes}
 
     def count(method: str, path: str, status: int) -> None:
@@ -75,18 +83,12 @@ def make_app(served: Served) -> Guard:
 
 
 def _add_texts(app: FastAPI, served: Served) -> None:
-    @app.post("/v1/completions", responses=_STREAM)
-    async def completions(body: CompletionRequest, request: Request) -> Any:
+    @app.post("/v1/completions", responses=_STREAM, openapi_extra=_takes(CompletionRequest))
+    async def completions(request: Request) -> Any:
         """Complete one or more prompts."""
-        loaded, name = _begin(served, request, body.model, body.user), new_id("cmpl")
+        read: ReadCompletion = await _read(served, request, "completion")
+        body, loaded, name = read.body, served.loaded, new_id("cmpl")
         engine = served.require_engine()
-        prompts = _prompts(body.prompt)
-        if len(prompts) * (body.n or 1) > MAX_TEXTS:
-            raise ApiError(
-                400, f"{len(prompts)} prompts with n={body.n or 1} exceed {MAX_TEXTS} completions.", param="n"
-            )
-        if body.echo and body.stream and body.logprobs is not None:
-            raise ApiError(400, "stream does not support echo with logprobs.", param="stream")
         params = served.sampling_params(
             body,
             max_tokens=body.max_tokens,
@@ -94,23 +96,23 @@ def _add_texts(app: FastAPI, served: Served) -> None:
             prompt_logprobs=(body.logprobs or 0)
             if body.echo and (body.logprobs is not None or body.max_tokens == 0)
             else None,
-            structured_outputs=None if body.response_format is None else structured_outputs_of(body.response_format),
+            structured_outputs=read.structured_outputs,
         )
-        prepared = await served.in_thread(lambda: [engine.prepare(p, params) for p in prompts], what="Tokenization")
+        prepared = await asyncio.to_thread(lambda: [engine.prepare(p, params) for p in read.prompts])
         request.state.request_id = name
         answer = Answer(served, prepared, request_id=name, priority=body.priority, cache_salt=request.state.key)
-        writer = CompletionWriter(body, answer, name, lambda token: loaded.tokenizer.decode([token]), prompts)
+        writer = CompletionWriter(body, answer, name, lambda token: loaded.tokenizer.decode([token]), read.texts)
         return await _respond(request, writer, bool(body.stream), answer)
 
-    @app.post("/v1/chat/completions", responses=_STREAM)
-    async def chat(body: ChatRequest, request: Request) -> Any:
+    @app.post("/v1/chat/completions", responses=_STREAM, openapi_extra=_takes(ChatRequest))
+    async def chat(request: Request) -> Any:
         """Generate the next message of a conversation."""
-        loaded, name = _begin(served, request, body.model, body.user), new_id("chatcmpl")
+        read: ReadChat = await _read(served, request, "chat")
+        body, loaded, name = read.body, served.loaded, new_id("chatcmpl")
         engine, template = served.require_engine(), loaded.template
-        prompt = await served.in_thread(template.render, body, _fetch(served), what="Rendering the chat template")
         most = body.max_completion_tokens or body.max_tokens or loaded.max_new_tokens
         if body.max_completion_tokens is None and body.max_tokens is None and most is not None:
-            most = min(most, max(engine.limits.max_model_len - len(prompt.token_ids), 1))
+            most = min(most, max(engine.limits.max_model_len - len(read.token_ids), 1))
         more: dict[str, Any] = {}
         if template.keeps_special_tokens and body.tools:
             more["skip_special_tokens"] = False
@@ -118,12 +120,10 @@ def _add_texts(app: FastAPI, served: Served) -> None:
             body,
             max_tokens=most,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            structured_outputs=template.structured_outputs(body),
+            structured_outputs=read.structured_outputs,
             **more,
         )
-        prepared = await served.in_thread(
-            lambda: engine.prepare(prompt.token_ids, params, inputs=prompt.inputs), what="Compiling the grammar"
-        )
+        prepared = await asyncio.to_thread(engine.prepare, read.token_ids, params, inputs=read.inputs)
         request.state.request_id = name
         answer = Answer(
             served,
@@ -133,74 +133,45 @@ def _add_texts(app: FastAPI, served: Served) -> None:
             cache_salt=request.state.key,
         )
         writer = ChatWriter(
-            body, answer, name, lambda token: loaded.tokenizer.decode([token]), lambda: template.parser(body, prompt)
+            body,
+            answer,
+            name,
+            lambda token: loaded.tokenizer.decode([token]),
+            lambda: template.parser(body, ends_in_reasoning=read.ends_in_reasoning),
         )
         return await _respond(request, writer, bool(body.stream), answer)
 
-    @app.post("/v1/embeddings")
-    async def embeddings(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
+    @app.post("/v1/embeddings", openapi_extra=_takes(EmbeddingRequest))
+    async def embeddings(request: Request) -> Any:
         """Compute embeddings for one or more inputs."""
-        loaded = _begin(served, request, body.model, body.user)
-        if loaded.embedder is None:
+        read: ReadEmbedding = await _read(served, request, "embedding")
+        embedder = served.loaded.embedder
+        if embedder is None:
             raise ApiError(400, "The model generates text and does not support embeddings.", param="model")
-        embedder = loaded.embedder
-        texts = _prompts(body.input)
-
-        def ids_of(text: str | list[int]) -> list[int]:
-            ids = list(loaded.tokenizer(text)["input_ids"]) if isinstance(text, str) else text
-            if not ids:
-                raise ApiError(400, "An input is empty.", param="input")
-            return ids
-
-        ids = await served.in_thread(lambda: [ids_of(t) for t in texts], what="Tokenization")
-        vectors = await _in_background(embedder.embed, ids)
-        data = [
-            {"object": "embedding", "index": i, "embedding": _vector(v, body.encoding_format)}
-            for i, v in enumerate(vectors)
-        ]
-        count = sum(len(i) for i in ids)
-        return {
-            "object": "list",
-            "model": body.model,
-            "data": data,
-            "usage": {"prompt_tokens": count, "total_tokens": count},
-        }
+        try:
+            vectors = await until_left(request.receive, served.embeddings.compute(embedder, read.inputs))
+        except Left:
+            return Response(status_code=499)
+        return Response(await asyncio.to_thread(_embeddings_json, read, vectors), media_type="application/json")
 
 
 def _add_tokens(app: FastAPI, served: Served) -> None:
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+    @app.post("/tokenize", openapi_extra=_takes(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
         """Tokenize a text or a conversation."""
-        loaded = _begin(served, request, body.model, None)
-        if body.messages is not None:
-            prompt = await served.in_thread(
-                loaded.template.render_messages, body.messages, _fetch(served), what="Rendering the chat template"
-            )
-            ids = prompt.token_ids
-        else:
+        return Response(await _read(served, request, "tokenize"), media_type="application/json")
 
-            def encode() -> list[int]:
-                return list(loaded.tokenizer(body.prompt, add_special_tokens=body.add_special_tokens)["input_ids"])
-
-            ids = await served.in_thread(encode, what="Tokenization")
-        longest = loaded.engine.limits.max_model_len if loaded.engine is not None else None
-        return {"tokens": ids, "count": len(ids), "max_model_len": longest}
-
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
+    @app.post("/detokenize", openapi_extra=_takes(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
         """Decode token ids to text."""
-        loaded = _begin(served, request, body.model, None)
-        size = len(loaded.tokenizer)
-        if bad := [token for token in body.tokens if token >= size]:
-            raise ApiError(400, f"Token id {bad[0]} is outside the vocabulary of size {size}.", param="tokens")
-        return {"prompt": await served.in_thread(lambda: loaded.tokenizer.decode(body.tokens), what="Detokenization")}
+        return Response(await _read(served, request, "detokenize"), media_type="application/json")
 
 
 def _add_state(app: FastAPI, served: Served) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
-        """Health of the server: 503 while the model loads, or if the engine hangs or is dead."""
-        return JSONResponse({"status": served.state}, status_code=200 if served.state in ("ready", "stopping") else 503)
+        """Health of the server: 503 while the model loads, or if the engine hangs or is dead. "degraded": too many wait."""
+        return JSONResponse({"status": served.state}, status_code=200 if served.state in _ALIVE else 503)
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
@@ -240,13 +211,43 @@ def _add_state(app: FastAPI, served: Served) -> None:
         )
 
 
-def _begin(served: Served, request: Request, model: str | None, user: str | None) -> Any:
-    """Return the loaded model; raises `ApiError` if it is not ready or `model` is not its name."""
-    loaded = served.loaded
-    served.require_name(model)
-    if user is not None:
+def _takes(schema: type[BaseModel]) -> dict[str, Any]:
+    """The OpenAPI description of a route's body."""
+    reference = {"$ref": f"#/components/schemas/{schema.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
+
+
+def _describe_bodies(app: FastAPI) -> None:
+    """Add the schemas of bodies to the OpenAPI description; FastAPI does not see them, since it does not read bodies."""
+    describe = app.openapi
+
+    def described() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            found = describe()
+            _, definitions = models_json_schema(
+                [(body, "validation") for body in _BODIES], ref_template="#/components/schemas/{model}"
+            )
+            found.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+            app.openapi_schema = found
+        return app.openapi_schema
+
+    app.openapi = described  # type: ignore[method-assign]
+
+
+async def _read(served: Served, request: Request, kind: str) -> Any:
+    """Read the body in a worker process.
+
+    Raises:
+        ApiError: the body is invalid, or the server does not take it now.
+    """
+    data = await request.body()
+    client = request.state.key or (request.client.host if request.client is not None else "")
+    read = await served.read(kind, data, client)
+    if len(data) > _LARGE_BODY:
+        await asyncio.to_thread(give_memory_back)
+    if (user := getattr(getattr(read, "body", None), "user", None)) is not None:
         request.state.user = user[:128]
-    return loaded
+    return read
 
 
 async def _respond(request: Request, writer: Any, is_stream: bool, answer: Answer) -> Any:
@@ -264,22 +265,14 @@ async def _respond(request: Request, writer: Any, is_stream: bool, answer: Answe
         answer.close()
 
 
-async def _in_background(function: Any, *args: Any) -> Any:
-    from starlette.concurrency import run_in_threadpool
-
-    return await run_in_threadpool(function, *args)
-
-
-def _fetch(served: Served) -> Callable[[str], Any]:
-    """Return a function that loads an image URL, if the server's settings allow it."""
-    return lambda url: load_image(url, served.settings.image_hosts)
-
-
-def _prompts(given: Any) -> list[Any]:
-    """Normalize a field to a list of prompts, each a text or a list of token ids."""
-    if isinstance(given, str):
-        return [given]
-    return [given] if given and isinstance(given[0], int) else list(given)
+def _embeddings_json(read: ReadEmbedding, vectors: np.ndarray) -> bytes:
+    count = sum(map(len, read.inputs))
+    data = [
+        {"object": "embedding", "index": i, "embedding": _vector(v, read.body.encoding_format)}
+        for i, v in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": count, "total_tokens": count}
+    return json.dumps({"object": "list", "model": read.body.model, "data": data, "usage": usage}).encode()
 
 
 def _vector(vector: np.ndarray, encoding: str | None) -> Any:
@@ -307,11 +300,3 @@ def _model(served: Served, name: str) -> dict[str, Any]:
 
 def _json_error(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body, status_code=error.status, headers=error.headers)
-
-
-def _validation_error(error: RequestValidationError) -> ApiError:
-    """Report the first validation error, without echoing the input."""
-    first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
-    name = ".".join(part for part in place if part.isidentifier() or part.isdigit()) or None
-    return ApiError(400, f"{name or 'The body'}: {first['msg']}", param=name)

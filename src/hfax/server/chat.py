@@ -1,7 +1,7 @@
 """Renders messages to a prompt with the model's chat template; handles images, tool calls and structured outputs.
 
 Templates come with the model, never with a request, and run in transformers' sandbox. Template kwargs in requests are limited in
-size. Callers run `render` in a thread, with a timeout.
+size. Rendering runs in a worker process, whose processor time and memory are limited (`workers`).
 """
 
 from __future__ import annotations
@@ -63,8 +63,15 @@ class ChatTemplate:
         self.tools: ToolFormat | None = tool_format_of(self.text)
         self.has_reasoning = has_reasoning(self.text)
 
-    def render(self, request: ChatRequest, load_image: Callable[[str], Any]) -> ChatPrompt:
+    def render(
+        self, request: ChatRequest, load_image: Callable[[str], Any], check_length: Callable[[str], None]
+    ) -> ChatPrompt:
         """Render a request to a prompt.
+
+        Args:
+            request: the request.
+            load_image: loads an image from its URL.
+            check_length: called with the rendered text before it is tokenized; raises if it is too long.
 
         Raises:
             ApiError: the model has no chat template, or the template rejects the conversation.
@@ -80,28 +87,35 @@ class ChatTemplate:
                 raise ApiError(
                     400, f"The model's chat template has no option {name[:64]!r}.", param="chat_template_kwargs"
                 )
-        return self.render_messages(request.messages, load_image, tools=tools, **extra)
+        return self.render_messages(request.messages, load_image, check_length, tools=tools, **extra)
 
     def render_messages(
-        self, messages: list[Message], load_image: Callable[[str], Any], *, tools: Any = None, **extra: Any
+        self,
+        messages: list[Message],
+        load_image: Callable[[str], Any],
+        check_length: Callable[[str], None],
+        *,
+        tools: Any = None,
+        **extra: Any,
     ) -> ChatPrompt:
         """Render messages to a prompt, without a request's tools and template kwargs."""
         if self.text is None:
             raise ApiError(
                 400, "The model has no chat template. Use /v1/completions, or start the server with --chat-template."
             )
+        if self._processor is None and any(_has_images(message) for message in messages):
+            raise ApiError(400, "The model does not support image input.", param="messages")
         images: list[Any] = []
         plain = [self._message(message, images, load_image) for message in messages]
-        if images and self._processor is None:
-            raise ApiError(400, "The model does not support image input.", param="messages")
         options: dict[str, Any] = {"add_generation_prompt": True, "tools": tools, **extra}
         if self._given is not None:
             options["chat_template"] = self._given
-        writer = self._processor if images else self._tokenizer
+        processor = self._processor if images else None
         try:
-            text = writer.apply_chat_template(plain, tokenize=False, **options)
-            if images:
-                encoded = dict(self._processor(text=[text], images=images, add_special_tokens=False))
+            text = (processor or self._tokenizer).apply_chat_template(plain, tokenize=False, **options)
+            check_length(text)
+            if processor is not None:
+                encoded = dict(processor(text=[text], images=images, add_special_tokens=False))
                 encoded.pop("attention_mask", None)
                 ids = [int(i) for i in encoded.pop("input_ids")[0]]
             else:
@@ -149,13 +163,18 @@ class ChatTemplate:
             return plain | {"content": "".join(part["text"] for part in parts)}
         return plain | {"content": parts}
 
-    def parser(self, request: ChatRequest, prompt: ChatPrompt) -> OutputParser:
-        """Create the output parser for one completion."""
+    def parser(self, request: ChatRequest, *, ends_in_reasoning: bool) -> OutputParser:
+        """Create the output parser for one completion.
+
+        Args:
+            request: the request.
+            ends_in_reasoning: the prompt ends with <think>.
+        """
         tools = self.tools if request.tools and request.tool_choice != "none" else None
         return OutputParser(
             tools,
             splits_reasoning=self.has_reasoning,
-            starts_in_reasoning=self.has_reasoning and prompt.ends_in_reasoning,
+            starts_in_reasoning=self.has_reasoning and ends_in_reasoning,
         )
 
     def structured_outputs(self, request: ChatRequest) -> StructuredOutputsParams | None:
@@ -200,6 +219,10 @@ class ChatTemplate:
     def keeps_special_tokens(self) -> bool:
         """Whether the tool-call markers are special tokens, which decoding would otherwise skip."""
         return self.tools is not None and self._is_special(self.tools.begin)
+
+
+def _has_images(message: Message) -> bool:
+    return isinstance(message.content, list) and any(part.image_url is not None for part in message.content)
 
 
 def structured_outputs_of(wanted: ResponseFormat) -> StructuredOutputsParams | None:

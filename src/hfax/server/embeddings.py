@@ -6,14 +6,14 @@ normalizes the vectors to unit length.
 
 from __future__ import annotations
 
+import asyncio
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hfax.errors import InvalidInputError
+from hfax.errors import EngineBusyError, InvalidInputError
 from hfax.programs.buckets import prompt_bucket
 
 _BATCH = 32
@@ -32,21 +32,13 @@ class Embedder:
     def __init__(self, model: Any, tokenizer: Any, folder: Path | None) -> None:
         self._model, self._tokenizer = model, tokenizer
         self._pooling = _read_pooling(folder)
-        self._lock = threading.Lock()
         self.max_tokens: int | None = model.config.get_text_config().to_dict().get("max_position_embeddings")
         reserved = getattr(model.config, "model_type", "") in ("roberta", "xlm-roberta", "camembert", "mpnet")
         if self.max_tokens is not None and reserved:
             self.max_tokens -= 2  # their position ids start after the padding index
 
-    def embed(self, texts: list[list[int]]) -> np.ndarray:
-        """Compute one embedding per input, [inputs, width] float32.
-
-        Args:
-            texts: the token ids of each input.
-
-        Raises:
-            InvalidInputError: an input has too many tokens, or ids outside the vocabulary.
-        """
+    def check(self, texts: list[list[int]]) -> None:
+        """Raise `InvalidInputError` if an input, given as token ids, has too many tokens."""
         for ids in texts:
             if self.max_tokens is not None and len(ids) > self.max_tokens:
                 raise InvalidInputError(
@@ -54,19 +46,25 @@ class Embedder:
                     "The model has no position embeddings beyond that.",
                     "Shorten the input.",
                 )
+
+    def batches(self, texts: list[list[int]]) -> list[list[int]]:
+        """Split inputs into batches of similar lengths; returns the inputs' indices."""
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-        found: dict[int, np.ndarray] = {}
-        for start in range(0, len(order), _BATCH):
-            rows = order[start : start + _BATCH]
-            with self._lock:
-                found |= dict(zip(rows, self._embed_batch([texts[i] for i in rows]), strict=True))
-        return np.stack([found[i] for i in range(len(texts))])
+        return [order[start : start + _BATCH] for start in range(0, len(order), _BATCH)]
 
     def warm_up(self) -> None:
         """Compile the program for one short input."""
-        self.embed([[self._pad_id() + 1]])
+        self.embed_batch([[self._pad_id() + 1]])
 
-    def _embed_batch(self, texts: list[list[int]]) -> np.ndarray:
+    def embed_batch(self, texts: list[list[int]]) -> np.ndarray:
+        """Compute one embedding per input, [inputs, width] float32.
+
+        Args:
+            texts: the token ids of each input, at most 32 of them.
+
+        Raises:
+            InvalidInputError: an input has ids outside the vocabulary.
+        """
         longest = prompt_bucket(max(len(ids) for ids in texts), self.max_tokens)
         rows = 1 if len(texts) == 1 else _BATCH
         ids = np.full((rows, longest), self._pad_id(), np.int32)
@@ -87,6 +85,47 @@ class Embedder:
 
     def _pad_id(self) -> int:
         return self._model.config.pad_token_id or 0
+
+
+class EmbeddingQueue:
+    """Runs embedding requests one by one, for one event loop.
+
+    A request whose client disconnects is cancelled at its next batch.
+
+    Args:
+        max_waiting: maximum number of waiting requests.
+    """
+
+    def __init__(self, max_waiting: int) -> None:
+        self._max_waiting = max_waiting
+        self._num_waiting = 0
+        self._turn = asyncio.Lock()
+
+    async def compute(self, embedder: Embedder, texts: list[list[int]]) -> np.ndarray:
+        """Compute one embedding per input, [inputs, width] float32.
+
+        Raises:
+            InvalidInputError: an input has too many tokens, or ids outside the vocabulary.
+            EngineBusyError: too many requests wait.
+        """
+        embedder.check(texts)
+        if self._num_waiting >= self._max_waiting:
+            raise EngineBusyError(
+                f"{self._num_waiting} embedding requests are waiting.",
+                f"The limit is {self._max_waiting}.",
+                "Retry later.",
+            )
+        found: dict[int, np.ndarray] = {}
+        for rows in embedder.batches(texts):
+            self._num_waiting += 1
+            try:
+                await self._turn.acquire()  # requests take turns, batch by batch
+            finally:
+                self._num_waiting -= 1
+            running = asyncio.ensure_future(asyncio.to_thread(embedder.embed_batch, [texts[i] for i in rows]))
+            running.add_done_callback(lambda _: self._turn.release())  # a thread goes on when its request is cancelled
+            found |= dict(zip(rows, await asyncio.shield(running), strict=True))
+        return np.stack([found[i] for i in range(len(texts))])
 
 
 def _read_pooling(folder: Path | None) -> str:

@@ -58,6 +58,13 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+def unknown_model(name: str, known: tuple[str, ...]) -> ApiError:
+    """The error of a request that names another model."""
+    return ApiError(
+        404, f"The model {name[:200]!r} does not exist. Use {known[0]!r}.", param="model", code="model_not_found"
+    )
+
+
 def as_api_error(error: BaseException) -> ApiError:
     """Convert an exception to an error response; internal details are hidden, except in errors meant for users."""
     if isinstance(error, ApiError):

@@ -12,29 +12,51 @@ import io
 import ipaddress
 import socket
 import warnings
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
 from hfax.server.failures import ApiError
 
+MAX_IMAGES = 32
+"""Maximum images per request."""
 _MAX_BYTES = 16 << 20
 _MAX_PIXELS = 32 << 20
+_MAX_PIXELS_IN_ALL = 64 << 20
 _TIMEOUT_S = 10.0
 _TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 
 
-def load_image(url: str, allowed_hosts: tuple[str, ...]) -> Any:
-    """Load an image as an RGB PIL image.
+class ImageLoader:
+    """Loads the images of one request, whose number and pixels in all are limited.
 
     Args:
-        url: data:image/…;base64,… or https://… on an allowed host.
         allowed_hosts: host names that images may be fetched from.
-
-    Raises:
-        ApiError: 400, with the reason the image was rejected.
     """
-    data = _from_data(url) if url.startswith("data:") else _from_host(url, allowed_hosts)
-    return _decode(data)
+
+    def __init__(self, allowed_hosts: tuple[str, ...] = ()) -> None:
+        self._allowed_hosts = allowed_hosts
+        self._num_images = self._num_pixels = 0
+
+    def __call__(self, url: str) -> Any:
+        """Load an image as an RGB PIL image.
+
+        Args:
+            url: data:image/…;base64,… or https://… on an allowed host.
+
+        Raises:
+            ApiError: 400, with the reason the image was rejected.
+        """
+        self._num_images += 1
+        if self._num_images > MAX_IMAGES:
+            raise _refused(f"a request may have {MAX_IMAGES} images.")
+        data = _from_data(url) if url.startswith("data:") else _from_host(url, self._allowed_hosts)
+        return _decode(data, self._count)
+
+    def _count(self, num_pixels: int) -> None:
+        self._num_pixels += num_pixels
+        if self._num_pixels > _MAX_PIXELS_IN_ALL:
+            raise _refused(f"the request's images exceed {_MAX_PIXELS_IN_ALL >> 20} million pixels in all.")
 
 
 def _refused(why: str) -> ApiError:
@@ -110,7 +132,8 @@ def _from_host(url: str, allowed_hosts: tuple[str, ...]) -> bytes:
     return data
 
 
-def _decode(data: bytes) -> Any:
+def _decode(data: bytes, count: Callable[[int], None]) -> Any:
+    """Decode an image, after its size has been checked and counted."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -121,6 +144,7 @@ def _decode(data: bytes) -> Any:
                 raise _refused(f"it exceeds {_MAX_PIXELS >> 20} million pixels.")
             if min(image.size) < 2:
                 raise _refused(f"it is {image.width} x {image.height} pixels; each side must be at least 2.")
+            count(image.width * image.height)
             return image.convert("RGB")
     except (
         UnidentifiedImageError,

@@ -12,6 +12,7 @@ from hfax.engine.engine import Engine, EngineConfig
 from hfax.engine.sampling_params import MAX_SUPPRESSED
 from hfax.server.chat import ChatTemplate
 from hfax.server.embeddings import Embedder
+from hfax.server.request_reader import RequestReader
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,31 @@ class Loaded:
 
 Load = Callable[[OnStep], Loaded]
 """Loads the model; called in a thread of its own."""
+
+
+def make_reader(loaded: Loaded, model_names: tuple[str, ...], image_hosts: tuple[str, ...]) -> RequestReader:
+    """What reads the model's requests.
+
+    Args:
+        loaded: the model.
+        model_names: model names accepted in requests.
+        image_hosts: host names that images may be fetched from.
+    """
+    engine = loaded.engine
+    if engine is not None:
+        longest: int | None = engine.limits.max_model_len
+    else:
+        assert loaded.embedder is not None
+        longest = loaded.embedder.max_tokens
+    return RequestReader(
+        loaded.tokenizer,
+        loaded.template,
+        vocab_size=engine.vocab_size if engine is not None else 0,
+        eos_token_ids=engine.stop_token_ids if engine is not None else (),
+        max_model_len=longest,
+        model_names=model_names,
+        image_hosts=image_hosts,
+    )
 
 
 def load_checkpoint(

@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily
 
 if TYPE_CHECKING:
     from hfax.engine.engine import Engine
+    from hfax.server.workers import WorkerPool
 
 _SECONDS = (
     0.001,
@@ -110,6 +111,19 @@ class Metrics:
             counters["prefix_cache_queries"] = lambda: pages.counts.queries
             counters["prefix_cache_hits"] = lambda: pages.counts.hits
         self.registry.register(_Collected(self._prefix, self._label, counters))
+
+    def follow_workers(self, workers: WorkerPool) -> None:
+        """Export the state of the processes that read requests."""
+        gauges: dict[str, tuple[str, Callable[[], float]]] = {
+            "request_workers_busy": ("Worker processes that read a request.", lambda: workers.num_busy),
+            "num_requests_unread": ("Requests that wait to be read.", lambda: workers.num_waiting),
+        }
+        for name, (what, read) in gauges.items():
+            Gauge(f"{self._prefix}{name}", what, ["model_name"], registry=self.registry).labels(
+                self._label
+            ).set_function(read)
+        killed: dict[str, Callable[[], float]] = {"request_workers_killed": lambda: workers.num_killed}
+        self.registry.register(_Collected(self._prefix, self._label, killed))
 
     def text(self) -> bytes:
         """The metrics in Prometheus' text format."""

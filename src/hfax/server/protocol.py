@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    model_validator,
+)
 
 from hfax.engine.sampling_params import MAX_BIASES, MAX_LOGPROBS, MAX_STOPS
 
@@ -16,6 +25,17 @@ MAX_TEXTS = 64
 """Maximum completions per request: prompts times `n`."""
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Seed = Annotated[StrictInt, Field(ge=0, lt=1 << 63)]
+
+
+def _few(most: int) -> BeforeValidator:
+    """Check the number of a dict's items before any of them is validated."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise ValueError(f"at most {most} items are allowed")
+        return value
+
+    return BeforeValidator(check)
 
 
 class Strict(BaseModel):
@@ -42,17 +62,19 @@ class Sampling(Strict):
     repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[dict[str, Annotated[Number, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None = (
-        None
-    )
+    logit_bias: (
+        Annotated[dict[str, Annotated[Number, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES), _few(MAX_BIASES)]
+        | None
+    ) = None
     seed: Seed | None = None
     stop: (
         Annotated[StrictStr, Field(min_length=1)]
-        | Annotated[list[Annotated[StrictStr, Field(min_length=1)]], Field(max_length=MAX_STOPS)]
+        | Annotated[list[Annotated[StrictStr, Field(min_length=1)]], Field(fail_fast=True, max_length=MAX_STOPS)]
         | None
     ) = None
     stop_token_ids: (
-        Annotated[list[Annotated[StrictInt, Field(ge=0, lt=1 << 31)]], Field(max_length=MAX_STOPS)] | None
+        Annotated[list[Annotated[StrictInt, Field(ge=0, lt=1 << 31)]], Field(fail_fast=True, max_length=MAX_STOPS)]
+        | None
     ) = None
     min_tokens: Annotated[StrictInt, Field(ge=0, lt=1 << 31)] | None = None
     ignore_eos: StrictBool = False
@@ -101,9 +123,12 @@ class CompletionRequest(Sampling):
 
     prompt: (
         StrictStr
-        | Annotated[list[StrictInt], Field(min_length=1)]
-        | Annotated[list[StrictStr], Field(min_length=1, max_length=MAX_TEXTS)]
-        | Annotated[list[Annotated[list[StrictInt], Field(min_length=1)]], Field(min_length=1, max_length=MAX_TEXTS)]
+        | Annotated[list[StrictInt], Field(fail_fast=True, min_length=1)]
+        | Annotated[list[StrictStr], Field(fail_fast=True, min_length=1, max_length=MAX_TEXTS)]
+        | Annotated[
+            list[Annotated[list[StrictInt], Field(min_length=1)]],
+            Field(fail_fast=True, min_length=1, max_length=MAX_TEXTS),
+        ]
     )
     max_tokens: Annotated[StrictInt, Field(ge=0, lt=1 << 31)] | None = 16
     logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -165,9 +190,9 @@ class Message(Strict):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: StrictStr | Annotated[list[ContentPart], Field(min_length=1, max_length=256)] | None = None
+    content: StrictStr | Annotated[list[ContentPart], Field(fail_fast=True, min_length=1, max_length=256)] | None = None
     name: StrictStr | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=128)] | None = None
     tool_call_id: StrictStr | None = None
     reasoning_content: StrictStr | None = None
 
@@ -214,13 +239,13 @@ class NamedTool(Strict):
 class ChatRequest(Sampling):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=2048)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=2048)]
     max_tokens: Annotated[StrictInt, Field(ge=1, lt=1 << 31)] | None = None
     max_completion_tokens: Annotated[StrictInt, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: Literal[True] | None = None
     chat_template_kwargs: (
@@ -259,9 +284,11 @@ class EmbeddingRequest(Strict):
     model: StrictStr
     input: (
         StrictStr
-        | Annotated[list[StrictInt], Field(min_length=1)]
-        | Annotated[list[StrictStr], Field(min_length=1, max_length=2048)]
-        | Annotated[list[Annotated[list[StrictInt], Field(min_length=1)]], Field(min_length=1, max_length=2048)]
+        | Annotated[list[StrictInt], Field(fail_fast=True, min_length=1)]
+        | Annotated[list[StrictStr], Field(fail_fast=True, min_length=1, max_length=2048)]
+        | Annotated[
+            list[Annotated[list[StrictInt], Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=2048)
+        ]
     )
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: None = None
@@ -273,7 +300,7 @@ class TokenizeRequest(Strict):
 
     model: StrictStr | None = None
     prompt: StrictStr | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=2048)] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=2048)] | None = None
     add_special_tokens: StrictBool = True
 
     @model_validator(mode="after")
@@ -287,4 +314,4 @@ class DetokenizeRequest(Strict):
     """Body of /detokenize."""
 
     model: StrictStr | None = None
-    tokens: Annotated[list[Annotated[StrictInt, Field(ge=0, lt=1 << 31)]], Field(max_length=1 << 20)]
+    tokens: Annotated[list[Annotated[StrictInt, Field(ge=0, lt=1 << 31)]], Field(fail_fast=True, max_length=1 << 20)]

@@ -100,7 +100,7 @@ class CompletionWriter:
         answer: its completions.
         request_id: the response's id.
         decode: decodes one token to text.
-        given: the prompts as sent, texts or token ids.
+        texts: each prompt as text, if the body asks for `echo`.
     """
 
     def __init__(
@@ -109,9 +109,9 @@ class CompletionWriter:
         answer: Answer,
         request_id: str,
         decode: Callable[[int], str],
-        given: list[str | list[int]],
+        texts: list[str],
     ) -> None:
-        self._body, self._answer, self._decode, self._given = body, answer, decode, given
+        self._body, self._answer, self._decode, self._texts = body, answer, decode, texts
         self._head = {"id": request_id, "object": "text_completion", "created": int(time.time()), "model": body.model}
         self._n = body.n or 1
 
@@ -123,7 +123,7 @@ class CompletionWriter:
         for index, request in enumerate(self._answer.requests):
             for output in request.output.outputs:
                 text, logprobs = output.text, output.logprobs
-                prefix = self._prompt_text(index) if self._body.echo else ""
+                prefix = self._texts[index] if self._body.echo else ""
                 found = None
                 if self._body.logprobs is not None:
                     prompt = request.output.prompt_token_ids if self._body.echo else ()
@@ -151,7 +151,7 @@ class CompletionWriter:
             prefix = ""
             if self._body.echo and place not in echoed:
                 echoed.add(place)
-                prefix = self._prompt_text(place // self._n)
+                prefix = self._texts[place // self._n]
             logprobs = None
             if self._body.logprobs is not None and delta.logprobs:
                 logprobs = self._logprobs((), [], list(delta.logprobs), offsets.get(place, 0))
@@ -168,10 +168,6 @@ class CompletionWriter:
             yield {**self._head, "choices": [choice], **_null_usage(self._body)}
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             yield _usage_event(self._head, self._answer)
-
-    def _prompt_text(self, index: int) -> str:
-        given = self._given[index]
-        return given if isinstance(given, str) else self._answer.decode(given)
 
     def _logprobs(
         self, prompt: tuple[int, ...], of_prompt: list[TokenLogprob], of_text: list[TokenLogprob], offset: int = 0

@@ -7,30 +7,36 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from hfax.engine.engine import Engine, PreparedPrompt, Request
 from hfax.engine.outputs import OutputDelta
 from hfax.engine.sampling_params import SamplingParams
-from hfax.server.failures import ApiError
-from hfax.server.loading import DEFAULTS, Load, Loaded
+from hfax.server.embeddings import EmbeddingQueue
+from hfax.server.failures import ApiError, unknown_model
+from hfax.server.loading import DEFAULTS, Load, Loaded, make_reader
+from hfax.server.memory import give_memory_back, resident_bytes
 from hfax.server.metrics import Metrics
 from hfax.server.protocol import Sampling
 from hfax.server.settings import Settings
 from hfax.server.tracing import Tracing
+from hfax.server.workers import WorkerPool
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
 _PATIENCE = 3
 """A step counts as hung after this many times the slowest step so far, and `step_timeout_s` at least."""
-_THREADS = 4
-"""Threads for chat templates, tokenizers and grammars, to keep the event loop responsive."""
+_LARGE_BODY = 64 << 10
+_EXPENSIVE = (b'"json_schema"', b'"regex"', b'"image_url"', b'"tools"')
+"""Bodies that are larger, or contain one of these, may need much processor time."""
+_IMAGES_COST = 4
+"""A request with images may take this many times the processor time of others."""
 
 
 class Served:
-    """The served model and its state: "loading", "ready", "stopping"; or "hung", "dead", "failed".
+    """The served model and its state: "loading", "ready", "degraded", "stopping"; or "hung", "dead", "failed".
+
+    A degraded server refuses requests, since too many wait to be read; it answers those that it has.
 
     Args:
         settings: the server's settings.
@@ -46,7 +52,12 @@ class Served:
         self._load = load
         self._loaded: Loaded | None = None
         self._is_stopping = False
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hfax-server")
+        self.embeddings = EmbeddingQueue(settings.max_embeddings_waiting)
+        self.workers = WorkerPool(
+            num_workers=settings.request_workers,
+            memory_bytes=settings.request_memory_bytes,
+            max_waiting=settings.max_waiting_reads,
+        )
 
     def start(self) -> None:
         """Start loading the model."""
@@ -57,6 +68,8 @@ class Served:
             loaded = self._load(lambda seconds, tokens: self.metrics.iteration_tokens.observe(tokens))
             if loaded.engine is not None:
                 self.metrics.follow(loaded.engine)
+            self.workers.start(make_reader(loaded, self.settings.served_model_names, self.settings.image_hosts))
+            self.metrics.follow_workers(self.workers)
             self._loaded = loaded
             logger.info("ready: %s", ", ".join(self.settings.served_model_names))
         except BaseException as error:
@@ -65,7 +78,7 @@ class Served:
 
     @property
     def state(self) -> str:
-        """ "loading", "ready", "stopping", "hung", "dead" or "failed"."""
+        """ "loading", "ready", "degraded", "stopping", "hung", "dead" or "failed"."""
         if self.failure is not None:
             return "failed"
         if self._loaded is None:
@@ -79,7 +92,9 @@ class Served:
             patience = max(self.settings.step_timeout_s, _PATIENCE * engine.core.slowest_step_s)
             if since is not None and time.monotonic() - since > patience:
                 return "hung"
-        return "stopping" if self._is_stopping else "ready"
+        if self._is_stopping:
+            return "stopping"
+        return "degraded" if self.workers.is_exhausted else "ready"
 
     def stop(self) -> None:
         """Stop accepting requests."""
@@ -89,7 +104,7 @@ class Served:
         """Close the engine, and flush traces."""
         if self._loaded is not None and self._loaded.engine is not None:
             self._loaded.engine.close(timeout_s=5)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.workers.close()
         self.tracing.close()
 
     @property
@@ -102,19 +117,14 @@ class Served:
         state = self.state
         if state == "hung":
             raise ApiError(503, "The engine is hung.", code="engine_hung")
-        if self._loaded is None or state != "ready":
+        if self._loaded is None or state not in ("ready", "degraded"):
             raise ApiError(503, f"The model is {state}.", code=f"model_{state}", headers={"Retry-After": "5"})
         return self._loaded
 
-    def require_name(self, name: str | None) -> None:
+    def require_name(self, name: str) -> None:
         """Raise `ApiError` (404) unless `name` is the served model's; requests cannot load models."""
-        if name is not None and name not in self.settings.served_model_names:
-            raise ApiError(
-                404,
-                f"The model {name[:200]!r} does not exist. Use {self.settings.served_model_names[0]!r}.",
-                param="model",
-                code="model_not_found",
-            )
+        if name not in self.settings.served_model_names:
+            raise unknown_model(name, self.settings.served_model_names)
 
     def require_engine(self) -> Engine:
         """The engine.
@@ -127,19 +137,34 @@ class Served:
             raise ApiError(400, "The model does not generate text; use /v1/embeddings.", param="model")
         return engine
 
-    async def in_thread(self, function: Callable[..., Result], *args: Any, what: str) -> Result:
-        """Run a slow function outside the event loop, with a timeout of `template_timeout_s`.
+    async def read(self, kind: str, data: bytes, client: str) -> Any:
+        """Read a request's body in a worker process.
+
+        Args:
+            kind: the method of `RequestReader`.
+            data: the body.
+            client: whose request it is; clients are served in turns.
 
         Raises:
-            ApiError: 400, it timed out.
+            ApiError: the body is invalid, or too expensive to read; or the server is not ready, or too busy.
         """
-        loop = asyncio.get_running_loop()
-        try:
-            return await asyncio.wait_for(
-                loop.run_in_executor(self._threads, function, *args), self.settings.template_timeout_s
-            )
-        except TimeoutError:
-            raise ApiError(400, f"{what} took longer than {self.settings.template_timeout_s:g} s.") from None
+        _ = self.loaded
+        self._check_memory()
+        is_expensive = len(data) > _LARGE_BODY or any(name in data for name in _EXPENSIVE)
+        cpu_s = self.settings.request_cpu_s * (_IMAGES_COST if b'"image_url"' in data else 1)
+        return await self.workers.run(
+            kind, data, client=client, is_expensive=is_expensive, cpu_s=cpu_s, what="Reading the request"
+        )
+
+    def _check_memory(self) -> None:
+        most = self.settings.max_host_memory_bytes
+        if most is not None and resident_bytes() > most:
+            give_memory_back()
+            if resident_bytes() > most:
+                raise ApiError(
+                    503, "The server has no memory left for requests. Retry later.", code="out_of_host_memory",
+                    headers={"Retry-After": "1"},
+                )  # fmt: skip
 
     def sampling_params(self, body: Sampling, **more: Any) -> SamplingParams:
         """Merge a request's options into the model's defaults."""

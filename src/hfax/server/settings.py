@@ -22,7 +22,14 @@ class Settings:
         step_timeout_s: an engine step that takes longer than this, and three times longer than any before it, counts as hung.
         keep_alive_s: interval of keep-alive comments in an idle stream.
         drain_timeout_s: time for running requests to finish at shutdown.
-        template_timeout_s: timeout for tokenization, rendering a chat template and compiling a grammar.
+        request_workers: worker processes that read requests, at least 2.
+        request_cpu_s: processor time for reading a request (validation, chat template, tokens and grammar), in seconds; four
+            times as much with images.
+        request_memory_bytes: memory for reading a request.
+        max_waiting_reads: maximum number of requests that wait to be read; of one client, half of them.
+        max_buffered_bytes: maximum size of all request bodies held at a time.
+        max_embeddings_waiting: maximum number of embedding requests that wait.
+        max_host_memory_bytes: requests are refused while the server's resident memory exceeds this; None: no limit.
         image_hosts: host names that images may be fetched from; empty: data: URLs only.
         metrics_prefix: prefix of metric names.
         json_logs: write the access log as JSON lines.
@@ -41,7 +48,13 @@ class Settings:
     step_timeout_s: float = 8.0
     keep_alive_s: float = 5.0
     drain_timeout_s: float = 60.0
-    template_timeout_s: float = 5.0
+    request_workers: int = 2
+    request_cpu_s: float = 1.0
+    request_memory_bytes: int = 1 << 30
+    max_waiting_reads: int = 128
+    max_buffered_bytes: int = 256 << 20
+    max_embeddings_waiting: int = 64
+    max_host_memory_bytes: int | None = None
     image_hosts: tuple[str, ...] = ()
     metrics_prefix: str = "hfax:"
     json_logs: bool = False
