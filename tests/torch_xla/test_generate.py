@@ -1,6 +1,5 @@
 """The backend "torch_xla" writes what plain transformers writes, and compiles two programs for it."""
 
-import copy
 import json
 import os
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy.stats
+import tiny_models
 import torch
 import transformers
 
@@ -20,20 +20,9 @@ from hfax.backends.torch_xla import runtime
 from hfax.errors import InvalidInputError, UnsupportedModelError, UnsupportedOptionError
 
 NEW = 12
-SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.3,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+SIZES = {**tiny_models.SIZES, "vocab_size": 128, "initializer_range": 0.3, "eos_token_id": 2}
 CONFIGS = {
-    "llama": transformers.LlamaConfig(**SIZES),
+    "llama": tiny_models.tiny_llama_config(**SIZES),
     "qwen3": transformers.Qwen3Config(**SIZES, head_dim=16),
     "gemma3": transformers.Gemma3TextConfig(
         **SIZES, head_dim=16, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
@@ -72,10 +61,8 @@ CONFIGS = {
 
 def save(config: transformers.PretrainedConfig, folder: Path) -> transformers.PreTrainedModel:
     """A model of plain transformers, on disk."""
-    torch.manual_seed(0)
-    auto = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
-    reference = auto.from_config(copy.deepcopy(config), attn_implementation="eager").eval()
-    reference.save_pretrained(folder)
+    reference = tiny_models.random_model(config, attn_implementation="eager")
+    tiny_models.save(folder, reference)
     return reference
 
 
@@ -332,7 +319,7 @@ def test_one_script_two_backends(llama: tuple) -> None:
 
 def test_far_faster_than_transformers_own_generate(tmp_path: Path) -> None:
     """Whose loop compiles about twice a token as soon as an end-of-sequence id is set."""
-    config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
+    config = tiny_models.tiny_llama_config(**{**SIZES, "num_hidden_layers": 1})
     reference = save(config, tmp_path)
     model = AutoModelForTPU.from_pretrained(tmp_path, backend="torch_xla")
     ids = prompts()["input_ids"][1:]
