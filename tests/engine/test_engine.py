@@ -417,6 +417,16 @@ def test_threads_together_do_not_exceed_the_waiting_queue():
     assert sum(accepted) == core.num_waiting == 50
 
 
+def test_what_comes_after_the_loop_has_ended_is_refused():
+    """Between the check that the engine is alive and the queue, the loop could end; the caller then waited for ever."""
+    limits = Limits(max_num_seqs=1, max_num_batched_tokens=1, max_model_len=8, max_waiting=None)
+    core = EngineCore(Scheduler(limits, None), runner=None, drawer=None, vocab_size=8)
+    core.start()
+    core.close()
+    with pytest.raises(EngineDeadError, match="not running"):
+        core.add([Entry(sequence=object(), listener=print, detokenizer=None, matcher=None)])
+
+
 def test_a_loop_that_fails_tells_everyone(llama):
     engine = Engine(llama, config=SMALL)
 
