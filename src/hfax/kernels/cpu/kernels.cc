@@ -322,7 +322,7 @@ void columns(const Product& product, int64_t first, int64_t last, int64_t begin,
   if (num_rows > 1)
     for (; row + 4 <= end; row += 4) blocks<4, 4>(product, first, last, row, out, num_columns);
   else
-    for (; row + 2 <= end; row += 2) block<1, 2>(product, first, row, out, num_columns);
+    for (; row + 4 <= end; row += 4) block<1, 4>(product, first, row, out, num_columns);
   for (; row < end; ++row) blocks<4, 1>(product, first, last, row, out, num_columns);
 }
 
