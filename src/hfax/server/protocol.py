@@ -36,7 +36,7 @@ class Sampling(Strict):
     model: StrictStr
     n: Annotated[StrictInt, Field(ge=1, le=MAX_TEXTS)] | None = None
     temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     top_k: Annotated[StrictInt, Field(ge=-1, le=1 << 24)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
