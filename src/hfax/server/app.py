@@ -99,7 +99,7 @@ def _add_texts(app: FastAPI, served: Served) -> None:
         prepared = await served.in_thread(lambda: [engine.prepare(p, params) for p in prompts], what="Tokenization")
         request.state.request_id = name
         answer = Answer(served, prepared, request_id=name, priority=body.priority, cache_salt=request.state.key)
-        writer = CompletionWriter(body, answer, name, lambda token: loaded.tokenizer.decode([token]), prompts)
+        writer = CompletionWriter(body, answer, name, loaded.token_text, prompts)
         return await _respond(request, writer, bool(body.stream), answer)
 
     @app.post("/v1/chat/completions", responses=_STREAM)
@@ -132,9 +132,7 @@ def _add_texts(app: FastAPI, served: Served) -> None:
             priority=body.priority,
             cache_salt=request.state.key,
         )
-        writer = ChatWriter(
-            body, answer, name, lambda token: loaded.tokenizer.decode([token]), lambda: template.parser(body, prompt)
-        )
+        writer = ChatWriter(body, answer, name, loaded.token_text, lambda: template.parser(body, prompt))
         return await _respond(request, writer, bool(body.stream), answer)
 
     @app.post("/v1/embeddings")
