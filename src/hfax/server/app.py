@@ -33,7 +33,7 @@ _ERROR = {
     "description": "An error",
     "content": {"application/json": {"schema": {"type": "object", "required": ["error"]}}},
 }
-_ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 401, 403, 404, 408, 413, 429, 500, 503), _ERROR)
+_ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 401, 403, 404, 408, 413, 429, 431, 500, 503), _ERROR)
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {"schema": {}}, "text/event-stream": {"schema": {"type": "string"}}}}
 }
