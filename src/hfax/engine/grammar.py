@@ -1,10 +1,12 @@
 """Structured outputs: token masks for a JSON schema, a regular expression or a grammar, computed by llguidance.
 
-Grammars are limited in size, depth and complexity; compiled grammars are kept in a fixed-size cache. Imports neither jax nor torch.
+A constraint can begin after the model's reasoning, whose tokens are free. Grammars are limited in size, depth and complexity;
+compiled grammars are kept in a fixed-size cache. Imports neither jax nor torch.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections import OrderedDict
@@ -127,12 +129,23 @@ class GrammarCompiler:
                 schema = wanted.text if wanted.json is not None else '{"type": "object"}'
                 made = LLMatcher.grammar_from_json_schema(schema, overrides=COMPACT)
             limits = LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, step_lexer_fuel=_LEXER_FUEL)
-            matcher = LLMatcher(self._tokens(), made, log_level=0, limits=limits)
+            tokens = self._tokens()
+            if wanted.after is not None:
+                made = _begin_after(wanted.after, made, self._special_tokens(tokens))
+            matcher = LLMatcher(tokens, made, log_level=0, limits=limits)
         except ValueError as error:
             raise _refused(str(error)) from error
         if matcher.is_error():
             raise _refused(matcher.get_error())
         return Matcher(matcher)
+
+    def _special_tokens(self, tokens: Any) -> dict[str, int]:
+        """Ids of the tokens that llguidance keeps apart from text, by content; without those that end a sequence.
+
+        They are the tokenizer's special tokens and also ordinary added tokens in angle brackets.
+        """
+        found = self._tokenizer.added_tokens_decoder.items()
+        return {t.content: i for i, t in found if i not in self._eos and tokens.is_special_token(i)}
 
     def _tokens(self) -> Any:
         with self._lock:
@@ -149,6 +162,39 @@ class GrammarCompiler:
                         "Remove structured_outputs.",
                     ) from error
             return self._ll_tokenizer
+
+
+def _begin_after(marker: str, grammar: str, special: dict[str, int]) -> str:
+    """A grammar that lets any text pass up to `marker`, and then demands `grammar`.
+
+    The marker may be written as one token or several, and tokens may hold a part of it and of the text around it: llguidance
+    matches bytes. A token that it keeps apart from text (a value of `special`) matches no bytes, so such tokens are named: those
+    before the marker, and the marker if it is one.
+
+    Args:
+        marker: the text that ends the reasoning.
+        grammar: a grammar in llguidance's JSON form, or in Lark syntax.
+        special: ids of the tokens that are kept apart from text, by content.
+    """
+    others = sorted(i for text, i in special.items() if text != marker)
+    ends = ["spelled", *([f"text <[{special[marker]}]>"] if marker in special else [])]
+    lines = [
+        f"start: {'chunk* ' if others else ''}end space @constraint",
+        f"end: {' | '.join(ends)}",
+        f"spelled[suffix={json.dumps(marker)}]: /(?s:.*)/",  # ends at the first occurrence
+        "text: /(?s:.*)/",
+        r"space: /\n{0,2}/",
+    ]
+    if others:
+        lines.append(f"chunk: text <[{_ranges(others)}]>")
+    (inner,) = json.loads(grammar)["grammars"] if grammar.startswith('{"grammars"') else [{"lark_grammar": grammar}]
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, {**inner, "name": "constraint"}]})
+
+
+def _ranges(ids: list[int]) -> str:
+    """Sorted token ids in llguidance's syntax, "0-3,7"; some vocabularies have thousands of special tokens in a row."""
+    groups = [[i for _, i in group] for _, group in itertools.groupby(enumerate(ids), lambda pair: pair[1] - pair[0])]
+    return ",".join(f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0]) for group in groups)
 
 
 def _check_size(wanted: StructuredOutputsParams) -> None:

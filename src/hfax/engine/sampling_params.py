@@ -32,9 +32,12 @@ class StructuredOutputsParams:
         choice: the completion must be one of these strings.
         grammar: a context-free grammar in llguidance's Lark syntax.
         json_object: any JSON object.
+        after: text that ends the model's reasoning ("</think>"): the constraint begins behind its first occurrence and up to
+            two line breaks. The text before it is free, except that the sequence cannot end there. None: the constraint begins
+            with the first token.
 
     Raises:
-        InvalidInputError: none or several of them are set.
+        InvalidInputError: none or several constraints are set, or `after` is empty.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -42,14 +45,22 @@ class StructuredOutputsParams:
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
     json_object: bool = False
+    after: str | None = None
 
     def __post_init__(self) -> None:
-        given = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) not in (None, False)]
+        names = [field.name for field in dataclasses.fields(self) if field.name != "after"]
+        given = [name for name in names if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise InvalidInputError(
                 f"StructuredOutputsParams got {' and '.join(given) or 'nothing'}.",
                 "Exactly one constraint must be set.",
                 "Pass one of json, regex, choice, grammar or json_object.",
+            )
+        if self.after is not None and not (isinstance(self.after, str) and 0 < len(self.after) <= _MAX_MARKER):
+            raise InvalidInputError(
+                f"after={self.after!r:.80} is invalid.",
+                "It is the text that ends the reasoning, such as </think>.",
+                f"Pass a string of 1 to {_MAX_MARKER} characters, or None.",
             )
         if self.json is not None and not isinstance(self.json, str):
             object.__setattr__(self, "json", json.dumps(self.json))
