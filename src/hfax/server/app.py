@@ -112,13 +112,13 @@ def _add_texts(app: FastAPI, served: Served) -> None:
         if body.max_completion_tokens is None and body.max_tokens is None and most is not None:
             most = min(most, max(engine.limits.max_model_len - len(prompt.token_ids), 1))
         more: dict[str, Any] = {}
-        if template.keeps_special_tokens and body.tools:
+        if template.keeps_special_tokens(body):
             more["skip_special_tokens"] = False
         params = served.sampling_params(
             body,
             max_tokens=most,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            structured_outputs=template.structured_outputs(body),
+            structured_outputs=template.structured_outputs(body, prompt),
             **more,
         )
         prepared = await served.in_thread(
