@@ -56,7 +56,11 @@ def _targets() -> list[Any]:
 @pytest.mark.parametrize("target", _targets())
 @pytest.mark.parametrize(
     "options",
-    [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantization": "int8"}, {"dtype": "bfloat16", "quantization": "int4"}],
+    [
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "quantization": "int8"},
+        {"dtype": "bfloat16", "quantization": "int4"},
+    ],
     ids=["bfloat16", "int8", "int4"],
 )
 def test_a_completion_alone_is_the_one_among_others(

@@ -464,7 +464,7 @@ def test_bad_requests(llama, prompt, options, message):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 0), ("temperature", -1.0), ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.5), ("top_k", -2),
+        ("n", 0), ("temperature", -1.0), ("temperature", float("nan")), ("top_p", -0.1), ("top_p", 1.5), ("top_k", -2),
         ("seed", "a"),
         ("logprobs", 21), ("max_tokens", -1), ("max_tokens", True), ("presence_penalty", 3.0), ("logit_bias", {1: 200.0}),
         ("stop", [""]), ("repetition_penalty", 0.0), ("min_tokens", 1.5),

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from test_manners import CHAT, is_error, post
 
 from hfax.server.chat import ChatTemplate
 from hfax.server.embeddings import EmbeddingQueue
@@ -22,9 +21,19 @@ from hfax.server.images import ImageLoader
 from hfax.server.request_reader import RequestReader
 from hfax.server.workers import WorkerPool
 
+CHAT = [{"role": "user", "content": "What does list.append do?"}]
 HELLO = json.dumps({"model": "demo", "messages": CHAT}).encode()
 LARGE_PRIMES = (62615533, 62615537, 99999989, 73939133)
 """llguidance compiles "multipleOf" of one of these for minutes, into gigabytes."""
+
+
+def post(server, path: str = "/v1/completions", **body) -> httpx.Response:
+    with server.client() as client:
+        return client.post(path, json={"model": "demo", **body})
+
+
+def is_error(answer: httpx.Response, status: int) -> bool:
+    return answer.status_code == status and set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
 def multiple_of(prime: int) -> dict:

@@ -162,6 +162,14 @@ class AccessOptions:
             rich_help_panel=_ACCESS,
         ),
     ] = None
+    trusted_proxy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Address or network of a reverse proxy whose X-Forwarded-For counts; default: none.",
+            envvar="HFAX_TRUSTED_PROXY",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None
     max_body_mb: Annotated[
         float,
         typer.Option(
@@ -287,6 +295,7 @@ def serve(
             request_memory_bytes=int(access.request_memory_mb * (1 << 20)),
             step_timeout_s=step_timeout,
             drain_timeout_s=drain_timeout,
+            trusted_proxies=tuple(access.trusted_proxy or ()),
             image_hosts=tuple(access.allowed_image_host or ()),
             metrics_prefix=telemetry.metrics_prefix.rstrip(":") + ":",
             json_logs=telemetry.json_logs,

@@ -256,7 +256,17 @@ def _build(compiler: str, instructions: InstructionSet) -> Path:
         if (folder / name).is_file():  # another process has compiled it meanwhile
             return folder / name
         made = Path(scratch) / name
-        command = [compiler, *_FLAGS, *(_GCC_FLAGS if _is_gcc(compiler) else ()), *instructions.flags, "-I", jax.ffi.include_dir(), str(_SOURCE), "-o", str(made)]
+        command = [
+            compiler,
+            *_FLAGS,
+            *(_GCC_FLAGS if _is_gcc(compiler) else ()),
+            *instructions.flags,
+            "-I",
+            jax.ffi.include_dir(),
+            str(_SOURCE),
+            "-o",
+            str(made),
+        ]
         with phase("compile", f"CPU kernels ({instructions.name})"):
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
         made.replace(folder / name)
@@ -264,7 +274,9 @@ def _build(compiler: str, instructions: InstructionSet) -> Path:
 
 
 def _is_gcc(compiler: str) -> bool:
-    version = subprocess.run([compiler, "--version"], check=False, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
+    version = subprocess.run(
+        [compiler, "--version"], check=False, capture_output=True, text=True, timeout=_COMPILE_SECONDS
+    )
     return "Free Software Foundation" in version.stdout
 
 
