@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from hfax.server.failures import ApiError, as_api_error
 from hfax.server.settings import Settings
@@ -77,7 +77,7 @@ class Guard:
         except Exception as error:
             failure = as_api_error(error)
             if failure.status >= 500:
-                logger.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
+                logger.error("%s %s failed", scope["method"], _shown(scope["path"]), exc_info=error)
             if not has_started:
                 await _answer(failure, watched)
         finally:
@@ -176,13 +176,18 @@ class Guard:
                 "time": time.time(),
                 "client": client,
                 "method": scope["method"],
-                "path": scope["path"],
+                "path": _shown(scope["path"]),
                 "status": status,
             }
             access.info("%s", json.dumps({**line, "seconds": round(seconds, 4), **extra}))
         else:
             rest = "".join(f" {name}={json.dumps(value)}" for name, value in extra.items())
-            access.info('%s "%s %s" %s %.3fs%s', client, scope["method"], scope["path"], status, seconds, rest)
+            access.info('%s "%s %s" %s %.3fs%s', client, scope["method"], _shown(scope["path"]), status, seconds, rest)
+
+
+def _shown(path: str) -> str:
+    """A path for the log, percent-encoded: it may have line ends, quotes and terminal escapes."""
+    return quote(path, safe="/!$&'()*+,;=:@~", errors="surrogateescape")
 
 
 class _Disconnected(Exception):

@@ -48,8 +48,8 @@ class Case:
         must_answer: the HTTP is well-formed, so that a connection closed without an answer is a fault of the server. False: the
             server may close the connection.
         num_connections: makes the number of connections opened at once.
-        reads: whether the response is read. False: the client waits for `Target.slow_s` and leaves.
-        leaves_after_s: seconds after which the client disconnects; None: it stays.
+        reads: whether the response is read.
+        leaves_after_s: seconds after which the client disconnects; None: it stays. Slow clients leave after `Target.slow_s`.
     """
 
     kind: str

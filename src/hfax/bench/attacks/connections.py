@@ -88,8 +88,8 @@ def _generating(path: str, **fields: object) -> Callable[[Target, int], Parts]:
 
 
 def _grammars(target: Target, index: int) -> Parts:
-    """A grammar that no cache has: a product of primes, with another title for each connection."""
-    schema = {"title": str(index), "allOf": [{"type": "integer", "multipleOf": prime} for prime in PRIMES[:3]]}
+    """A grammar that no cache has: a multiple of a large prime, with another title for each connection."""
+    schema = {"title": str(index), "type": "integer", "multipleOf": PRIMES[0]}
     wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     return post(target, CHAT, valid_body(CHAT, json.dumps(target.model), response_format=wanted))
 

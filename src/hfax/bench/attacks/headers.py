@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from hfax.bench.attacks.case import COMPLETIONS, Case, Parts, Target, head, valid_body
 
 _LINES = {
-    "X-Forwarded-For forged": ["X-Forwarded-For: 127.0.0.1", "X-Real-IP: 127.0.0.1", "Forwarded: for=127.0.0.1;proto=https"],
+    "X-Forwarded-For forged": ["X-Forwarded-For: 203.0.113.7", "X-Real-IP: 127.0.0.1", "Forwarded: for=127.0.0.1;proto=https"],
     "X-Forwarded-For of 60 kB": ["X-Forwarded-For: " + "127.0.0.1, " * 5000],
     "X-Original-URL": ["X-Original-URL: /admin", "X-Rewrite-URL: /admin"],
     "another Host forwarded": ["X-Forwarded-Host: evil.example", "X-HTTP-Method-Override: DELETE"],

@@ -38,9 +38,11 @@ def _wrong(stage: dict[str, Any], alone_s: float, attack: dict[str, Any]) -> lis
         if not stage[what]["count"]:
             found.append(f"no {what} request was answered")
     if (slowest := stage["valid"]["slowest_s"]) > alone_s + MAX_DELAY_S:
-        found.append(f"a valid request took {slowest:.1f} s; alone, at most {alone_s:.1f} s")
+        found.append(f"a valid request took {slowest:.1f} s; alone, at most {alone_s:.1f} s{_during(stage['valid'])}")
     if (slowest := stage["health"]["slowest_s"]) > attack["max_health_s"]:
-        found.append(f"/health took {slowest:.2f} s; the limit is {attack['max_health_s']:g} s")
+        found.append(
+            f"/health took {slowest:.2f} s; the limit is {attack['max_health_s']:g} s{_during(stage['health'])}"
+        )
     if names := [case["name"] for case in stage["cases"] if any(_is_fault(label) for label in case["results"])]:
         found.append(f"statuses of 500 or more: {_some(names)}")
     if names := [case["name"] for case in stage["cases"] if case["is_broken"]]:
@@ -53,6 +55,10 @@ def _wrong(stage: dict[str, Any], alone_s: float, attack: dict[str, Any]) -> lis
 
 def _is_fault(label: str) -> bool:
     return label.isdigit() and int(label) >= 500 and label != "503"
+
+
+def _during(summary: dict[str, Any]) -> str:
+    return f" (during {_some(summary['slowest_during'])})" if summary["slowest_during"] else ""
 
 
 def _counts(results: dict[str, int]) -> str:

@@ -27,6 +27,8 @@ from hfax.errors import HfaxError, InvalidInputError
 MEMORY_SHARE, MEMORY_BYTES = 0.05, 64 << 20
 """Memory may grow during a class by this share, or by so many bytes if that is more."""
 _LOADING_S = 300.0
+_SLOW_MORE_S = 2.0
+"""Slow clients wait so long for a response after they have sent everything."""
 _SETTLED = 3
 """Valid requests sent after a class's last case and answered before the next class begins."""
 
@@ -99,9 +101,9 @@ def run_attack(
 
     Returns:
         `attack`, the settings without keys; `load`, the machine's load average before and after; and `stages`, "alone" and each
-        class, with `cases` (name, number of `results` by label, seconds, whether the server broke the connection), `results`,
-        `valid` and `health` (number, failures by label, slowest in seconds; of `valid` also changed texts), and memory in bytes
-        before and after, by source.
+        class. A stage has `cases` (name, number of `results` by label, start and duration in seconds, whether the server broke
+        the connection), `results` of all, `valid` and `health` (number, failures by label, slowest in seconds, and the cases
+        that ran meanwhile; `valid` also the number of changed texts), and memory in bytes before and after, by source.
 
     Raises:
         HfaxError: the server does not respond.
@@ -161,11 +163,12 @@ async def _watching(address: Address, target: Target, timeout_s: float) -> Async
         yield seen
         process.stdin.close()
         await hearing
+        await process.wait()
     finally:
         hearing.cancel()
-        with contextlib.suppress(ProcessLookupError):
+        if process.returncode is None:
             process.kill()
-        await process.wait()
+            await process.wait()
 
 
 async def _settle(seen: list[Measurement], attack: Attack) -> None:
@@ -195,6 +198,7 @@ async def _send_all(
             {
                 "name": case.name,
                 "results": dict(collections.Counter(outcome.label for outcome in outcomes)),
+                "started": started,
                 "seconds": time.monotonic() - started,
                 "is_broken": case.must_answer and any(_is_broken(outcome) for outcome in outcomes),
             }
@@ -206,12 +210,14 @@ async def _send_all(
 
 async def _play(case: Case, address: Address, target: Target, timeout_s: float) -> list[Outcome]:
     """Open all connections of a case at once."""
-    leaves_after_s = case.leaves_after_s if case.reads else target.slow_s
+    leaves_after_s = case.leaves_after_s
+    if case.kind == "slow":
+        leaves_after_s = target.slow_s + (_SLOW_MORE_S if case.reads else 0)
     exchanges = (
         exchange(
             address,
             case.parts(target, index),
-            timeout_s=timeout_s + (target.slow_s if case.kind == "slow" else 0),
+            timeout_s=max(timeout_s, leaves_after_s or 0),
             leaves_after_s=leaves_after_s,
             reads=case.reads,
         )
@@ -275,9 +281,9 @@ def _summaries(stages: list[_Stage], seen: list[Measurement]) -> list[dict[str, 
                 "seconds": stage.seconds,
                 "cases": stage.cases,
                 "results": dict(sorted(results.items())),
-                "valid": _summary(valid)
+                "valid": _summary(valid, stage.cases)
                 | {"changed": sum(one.result == "200" and one.text != texts[one.prompt] for one in valid)},
-                "health": _summary([one for one in own if one.what == "health"]),
+                "health": _summary([one for one in own if one.what == "health"], stage.cases),
                 "memory_before": stage.memory_before,
                 "memory_after": stage.memory_after,
             }
@@ -285,11 +291,23 @@ def _summaries(stages: list[_Stage], seen: list[Measurement]) -> list[dict[str, 
     return found
 
 
-def _summary(measured: list[Measurement]) -> dict[str, Any]:
+def _summary(measured: list[Measurement], cases: list[dict[str, Any]]) -> dict[str, Any]:
+    slowest = max(measured, key=lambda one: one.seconds, default=None)
+    during = (
+        []
+        if slowest is None
+        else [
+            case["name"]
+            for case in cases
+            if case["started"] < slowest.started + slowest.seconds
+            and slowest.started < case["started"] + case["seconds"]
+        ]
+    )
     return {
         "count": len(measured),
         "failed": dict(collections.Counter(one.result for one in measured if one.result != "200")),
-        "slowest_s": max((one.seconds for one in measured), default=0.0),
+        "slowest_s": 0.0 if slowest is None else slowest.seconds,
+        "slowest_during": during,
     }
 
 
