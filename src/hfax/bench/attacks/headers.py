@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 from hfax.bench.attacks.case import COMPLETIONS, Case, Parts, Target, head, valid_body
@@ -95,6 +96,9 @@ _PATHS = {
     "an unknown percent": "/%zz",
 }
 
+_PATIENCE_S = 10.0
+"""Clients that send no whole request leave after so many seconds."""
+
 
 def header_cases(seed: int) -> Iterator[Case]:
     """Requests whose HTTP is hostile."""
@@ -108,7 +112,9 @@ def header_cases(seed: int) -> Iterator[Case]:
     for name, chunks in _CHUNKS.items():
         yield _case(f"chunks: {name}", lambda target, index, chunks=chunks: _chunked(target, chunks), must_answer=False)
     for name, data in _RAW.items():
-        yield _case(name, lambda target, index, data=data: [data], must_answer=False)
+        yield dataclasses.replace(
+            _case(name, lambda target, index, data=data: [data], must_answer=False), leaves_after_s=_PATIENCE_S
+        )
     for name, path in _PATHS.items():
         for method in ("GET", "POST"):
             yield _case(

@@ -61,6 +61,7 @@ class Outcome:
         ended: "answered"; "closed" or "reset" by the server without a whole response; "timeout"; "refused", no connection was
             made; "left", the client disconnected as planned.
         has_sent_all: everything was sent.
+        is_head: the request was a HEAD, so the response has no body.
         body: the response's body, at most 1 MiB of it.
         seconds: duration of the exchange.
     """
@@ -68,6 +69,7 @@ class Outcome:
     status: int | None = None
     ended: str = "closed"
     has_sent_all: bool = False
+    is_head: bool = False
     body: bytes = b""
     seconds: float = 0.0
 
@@ -133,6 +135,7 @@ async def _send(writer: asyncio.StreamWriter, parts: Parts, outcome: Outcome) ->
     try:
         for part in parts:
             if isinstance(part, bytes):
+                outcome.is_head = outcome.is_head or part.startswith(b"HEAD ")
                 writer.write(part)
                 await writer.drain()
             else:
@@ -155,7 +158,7 @@ async def _read(reader: asyncio.StreamReader, outcome: Outcome) -> None:
         if status == 101:
             break
     outcome.status = status
-    if status in (101, 204, 304):
+    if status in (101, 204, 304) or outcome.is_head:
         return
     if headers.get(b"transfer-encoding", b"").lower() == b"chunked":
         while (size := int((await reader.readuntil(b"\n")).split(b";")[0], 16)) > 0:
