@@ -180,7 +180,7 @@ class Guard:
                 "time": time.time(),
                 "client": client,
                 "method": scope["method"],
-                "path": _shown(scope["path"]),
+                "path": scope["path"],
                 "status": status,
             }
             access.info("%s", json.dumps({**line, "seconds": round(seconds, 4), **extra}))
