@@ -143,8 +143,8 @@ COMMANDS = [(page, line, command) for page in PAGES for line, command in command
 def _parse(command: str) -> None:
     """Parse as far as the verb's own function, with the types of all values."""
     _, *words = shlex.split(command)
-    if words[:2] == ["bench", "serve"]:  # one verb
-        words[:2] = ["bench serve"]
+    if " ".join(words[:2]) in ("bench serve", "bench attack"):  # one verb
+        words[:2] = [" ".join(words[:2])]
     verbs: Any = typer.main.get_command(app)
     verb = words.pop(0)
     assert verb in verbs.commands, f"no verb {verb!r}"

@@ -417,6 +417,16 @@ def test_threads_together_do_not_exceed_the_waiting_queue():
     assert sum(accepted) == core.num_waiting == 50
 
 
+def test_what_comes_after_the_loop_has_ended_is_refused():
+    """Between the check that the engine is alive and the queue, the loop could end; the caller then waited for ever."""
+    limits = Limits(max_num_seqs=1, max_num_batched_tokens=1, max_model_len=8, max_waiting=None)
+    core = EngineCore(Scheduler(limits, None), runner=None, drawer=None, vocab_size=8)
+    core.start()
+    core.close()
+    with pytest.raises(EngineDeadError, match="not running"):
+        core.add([Entry(sequence=object(), listener=print, detokenizer=None, matcher=None)])
+
+
 def test_a_loop_that_fails_tells_everyone(llama):
     engine = Engine(llama, config=SMALL)
 
@@ -454,7 +464,7 @@ def test_bad_requests(llama, prompt, options, message):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 0), ("temperature", -1.0), ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.5), ("top_k", -2),
+        ("n", 0), ("temperature", -1.0), ("temperature", float("nan")), ("top_p", -0.1), ("top_p", 1.5), ("top_k", -2),
         ("seed", "a"),
         ("logprobs", 21), ("max_tokens", -1), ("max_tokens", True), ("presence_penalty", 3.0), ("logit_bias", {1: 200.0}),
         ("stop", [""]), ("repetition_penalty", 0.0), ("min_tokens", 1.5),

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from hfax import AutoModelForTPU, Engine, EngineConfig
 from hfax.server.app import make_app
+from hfax.server.connection import make_config
 from hfax.server.loading import Loaded, load_writer
 from hfax.server.served import Served
 from hfax.server.settings import Settings
@@ -51,7 +52,7 @@ def serving(load: Callable[..., Loaded], *, waits: bool = True, **settings) -> I
     options = {"model": "demo", "served_model_names": ("demo",), "port": 0, "drain_timeout_s": 5.0, **settings}
     served = Served(Settings(**options), load)
     app = make_app(served)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", ws="none", access_log=False, port=0))
+    server = uvicorn.Server(make_config(app, served.settings))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     served.start()
@@ -72,8 +73,8 @@ def serving(load: Callable[..., Loaded], *, waits: bool = True, **settings) -> I
 
 @pytest.fixture(scope="session")
 def demo():
-    """The demo model and its tokenizer."""
-    model = AutoModelForTPU.from_pretrained("demo")
+    """The demo model and its tokenizer; in bfloat16, several of its best tokens tie."""
+    model = AutoModelForTPU.from_pretrained("demo", dtype="float32")
     return model, AutoTokenizer.from_pretrained(model.folder)
 
 
@@ -101,8 +102,8 @@ def server(demo) -> Iterator[Running]:
 def make_server(demo):
     """`serving`, for tests that break things, or set something."""
 
-    def make(template: str | None = None, config=None, before_loading=None, **settings):
-        load = loader(demo, template, **(config or {}))
+    def make(template: str | None = None, config=None, before_loading=None, tokenizer=None, **settings):
+        load = loader((demo[0], tokenizer or demo[1]), template, **(config or {}))
 
         def after(on_step):
             if before_loading is not None:

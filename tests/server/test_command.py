@@ -396,6 +396,63 @@ def test_the_chat_page_behind_a_key(chromium):
         context.close()
 
 
+@pytest.mark.browser
+def test_the_chat_page_opened_with_the_key_in_its_address(chromium):
+    """fetch refuses addresses with credentials in them, and relative ones took over the page's."""
+    with started("demo", "--max-model-len", "128", HFAX_API_KEY="secret") as (_, client, _lines):
+        page = chromium.new_page()
+        page.goto(str(client.base_url).replace("http://", "http://me:secret@"))
+        until(page, "document.getElementById('model').textContent === 'demo'")
+        page.fill("#input", "What does list.append do?")
+        page.press("#input", "Enter")
+        until(page, "document.querySelector('.note')?.textContent.includes('tokens')")
+        assert page.query_selector(".error") is None
+        page.close()
+
+
+@pytest.mark.browser
+def test_errors_and_left_answers_are_no_part_of_the_next_chat(chromium):
+    """An error's text became the assistant's message, and an aborted answer the first message of a new chat."""
+    with started("demo", "--max-model-len", "512") as (_, client, _lines):
+        page = chromium.new_page()
+        asked = []
+        page.on("request", lambda request: asked.append(request.post_data) if request.method == "POST" else None)
+        page.goto(str(client.base_url))
+        until(page, "document.getElementById('model').textContent === 'demo'")
+        page.click("#toggle")
+        page.fill("#max_completion_tokens", "100000")
+        page.fill("#input", "first")
+        page.press("#input", "Enter")
+        until(page, "document.querySelector('.error') !== null && !document.getElementById('send').hidden")
+        assert page.input_value("#input") == "first"
+        page.fill("#max_completion_tokens", "450")
+        page.fill("#temperature", "1.9")
+        page.fill("#seed", "1")
+        page.fill("#input", "second")
+        page.evaluate(
+            """new MutationObserver((_, observer) => {
+                const boxes = document.querySelectorAll('.assistant');
+                if (boxes.length < 2 || !boxes[1].textContent) return;
+                observer.disconnect();
+                document.getElementById('clear').click();
+            }).observe(document.getElementById('messages'), {childList: true, subtree: true, characterData: true})"""
+        )
+        page.press("#input", "Enter")
+        until(page, "document.getElementById('messages').textContent === ''")
+        page.fill("#max_completion_tokens", "4")
+        page.fill("#input", "third")
+        page.press("#input", "Enter")
+        until(page, "document.querySelector('.note')?.textContent.includes('tokens')")
+        until(page, "!document.getElementById('send').hidden")
+        page.fill("#input", "fourth")
+        page.press("#input", "Enter")
+        until(page, "document.querySelectorAll('.note').length === 2 && !document.getElementById('send').hidden")
+        page.close()
+    contents = [[message["content"] for message in json.loads(body)["messages"]] for body in asked]
+    assert contents[:3] == [["first"], ["second"], ["third"]]
+    assert [contents[3][0], contents[3][2]] == ["third", "fourth"]
+
+
 @pytest.mark.sweep
 def test_random_requests_from_its_own_description_give_no_server_error(tmp_path):
     """schemathesis: every route of /openapi.json."""

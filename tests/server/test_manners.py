@@ -78,7 +78,7 @@ def is_error(answer: httpx.Response, status: int) -> bool:
         ("/v1/chat/completions", {"messages": CHAT, "top_logprobs": 2}, None),
         ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 3, "max_completion_tokens": 4}, None),
         ("/v1/chat/completions", {"messages": CHAT, "tool_choice": "required"}, None),
-        ("/v1/chat/completions", {"messages": CHAT, "parallel_tool_calls": False}, "parallel_tool_calls"),
+        ("/v1/chat/completions", {"messages": CHAT, "parallel_tool_calls": 1}, "parallel_tool_calls"),
         ("/v1/chat/completions", {"messages": CHAT, "response_format": {"type": "json_schema"}}, None),
         ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "a", "tool_call_id": "b"}]}, "messages"),
         ("/v1/embeddings", {"input": "a"}, "model"),

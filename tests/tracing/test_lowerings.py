@@ -18,6 +18,7 @@ from hfax.tracing.environment import TraceEnvironment
 PAGE = Path(__file__).parents[2] / "docs" / "lowerings.md"
 _TRUTHS = np.array([[True, False, True], [True, True, False]])
 _WHOLE = np.array([[5, -7, 16777219], [0, 2, -33554435]])
+_BYTES = np.array([[200, 100, 3], [255, 1, 0]], np.uint8)
 _FLOATS = np.array([[0.25, -1.5, 3.0], [7.0, 0.5, -2.25]], np.float32)
 _INDEX = np.array([[0, 2, 0], [1, 1, 2]])
 
@@ -36,6 +37,12 @@ _INDEX = np.array([[0, 2, 0], [1, 1, 2]])
         (lambda t: torch.fmod(t.bfloat16() * 37, 2.3).float(), [_FLOATS]),
         (lambda t: torch.nn.functional.hardtanh(t), [_WHOLE]),
         (lambda t: t.prod(dim=0, dtype=torch.bool), [_WHOLE]),
+        (lambda t: t.cumsum(1), [_BYTES]),
+        (lambda t: t.cumprod(1), [_BYTES]),
+        (lambda t: t.sum(0) - 300, [_BYTES]),
+        (lambda t: t.prod(1), [_BYTES]),
+        (lambda t: t.cumsum(0) - t.sum(), [_TRUTHS]),
+        (lambda t: t.to(torch.int8).cumsum(1), [_BYTES]),
         (lambda t: t.float().bfloat16().logit(0.2).dtype.itemsize * t, [_FLOATS]),
         (lambda t: t.abs().lgamma(), [_FLOATS]),
         (lambda t: torch.linalg.vector_norm(t, 0, dim=1), [_FLOATS]),

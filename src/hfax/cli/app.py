@@ -12,8 +12,9 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from hfax.cli import bench_serve
 from hfax.cli.bench import bench
+from hfax.cli.bench_attack import bench_attack
+from hfax.cli.bench_serve import bench_serve
 from hfax.cli.chat import chat
 from hfax.cli.classify import classify
 from hfax.cli.convert import convert
@@ -95,8 +96,9 @@ for _verb in (
     env,
 ):
     app.command(epilog=sys.modules[_verb.__module__].EXAMPLES)(_verb)
-_BENCH_SERVE = "bench serve"
-app.command(name=_BENCH_SERVE, epilog=bench_serve.EXAMPLES)(bench_serve.bench_serve)
+_TWO_WORDS = {"bench serve": bench_serve, "bench attack": bench_attack}
+for _name, _verb in _TWO_WORDS.items():
+    app.command(name=_name, epilog=sys.modules[_verb.__module__].EXAMPLES)(_verb)
 app.command(
     name="lm-eval",
     epilog=sys.modules[lm_eval.__module__].EXAMPLES,
@@ -119,8 +121,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         The exit code. Unexpected exceptions propagate.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if " ".join(given[:2]) == _BENCH_SERVE:  # a two-word subcommand; for a model folder named serve, pass ./serve
-        given[:2] = [_BENCH_SERVE]
+    if (name := " ".join(given[:2])) in _TWO_WORDS:  # for a model folder named serve, pass ./serve
+        given[:2] = [name]
     try:
         app(args=given, prog_name="hfax")
     except SystemExit as stop:

@@ -162,12 +162,54 @@ class AccessOptions:
             rich_help_panel=_ACCESS,
         ),
     ] = None
+    trusted_proxy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Address or network of a reverse proxy whose X-Forwarded-For counts; default: none.",
+            envvar="HFAX_TRUSTED_PROXY",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None
     max_body_mb: Annotated[
         float,
         typer.Option(
             help="Maximum size of a request body, in MB.", envvar="HFAX_MAX_BODY_MB", min=0.001, rich_help_panel=_ACCESS
         ),
     ] = 32
+    max_host_memory_gb: Annotated[
+        float | None,
+        typer.Option(
+            help="Refuse requests while the server's resident memory exceeds this, in GB; default: no limit.",
+            envvar="HFAX_MAX_HOST_MEMORY_GB",
+            min=0.001,
+            rich_help_panel=_ACCESS,
+            show_default=False,
+        ),
+    ] = None
+    request_workers: Annotated[
+        int,
+        typer.Option(
+            help="Worker processes that read requests.", envvar="HFAX_REQUEST_WORKERS", min=2, rich_help_panel=_ACCESS
+        ),
+    ] = 2
+    request_cpu_s: Annotated[
+        float,
+        typer.Option(
+            help="Processor time for reading a request, in seconds; four times as much with images.",
+            envvar="HFAX_REQUEST_CPU_S",
+            min=0.01,
+            rich_help_panel=_ACCESS,
+        ),
+    ] = 1.0
+    request_memory_mb: Annotated[
+        float,
+        typer.Option(
+            help="Memory for reading a request, in MB.",
+            envvar="HFAX_REQUEST_MEMORY_MB",
+            min=64,
+            rich_help_panel=_ACCESS,
+        ),
+    ] = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -245,8 +287,15 @@ def serve(
             allowed_hosts=tuple(access.allowed_host or ()),
             allowed_origins=tuple(access.allowed_origin or ()),
             max_body_bytes=int(access.max_body_mb * (1 << 20)),
+            max_host_memory_bytes=None
+            if access.max_host_memory_gb is None
+            else int(access.max_host_memory_gb * (1 << 30)),
+            request_workers=access.request_workers,
+            request_cpu_s=access.request_cpu_s,
+            request_memory_bytes=int(access.request_memory_mb * (1 << 20)),
             step_timeout_s=step_timeout,
             drain_timeout_s=drain_timeout,
+            trusted_proxies=tuple(access.trusted_proxy or ()),
             image_hosts=tuple(access.allowed_image_host or ()),
             metrics_prefix=telemetry.metrics_prefix.rstrip(":") + ":",
             json_logs=telemetry.json_logs,

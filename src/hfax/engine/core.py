@@ -23,7 +23,7 @@ from hfax.engine.sampler import MAX_HELD_BACK, Draw
 from hfax.engine.sampling_params import SamplingParams
 from hfax.engine.scheduler import Part, Scheduler
 from hfax.engine.sequence import FinishReason, Sequence, TokenLogprob
-from hfax.errors import EngineBusyError, HfaxError
+from hfax.errors import EngineBusyError, EngineDeadError, HfaxError
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class EngineCore:
         self._new: collections.deque[Entry] = collections.deque()
         self._aborted: collections.deque[Sequence] = collections.deque()
         self._wake = threading.Condition()
-        self._is_closing = False
+        self._is_closing = self._has_ended = False
         self._in_flight: list[Drawn] = []
         self.busy_since: float | None = None
         """`time.monotonic()` at the start of the current step; None while idle."""
@@ -126,8 +126,13 @@ class EngineCore:
 
         Raises:
             EngineBusyError: more than `max_waiting` sequences would wait.
+            EngineDeadError: the loop has ended, so nothing would tell their listeners.
         """
         with self._wake:
+            if self._has_ended:
+                raise EngineDeadError(
+                    "The engine is not running.", "Its loop has ended.", "Create a new engine."
+                ) from self.failure
             waiting = self.num_waiting
             if max_waiting is not None and waiting + len(entries) > max_waiting:
                 raise EngineBusyError(
@@ -162,6 +167,8 @@ class EngineCore:
             self.failure = error
         finally:
             self.busy_since = None
+            with self._wake:  # what was added before is ended below; what comes later is refused
+                self._has_ended = True
             self._take_new()
             reason = FinishReason.ERROR if self.failure is not None else FinishReason.ABORT
             for sequence in list(self._entries):

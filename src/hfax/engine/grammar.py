@@ -1,14 +1,18 @@
 """Structured outputs: token masks for a JSON schema, a regular expression or a grammar, computed by llguidance.
 
-Grammars are limited in size, depth and complexity; compiled grammars are kept in a fixed-size cache. Imports neither jax nor torch.
+A constraint can begin after the model's reasoning, whose tokens are free. Grammars are limited in size, depth and complexity;
+compiled grammars are kept in a fixed-size cache. Imports neither jax nor torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -48,7 +52,8 @@ class Matcher:
         from llguidance.numpy import fill_next_token_bitmask
 
         mask = np.zeros((1, -(-vocab_size // 32)), np.int32)
-        fill_next_token_bitmask(self._matcher, mask)
+        with _panics_refused():
+            fill_next_token_bitmask(self._matcher, mask)
         self._raise_error()
         return mask[0]
 
@@ -59,7 +64,8 @@ class Matcher:
             InvalidInputError: the token is not allowed, or the grammar exceeds llguidance's limits.
         """
         if not self._matcher.is_stopped():
-            self._matcher.consume_token(token)
+            with _panics_refused():
+                self._matcher.consume_token(token)
         self._raise_error()
 
     @property
@@ -100,7 +106,8 @@ class GrammarCompiler:
             if (found := self._made.get(wanted)) is not None:
                 self._made.move_to_end(wanted)
                 return found.copy()
-        made = self._make(wanted)
+        with _panics_refused():
+            made = self._make(wanted)
         with self._lock:
             self._made[wanted] = made
             while len(self._made) > _MAX_CACHED:
@@ -119,7 +126,10 @@ class GrammarCompiler:
             InvalidInputError: the grammar is malformed, too large or too complex.
             UnsupportedOptionError: llguidance is not installed, or the tokenizer is not a fast one.
         """
-        self._make(wanted).mask(self._vocab_size)
+        with _panics_refused():
+            self._make(wanted).mask(self._vocab_size)
+            if wanted.after is not None:  # the first mask is of the reasoning alone
+                self._make(dataclasses.replace(wanted, after=None)).mask(self._vocab_size)
 
     def _make(self, wanted: StructuredOutputsParams) -> Matcher:
         try:
@@ -142,12 +152,23 @@ class GrammarCompiler:
                 schema = wanted.text if wanted.json is not None else '{"type": "object"}'
                 made = LLMatcher.grammar_from_json_schema(schema, overrides=COMPACT)
             limits = LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, step_lexer_fuel=_LEXER_FUEL)
-            matcher = LLMatcher(self._tokens(), made, log_level=0, limits=limits)
+            tokens = self._tokens()
+            if wanted.after is not None:
+                made = _begin_after(wanted.after, made, self._special_tokens(tokens))
+            matcher = LLMatcher(tokens, made, log_level=0, limits=limits)
         except ValueError as error:
             raise _refused(str(error)) from error
         if matcher.is_error():
             raise _refused(matcher.get_error())
         return Matcher(matcher)
+
+    def _special_tokens(self, tokens: Any) -> dict[str, int]:
+        """Ids of the tokens that llguidance keeps apart from text, by content; without those that end a sequence.
+
+        They are the tokenizer's special tokens and also ordinary added tokens in angle brackets.
+        """
+        found = self._tokenizer.added_tokens_decoder.items()
+        return {t.content: i for i, t in found if i not in self._eos and tokens.is_special_token(i)}
 
     def _tokens(self) -> Any:
         with self._lock:
@@ -164,6 +185,50 @@ class GrammarCompiler:
                         "Remove structured_outputs.",
                     ) from error
             return self._ll_tokenizer
+
+
+@contextlib.contextmanager
+def _panics_refused() -> Iterator[None]:
+    """Refuse what llguidance panics on; its exception derives from BaseException and would end the engine."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise _refused(f"llguidance failed: {error}") from error
+
+
+def _begin_after(marker: str, grammar: str, special: dict[str, int]) -> str:
+    """A grammar that lets any text pass up to `marker`, and then demands `grammar`.
+
+    The marker may be written as one token or several, and tokens may hold a part of it and of the text around it: llguidance
+    matches bytes. A token that it keeps apart from text (a value of `special`) matches no bytes, so such tokens are named: those
+    before the marker, and the marker if it is one.
+
+    Args:
+        marker: the text that ends the reasoning.
+        grammar: a grammar in llguidance's JSON form, or in Lark syntax.
+        special: ids of the tokens that are kept apart from text, by content.
+    """
+    others = sorted(i for text, i in special.items() if text != marker)
+    ends = ["spelled", *([f"text <[{special[marker]}]>"] if marker in special else [])]
+    lines = [
+        f"start: {'chunk* ' if others else ''}end space @constraint",
+        f"end: {' | '.join(ends)}",
+        f"spelled[suffix={json.dumps(marker)}]: /(?s:.*)/",  # ends at the first occurrence
+        "text: /(?s:.*)/",
+        r"space: /\n{0,2}/",
+    ]
+    if others:
+        lines.append(f"chunk: text <[{_ranges(others)}]>")
+    (inner,) = json.loads(grammar)["grammars"] if grammar.startswith('{"grammars"') else [{"lark_grammar": grammar}]
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, {**inner, "name": "constraint"}]})
+
+
+def _ranges(ids: list[int]) -> str:
+    """Sorted token ids in llguidance's syntax, "0-3,7"; some vocabularies have thousands of special tokens in a row."""
+    groups = [[i for _, i in group] for _, group in itertools.groupby(enumerate(ids), lambda pair: pair[1] - pair[0])]
+    return ",".join(f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0]) for group in groups)
 
 
 def _check_size(wanted: StructuredOutputsParams) -> None:

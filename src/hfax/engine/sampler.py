@@ -79,10 +79,10 @@ def make_rows(draws: list[Draw], num_rows: int, kind: str, *, vocab_size: int, n
     if kind == "greedy":
         return rows
     numbers: dict[str, tuple[Any, Any, Any]] = {
-        "temperature": (np.float32, 1.0, lambda d: d.params.temperature or 1.0),
+        "temperature": (np.float32, 1.0, lambda d: 1.0 if d.params.is_greedy else d.params.temperature),
         "is_greedy": (np.bool_, True, lambda d: d.params.is_greedy),
         "top_k": (np.int32, vocab_size, lambda d: min(d.params.top_k or vocab_size, vocab_size)),
-        "top_p": (np.float32, 1.0, lambda d: d.params.top_p),
+        "top_p": (np.float32, 1.0, lambda d: 1.0 if d.params.is_greedy else d.params.top_p),
         "min_p": (np.float32, 0.0, lambda d: d.params.min_p),
         "seed": (np.uint32, 0, lambda d: d.seed & 0xFFFFFFFF),
         "stream": (np.int32, 0, lambda d: d.stream),

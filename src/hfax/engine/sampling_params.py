@@ -15,11 +15,16 @@ MAX_BIASES = 300
 MAX_SUPPRESSED = 128
 MAX_STOPS = 16
 """Maximum stop strings, and maximum stop tokens, per request."""
+GREEDY_TEMPERATURE = 1e-5
+"""Temperatures below this decode greedily, as in vLLM: a smaller one overflows float32 when logits are divided by it."""
+GREEDY_TOP_P = 1e-6
+"""A `top_p` up to this keeps the best token alone, whose probability is at least 1 / vocabulary size."""
+_MAX_MARKER = 100
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """Constraint on the completion, with vLLM's names; set exactly one.
+    """Constraint on the completion, with vLLM's names; set exactly one, and `after` besides where the model reasons first.
 
     Args:
         json: a JSON schema, as a string or a mapping.
@@ -27,9 +32,12 @@ class StructuredOutputsParams:
         choice: the completion must be one of these strings.
         grammar: a context-free grammar in llguidance's Lark syntax.
         json_object: any JSON object.
+        after: text that ends the model's reasoning ("</think>"): the constraint begins behind its first occurrence and up to
+            two line breaks. The text before it is free, except that the sequence cannot end there. None: the constraint begins
+            with the first token.
 
     Raises:
-        InvalidInputError: none or several of them are set.
+        InvalidInputError: none or several constraints are set, or `after` is empty.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -37,14 +45,22 @@ class StructuredOutputsParams:
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
     json_object: bool = False
+    after: str | None = None
 
     def __post_init__(self) -> None:
-        given = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) not in (None, False)]
+        names = [field.name for field in dataclasses.fields(self) if field.name != "after"]
+        given = [name for name in names if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise InvalidInputError(
                 f"StructuredOutputsParams got {' and '.join(given) or 'nothing'}.",
                 "Exactly one constraint must be set.",
                 "Pass one of json, regex, choice, grammar or json_object.",
+            )
+        if self.after is not None and not (isinstance(self.after, str) and 0 < len(self.after) <= _MAX_MARKER):
+            raise InvalidInputError(
+                f"after={self.after!r:.80} is invalid.",
+                "It is the text that ends the reasoning, such as </think>.",
+                f"Pass a string of 1 to {_MAX_MARKER} characters, or None.",
             )
         if self.json is not None and not isinstance(self.json, str):
             object.__setattr__(self, "json", json.dumps(self.json))
@@ -73,9 +89,10 @@ class SamplingParams:
         n: number of completions per prompt, sampled independently.
         max_tokens: maximum new tokens; None: up to the context length.
         min_tokens: minimum new tokens before a stop token may be sampled.
-        temperature: sampling temperature; 0 for greedy decoding.
+        temperature: sampling temperature; 0, or anything below 1e-5, for greedy decoding.
         top_k: sample from the k most likely tokens; 0 for all.
-        top_p: sample from the smallest set of tokens with at least this cumulative probability.
+        top_p: sample from the smallest set of tokens with at least this cumulative probability; 0 keeps the best
+            token alone.
         min_p: sample from tokens with at least this fraction of the top token's probability.
         seed: random seed; None picks one. The same seed and options match `model.generate(seed=…)`.
         repetition_penalty: as in transformers.
@@ -125,8 +142,8 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether decoding is greedy."""
-        return self.temperature == 0
+        """Whether decoding is greedy: the best token is the only one that can be sampled."""
+        return self.temperature < GREEDY_TEMPERATURE or self.top_p <= GREEDY_TOP_P
 
     @property
     def needs_edits(self) -> bool:
@@ -179,8 +196,7 @@ def _check(params: SamplingParams) -> None:
             lambda v, low=low, high=high: _is_number(v) and low <= v <= high,
             f"between {low} and {high}",
         )
-    for name in ("top_p", "repetition_penalty"):
-        _require(name, getattr(params, name), lambda v: v > 0, "above 0")
+    _require("repetition_penalty", params.repetition_penalty, lambda v: v > 0, "above 0")
     for name in ("stop", "stop_token_ids"):
         _require(name, getattr(params, name), lambda v: len(v) <= MAX_STOPS, f"at most {MAX_STOPS}")
     _require("suppress_tokens", params.suppress_tokens, lambda v: len(v) <= MAX_SUPPRESSED, f"at most {MAX_SUPPRESSED}")

@@ -34,7 +34,7 @@ _ERROR = {
     "description": "An error",
     "content": {"application/json": {"schema": {"type": "object", "required": ["error"]}}},
 }
-_ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 401, 403, 404, 408, 413, 429, 500, 503), _ERROR)
+_ERRORS: dict[int | str, dict[str, Any]] = dict.fromkeys((400, 401, 403, 404, 408, 413, 429, 431, 500, 503), _ERROR)
 _ALIVE = ("ready", "degraded", "stopping")
 _BODIES: tuple[type[BaseModel], ...] = (
     CompletionRequest,
@@ -101,7 +101,7 @@ def _add_texts(app: FastAPI, served: Served) -> None:
         prepared = await asyncio.to_thread(lambda: [engine.prepare(p, params) for p in read.prompts])
         request.state.request_id = name
         answer = Answer(served, prepared, request_id=name, priority=body.priority, cache_salt=request.state.key)
-        writer = CompletionWriter(body, answer, name, lambda token: loaded.tokenizer.decode([token]), read.texts)
+        writer = CompletionWriter(body, answer, name, loaded.token_text, read.texts, were_texts=read.were_texts)
         return await _respond(request, writer, bool(body.stream), answer)
 
     @app.post("/v1/chat/completions", responses=_STREAM, openapi_extra=_takes(ChatRequest))
@@ -114,7 +114,7 @@ def _add_texts(app: FastAPI, served: Served) -> None:
         if body.max_completion_tokens is None and body.max_tokens is None and most is not None:
             most = min(most, max(engine.limits.max_model_len - len(read.token_ids), 1))
         more: dict[str, Any] = {}
-        if template.keeps_special_tokens and body.tools:
+        if template.keeps_special_tokens(body):
             more["skip_special_tokens"] = False
         params = served.sampling_params(
             body,
@@ -136,7 +136,7 @@ def _add_texts(app: FastAPI, served: Served) -> None:
             body,
             answer,
             name,
-            lambda token: loaded.tokenizer.decode([token]),
+            loaded.token_text,
             lambda: template.parser(body, ends_in_reasoning=read.ends_in_reasoning),
         )
         return await _respond(request, writer, bool(body.stream), answer)

@@ -16,19 +16,9 @@ import jinja2
 from hfax.engine.grammar import COMPACT
 from hfax.engine.sampling_params import StructuredOutputsParams
 from hfax.server.failures import ApiError
-from hfax.server.output_parser import OutputParser, ToolFormat, has_reasoning, tool_format_of
+from hfax.server.output_parser import END_OF_REASONING, OutputParser, ToolFormat, has_reasoning, tool_format_of
 from hfax.server.protocol import ChatRequest, Message, NamedTool, ResponseFormat
-
-_OWN_NAMES = {
-    "messages",
-    "tools",
-    "documents",
-    "add_generation_prompt",
-    "continue_final_message",
-    "bos_token",
-    "eos_token",
-}
-"""Template variables that the server sets; requests cannot override them."""
+from hfax.server.template_options import template_options
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +52,10 @@ class ChatTemplate:
         self.text: str | None = own if isinstance(own, str) else (own or {}).get("default") if own else None
         self.tools: ToolFormat | None = tool_format_of(self.text)
         self.has_reasoning = has_reasoning(self.text)
+        texts = [t for t in (own.values() if isinstance(own, dict) else [own]) if isinstance(t, str)]
+        special = frozenset(getattr(tokenizer, "special_tokens_map", None) or ())
+        self.options = template_options(texts, special)
+        """Names that `chat_template_kwargs` may set."""
 
     def render(
         self, request: ChatRequest, load_image: Callable[[str], Any], check_length: Callable[[str], None]
@@ -83,11 +77,30 @@ class ChatTemplate:
             tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
         extra = dict(request.chat_template_kwargs or {})
         for name in extra:
-            if name in _OWN_NAMES or name not in (self.text or ""):
+            if name not in self.options:
                 raise ApiError(
                     400, f"The model's chat template has no option {name[:64]!r}.", param="chat_template_kwargs"
                 )
+        extra = self._effort(request.reasoning_effort) | extra
         return self.render_messages(request.messages, load_image, check_length, tools=tools, **extra)
+
+    def _effort(self, effort: str | None) -> dict[str, Any]:
+        """Template options for a reasoning effort; none where the model does not reason, or has no such option.
+
+        Raises:
+            ApiError: the effort is "none", and the model always reasons.
+        """
+        if effort is None:
+            return {}
+        if "reasoning_effort" in self.options:
+            return {"reasoning_effort": effort}
+        if "enable_thinking" in self.options:
+            return {"enable_thinking": effort != "none"}
+        if effort == "none" and self.has_reasoning:
+            raise ApiError(
+                400, "The model always reasons; its chat template has no option for it.", param="reasoning_effort"
+            )
+        return {}
 
     def render_messages(
         self,
@@ -175,10 +188,20 @@ class ChatTemplate:
             tools,
             splits_reasoning=self.has_reasoning,
             starts_in_reasoning=self.has_reasoning and ends_in_reasoning,
+            max_calls=1 if request.parallel_tool_calls is False else None,
         )
 
-    def structured_outputs(self, request: ChatRequest) -> StructuredOutputsParams | None:
-        """The constraint on the completion: a response format or a forced tool call; None if unconstrained."""
+    def structured_outputs(self, request: ChatRequest, prompt: ChatPrompt) -> StructuredOutputsParams | None:
+        """The constraint on the completion: a response format or a forced tool call; None if unconstrained.
+
+        Where the prompt ends in reasoning, the constraint begins after it.
+        """
+        wanted = self._constraint(request)
+        if wanted is None or not (self.has_reasoning and prompt.ends_in_reasoning):
+            return wanted
+        return dataclasses.replace(wanted, after=END_OF_REASONING)
+
+    def _constraint(self, request: ChatRequest) -> StructuredOutputsParams | None:
         if request.response_format is not None:
             return structured_outputs_of(request.response_format)
         if not request.tools or request.tool_choice in (None, "auto", "none"):
@@ -199,6 +222,8 @@ class ChatTemplate:
         schema: dict[str, Any] = {"anyOf": calls} if len(calls) > 1 else calls[0]
         if self.tools.is_list:
             schema = {"type": "array", "items": schema, "minItems": 1}
+            if request.parallel_tool_calls is False:
+                schema["maxItems"] = 1
         schema["x-guidance"] = COMPACT
         begin, end = self._mark(self.tools.begin), self._mark(self.tools.end)
         space = r' "\n" ' if self.tools.end is not None else " "
@@ -207,18 +232,19 @@ class ChatTemplate:
         )
 
     def _mark(self, mark: str | None) -> str:
-        """A marker in grammar syntax: a special token by name, anything else as a string literal."""
+        """A marker in grammar syntax: a token of its own by id, or its text."""
         if mark is None:
             return ""
-        return mark if self._is_special(mark) else json.dumps(mark)
+        token = self._tokenizer.get_added_vocab().get(mark)
+        return json.dumps(mark) if token is None else f"(<[{token}]> | {json.dumps(mark)})"
 
-    def _is_special(self, mark: str) -> bool:
-        return mark in (getattr(self._tokenizer, "all_special_tokens", None) or ())
-
-    @property
-    def keeps_special_tokens(self) -> bool:
-        """Whether the tool-call markers are special tokens, which decoding would otherwise skip."""
-        return self.tools is not None and self._is_special(self.tools.begin)
+    def keeps_special_tokens(self, request: ChatRequest) -> bool:
+        """Whether markers that the parser looks for are special tokens, which decoding would otherwise skip."""
+        marks = [self.tools.begin] if self.tools is not None and request.tools else []
+        if self.has_reasoning:
+            marks.append(END_OF_REASONING)
+        special = getattr(self._tokenizer, "all_special_tokens", None) or ()
+        return any(mark in special for mark in marks)
 
 
 def _has_images(message: Message) -> bool:

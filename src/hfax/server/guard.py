@@ -27,6 +27,9 @@ access = logging.getLogger("hfax.access")
 OPEN_PATHS = ("/health",)
 """Routes that do not require an API key."""
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
+MAX_HEAD_BYTES = 32 << 10
+"""Maximum bytes of a request's first line and headers."""
+MAX_HEADERS = 100
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 Scope = dict[str, Any]
@@ -63,6 +66,7 @@ class Guard:
             await send(message)
 
         try:
+            _check_head(scope)
             headers = _headers(scope)
             self._check_host(headers)
             scope.setdefault("state", {})["key"] = self._check_key(scope["path"], headers)
@@ -77,7 +81,7 @@ class Guard:
         except Exception as error:
             failure = as_api_error(error)
             if failure.status >= 500:
-                logger.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
+                logger.error("%s %s failed", scope["method"], _printable(scope["path"]), exc_info=error)
             if not has_started:
                 await _answer(failure, watched)
         finally:
@@ -182,7 +186,8 @@ class Guard:
             access.info("%s", json.dumps({**line, "seconds": round(seconds, 4), **extra}))
         else:
             rest = "".join(f" {name}={json.dumps(value)}" for name, value in extra.items())
-            access.info('%s "%s %s" %s %.3fs%s', client, scope["method"], scope["path"], status, seconds, rest)
+            path = _printable(scope["path"])
+            access.info('%s "%s %s" %s %.3fs%s', _printable(client), scope["method"], path, status, seconds, rest)
 
 
 class _Disconnected(Exception):
@@ -190,6 +195,32 @@ class _Disconnected(Exception):
 
 
 _SAFETY = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
+
+
+def _check_head(scope: Scope) -> None:
+    """Raise `ApiError` (431) for a head over the limits; the connection bounds one that is not yet complete."""
+    size = len(scope.get("raw_path", b"")) + len(scope.get("query_string", b""))
+    size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+    if size > MAX_HEAD_BYTES or len(scope["headers"]) > MAX_HEADERS:
+        raise ApiError(
+            431,
+            f"The request's head exceeds {MAX_HEAD_BYTES} bytes or {MAX_HEADERS} headers.",
+            code="head_too_large",
+            headers={"Connection": "close"},
+        )
+
+
+def _printable(text: str) -> str:
+    """Text from a client for a line of the log: control characters, quotes and the like are escaped, as in a string literal."""
+    if text.isprintable() and '"' not in text and "\\" not in text:
+        return text
+    return "".join(_escaped(c) for c in text)
+
+
+def _escaped(character: str) -> str:
+    if character in '"\\':
+        return "\\" + character
+    return character if character.isprintable() else ascii(character)[1:-1]
 
 
 def _headers(scope: Scope) -> dict[str, str]:

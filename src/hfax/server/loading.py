@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from hfax.engine.sampling_params import MAX_SUPPRESSED
 from hfax.server.chat import ChatTemplate
 from hfax.server.embeddings import Embedder
 from hfax.server.request_reader import RequestReader
+from hfax.server.token_text import TokenText
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,11 @@ class Loaded:
     embedder: Embedder | None
     defaults: dict[str, Any]
     max_new_tokens: int | None
+
+    @functools.cached_property
+    def token_text(self) -> TokenText:
+        """The texts and bytes of the tokenizer's tokens."""
+        return TokenText(self.tokenizer)
 
 
 Load = Callable[[OnStep], Loaded]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import jax
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily
 
 if TYPE_CHECKING:
@@ -59,6 +59,9 @@ class Metrics:
 
     def __init__(self, prefix: str, model_name: str) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(
+            registry=self.registry
+        )  # resident memory, processor time and open files of the server's process
         self._prefix, self._label = prefix, model_name
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "Time from arrival to the first token.", _SECONDS

@@ -11,6 +11,8 @@ import dataclasses
 import json
 from typing import Any
 
+END_OF_REASONING = "</think>"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Piece:
@@ -64,7 +66,7 @@ def tool_format_of(template: str | None) -> ToolFormat | None:
 
 def has_reasoning(template: str | None) -> bool:
     """Whether a chat template supports reasoning between <think> and </think>."""
-    return bool(template) and "</think>" in (template or "")
+    return bool(template) and END_OF_REASONING in (template or "")
 
 
 class OutputParser:
@@ -74,12 +76,19 @@ class OutputParser:
         tools: the tool-call format; None: tool calls are not parsed.
         splits_reasoning: text between <think> and </think> at the start of the output is reasoning.
         starts_in_reasoning: the prompt ended with <think>.
+        max_calls: return at most this many tool calls, the first ones; None: all.
     """
 
     def __init__(
-        self, tools: ToolFormat | None, *, splits_reasoning: bool = False, starts_in_reasoning: bool = False
+        self,
+        tools: ToolFormat | None,
+        *,
+        splits_reasoning: bool = False,
+        starts_in_reasoning: bool = False,
+        max_calls: int | None = None,
     ) -> None:
         self._tools = tools
+        self._max_calls = max_calls
         self._buffer = ""
         self._state = "reasoning" if starts_in_reasoning else "start" if splits_reasoning else "content"
         self.num_calls = 0
@@ -102,7 +111,7 @@ class OutputParser:
         if self._state == "start":
             return self._start(is_last)
         if self._state == "reasoning":
-            return self._until("</think>", "content", "reasoning", is_last)
+            return self._until(END_OF_REASONING, "content", "reasoning", is_last)
         if self._state == "content" and self._tools is not None:
             return self._until(self._tools.begin, "call", "content", is_last)
         if self._state == "content":
@@ -146,6 +155,8 @@ class OutputParser:
         calls = _calls(body, self._tools)
         if calls is None:  # malformed call: return it as content
             return [Piece(kind="content", text=self._tools.begin + body + (end or "" if at >= 0 else ""))]
+        if self._max_calls is not None:
+            calls = calls[: max(self._max_calls - self.num_calls, 0)]
         self.num_calls += len(calls)
         return calls
 

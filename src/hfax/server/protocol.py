@@ -56,7 +56,7 @@ class Sampling(Strict):
     model: StrictStr
     n: Annotated[StrictInt, Field(ge=1, le=MAX_TEXTS)] | None = None
     temperature: Annotated[Number, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     top_k: Annotated[StrictInt, Field(ge=-1, le=1 << 24)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
@@ -195,6 +195,11 @@ class Message(Strict):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=128)] | None = None
     tool_call_id: StrictStr | None = None
     reasoning_content: StrictStr | None = None
+    refusal: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+    """OpenAI's clients send an answer back with these fields, empty."""
 
     @model_validator(mode="after")
     def _check(self) -> Message:
@@ -247,7 +252,10 @@ class ChatRequest(Sampling):
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: StrictBool | None = None
+    """False: at most one call is returned."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    """For chat templates that have an option of this name; "none" also where one can switch reasoning off."""
     chat_template_kwargs: (
         Annotated[
             dict[str, StrictBool | StrictInt | Annotated[StrictStr, Field(max_length=256)] | None], Field(max_length=16)
@@ -256,7 +264,14 @@ class ChatRequest(Sampling):
     ) = None
     add_generation_prompt: Literal[True] = True
     store: Literal[False] | None = None
-    metadata: None = None
+    metadata: (
+        Annotated[
+            dict[Annotated[StrictStr, Field(max_length=64)], Annotated[StrictStr, Field(max_length=512)]],
+            Field(max_length=16),
+        ]
+        | None
+    ) = None
+    """Labels of stored answers; none is stored."""
     modalities: list[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
 

@@ -39,12 +39,14 @@ class ReadCompletion:
         body: the validated body, without its prompts.
         prompts: token ids of each prompt.
         texts: each prompt as text, if the body asks for `echo`; else empty.
+        were_texts: the prompts were sent as texts, not as token ids.
         structured_outputs: constraint on the completions.
     """
 
     body: CompletionRequest
     prompts: list[list[int]]
     texts: list[str]
+    were_texts: bool
     structured_outputs: StructuredOutputsParams | None
 
 
@@ -131,6 +133,7 @@ class RequestReader:
             body=body.model_copy(update={"prompt": "", "response_format": None}),
             prompts=prompts,
             texts=texts,
+            were_texts=isinstance(given[0], str),
             structured_outputs=wanted,
         )
 
@@ -142,7 +145,7 @@ class RequestReader:
         """
         body = self._parse(ChatRequest, data)
         prompt = self._template.render(body, ImageLoader(self._image_hosts), self._check_length)
-        wanted = self._template.structured_outputs(body)
+        wanted = self._template.structured_outputs(body, prompt)
         self._try_grammar(wanted)
         return ReadChat(
             body=body.model_copy(update={"messages": [], "response_format": None}),

@@ -18,6 +18,7 @@ from hfax.server.failures import as_api_error
 from hfax.server.output_parser import OutputParser, Piece
 from hfax.server.protocol import ChatRequest, CompletionRequest
 from hfax.server.served import Answer
+from hfax.server.token_text import TextPlaces, TokenText
 
 Json = dict[str, Any]
 
@@ -99,8 +100,9 @@ class CompletionWriter:
         body: the request.
         answer: its completions.
         request_id: the response's id.
-        decode: decodes one token to text.
-        texts: each prompt as text, if the body asks for `echo`.
+        tokens: the texts and bytes of tokens.
+        prompt_texts: each prompt as text, if the body asks for `echo`.
+        were_texts: the prompts were sent as texts, not as token ids.
     """
 
     def __init__(
@@ -108,10 +110,13 @@ class CompletionWriter:
         body: CompletionRequest,
         answer: Answer,
         request_id: str,
-        decode: Callable[[int], str],
-        texts: list[str],
+        tokens: TokenText,
+        prompt_texts: list[str],
+        *,
+        were_texts: bool,
     ) -> None:
-        self._body, self._answer, self._decode, self._texts = body, answer, decode, texts
+        self._body, self._answer, self._texts = body, answer, tokens
+        self._prompt_texts, self._were_texts = prompt_texts, were_texts
         self._head = {"id": request_id, "object": "text_completion", "created": int(time.time()), "model": body.model}
         self._n = body.n or 1
 
@@ -123,11 +128,14 @@ class CompletionWriter:
         for index, request in enumerate(self._answer.requests):
             for output in request.output.outputs:
                 text, logprobs = output.text, output.logprobs
-                prefix = self._texts[index] if self._body.echo else ""
+                prefix = self._prompt_texts[index] if self._body.echo else ""
                 found = None
                 if self._body.logprobs is not None:
-                    prompt = request.output.prompt_token_ids if self._body.echo else ()
-                    found = self._logprobs(prompt, request.output.prompt_logprobs or [], logprobs or [])
+                    places = TextPlaces(self._texts, len(prefix))
+                    found = self._logprobs(logprobs or [], places)
+                    if self._body.echo:
+                        ids, scored = request.output.prompt_token_ids, request.output.prompt_logprobs or []
+                        found = _joined(self._prompt_logprobs(ids, scored, prefix), found)
                 choices.append(
                     {
                         "index": index * self._n + output.index,
@@ -142,7 +150,7 @@ class CompletionWriter:
     async def events(self) -> AsyncIterator[Json | None]:
         """The response as a stream of chunks."""
         echoed: set[int] = set()
-        offsets: dict[int, int] = {}
+        places: dict[int, TextPlaces] = {}
         async for found in self._answer.deltas():
             if found is None:
                 yield None
@@ -151,11 +159,11 @@ class CompletionWriter:
             prefix = ""
             if self._body.echo and place not in echoed:
                 echoed.add(place)
-                prefix = self._texts[place // self._n]
+                prefix = self._prompt_texts[place // self._n]
             logprobs = None
             if self._body.logprobs is not None and delta.logprobs:
-                logprobs = self._logprobs((), [], list(delta.logprobs), offsets.get(place, 0))
-                offsets[place] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
+                own = places.setdefault(place, TextPlaces(self._texts))
+                logprobs = self._logprobs(list(delta.logprobs), own)
             if not (prefix or delta.text or delta.finish_reason or logprobs):
                 continue
             choice = {
@@ -169,27 +177,43 @@ class CompletionWriter:
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             yield _usage_event(self._head, self._answer)
 
-    def _logprobs(
-        self, prompt: tuple[int, ...], of_prompt: list[TokenLogprob], of_text: list[TokenLogprob], offset: int = 0
-    ) -> Json:
-        tokens: list[str] = []
-        values: list[float | None] = []
-        tops: list[Json | None] = []
-        entries: list[TokenLogprob | None] = [None, *of_prompt] if prompt else []
-        entries += of_text
-        for place, entry in enumerate(entries):
-            tokens.append(self._decode(prompt[place] if entry is None else entry.token_id))
-            values.append(None if entry is None else entry.logprob)
-            top = None
-            if entry is not None:
-                top = {self._decode(token): value for token, value in reversed(entry.top)}
-                top.setdefault(tokens[-1], entry.logprob)
-            tops.append(top)
-        places = []
-        for token in tokens:
-            places.append(offset)
-            offset += len(token)
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": places}
+    def _prompt_logprobs(self, ids: tuple[int, ...], scored: list[TokenLogprob], text: str) -> Json:
+        """Of the echoed prompt; its first token has none. Special tokens that the tokenizer added are not in its text."""
+        found: Json = {"tokens": [self._texts.name_of(token) for token in ids]}
+        found["token_logprobs"] = [None, *(entry.logprob for entry in scored)]
+        found["top_logprobs"] = [None, *(self._top(entry) for entry in scored)]
+        places, offsets = TextPlaces(self._texts), []
+        for token in ids:
+            is_left_out = (
+                self._were_texts
+                and self._texts.is_special(token)
+                and not text.startswith(self._texts.text_of(token), places.next_place)
+            )
+            offsets.append(places.add(token, is_in_text=not is_left_out))
+            begins = not offsets[-1] and places.next_place
+            if begins and self._texts.text_of(token).startswith(" ") and not text.startswith(" "):
+                places.next_place -= 1  # SentencePiece's space before a text
+        return found | {"text_offset": offsets}
+
+    def _logprobs(self, entries: list[TokenLogprob], places: TextPlaces) -> Json:
+        skips = self._body.skip_special_tokens
+        return {
+            "tokens": [self._texts.name_of(entry.token_id) for entry in entries],
+            "token_logprobs": [entry.logprob for entry in entries],
+            "top_logprobs": [self._top(entry) for entry in entries],
+            "text_offset": [
+                places.add(e.token_id, is_in_text=not (skips and self._texts.is_special(e.token_id))) for e in entries
+            ],
+        }
+
+    def _top(self, entry: TokenLogprob) -> Json:
+        top = {self._texts.name_of(token): value for token, value in reversed(entry.top)}
+        top.setdefault(self._texts.name_of(entry.token_id), entry.logprob)
+        return top
+
+
+def _joined(first: Json, second: Json) -> Json:
+    return {name: [*first[name], *second[name]] for name in first}
 
 
 def _null_usage(body: Any) -> Json:
@@ -207,7 +231,7 @@ class ChatWriter:
         body: the request.
         answer: its completions.
         request_id: the response's id.
-        decode: decodes one token to text.
+        texts: the texts and bytes of tokens.
         make_parser: creates an output parser for one completion.
     """
 
@@ -216,10 +240,10 @@ class ChatWriter:
         body: ChatRequest,
         answer: Answer,
         request_id: str,
-        decode: Callable[[int], str],
+        texts: TokenText,
         make_parser: Callable[[], OutputParser],
     ) -> None:
-        self._body, self._answer, self._decode, self._make_parser = body, answer, decode, make_parser
+        self._body, self._answer, self._texts, self._make_parser = body, answer, texts, make_parser
         self._head = {"id": request_id, "created": int(time.time()), "model": body.model}
 
     async def whole(self) -> Json:
@@ -289,8 +313,11 @@ class ChatWriter:
 
     def _logprobs(self, found: list[TokenLogprob]) -> list[Json]:
         def entry(token: int, value: float) -> Json:
-            text = self._decode(token)
-            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+            return {
+                "token": self._texts.text_of(token),
+                "logprob": value,
+                "bytes": list(self._texts.bytes_of(token)),
+            }
 
         return [
             {**entry(one.token_id, one.logprob), "top_logprobs": [entry(token, value) for token, value in one.top]}

@@ -12,6 +12,7 @@ from socket import socket as Socket
 import uvicorn
 
 from hfax.server.app import make_app
+from hfax.server.connection import make_config
 from hfax.server.loading import Load
 from hfax.server.served import Served
 from hfax.server.settings import Settings
@@ -62,19 +63,7 @@ def run_server(
 
 async def _serve(settings: Settings, load: Load, on_listening: Callable[[str], None]) -> BaseException | None:
     served = Served(settings, load)
-    config = uvicorn.Config(
-        make_app(served),
-        host=settings.host,
-        port=settings.port,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        lifespan="off",
-        ws="none",
-        h11_max_incomplete_event_size=64 << 10,
-        timeout_keep_alive=15,
-        timeout_graceful_shutdown=int(settings.drain_timeout_s),
-    )
+    config = make_config(make_app(served), settings)
     socket = config.bind_socket()
     address = socket.getsockname()
     host = f"[{address[0]}]" if ":" in address[0] else address[0]

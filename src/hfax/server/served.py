@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 from hfax.engine.engine import Engine, PreparedPrompt, Request
@@ -206,7 +206,6 @@ class Answer:
         self._served = served
         self._params = prompts[0].params
         self.requests: list[Request] = []
-        self.decode: Callable[[list[int]], str] = served.loaded.tokenizer.decode
         self._deltas: asyncio.Queue[tuple[int, OutputDelta]] = asyncio.Queue()
         self._started = time.perf_counter()
         self._span = served.tracing.start("llm_request", self._params, options.get("request_id", ""))

@@ -19,6 +19,8 @@ class Settings:
         allowed_origins: origins allowed for cross-origin requests; "*" for any.
         max_body_bytes: maximum size of a request body.
         body_timeout_s: timeout for receiving a request body.
+        head_timeout_s: seconds to receive a request's first line and headers; also for a connection that sends nothing.
+        write_timeout_s: a client that reads nothing of its answer for this long is disconnected.
         step_timeout_s: an engine step that takes longer than this, and three times longer than any before it, counts as hung.
         keep_alive_s: interval of keep-alive comments in an idle stream.
         drain_timeout_s: time for running requests to finish at shutdown.
@@ -31,6 +33,7 @@ class Settings:
         max_embeddings_waiting: maximum number of embedding requests that wait.
         max_host_memory_bytes: requests are refused while the server's resident memory exceeds this; None: no limit.
         image_hosts: host names that images may be fetched from; empty: data: URLs only.
+        trusted_proxies: addresses or networks of reverse proxies whose X-Forwarded-For and X-Forwarded-Proto headers count.
         metrics_prefix: prefix of metric names.
         json_logs: write the access log as JSON lines.
         otlp_endpoint: OTLP endpoint for traces; None: no tracing.
@@ -45,6 +48,8 @@ class Settings:
     allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 32 << 20
     body_timeout_s: float = 20.0
+    head_timeout_s: float = 20.0
+    write_timeout_s: float = 30.0
     step_timeout_s: float = 8.0
     keep_alive_s: float = 5.0
     drain_timeout_s: float = 60.0
@@ -56,6 +61,7 @@ class Settings:
     max_embeddings_waiting: int = 64
     max_host_memory_bytes: int | None = None
     image_hosts: tuple[str, ...] = ()
+    trusted_proxies: tuple[str, ...] = ()
     metrics_prefix: str = "hfax:"
     json_logs: bool = False
     otlp_endpoint: str | None = None

@@ -60,7 +60,11 @@ class WorkerPool:
         self.num_killed = 0
         """Workers that ended because of their task."""
         self._num_expensive = 0
-        self._waiting: collections.OrderedDict[str, collections.deque[_Task]] = collections.OrderedDict()
+        self._waiting: dict[str, collections.deque[_Task]] = {}
+        self._served: dict[str, int] = {}
+        """For each client with a running or waiting task, the number of its last started one; none if it has just come."""
+        self._num_running: collections.Counter[str] = collections.Counter()
+        self._num_served = 0
         self._idle: list[_Worker] = []
         self._workers: set[_Worker] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -147,6 +151,7 @@ class WorkerPool:
         while self.num_busy < self.num_workers and (task := self._next()) is not None:
             self.num_busy += 1
             self._num_expensive += task.is_expensive
+            self._num_running[task.client] += 1
             running = asyncio.ensure_future(self._work(task))
             self._running.add(running)
             running.add_done_callback(self._running.discard)
@@ -154,11 +159,13 @@ class WorkerPool:
     def _next(self) -> _Task | None:
         """Remove and return the next task, of the client that was served longest ago."""
         takes_expensive = self._num_expensive < self.num_workers - 1
-        for client, tasks in self._waiting.items():
+        for client in sorted(self._waiting, key=lambda name: self._served.get(name, -1)):
+            tasks = self._waiting[client]
             for task in tasks:
                 if task.answer.cancelled() or not task.is_expensive or takes_expensive:
                     tasks.remove(task)
-                    self._waiting.move_to_end(client)
+                    self._num_served += 1
+                    self._served[client] = self._num_served
                     if not tasks:
                         del self._waiting[client]
                     return task
@@ -174,6 +181,11 @@ class WorkerPool:
         finally:
             self.num_busy -= 1
             self._num_expensive -= task.is_expensive
+            self._num_running[task.client] -= 1
+            if not self._num_running[task.client]:
+                del self._num_running[task.client]
+                if task.client not in self._waiting:
+                    del self._served[task.client]
             if not task.answer.done():
                 task.answer.set_result(outcome)
             self._dispatch()
@@ -208,8 +220,12 @@ class WorkerPool:
 
     async def _make_worker(self) -> _Worker:
         assert self._forks is not None
-        pid, connection = await asyncio.to_thread(self._forks.fork)
-        worker = await _Worker.open(pid, connection)
+        ours, theirs = socket.socketpair()
+        try:
+            worker = await _Worker.open(await asyncio.to_thread(self._forks.fork, theirs), ours)
+        except BaseException:
+            ours.close()  # the worker, if there is one, ends
+            raise
         self._workers.add(worker)
         if self._is_closed:
             worker.close()
@@ -271,19 +287,18 @@ class _ForkServer:
         with self._lock:
             self._start()
 
-    def fork(self) -> tuple[int, socket.socket]:
-        """Fork a worker; returns its process id and the connection to it."""
-        ours, theirs = socket.socketpair()
-        with self._lock, theirs:
+    def fork(self, connection: socket.socket) -> int:
+        """Fork a worker for this end of a connection, which is closed here; returns its process id."""
+        with self._lock, connection:
             try:
-                return self._fork(theirs), ours
+                return self._fork(connection)
             except (OSError, EOFError):
                 if self._is_closed:
                     raise
                 logger.warning("the process that reads requests ended; it is started again")
                 self._end()
                 self._start()
-                return self._fork(theirs), ours
+                return self._fork(connection)
 
     def reap(self, pid: int) -> int:
         """End a worker; returns its exit code, negative for the signal that it ended with."""

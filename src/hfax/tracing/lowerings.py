@@ -115,6 +115,14 @@ def _prod(
     return out.astype(mappings.t2j_dtype(dtype)) if dtype is not None else out
 
 
+def _of_words(op: Any, input: Any, *args: Any, dtype: torch.dtype | None = None, **options: Any) -> jax.Array:
+    """Sums and products of 8-bit and 16-bit integers are signed 32-bit integers, which stand for torch's 64-bit ones."""
+    if dtype is None and _is_whole(input) and jnp.asarray(input).dtype.itemsize < 4:
+        input = jnp.asarray(input, jnp.int32)
+    lowering = _prod if op is _aten.prod else _torchax(op)
+    return lowering(input, *args, **options) if dtype is None else lowering(input, *args, dtype=dtype, **options)
+
+
 def _sort(input: jax.Array, dim: int = -1, descending: bool = False, stable: bool = False) -> tuple[Any, Any]:
     """The sort is stable, as in torch on CPU, also when descending."""
     if not input.ndim:
@@ -200,12 +208,12 @@ LOWERINGS: dict[Any, Callable[..., Any]] = {
     _aten.pow: _pow,
     _aten.hardtanh: _hardtanh,
     _aten.linalg_vector_norm: _vector_norm,
-    _aten.prod: _prod,
     _aten.sort: _sort,
     _aten.scatter_reduce: _scatter_reduce,
     _aten._linalg_eigh: _eigh,
     _aten.linalg_pinv.atol_rtol_tensor: _pinv,
     **{op: functools.partial(_in_its_dtype, op) for op in (_aten.lgamma, _aten.digamma, _aten.mvlgamma, _aten.logit)},
+    **{op: functools.partial(_of_words, op) for op in (_aten.sum, _aten.cumsum, _aten.cumprod, _aten.prod)},
     **{op: functools.partial(_of_floats, op) for op in _SPECIAL},
 }
 """torch operations, or their overloads, mapped to functions of arrays."""

@@ -76,9 +76,15 @@ inline float total(Floats v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps(v);
 #else
-  float sum = 0;
-  for (int i = 0; i < kLanes; ++i) sum += v[i];
-  return sum;
+  typedef float Eight __attribute__((vector_size(32)));
+  typedef float Four __attribute__((vector_size(16)));
+  Eight halves[2];
+  std::memcpy(halves, &v, sizeof(v));
+  const Eight eight = halves[0] + halves[1];
+  Four quarters[2];
+  std::memcpy(quarters, &eight, sizeof(eight));
+  const Four four = quarters[0] + quarters[1];
+  return (four[0] + four[2]) + (four[1] + four[3]);
 #endif
 }
 

@@ -13,7 +13,6 @@
 namespace {
 
 constexpr int64_t kChunkBytes = 256 << 10;  // of weights that a thread takes at a time
-constexpr int64_t kFewRows = 16;           // of x; up to so many, a row's sums are added in the same order however many there are
 constexpr int64_t kColumnBlock = 4;        // rows of the weight that a piece of work has a multiple of
 constexpr int64_t kPrefetch = 4096;        // bytes ahead
 
@@ -100,7 +99,8 @@ struct Weight {
   const Bf16* scale;
   int64_t group;
 
-  // Sums of M rows of x with R rows of the weight from `row` on.
+  // Sums of M rows of x with R rows of the weight from `row` on. A sum's order does not depend on M and R: a row of x gives the same
+  // numbers whatever rows are beside it. So there is one chain of additions for each, and several come from R.
   template <int M, int R>
   void dots(const typename Decoder::Activation* x, int64_t row, float* out, int64_t stride) const {
     using Vector = typename Decoder::Vector;
@@ -108,13 +108,11 @@ struct Weight {
     const int64_t width = decoder.width, bytes = decoder.bytes_per_row(), groups = scale ? width / group : 1;
     const int64_t whole = width - width % Decoder::kWidth;
     const uint8_t* w = decoder.at(row);
-    // few sums would wait for each other: one addition takes several cycles
-    constexpr int kChains = M * R > 4 ? 1 : 4;
     Floats totals[M][R] = {};
     for (int64_t g = 0; g < groups; ++g) {
-      Floats sums[kChains][M][R] = {};
+      Floats sums[M][R] = {};
       const int64_t begin = scale ? g * group : 0, end = scale ? begin + group : whole;
-      auto step = [&](int64_t k, Floats (&into)[M][R]) __attribute__((always_inline)) {
+      for (int64_t k = begin; k < end; k += Decoder::kWidth) {
         Vector ws[R][V];
         for (int r = 0; r < R; ++r) {
           const uint8_t* from = w + r * bytes + Decoder::offset(k);
@@ -125,21 +123,13 @@ struct Weight {
           for (int v = 0; v < V; ++v) {
             Vector xs;
             load_activations(x + m * width + k + v * kStep, xs);
-            for (int r = 0; r < R; ++r) multiply_add(into[m][r], xs, ws[r][v]);
+            for (int r = 0; r < R; ++r) multiply_add(sums[m][r], xs, ws[r][v]);
           }
         }
-      };
-      int64_t k = begin;
-      for (; k + kChains * Decoder::kWidth <= end; k += kChains * Decoder::kWidth)
-        for (int c = 0; c < kChains; ++c) step(k + c * Decoder::kWidth, sums[c]);
-      for (; k < end; k += Decoder::kWidth) step(k, sums[0]);
+      }
       for (int r = 0; r < R; ++r) {
         const float s = scale ? to_float(scale[(row + r) * groups + g]) : 1.0f;
-        for (int m = 0; m < M; ++m) {
-          Floats all = sums[0][m][r];
-          for (int c = 1; c < kChains; ++c) all += sums[c][m][r];
-          totals[m][r] += all * s;
-        }
+        for (int m = 0; m < M; ++m) totals[m][r] += sums[m][r] * s;
       }
     }
     for (int m = 0; m < M; ++m)
@@ -329,12 +319,11 @@ template <typename Product, typename Out>
 void columns(const Product& product, int64_t first, int64_t last, int64_t begin, int64_t end, Out* out, int64_t num_columns) {
   const int64_t num_rows = last - first;
   int64_t row = begin;
-  // a single row of x needs no registers for others, and memory is fastest read in one stream
-  if (num_rows > kFewRows || (num_rows > 1 && Product::kIsExact))
+  if (num_rows > 1)
     for (; row + 4 <= end; row += 4) blocks<4, 4>(product, first, last, row, out, num_columns);
-  else if (num_rows > 1)
-    for (; row + 2 <= end; row += 2) blocks<2, 2>(product, first, last, row, out, num_columns);
-  for (; row < end; ++row) blocks<2, 1>(product, first, last, row, out, num_columns);
+  else
+    for (; row + 4 <= end; row += 4) block<1, 4>(product, first, row, out, num_columns);
+  for (; row < end; ++row) blocks<4, 1>(product, first, last, row, out, num_columns);
 }
 
 inline int64_t columns_per_chunk(int64_t bytes_per_row) {

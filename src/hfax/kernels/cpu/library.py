@@ -58,11 +58,14 @@ _FLAGS = (
     "-O3",
     "-ffast-math",
     "-fno-finite-math-only",
+    "-fno-associative-math",  # sums keep their order, so that a row's numbers do not depend on the rows beside it
     "-fno-strict-aliasing",
     "-fPIC",
     "-shared",
     "-w",
 )
+_GCC_FLAGS = ("--param=avoid-fma-max-bits=0",)
+"""For some processors GCC fuses multiplications and additions in one copy of a loop and not in another, which round differently."""
 _COMPILE_SECONDS = 300
 
 
@@ -212,7 +215,7 @@ def digest() -> str:
 def _digest(instructions: InstructionSet) -> str:
     compiler = _compiler()
     sources = [path.read_text() for path in (_SOURCE, *map(_SOURCE.with_name, _HEADERS))]
-    parts = [*sources, *_FLAGS, *instructions.flags, jax.__version__, processor_features(), str(compiler)]
+    parts = [*sources, *_FLAGS, *_GCC_FLAGS, *instructions.flags, jax.__version__, processor_features(), str(compiler)]
     if compiler is not None:
         parts.append(subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
@@ -253,11 +256,28 @@ def _build(compiler: str, instructions: InstructionSet) -> Path:
         if (folder / name).is_file():  # another process has compiled it meanwhile
             return folder / name
         made = Path(scratch) / name
-        command = [compiler, *_FLAGS, *instructions.flags, "-I", jax.ffi.include_dir(), str(_SOURCE), "-o", str(made)]
+        command = [
+            compiler,
+            *_FLAGS,
+            *(_GCC_FLAGS if _is_gcc(compiler) else ()),
+            *instructions.flags,
+            "-I",
+            jax.ffi.include_dir(),
+            str(_SOURCE),
+            "-o",
+            str(made),
+        ]
         with phase("compile", f"CPU kernels ({instructions.name})"):
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
         made.replace(folder / name)
     return folder / name
+
+
+def _is_gcc(compiler: str) -> bool:
+    version = subprocess.run(
+        [compiler, "--version"], check=False, capture_output=True, text=True, timeout=_COMPILE_SECONDS
+    )
+    return "Free Software Foundation" in version.stdout
 
 
 def _folders() -> tuple[Path, ...]:

@@ -1,0 +1,338 @@
+"""Worker processes that read requests: what a request may cost, who waits for whom, and what is left of it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from hfax.server.chat import ChatTemplate
+from hfax.server.embeddings import EmbeddingQueue
+from hfax.server.failures import ApiError
+from hfax.server.images import ImageLoader
+from hfax.server.request_reader import RequestReader
+from hfax.server.workers import WorkerPool
+
+CHAT = [{"role": "user", "content": "What does list.append do?"}]
+HELLO = json.dumps({"model": "demo", "messages": CHAT}).encode()
+LARGE_PRIMES = (62615533, 62615537, 99999989, 73939133)
+"""llguidance compiles "multipleOf" of one of these for minutes, into gigabytes."""
+
+
+def post(server, path: str = "/v1/completions", **body) -> httpx.Response:
+    with server.client() as client:
+        return client.post(path, json={"model": "demo", **body})
+
+
+def is_error(answer: httpx.Response, status: int) -> bool:
+    return answer.status_code == status and set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def multiple_of(prime: int) -> dict:
+    schema = {"type": "integer", "multipleOf": prime}
+    return {"type": "json_schema", "json_schema": {"name": "number", "schema": schema}}
+
+
+def expensive(prime: int = LARGE_PRIMES[0]) -> bytes:
+    return json.dumps({"model": "demo", "messages": CHAT, "response_format": multiple_of(prime)}).encode()
+
+
+# -------------------------------------------------------------------------------------------------- requests to a server
+
+
+def test_schemas_that_compile_for_minutes_are_refused_and_the_next_requests_are_served(make_server):
+    """Four of them ended the service: a thread cannot be stopped, and there were four threads."""
+    with make_server(request_cpu_s=0.3) as running, ThreadPoolExecutor(len(LARGE_PRIMES)) as threads:
+        bodies = [{"messages": CHAT, "response_format": multiple_of(prime), "max_tokens": 4} for prime in LARGE_PRIMES]
+        answers = list(threads.map(lambda body: post(running, "/v1/chat/completions", **body), bodies))
+        for answer in answers:
+            assert is_error(answer, 400)
+            assert answer.json()["error"]["code"] == "too_expensive"
+        assert running.served.workers.num_killed == len(LARGE_PRIMES)
+        assert post(running, "/v1/chat/completions", messages=CHAT, max_tokens=4).status_code == 200
+        assert running.served.state == "ready"
+        with running.client() as client:
+            assert (
+                f'request_workers_killed_total{{model_name="demo"}} {len(LARGE_PRIMES)}.0'
+                in client.get("/metrics").text
+            )
+
+
+def test_a_template_that_fills_the_memory_is_refused(make_server):
+    with make_server("{{ ('a' * 30000000) * 100 }}", request_memory_bytes=1 << 30, request_cpu_s=30.0) as running:
+        answer = post(running, "/v1/chat/completions", messages=CHAT, max_tokens=4)
+        assert is_error(answer, 400)
+        assert "1024 MB of memory" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": [None] * 1_000_000}, "prompt.str"),
+        ({"prompt": "a", "logit_bias": {f"x{i}": "a" for i in range(200_000)}}, "logit_bias"),
+        ({"prompt": "a", "stop": [1] * 1_000_000}, "stop"),
+        ({"prompt": list(range(100)) * 10_000}, "prompt"),
+        ({"prompt": "a b " * 1_000_000}, "prompt"),
+    ],
+    ids=["nulls", "keys", "stops", "tokens", "text"],
+)
+def test_large_bodies_are_refused_with_their_first_error(make_server, body, param):
+    with make_server(request_cpu_s=30.0) as running:  # the claim is not about time
+        answer = post(running, **body)
+        assert is_error(answer, 400)
+        assert (answer.json()["error"]["param"] or "").startswith(param)
+        assert len(answer.text) < 500
+
+
+def test_images_are_refused_before_they_are_decoded_if_the_model_reads_none(server):
+    """Forty images of 34 million pixels filled 4 GB."""
+    url = "data:image/png;base64," + base64.b64encode(b"not an image").decode()
+    content = [{"type": "image_url", "image_url": {"url": url}}] * 40
+    answer = post(server, "/v1/chat/completions", messages=[{"role": "user", "content": content}])
+    assert is_error(answer, 400)
+    assert "does not support image input" in answer.json()["error"]["message"]
+
+
+def test_bodies_in_all_are_bounded(make_server):
+    with make_server(max_buffered_bytes=100_000) as running:
+        answer = post(running, prompt="a" * 200_000)
+        assert is_error(answer, 503)
+        assert answer.headers["Retry-After"] == "1"
+        assert running.app._num_buffered == 0
+        assert post(running, prompt="a", max_tokens=2).status_code == 200
+        assert running.app._num_buffered == 0
+
+
+def test_requests_are_refused_while_the_process_has_too_much_memory(make_server):
+    with make_server(max_host_memory_bytes=1 << 20) as running:
+        answer = post(running, prompt="a", max_tokens=2)
+        assert is_error(answer, 503)
+        assert answer.json()["error"]["code"] == "out_of_host_memory"
+
+
+# ---------------------------------------------------------------------------------------------------------------- images
+
+
+def _header_of_png(width: int, height: int) -> str:
+    """A PNG of one color, which takes few bytes."""
+    import io
+
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("1", (width, height)).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def test_pixels_and_images_in_all_are_bounded():
+    loader, url = ImageLoader(), _header_of_png(5000, 6000)
+    loader(url)
+    loader(url)
+    with pytest.raises(ApiError, match="64 million pixels in all"):
+        loader(url)
+    loader, url = ImageLoader(), _header_of_png(8, 8)
+    for _ in range(32):
+        loader(url)
+    with pytest.raises(ApiError, match="32 images"):
+        loader(url)
+
+
+# -------------------------------------------------------------------------------------------------------------- the pool
+
+
+@pytest.fixture(scope="module")
+def reader(demo):
+    model, tokenizer = demo
+    return RequestReader(
+        tokenizer,
+        ChatTemplate(tokenizer),
+        vocab_size=model.vocabulary_size,
+        eos_token_ids=(0,),
+        max_model_len=512,
+        model_names=("demo",),
+    )
+
+
+def with_pool(reader, work, **options):
+    """Run `work(pool)` with a pool in an event loop."""
+    pool = WorkerPool(**{"num_workers": 2, "memory_bytes": 1 << 30, "max_waiting": 8, **options})
+    pool.start(reader)
+
+    async def run():
+        try:
+            return await work(pool)
+        finally:
+            pool.close()
+            await asyncio.sleep(0.1)
+
+    return asyncio.run(run())
+
+
+def read(pool, data=HELLO, client="one", cpu_s=30.0):
+    is_expensive = b"json_schema" in data
+    return pool.run("chat", data, client=client, is_expensive=is_expensive, cpu_s=cpu_s, what="Reading")
+
+
+def test_cheap_tasks_do_not_wait_for_expensive_ones(reader):
+    async def work(pool):
+        slow = [asyncio.ensure_future(read(pool, expensive())) for _ in range(3)]
+        found = await read(pool)
+        return found, [task.done() for task in slow], [task.cancel() for task in slow]
+
+    found, done, _ = with_pool(reader, work)
+    assert found.token_ids
+    assert done == [False] * 3
+
+
+def test_clients_are_served_in_turns(reader):
+    async def work(pool):
+        order = []
+
+        async def one(client):
+            with pytest.raises(ApiError):
+                await read(pool, expensive(), client, cpu_s=0.1)
+            order.append(client)
+
+        await asyncio.gather(*[one("greedy") for _ in range(4)], one("other"))
+        return order
+
+    assert with_pool(reader, work).index("other") == 1
+
+
+def test_a_client_has_half_of_the_queue_and_all_have_a_bounded_one(reader):
+    async def work(pool):
+        tasks = [asyncio.ensure_future(read(pool, expensive(), "one")) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as own:
+            await read(pool, expensive(), "one")
+        tasks += [asyncio.ensure_future(read(pool, expensive(), "two")) for _ in range(2)]
+        await asyncio.sleep(0)
+        is_exhausted = pool.is_exhausted
+        with pytest.raises(ApiError) as everyone:
+            await read(pool, expensive(), "three")
+        for task in tasks:
+            task.cancel()
+        return own.value, everyone.value, is_exhausted
+
+    own, everyone, is_exhausted = with_pool(reader, work, max_waiting=4)
+    assert (own.status, everyone.status, is_exhausted) == (429, 503, True)
+    assert own.headers["Retry-After"] == everyone.headers["Retry-After"] == "1"
+
+
+def test_the_queue_empties_when_those_who_wait_leave(reader):
+    async def work(pool):
+        tasks = [asyncio.ensure_future(read(pool, expensive(), str(i), cpu_s=0.2)) for i in range(8)]
+        await asyncio.sleep(0)
+        for task in tasks[1:]:
+            task.cancel()
+        with pytest.raises(ApiError):
+            await tasks[0]
+        found = await read(pool)
+        return found.token_ids, pool.num_waiting
+
+    token_ids, num_waiting = with_pool(reader, work)
+    assert token_ids
+    assert num_waiting == 0
+
+
+def test_a_pool_whose_processes_were_killed_goes_on(reader):
+    async def work(pool):
+        await read(pool)
+        os.kill(pool._forks._process.pid, signal.SIGKILL)
+        for worker in list(pool._workers):
+            os.kill(worker.pid, signal.SIGKILL)
+        with pytest.raises(ApiError):  # the worker that was idle
+            await read(pool)
+        return await read(pool)
+
+    assert with_pool(reader, work).token_ids
+
+
+def test_closing_ends_what_runs(reader):
+    async def work(pool):
+        running = asyncio.ensure_future(read(pool, expensive()))
+        while pool.num_busy == 0 or not pool._workers:
+            await asyncio.sleep(0.01)
+        processes = [worker.pid for worker in pool._workers]
+        await asyncio.to_thread(pool.close)
+        with pytest.raises(ApiError):
+            await running
+        with pytest.raises(ApiError, match="stopping"):
+            await read(pool)
+        return processes
+
+    for process in with_pool(reader, work):
+        assert not _is_alive(process)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_what_cannot_be_started_says_why():
+    pool = WorkerPool(num_workers=2, memory_bytes=1 << 30, max_waiting=8)
+    with pytest.raises(RuntimeError, match="AttributeError"):
+        pool.start("a string, which reads nothing")
+    pool.close()
+
+
+# ------------------------------------------------------------------------------------------------------------ embeddings
+
+
+class _SlowEmbedder:
+    """Waits in its batch until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.num_batches = 0
+        self.goes_on = threading.Event()
+
+    def check(self, texts):
+        pass
+
+    def batches(self, texts):
+        return [[i] for i in range(len(texts))]
+
+    def embed_batch(self, texts):
+        import numpy as np
+
+        self.num_batches += 1
+        self.goes_on.wait(30)
+        return np.zeros((len(texts), 2), np.float32)
+
+
+def test_embeddings_are_bounded_and_stop_when_nobody_waits_for_them():
+    from hfax.errors import EngineBusyError
+
+    async def work():
+        queue, embedder = EmbeddingQueue(1), _SlowEmbedder()
+        first = asyncio.ensure_future(queue.compute(embedder, [[1]] * 5))
+        while embedder.num_batches == 0:
+            await asyncio.sleep(0.01)
+        second = asyncio.ensure_future(queue.compute(embedder, [[1]]))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineBusyError):
+            await queue.compute(embedder, [[1]])
+        first.cancel()
+        embedder.goes_on.set()
+        await second
+        return embedder.num_batches
+
+    assert asyncio.run(work()) == 2
+
+
+def test_a_client_that_left_is_not_waited_for(make_server):
+    with make_server() as running:
+        with pytest.raises(httpx.ReadTimeout), running.client() as client:
+            client.post("/v1/chat/completions", content=expensive(), timeout=0.05)
+        assert post(running, "/v1/chat/completions", messages=CHAT, max_tokens=2).status_code == 200
