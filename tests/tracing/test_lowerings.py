@@ -70,12 +70,21 @@ def test_lowerings_of_our_own_give_what_torch_gives(function: Callable[..., Any]
     [
         (lambda t: torch.polygamma(2, t), "negative numbers"),
         (lambda t: torch.special.zeta(t, t), "negative numbers"),
+        (lambda t: torch.logaddexp(t.to(torch.complex64), t.to(torch.complex64)), "complex numbers"),
+        (lambda t: torch.linalg.eigh(torch.complex(t[:, :2], t[:, 1:])), "complex numbers"),
+        (lambda t: torch.nn.functional.rms_norm(torch.complex(t, t), (3,)), "complex numbers"),
+        (lambda t: _resized(t, "bilinear"), "of bytes"),
+        (lambda t: _resized(t, "bicubic"), "of bytes"),
         (lambda t: _sampled(t[None, None, None], torch.zeros(1, 1, 2, 3, 3)), "reflected at the border"),
     ],
 )
 def test_what_would_be_wrong_is_refused(function: Callable[..., Any], why: str) -> None:
     with pytest.raises(UnsupportedModelError, match=why):
         traced(function, _FLOATS)
+
+
+def _resized(image: Any, mode: str) -> Any:
+    return torch.nn.functional.interpolate(image.to(torch.uint8)[None, None], size=(5, 7), mode=mode)
 
 
 def _sampled(volume: Any, grid: Any) -> Any:

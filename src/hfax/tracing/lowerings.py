@@ -227,7 +227,25 @@ def _reflected_grid(input: Any, grid: Any, interpolation_mode: int, padding_mode
     return "of three axes, with places reflected at the border" if padding_mode == 2 else ""
 
 
+def _complex_numbers(*args: Any, **kwargs: Any) -> str:
+    values = [*args, *kwargs.values()]
+    return "of complex numbers" if any(v.is_complex() for v in values if isinstance(v, torch.Tensor)) else ""
+
+
+def _bytes_of_an_image(input: Any, *args: Any, mode: str = "nearest", **kwargs: Any) -> str:
+    is_rounded = input.dtype == torch.uint8 and not mode.startswith("nearest")
+    return "of bytes, which torch rounds in an order of its own" if is_rounded else ""
+
+
 REFUSED: dict[str, Callable[..., str]] = {
+    **dict.fromkeys(
+        (
+            *("logaddexp", "logcumsumexp", "put", "rms_norm", "_fused_rms_norm", "_linalg_eigh", "linalg_lu_solve"),
+            *("linalg_ldl_factor_ex", "cholesky_solve", "cholesky_inverse", "linalg_lstsq"),
+        ),
+        _complex_numbers,
+    ),
+    "interpolate": _bytes_of_an_image,
     "polygamma": _positive_alone,
     "special_zeta": _positive_alone,
     "grid_sampler_3d": _reflected_grid,
