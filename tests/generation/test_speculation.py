@@ -121,6 +121,7 @@ def test_what_speculation_does_not_support_is_refused(model):
         (model, PROMPT.repeat(2, 1), {"prompt_lookup_num_tokens": 3}, "one sequence"),
         (model, PROMPT, {"prompt_lookup_num_tokens": 3, "assistant_model": model}, "not both"),
         (model, PROMPT, {"assistant_model": qwen(1, 0, vocab_size=65)}, "vocabularies"),
+        (model, PROMPT, {"assistant_model": torch.nn.Linear(1, 1)}, "Linear, which is not an hfax model"),
         (mamba, PROMPT, {"prompt_lookup_num_tokens": 3}, "Recurrent layers"),
     ]
     for subject, prompt, options, reason in cases:

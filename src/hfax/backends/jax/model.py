@@ -396,6 +396,12 @@ class JaxModel(AdapterMethods, BaseModel):
         """The checked call of `generate`, with a seed shared by all processes, and whether its inputs are torch tensors."""
         seeds = (lambda: agree(draw_seed())) if self._layout.spans_processes else draw_seed
         request, to_torch = self._request(inputs, generation_config, options, seed, timestamps, seeds)
+        if assistant_model is not None and not isinstance(assistant_model, JaxModel):
+            raise UnsupportedOptionError(
+                f"assistant_model is a {type(assistant_model).__name__}, which is not an hfax model.",
+                "Draft tokens are computed and verified on the device.",
+                "Load it with AutoModelForTPU.from_pretrained(…, backend='jax').",
+            )
         assistant = None if assistant_model is None else assistant_model.parts
         return with_drafts(request, self.parts, assistant), to_torch
 
