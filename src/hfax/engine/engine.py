@@ -247,6 +247,7 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        client: str = "",
         inputs: Mapping[str, Any] | None = None,
     ) -> Request:
         """Submit a request.
@@ -258,6 +259,8 @@ class Engine:
             request_id: the request's id; None: a generated one.
             priority: lower values run first.
             cache_salt: requests with different salts share no cached pages.
+            client: whose request it is. Among waiting requests of one priority, those of the clients with the fewest running
+                sequences start first.
             inputs: further model inputs for the prompt (`pixel_values`, …), from the model's processor.
 
         Raises:
@@ -286,6 +289,7 @@ class Engine:
                 priority=priority,
                 arrival=number,
                 cache_salt=cache_salt,
+                client=client,
                 inputs=prepared.inputs,
             )
             for index in range(params.n)

@@ -8,6 +8,7 @@ devices.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable
 
 from hfax.engine.pages import PageAllocator
@@ -122,11 +123,14 @@ class Scheduler:
     def _admit(self, parts: list[Part], budget: int, logits: int) -> None:
         """Start waiting sequences while there is room."""
         self.waiting.sort(key=lambda s: s.order)
-        for sequence in list(self.waiting):
+        queue = [s for s in self.waiting if not s.num_pending]  # else its newest token has not been read yet
+        num_running = Counter(s.client for s in self.running)
+        while queue:
             if budget <= 0 or logits <= 0 or not self._slots:
                 return
-            if sequence.num_pending:
-                continue  # its newest token has not been read yet
+            # clients take turns, so that one cannot keep the others out
+            sequence = min(queue, key=lambda s: (s.priority, num_running[s.client], s.order))
+            queue.remove(sequence)
             self._find_prefix(sequence)
             part = self._part(sequence, budget, logits)
             if part is None:
@@ -140,6 +144,7 @@ class Scheduler:
                     return
             self.waiting.remove(sequence)
             self.running.append(sequence)
+            num_running[sequence.client] += 1
             sequence.slot = self._slots.pop()
             parts.append(part)
             budget -= part.count

@@ -51,6 +51,7 @@ class Sequence:
         priority: lower values run first.
         arrival: the request's arrival number.
         cache_salt: sequences with different salts share no pages.
+        client: whose sequence it is; those of clients with fewer running sequences start first.
         inputs: further model inputs for the prompt, by name.
 
     Attributes:
@@ -74,6 +75,7 @@ class Sequence:
     priority: int = 0
     arrival: int = 0
     cache_salt: str = ""
+    client: str = ""
     inputs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     output: list[int] = dataclasses.field(default_factory=list)
     num_computed: int = 0

@@ -100,7 +100,14 @@ def _add_texts(app: FastAPI, served: Served) -> None:
         )
         prepared = await asyncio.to_thread(lambda: [engine.prepare(p, params) for p in read.prompts])
         request.state.request_id = name
-        answer = Answer(served, prepared, request_id=name, priority=body.priority, cache_salt=request.state.key)
+        answer = Answer(
+            served,
+            prepared,
+            request_id=name,
+            priority=body.priority,
+            cache_salt=request.state.key,
+            client=_client(request),
+        )
         writer = CompletionWriter(body, answer, name, loaded.token_text, read.texts, were_texts=read.were_texts)
         return await _respond(request, writer, bool(body.stream), answer)
 
@@ -131,6 +138,7 @@ def _add_texts(app: FastAPI, served: Served) -> None:
             request_id=name,
             priority=body.priority,
             cache_salt=request.state.key,
+            client=_client(request),
         )
         writer = ChatWriter(
             body,
@@ -241,8 +249,7 @@ async def _read(served: Served, request: Request, kind: str) -> Any:
         ApiError: the body is invalid, or the server does not take it now.
     """
     data = await request.body()
-    client = request.state.key or (request.client.host if request.client is not None else "")
-    read = await served.read(kind, data, client)
+    read = await served.read(kind, data, _client(request))
     if len(data) > _LARGE_BODY:
         await asyncio.to_thread(give_memory_back)
     if (user := getattr(getattr(read, "body", None), "user", None)) is not None:
@@ -263,6 +270,11 @@ async def _respond(request: Request, writer: Any, is_stream: bool, answer: Answe
         raise as_api_error(error) from error
     finally:
         answer.close()
+
+
+def _client(request: Request) -> str:
+    """Whose request it is: the API key's, else the address's; clients are served in turns."""
+    return request.state.key or (request.client.host if request.client is not None else "")
 
 
 def _embeddings_json(read: ReadEmbedding, vectors: np.ndarray) -> bytes:
