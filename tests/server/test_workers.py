@@ -249,8 +249,9 @@ def test_a_pool_whose_processes_were_killed_goes_on(reader):
         os.kill(pool._forks._process.pid, signal.SIGKILL)
         for worker in list(pool._workers):
             os.kill(worker.pid, signal.SIGKILL)
-        with pytest.raises(ApiError):  # the worker that was idle
+        with pytest.raises(ApiError) as found:  # the worker that was idle
             await read(pool)
+        assert found.value.status == 503  # not the request's fault
         return await read(pool)
 
     assert with_pool(reader, work).token_ids

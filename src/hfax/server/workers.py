@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 _LENGTH = struct.Struct("!Q")
 _PATIENCE = 10.0
 """A task may take this many times its processor time, in seconds of the clock; on a busy machine it gets less than a core."""
+_ENDS = {-signal.SIGPROF: "cpu", -signal.SIGKILL: "late"}
+"""Outcome of a task by its worker's exit code: its timer, or somebody else, such as the kernel. Otherwise memory."""
 _START_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 2.0
 _THREADS_OFF = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -202,7 +204,7 @@ class WorkerPool:
             return "late", None
         except (EOFError, ConnectionError):  # IncompleteReadError is an EOFError
             self.num_killed += 1
-            return ("cpu" if await self._end(worker) == -signal.SIGPROF else "memory"), None
+            return _ENDS.get(await self._end(worker), "memory"), None
         finally:
             if keeps:
                 self._idle.append(worker)
