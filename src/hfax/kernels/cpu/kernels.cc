@@ -19,13 +19,14 @@ constexpr int64_t kPrefetch = 4096;        // bytes ahead
 // ----------------------------------------------------------------------------------------------------------------- linear
 
 // How stored weights become vectors. A decoder has `Activation`, the type of x in the inner loop; `kWidth`, how many columns `decode`
-// gives at once, as `kVectors` vectors; and `multiply_add`. `at(row)` is where a row of the weight begins.
+// gives at once, as `kVectors` vectors; `kChains`, how many sums of a group go side by side; and `multiply_add`. `at(row)` is where a
+// row of the weight begins.
 
 template <typename W>
 struct Floating {  // float32 or bfloat16, 16 columns at a time
   using Activation = float;
   using Vector = Floats;
-  static constexpr int kVectors = 1, kWidth = 16;
+  static constexpr int kVectors = 1, kWidth = 16, kChains = 4;
   const W* weight;
   int64_t width;
 
@@ -38,7 +39,7 @@ struct Floating {  // float32 or bfloat16, 16 columns at a time
 struct Int8Floats {
   using Activation = float;
   using Vector = Floats;
-  static constexpr int kVectors = 1, kWidth = 16;
+  static constexpr int kVectors = 1, kWidth = 16, kChains = 4;
   const int8_t* weight;
   int64_t width;
 
@@ -52,7 +53,7 @@ struct Int8Floats {
 struct Int4Floats {
   using Activation = float;
   using Vector = Floats;
-  static constexpr int kVectors = 8, kWidth = 128;
+  static constexpr int kVectors = 8, kWidth = 128, kChains = 1;
   const uint8_t* weight;
   int64_t width;
 
@@ -78,7 +79,7 @@ inline void load_activations(const float* p, Floats& out) { out = load(p); }
 struct Bf16Pairs {
   using Activation = Bf16;
   using Vector = __m512bh;
-  static constexpr int kVectors = 1, kWidth = 32;
+  static constexpr int kVectors = 1, kWidth = 32, kChains = 4;
   const Bf16* weight;
   int64_t width;
 
@@ -99,20 +100,22 @@ struct Weight {
   const Bf16* scale;
   int64_t group;
 
-  // Sums of M rows of x with R rows of the weight from `row` on. A sum's order does not depend on M and R: a row of x gives the same
-  // numbers whatever rows are beside it. So there is one chain of additions for each, and several come from R.
+  // Sums of M rows of x with R rows of the weight from `row` on. A sum's order does not depend on M and R, so a row of x gives the same
+  // numbers whatever rows are beside it: of each group, chain c has the vectors c, c + kChains, ..., and the chains are added at the
+  // end. Where all chains of a block fit the registers, they go on together, since one addition takes several cycles; else one
+  // after the other, with a weight that is in the nearest cache by then.
   template <int M, int R>
   void dots(const typename Decoder::Activation* x, int64_t row, float* out, int64_t stride) const {
     using Vector = typename Decoder::Vector;
-    constexpr int V = Decoder::kVectors, kStep = Decoder::kWidth / V;
+    constexpr int V = Decoder::kVectors, kStep = Decoder::kWidth / V, kChains = Decoder::kChains;
+    constexpr int kTogether = M * R <= 4 ? kChains : 1;
     const int64_t width = decoder.width, bytes = decoder.bytes_per_row(), groups = scale ? width / group : 1;
     const int64_t whole = width - width % Decoder::kWidth;
     const uint8_t* w = decoder.at(row);
     Floats totals[M][R] = {};
     for (int64_t g = 0; g < groups; ++g) {
-      Floats sums[M][R] = {};
       const int64_t begin = scale ? g * group : 0, end = scale ? begin + group : whole;
-      for (int64_t k = begin; k < end; k += Decoder::kWidth) {
+      auto step = [&](int64_t k, Floats (&into)[M][R]) __attribute__((always_inline)) {
         Vector ws[R][V];
         for (int r = 0; r < R; ++r) {
           const uint8_t* from = w + r * bytes + Decoder::offset(k);
@@ -123,13 +126,26 @@ struct Weight {
           for (int v = 0; v < V; ++v) {
             Vector xs;
             load_activations(x + m * width + k + v * kStep, xs);
-            for (int r = 0; r < R; ++r) multiply_add(sums[m][r], xs, ws[r][v]);
+            for (int r = 0; r < R; ++r) multiply_add(into[m][r], xs, ws[r][v]);
           }
         }
+      };
+      constexpr int64_t kRound = kChains * Decoder::kWidth;
+      const int64_t last = begin + (end - begin) / kRound * kRound;  // of whole rounds; chain 0 has the rest
+      Floats all[M][R];
+      for (int first = 0; first < kChains; first += kTogether) {
+        Floats sums[kTogether][M][R] = {};
+        for (int64_t k = begin; k < last; k += kRound)
+          for (int c = 0; c < kTogether; ++c) step(k + (first + c) * Decoder::kWidth, sums[c]);
+        if (first == 0)
+          for (int64_t k = last; k < end; k += Decoder::kWidth) step(k, sums[0]);
+        for (int c = 0; c < kTogether; ++c)
+          for (int m = 0; m < M; ++m)
+            for (int r = 0; r < R; ++r) all[m][r] = first + c == 0 ? sums[c][m][r] : all[m][r] + sums[c][m][r];
       }
       for (int r = 0; r < R; ++r) {
         const float s = scale ? to_float(scale[(row + r) * groups + g]) : 1.0f;
-        for (int m = 0; m < M; ++m) totals[m][r] += sums[m][r] * s;
+        for (int m = 0; m < M; ++m) totals[m][r] += all[m][r] * s;
       }
     }
     for (int m = 0; m < M; ++m)
@@ -272,7 +288,7 @@ struct Packed {
 // Rows of float or bfloat16 activations, as `dots` of a `Weight` takes them.
 template <typename Decoder>
 struct Rows {
-  static constexpr bool kIsExact = false;
+  static constexpr bool kTogether = Decoder::kVectors > 1;
   const Weight<Decoder>& weight;
   const typename Decoder::Activation* x;
 
@@ -286,7 +302,7 @@ struct Rows {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 template <int kBits>
 struct PackedRows {
-  static constexpr bool kIsExact = true;  // sums of integers: any order gives the same
+  static constexpr bool kTogether = false;
   const Packed<kBits>& weight;
   const Bytes16<kBits>& x;
 
@@ -319,9 +335,10 @@ template <typename Product, typename Out>
 void columns(const Product& product, int64_t first, int64_t last, int64_t begin, int64_t end, Out* out, int64_t num_columns) {
   const int64_t num_rows = last - first;
   int64_t row = begin;
+  // memory is fastest read in one stream, so a single row of x takes several rows of the weight only where that saves instructions
   if (num_rows > 1)
     for (; row + 4 <= end; row += 4) blocks<4, 4>(product, first, last, row, out, num_columns);
-  else
+  else if (Product::kTogether)
     for (; row + 4 <= end; row += 4) block<1, 4>(product, first, row, out, num_columns);
   for (; row < end; ++row) blocks<4, 1>(product, first, last, row, out, num_columns);
 }
