@@ -187,15 +187,14 @@ def test_a_template_that_takes_long_holds_up_nobody(make_server):
         answers = []
         thread = threading.Thread(target=lambda: answers.append(post(running, "/v1/chat/completions", messages=CHAT)))
         thread.start()
-        slowest = 0.0
+        num_answered = 0
         with running.client() as client:
             while thread.is_alive():
-                started = time.perf_counter()
                 assert client.get("/health").status_code == 200
-                slowest = max(slowest, time.perf_counter() - started)
+                num_answered += thread.is_alive()
         assert is_error(answers[0], 400)
         assert "0.3 s of processor time" in answers[0].json()["error"]["message"]
-        assert slowest < 0.5  # 100 ms on an idle machine
+        assert num_answered  # while the template was rendered
 
 
 # -------------------------------------------------------------------------------------------------------------------- keys

@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("!Q")
 _PATIENCE = 10.0
-"""A task may take this many times its processor time, in seconds of the clock; on a busy machine it gets less than a core."""
+_PATIENCE_S = 10.0
+"""By the clock, a task may take this many times its processor time, and so many seconds more: on a busy machine it gets little of a
+core."""
 _ENDS = {-signal.SIGPROF: "cpu", -signal.SIGKILL: "late"}
 """Outcome of a task by its worker's exit code: its timer, or somebody else, such as the kernel. Otherwise memory."""
 _START_TIMEOUT_S = 120.0
@@ -197,7 +199,7 @@ class WorkerPool:
         worker = self._idle.pop() if self._idle else await self._make_worker()
         keeps = False
         try:
-            keeps, answer = await asyncio.wait_for(worker.ask(task.data), task.cpu_s * _PATIENCE)
+            keeps, answer = await asyncio.wait_for(worker.ask(task.data), _PATIENCE_S + task.cpu_s * _PATIENCE)
             return answer
         except TimeoutError:
             self.num_killed += 1
