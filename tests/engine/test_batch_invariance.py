@@ -46,34 +46,32 @@ def _written(output: Any) -> tuple[list[int], list[float]]:
     return completion.token_ids, [one.logprob for one in completion.logprobs]
 
 
-def _targets() -> list[Any]:
-    """The processor's own instruction set, the oldest that it has, and in the sweep those between."""
-    oldest, *others = [found.name for found in library.available_instruction_sets()]
-    return [library.NATIVE.name, oldest, *(pytest.param(name, marks=pytest.mark.sweep) for name in others)]
+def _cases() -> list[Any]:
+    """Weights and instruction sets: the processor's own and the oldest that it has; in the sweep all."""
+    targets = [library.NATIVE.name, *(found.name for found in library.available_instruction_sets())]
+    oldest = targets[min(1, len(targets) - 1)]
+    cases = []
+    for weights in ("bfloat16", "int8", "int4"):
+        for target in targets:
+            is_chosen = (weights, target) in (("bfloat16", targets[0]), ("bfloat16", oldest), ("int4", oldest))
+            cases.append(pytest.param(weights, target, marks=() if is_chosen else pytest.mark.sweep))
+    return cases
 
 
 @pytest.mark.usefixtures("cpu_kernels")
-@pytest.mark.parametrize("target", _targets())
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"dtype": "bfloat16"},
-        {"dtype": "bfloat16", "quantization": "int8"},
-        {"dtype": "bfloat16", "quantization": "int4"},
-    ],
-    ids=["bfloat16", "int8", "int4"],
-)
+@pytest.mark.parametrize(("weights", "target"), _cases())
 def test_a_completion_alone_is_the_one_among_others(
-    folder: Path, options: dict[str, str], target: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, weights: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Norms of more than 65,536 numbers were XLA's, and products of few and of many rows added in different orders.
 
     Without bfloat16 dot products, int8 and int4 weights are dequantized for steps of more than 128 tokens (docs/serving.md).
     """
     monkeypatch.setenv("HFAX_CPU_TARGET", target)
-    model = AutoModelForTPU.from_pretrained(folder, **options)
+    quantization = None if weights == "bfloat16" else weights
+    model = AutoModelForTPU.from_pretrained(folder, dtype="bfloat16", quantization=quantization)
     prompts = _prompts(3, seed=0)
-    most = 128 if "quantization" in options else 512
+    most = 512 if quantization is None else 128
     config = EngineConfig(enable_prefix_caching=False, max_num_batched_tokens=most)
     with Engine(model, config=config) as engine:
         alone = [_written(engine.generate([prompt], _PARAMS)[0]) for prompt in prompts]

@@ -67,10 +67,11 @@ def test_schemas_that_compile_for_minutes_are_refused_and_the_next_requests_are_
 
 
 def test_a_template_that_fills_the_memory_is_refused(make_server):
-    with make_server("{{ ('a' * 30000000) * 100 }}", request_memory_bytes=1 << 30, request_cpu_s=30.0) as running:
+    template = "{{ 'a' * (messages | length * 500000000) }}"
+    with make_server(template, request_memory_bytes=1 << 28, request_cpu_s=30.0) as running:
         answer = post(running, "/v1/chat/completions", messages=CHAT, max_tokens=4)
         assert is_error(answer, 400)
-        assert "1024 MB of memory" in answer.json()["error"]["message"]
+        assert "256 MB of memory" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
