@@ -57,6 +57,7 @@ class Guard:
         if scope["type"] != "http":
             return None  # WebSockets are not supported: close the connection
         started, status, has_started = time.perf_counter(), 500, False
+        body = bytearray()  # counted in `_num_buffered` while this request lasts
 
         async def watched(message: Any) -> None:
             nonlocal status, has_started
@@ -70,12 +71,10 @@ class Guard:
             headers = _headers(scope)
             self._check_host(headers)
             scope.setdefault("state", {})["key"] = self._check_key(scope["path"], headers)
-            body = await self._read_body(scope, headers, receive)
-            try:
-                has_body = scope["method"] not in _WITHOUT_BODY
-                await self._app(scope, _replayed(body, receive) if has_body else receive, watched)
-            finally:
-                self._num_buffered -= len(body)
+            if scope["method"] not in _WITHOUT_BODY:
+                await self._read_body(body, headers, receive)
+                receive = _replayed(bytes(body), receive)
+            await self._app(scope, receive, watched)
         except _Disconnected:
             status = 499
         except Exception as error:
@@ -85,6 +84,7 @@ class Guard:
             if not has_started:
                 await _answer(failure, watched)
         finally:
+            self._num_buffered -= len(body)
             self._on_request(scope["method"], scope["path"], status)
             self._log(scope, status, time.perf_counter() - started)
         return None
@@ -139,16 +139,13 @@ class Guard:
             )
         return digest.hex()[:16]
 
-    async def _read_body(self, scope: Scope, headers: dict[str, str], receive: Any) -> bytes:
-        """Read the whole body, within its time limit and the size limits of one body and of all."""
-        if scope["method"] in _WITHOUT_BODY:
-            return b""
+    async def _read_body(self, body: bytearray, headers: dict[str, str], receive: Any) -> None:
+        """Append the whole body, within its time limit and the size limits of one body and of all."""
         _check_type(headers)
         most = self._settings.max_body_bytes
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > most:
             raise _too_large(most)
-        body = bytearray()
         try:
             async with asyncio.timeout(self._settings.body_timeout_s):
                 while True:
@@ -163,12 +160,9 @@ class Guard:
                     if self._num_buffered > self._settings.max_buffered_bytes:
                         raise _out_of_buffers()
                     if not message.get("more_body"):
-                        return bytes(body)
+                        return
         except TimeoutError:
             raise ApiError(408, "Timed out waiting for the request body.", code="body_timeout") from None
-        except BaseException:
-            self._num_buffered -= len(body)
-            raise
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
         if not access.isEnabledFor(logging.INFO):
