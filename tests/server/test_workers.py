@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -268,6 +269,17 @@ def test_a_pool_whose_processes_were_killed_goes_on(reader):
         return await read(pool)
 
     assert with_pool(reader, work).token_ids
+
+
+def test_a_process_that_ended_with_its_parent_is_not_looked_for_again(reader):
+    """Its id may be another process's by now."""
+    pool = WorkerPool(num_workers=2, memory_bytes=1 << 30, max_waiting=8)
+    pool.start(reader)
+    with subprocess.Popen(["sleep", "60"]) as other:
+        assert pool._forks.reap(other.pid) == -signal.SIGKILL
+        assert other.poll() is None
+        other.kill()
+    pool.close()
 
 
 def test_closing_ends_what_runs(reader):

@@ -130,9 +130,7 @@ class EngineCore:
         """
         with self._wake:
             if self._has_ended:
-                raise EngineDeadError(
-                    "The engine is not running.", "Its loop has ended.", "Create a new engine."
-                ) from self.failure
+                raise dead_error(self.failure)
             waiting = self.num_waiting
             if max_waiting is not None and waiting + len(entries) > max_waiting:
                 raise EngineBusyError(
@@ -406,3 +404,13 @@ def _logprob(arrays: dict[str, np.ndarray], row: int, token: int, wanted: int) -
 
 _NOBODY = Draw(params=SamplingParams(temperature=0.0), seed=0, stream=0, step=0, slot=np.iinfo(np.int32).max)
 """Padding row; its slot is out of range, so nothing is stored."""
+
+
+def dead_error(failure: BaseException | None) -> EngineDeadError:
+    """The error of a request to an engine whose loop has ended.
+
+    Args:
+        failure: what ended the loop; None: it was closed.
+    """
+    why = "It was closed." if failure is None else f"Its loop failed: {type(failure).__name__}."
+    return EngineDeadError("The engine is not running.", why, "Create a new Engine.")

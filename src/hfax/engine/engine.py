@@ -21,7 +21,7 @@ import jax
 
 from hfax.backends.base_model import as_ids_tuple
 from hfax.backends.jax.model import JaxModel
-from hfax.engine.core import EngineCore, Entry, Update
+from hfax.engine.core import EngineCore, Entry, Update, dead_error
 from hfax.engine.detokenizer import Detokenizer
 from hfax.engine.grammar import GrammarCompiler, Matcher
 from hfax.engine.outputs import CompletionOutput, OutputDelta, RequestOutput
@@ -34,7 +34,6 @@ from hfax.engine.scheduler import Limits, Scheduler
 from hfax.engine.sequence import Sequence
 from hfax.engine.slot_runner import SlotRunner
 from hfax.errors import (
-    EngineDeadError,
     InvalidInputError,
     UnsupportedModelError,
     UnsupportedOptionError,
@@ -320,7 +319,7 @@ class Engine:
         self.core.add(entries, max_waiting=self.limits.max_waiting)
         if not self.core.is_alive:  # the loop ended in the meantime and will not take the entries
             request.abort()
-            raise _dead(self.core.failure)
+            raise dead_error(self.core.failure)
         return request
 
     def generate(
@@ -535,12 +534,7 @@ class Engine:
             self._is_started = True
             self.core.start()
         if self._is_closed or not self.core.is_alive:
-            raise _dead(self.core.failure)
-
-
-def _dead(failure: BaseException | None) -> EngineDeadError:
-    why = "It was closed." if failure is None else f"Its loop failed: {type(failure).__name__}."
-    return EngineDeadError("The engine is not running.", why, "Create a new Engine.")
+            raise dead_error(self.core.failure)
 
 
 def _require_writer(model: Any) -> None:

@@ -18,7 +18,6 @@ from starlette.exceptions import HTTPException
 from hfax import __version__
 from hfax.server.failures import ApiError, as_api_error
 from hfax.server.guard import Guard
-from hfax.server.memory import give_memory_back
 from hfax.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -43,8 +42,6 @@ _BODIES: tuple[type[BaseModel], ...] = (
     TokenizeRequest,
     DetokenizeRequest,
 )
-_LARGE_BODY = 1 << 20
-"""After a larger body, memory is given back to the system."""
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {"schema": {}}, "text/event-stream": {"schema": {"type": "string"}}}}
 }
@@ -250,8 +247,6 @@ async def _read(served: Served, request: Request, kind: str) -> Any:
     """
     data = await request.body()
     read = await served.read(kind, data, _client(request))
-    if len(data) > _LARGE_BODY:
-        await asyncio.to_thread(give_memory_back)
     if (user := getattr(getattr(read, "body", None), "user", None)) is not None:
         request.state.user = user[:128]
     return read

@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from hfax.server.failures import ApiError, as_api_error
+from hfax.server.memory import give_memory_back
 from hfax.server.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,8 @@ _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
 MAX_HEAD_BYTES = 32 << 10
 """Maximum bytes of a request's first line and headers."""
 MAX_HEADERS = 100
+_LARGE_BODY = 1 << 20
+"""After the answer to a larger body, memory is given back to the system."""
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 Scope = dict[str, Any]
@@ -87,6 +90,9 @@ class Guard:
             self._num_buffered -= len(body)
             self._on_request(scope["method"], scope["path"], status)
             self._log(scope, status, time.perf_counter() - started)
+        if len(body) > _LARGE_BODY:
+            body.clear()
+            await asyncio.to_thread(give_memory_back)
         return None
 
     def _check_host(self, headers: dict[str, str]) -> None:

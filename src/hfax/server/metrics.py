@@ -96,41 +96,33 @@ class Metrics:
     def follow(self, engine: Engine) -> None:
         """Export an engine's state."""
         core, pages = engine.core, engine.pages
-        gauges: dict[str, tuple[str, Callable[[], float]]] = {
-            "num_requests_running": ("Running sequences.", lambda: len(core.scheduler.running)),
-            "num_requests_waiting": ("Waiting sequences.", lambda: core.num_waiting),
-        }
+        self._gauge("num_requests_running", "Running sequences.", lambda: len(core.scheduler.running))
+        self._gauge("num_requests_waiting", "Waiting sequences.", lambda: core.num_waiting)
+        counters: dict[str, Callable[[], float]] = {"num_preemptions": lambda: core.scheduler.num_preemptions}
         if pages is not None:
-            gauges["kv_cache_usage_perc"] = (
+            self._gauge(
+                "kv_cache_usage_perc",
                 "Fraction of KV-cache pages in use.",
                 lambda: pages.num_held / pages.num_pages,
             )
-        for name, (what, read) in gauges.items():
-            Gauge(f"{self._prefix}{name}", what, ["model_name"], registry=self.registry).labels(
-                self._label
-            ).set_function(read)
-        counters: dict[str, Callable[[], float]] = {"num_preemptions": lambda: core.scheduler.num_preemptions}
-        if pages is not None:
             counters["prefix_cache_queries"] = lambda: pages.counts.queries
             counters["prefix_cache_hits"] = lambda: pages.counts.hits
         self.registry.register(_Collected(self._prefix, self._label, counters))
 
     def follow_workers(self, workers: WorkerPool) -> None:
         """Export the state of the processes that read requests."""
-        gauges: dict[str, tuple[str, Callable[[], float]]] = {
-            "request_workers_busy": ("Worker processes that read a request.", lambda: workers.num_busy),
-            "num_requests_unread": ("Requests that wait to be read.", lambda: workers.num_waiting),
-        }
-        for name, (what, read) in gauges.items():
-            Gauge(f"{self._prefix}{name}", what, ["model_name"], registry=self.registry).labels(
-                self._label
-            ).set_function(read)
+        self._gauge("request_workers_busy", "Worker processes that read a request.", lambda: workers.num_busy)
+        self._gauge("num_requests_unread", "Requests that wait to be read.", lambda: workers.num_waiting)
         killed: dict[str, Callable[[], float]] = {"request_workers_killed": lambda: workers.num_killed}
         self.registry.register(_Collected(self._prefix, self._label, killed))
 
     def text(self) -> bytes:
         """The metrics in Prometheus' text format."""
         return generate_latest(self.registry)
+
+    def _gauge(self, name: str, what: str, read: Callable[[], float]) -> None:
+        gauge = Gauge(f"{self._prefix}{name}", what, ["model_name"], registry=self.registry)
+        gauge.labels(self._label).set_function(read)
 
     def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
         found = Histogram(f"{self._prefix}{name}", what, ["model_name"], buckets=buckets, registry=self.registry)

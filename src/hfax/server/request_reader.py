@@ -120,7 +120,7 @@ class RequestReader:
             ApiError: 400, the body is invalid; 404, it names another model.
         """
         body = self._parse(CompletionRequest, data)
-        given = prompts_of(body.prompt)
+        given = _prompts_of(body.prompt)
         if len(given) * (body.n or 1) > MAX_TEXTS:
             raise ApiError(400, f"{len(given)} prompts with n={body.n or 1} exceed {MAX_TEXTS} completions.", param="n")
         if body.echo and body.stream and body.logprobs is not None:
@@ -162,7 +162,7 @@ class RequestReader:
             ApiError: 400, the body is invalid, or an input is empty or too long; 404, it names another model.
         """
         body = self._parse(EmbeddingRequest, data)
-        inputs = [self._encode(text, "input") for text in prompts_of(body.input)]
+        inputs = [self._encode(text, "input") for text in _prompts_of(body.input)]
         if not all(inputs):
             raise ApiError(400, "An input is empty.", param="input")
         return ReadEmbedding(body=body.model_copy(update={"input": ""}), inputs=inputs)
@@ -234,7 +234,7 @@ class RequestReader:
             self._grammars.try_out(wanted)
 
 
-def prompts_of(given: Any) -> list[Any]:
+def _prompts_of(given: Any) -> list[Any]:
     """Normalize a field to a list of prompts, each a text or a list of token ids."""
     if isinstance(given, str):
         return [given]

@@ -25,7 +25,8 @@ from hfax.server.memory import mapped_bytes, resident_bytes
 if TYPE_CHECKING:
     from hfax.server.request_reader import RequestReader
 
-_LENGTH = struct.Struct("!Q")
+LENGTH = struct.Struct("!Q")
+"""Before every pickled value but a worker's answers."""
 ANSWER = struct.Struct("!?Q")
 """Before a worker's answer: whether the worker ends after it, and the answer's length."""
 _KEPT_BYTES = 64 << 20
@@ -39,7 +40,7 @@ FORK, REAP = b"F", b"R"
 def send(to: socket.socket, value: Any) -> None:
     """Send a pickled value with its length."""
     data = pickle.dumps(value, protocol=5)
-    to.sendall(_LENGTH.pack(len(data)) + data)
+    to.sendall(LENGTH.pack(len(data)) + data)
 
 
 def receive(source: socket.socket) -> Any:
@@ -48,7 +49,7 @@ def receive(source: socket.socket) -> Any:
     Raises:
         EOFError: the other side is closed.
     """
-    (length,) = _LENGTH.unpack(_exactly(source, _LENGTH.size))
+    (length,) = LENGTH.unpack(_exactly(source, LENGTH.size))
     return pickle.loads(_exactly(source, length))
 
 
@@ -90,9 +91,12 @@ def main() -> None:
                 send(control, pid)
             elif command == REAP:
                 pid = receive(control)
-                workers.discard(pid)
-                os.kill(pid, signal.SIGKILL)  # it is not reaped yet, so the id is still its own
-                send(control, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                code = -signal.SIGKILL  # of another process like this one, with which it ended
+                if pid in workers:
+                    workers.remove(pid)
+                    os.kill(pid, signal.SIGKILL)  # it is not reaped yet, so the id is still its own
+                    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                send(control, code)
             else:
                 break
     for pid in workers:

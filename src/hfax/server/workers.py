@@ -16,7 +16,6 @@ import os
 import pickle
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -27,7 +26,6 @@ from hfax.server.failures import ApiError
 
 logger = logging.getLogger(__name__)
 
-_LENGTH = struct.Struct("!Q")
 _PATIENCE = 10.0
 _PATIENCE_S = 10.0
 """By the clock, a task may take this many times its processor time, and so many seconds more: on a busy machine it gets little of a
@@ -60,20 +58,17 @@ class WorkerPool:
 
     def __init__(self, *, num_workers: int, memory_bytes: int, max_waiting: int) -> None:
         self.num_workers, self.memory_bytes, self.max_waiting = num_workers, memory_bytes, max_waiting
-        self.num_busy = 0
         self.num_killed = 0
         """Workers that ended because of their task."""
-        self._num_expensive = 0
         self._waiting: dict[str, collections.deque[_Task]] = {}
         self._served: dict[str, int] = {}
         """For each client with a running or waiting task, the number of its last started one; none if it has just come."""
-        self._num_running: collections.Counter[str] = collections.Counter()
         self._num_served = 0
         self._idle: list[_Worker] = []
         self._workers: set[_Worker] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: dict[_Task, asyncio.Future[None]] = {}
         self._forks: _ForkServer | None = None
 
     def start(self, target: Any) -> None:
@@ -100,6 +95,11 @@ class WorkerPool:
     def _close_connections(self) -> None:
         for worker in self._workers:
             worker.close()
+
+    @property
+    def num_busy(self) -> int:
+        """Number of workers that run a task."""
+        return len(self._running)
 
     @property
     def num_waiting(self) -> int:
@@ -153,16 +153,11 @@ class WorkerPool:
     def _dispatch(self) -> None:
         """Give waiting tasks to free workers."""
         while self.num_busy < self.num_workers and (task := self._next()) is not None:
-            self.num_busy += 1
-            self._num_expensive += task.is_expensive
-            self._num_running[task.client] += 1
-            running = asyncio.ensure_future(self._work(task))
-            self._running.add(running)
-            running.add_done_callback(self._running.discard)
+            self._running[task] = asyncio.ensure_future(self._work(task))
 
     def _next(self) -> _Task | None:
         """Remove and return the next task, of the client that was served longest ago."""
-        takes_expensive = self._num_expensive < self.num_workers - 1
+        takes_expensive = sum(task.is_expensive for task in self._running) < self.num_workers - 1
         for client in sorted(self._waiting, key=lambda name: self._served.get(name, -1)):
             tasks = self._waiting[client]
             for task in tasks:
@@ -183,13 +178,9 @@ class WorkerPool:
         except Exception as error:
             logger.error("a worker process failed: %s: %s", type(error).__name__, error)
         finally:
-            self.num_busy -= 1
-            self._num_expensive -= task.is_expensive
-            self._num_running[task.client] -= 1
-            if not self._num_running[task.client]:
-                del self._num_running[task.client]
-                if task.client not in self._waiting:
-                    del self._served[task.client]
+            del self._running[task]
+            if task.client not in self._waiting and all(other.client != task.client for other in self._running):
+                del self._served[task.client]
             if not task.answer.done():
                 task.answer.set_result(outcome)
             self._dispatch()
@@ -260,7 +251,7 @@ class _Worker:
         return not is_last, pickle.loads(await self._reader.readexactly(length))
 
     async def _write(self, data: bytes) -> None:
-        self._writer.write(_LENGTH.pack(len(data)))
+        self._writer.write(worker_process.LENGTH.pack(len(data)))
         self._writer.write(data)
         await self._writer.drain()
 
@@ -306,14 +297,12 @@ class _ForkServer:
 
     def reap(self, pid: int) -> int:
         """End a worker; returns its exit code, negative for the signal that it ended with."""
-        with self._lock:
-            try:
-                assert self._control is not None
+        with self._lock, contextlib.suppress(OSError, EOFError):
+            if self._control is not None:
                 self._control.sendall(worker_process.REAP)
                 worker_process.send(self._control, pid)
                 return worker_process.receive(self._control)
-            except (OSError, EOFError, AssertionError):  # the process has ended, and with it its workers
-                return -signal.SIGKILL
+        return -signal.SIGKILL  # the process has ended, and with it its workers
 
     def close(self) -> None:
         """End the process and its workers."""
@@ -342,7 +331,7 @@ class _ForkServer:
         self._control = ours
         ours.settimeout(_START_TIMEOUT_S)
         try:
-            ours.sendall(_LENGTH.pack(len(self._target)) + self._target)
+            ours.sendall(worker_process.LENGTH.pack(len(self._target)) + self._target)
             problem = worker_process.receive(ours)
         except (OSError, EOFError) as error:
             problem = f"{type(error).__name__}: {error}"
