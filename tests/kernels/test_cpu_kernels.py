@@ -12,7 +12,7 @@ import hfax.patches.norms  # noqa: F401 - defines torch.ops.hfax.rotate
 from hfax.kernels import norms
 from hfax.kernels.attention import attention
 from hfax.kernels.cache_write import cache_write
-from hfax.kernels.cpu import library
+from hfax.kernels.cpu import calls, library
 from hfax.kernels.experts import grouped_linear
 from hfax.kernels.linear import linear
 from hfax.kernels.target import compiling_for
@@ -105,6 +105,25 @@ def test_norm_and_rotation_of_a_row_do_not_depend_on_the_other_rows(dtype):
         np.testing.assert_array_equal(normed[:rows], few)
         few, _ = on_cpu(norms.rotate, x[None, None, :rows], cos[:, :, :rows], sin[:, :, :rows])
         np.testing.assert_array_equal(turned[:, :, :rows], few)
+
+
+@pytest.mark.parametrize("width", [1, 2, 8, 33, 1000])
+def test_a_rows_sum_does_not_depend_on_the_other_rows(width):
+    x = normal(300, width, dtype="float32")
+    sums = np.asarray(jax.jit(calls.row_sums)(x))
+    np.testing.assert_allclose(sums, np.asarray(x, np.float64).sum(1), atol=1e-5 * width**0.5)
+    for rows in (1, 4, 7):
+        np.testing.assert_array_equal(np.asarray(jax.jit(calls.row_sums)(x[:rows])), sums[:rows])
+
+
+def test_exponentials_are_float32s_and_the_same_at_every_place():
+    x = np.concatenate([np.linspace(-87, 88.7, 10_007), [0.0, -0.0, 88.73, -104.0, np.inf, -np.inf, np.nan]])
+    x = x.astype(np.float32)
+    found = np.asarray(jax.jit(calls.exp)(x))
+    with np.errstate(over="ignore"):
+        np.testing.assert_allclose(found, np.exp(x.astype(np.float64)).astype(np.float32), rtol=2e-7)
+    for count in (1, 5, 15, 17):
+        np.testing.assert_array_equal(np.asarray(jax.jit(calls.exp)(x[-count:])), found[-count:])
 
 
 @pytest.mark.parametrize("rows", [3, 7, 16, 17, 40, 64, 100])

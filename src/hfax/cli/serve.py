@@ -116,6 +116,14 @@ class EngineOptions:
             rich_help_panel=_PANEL,
         ),
     ] = True
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            help="A request's tokens and log-probabilities do not depend on other requests, bit for bit; CPU only, slower prompts.",
+            envvar="HFAX_BATCH_INVARIANT",
+            rich_help_panel=_PANEL,
+        ),
+    ] = False
 
     def config(self) -> EngineConfig:
         """The engine's configuration."""

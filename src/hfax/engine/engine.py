@@ -39,6 +39,8 @@ from hfax.errors import (
     UnsupportedOptionError,
 )
 from hfax.generation.overrides import has_own_generate
+from hfax.kernels.cpu import library
+from hfax.programs.model_parts import ModelParts
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,8 @@ class EngineConfig:
         block_size: tokens per KV-cache block; None: the platform's default.
         num_blocks: number of KV-cache blocks; None: enough for all sequences, or as many as fit in memory.
         enable_prefix_caching: reuse the KV cache of shared prompt prefixes.
+        batch_invariant: a sequence's logits, and with them its tokens and log-probabilities, do not depend on the sequences beside
+            it, bit for bit. On CPU with hfax's kernels, one device, in float32 or bfloat16; prompts are slower.
     """
 
     max_num_seqs: int = 32
@@ -69,6 +73,7 @@ class EngineConfig:
     block_size: int | None = None
     num_blocks: int | None = None
     enable_prefix_caching: bool = True
+    batch_invariant: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,6 +152,7 @@ class Engine:
 
     Raises:
         UnsupportedModelError: the model does not support autoregressive generation.
+        UnsupportedOptionError: `batch_invariant` is not available for this model or on this device.
         OutOfMemoryError: the KV cache of a single sequence does not fit.
 
     Example:
@@ -173,8 +179,16 @@ class Engine:
         self._is_encoder_decoder = parts.traced.traits.is_encoder_decoder
         layout, self._why_slots = read_page_layout(parts, self.limits, self.config.block_size)
         self.is_paged = layout is not None
+        if self.config.batch_invariant:
+            _require_batch_invariance(parts, self._why_slots)
         if layout is not None:
-            runner = PagedRunner(parts, self.limits, layout, num_pages=self.config.num_blocks)
+            runner = PagedRunner(
+                parts,
+                self.limits,
+                layout,
+                num_pages=self.config.num_blocks,
+                is_batch_invariant=self.config.batch_invariant,
+            )
             pages = PageAllocator(runner.num_pages, layout.page_size, keeps_prefixes=self.config.enable_prefix_caching)
             self._runner: Runner = runner
             if pages.num_pages * pages.page_size < self.limits.max_model_len:
@@ -186,7 +200,7 @@ class Engine:
         else:
             logger.info("no paged KV cache, one slot per sequence: %s", self._why_slots)
             self._runner, pages = SlotRunner(model, parts, self.limits), None
-        self._drawer = TokenDrawer(parts, self.limits)
+        self._drawer = TokenDrawer(parts, self.limits, is_batch_invariant=self.config.batch_invariant)
         self.pages = pages
         self.core = EngineCore(
             Scheduler(self.limits, pages), self._runner, self._drawer, vocab_size=self.vocab_size, on_step=on_step
@@ -550,6 +564,22 @@ def _require_writer(model: Any) -> None:
             "The engine generates token by token.",
             "Call the model directly, or its generate().",
         )
+
+
+def _require_batch_invariance(parts: ModelParts, why_slots: str | None) -> None:
+    """Refuse the option where programs could not honour it; products of XLA's are refused when a step is compiled."""
+    layout = parts.layout
+    if layout.device.platform != "cpu":
+        why = f"Only hfax's CPU kernels sum in one order for any number of rows; this model is on {layout.device.platform}."
+    elif len(layout.devices) > 1:
+        why = "It is available on one device; sums over several devices are XLA's."
+    elif (problem := library.problem()) is not None:
+        why = f"It requires hfax's CPU kernels: {problem}"
+    elif why_slots is not None:
+        why = f"It requires a paged KV cache: {why_slots}"
+    else:
+        return
+    raise UnsupportedOptionError("batch_invariant is not available.", why, "Leave it out (docs/serving.md).")
 
 
 def _limits(config: EngineConfig, context: int | None) -> Limits:

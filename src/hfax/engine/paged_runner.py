@@ -46,13 +46,24 @@ class PagedRunner:
         limits: limits of a step.
         pages: what a page holds, from `read_page_layout`.
         num_pages: number of pages; None: enough for all sequences, or as many as fit in memory.
+        is_batch_invariant: a sequence's logits do not depend on the sequences beside it.
 
     Raises:
         OutOfMemoryError: not even one sequence of `limits.max_model_len` tokens fits.
+        UnsupportedModelError: with `is_batch_invariant`, the model has products that XLA computes.
     """
 
-    def __init__(self, parts: ModelParts, limits: Limits, pages: PageLayout, *, num_pages: int | None = None) -> None:
+    def __init__(
+        self,
+        parts: ModelParts,
+        limits: Limits,
+        pages: PageLayout,
+        *,
+        num_pages: int | None = None,
+        is_batch_invariant: bool = False,
+    ) -> None:
         self._parts = parts
+        self._is_batch_invariant = is_batch_invariant
         self._limits = limits
         self._layout = pages
         self.page_size = pages.page_size
@@ -60,6 +71,11 @@ class PagedRunner:
         self.num_pages = self._choose_num_pages(num_pages)
         self._pools = self._make_pools()
         self._made: dict[int, Program] = {}
+        if is_batch_invariant:  # refused now rather than with the first request
+            newest = jax.ShapeDtypeStruct((limits.max_num_seqs,), jnp.int32)
+            num_rows = row_buckets(limits)[0]
+            step, _ = self._rows_of([], num_rows)
+            self._program(num_rows, self._args(step, newest))
 
     def _choose_num_pages(self, wanted: int | None) -> int:
         """Number of pages, including the unused page 0."""
@@ -142,7 +158,14 @@ class PagedRunner:
         return {"tokens": tokens, "slots": slots, "rows": rows_of, "wanted": wanted}, owners
 
     def _run(self, num_rows: int, step: dict[str, Any], newest: jax.Array) -> jax.Array:
-        args = (dict(self._parts.weights), self._pools, self._parts.layout.put(step), newest)
+        args = self._args(step, newest)
+        logits, self._pools = self._program(num_rows, args).run(*args)
+        return logits
+
+    def _args(self, step: dict[str, Any], newest: Any) -> tuple[Any, ...]:
+        return dict(self._parts.weights), self._pools, self._parts.layout.put(step), newest
+
+    def _program(self, num_rows: int, args: tuple[Any, ...]) -> Program:
         traced = self._parts.traced
 
         def run(params: Any, pools: Any, step: Any, newest: jax.Array) -> Any:
@@ -152,9 +175,10 @@ class PagedRunner:
 
         if num_rows not in self._made:
             key = ("engine", self.page_size)
-            self._made[num_rows] = self._parts.programs.get(f"step[{num_rows}]", key, run, args, donate=(1,))
-        logits, self._pools = self._made[num_rows].run(*args)
-        return logits
+            self._made[num_rows] = self._parts.programs.get(
+                f"step[{num_rows}]", key, run, args, donate=(1,), is_batch_invariant=self._is_batch_invariant
+            )
+        return self._made[num_rows]
 
     def warm_up(self, newest: jax.Array) -> list[jax.Array]:
         """Compile every program and run it once.

@@ -11,6 +11,7 @@ import dataclasses
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hfax.engine.sampler import KINDS, Draw, draw_tokens, init_counts, kind_of, load_counts, make_rows
@@ -75,10 +76,12 @@ class TokenDrawer:
     Args:
         parts: the model's parts.
         limits: limits of a step.
+        is_batch_invariant: sample with as many rows of logits as there are slots, so that sums over the vocabulary have one order.
     """
 
-    def __init__(self, parts: ModelParts, limits: Limits) -> None:
+    def __init__(self, parts: ModelParts, limits: Limits, *, is_batch_invariant: bool = False) -> None:
         self._parts = parts
+        self._is_batch_invariant = is_batch_invariant
         self._slots = limits.max_num_seqs
         self._max_tokens = limits.max_model_len
         self._counts: dict[str, jax.Array] | None = None
@@ -89,6 +92,8 @@ class TokenDrawer:
     def draw(self, logits: Logits, draws: list[Draw], owners: tuple[tuple[Part, int] | None, ...]) -> Drawn:
         """Sample one token for each of the first rows of `logits`."""
         kind = kind_of(draws)
+        if self._is_batch_invariant:
+            logits = dataclasses.replace(logits, array=self._padded(logits.array))
         rows = make_rows(draws, logits.array.shape[0], kind, vocab_size=self._vocab_size, num_slots=self._slots)
         return Drawn(arrays=self._run(kind, logits.array, rows), owners=owners)
 
@@ -108,6 +113,19 @@ class TokenDrawer:
         if kind == "general":
             self._counts = counts
         return out
+
+    def _padded(self, logits: jax.Array) -> jax.Array:
+        """The logits with a row for each slot; in a program of its own, since XLA orders the sums of what it fuses."""
+        missing = self._slots - logits.shape[0]
+        if missing <= 0:
+            return logits
+        pad = self._parts.programs.get(
+            f"pad[{logits.shape[0]}]",
+            ("engine", self._slots),
+            lambda logits: (jnp.pad(logits, ((0, missing), (0, 0))), None),
+            (logits,),
+        )
+        return pad.run(logits)
 
     def remember(self, sequence: Sequence) -> None:
         """Load a sequence's token counts, for penalties, into its slot."""
@@ -139,6 +157,8 @@ class TokenDrawer:
 
     def warm_up(self, logits: jax.Array) -> None:
         """Compile every sampling program for this number of logits rows, and run it once."""
+        if self._is_batch_invariant:
+            logits = self._padded(logits)
         num_rows = logits.shape[0]
         for kind in KINDS:
             rows = make_rows([], num_rows, kind, vocab_size=self._vocab_size, num_slots=self._slots)

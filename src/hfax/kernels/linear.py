@@ -42,8 +42,7 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
         out = _with_gradients(x.reshape(rows, -1).astype(dtype), weight.astype(dtype)).reshape(*x.shape[:-1], -1)
         return out if bias is None else out + bias.astype(dtype)
     if has_kernel(rows, x, weight):
-        is_unbounded = dtype == jnp.bfloat16 and library.has_matmul()
-        most = "any number of" if is_unbounded else f"up to {_KERNEL_ROWS[str(dtype)][-1]}"
+        most = "any number of" if _is_unbounded(dtype) else f"up to {_KERNEL_ROWS[str(dtype)][-1]}"
         target.choose(f"linear: C++ kernel ({weight.dtype}, {most} rows)")
         out_dtype = dtype if bias is None else jnp.dtype(jnp.float32)
         out = calls.linear(x.reshape(rows, -1), weight, out_dtype).reshape(*x.shape[:-1], -1)
@@ -68,10 +67,17 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
 
 
 def has_kernel(rows: int, x: jax.Array, weight: jax.Array) -> bool:
-    """Whether the program runs on CPU with kernels, and they are faster for this product."""
+    """Whether the program runs on CPU with kernels, and they are faster for this product or its rows may not depend on others."""
     if x.dtype != weight.dtype or not library.may_be_called():
         return False
-    return rows in _KERNEL_ROWS.get(str(x.dtype), ()) or (x.dtype == jnp.bfloat16 and library.has_matmul())
+    return rows in _KERNEL_ROWS.get(str(x.dtype), ()) or _is_unbounded(x.dtype)
+
+
+def _is_unbounded(dtype: jnp.dtype) -> bool:
+    """Whether the kernel is used for any number of rows."""
+    if target.is_batch_invariant():
+        return str(dtype) in _KERNEL_ROWS
+    return dtype == jnp.bfloat16 and library.has_matmul()
 
 
 @jax.custom_vjp

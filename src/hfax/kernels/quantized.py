@@ -104,7 +104,7 @@ def linear(x: jax.Array, weight: QuantizedArray, bias: jax.Array | None = None) 
         [..., out_features] in the dtype of `x`.
     """
     rows = math.prod(x.shape[:-1])
-    is_unbounded = x.dtype == jnp.bfloat16 and library.has_matmul()
+    is_unbounded = target.is_batch_invariant() or (x.dtype == jnp.bfloat16 and library.has_matmul())
     is_kernels = x.dtype in (jnp.bfloat16, jnp.float32) and (rows <= _KERNEL_ROWS or is_unbounded)
     if is_kernels and library.may_be_called():
         most = "any number of" if is_unbounded else f"up to {_KERNEL_ROWS}"

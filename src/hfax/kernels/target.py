@@ -25,6 +25,7 @@ class Target:
         mesh: the devices, with the axes of `hfax.sharding.mesh`; None: one device.
         pages: caches are paged, in the layout of the TPU kernels.
         is_differentiated: the program is differentiated, so kernels without gradients are excluded.
+        is_batch_invariant: a row's products do not depend on how many rows there are (`hfax.programs.batch_invariance`).
         chosen: collects one line per chosen implementation; shown by `hfax doctor`.
     """
 
@@ -32,6 +33,7 @@ class Target:
     mesh: jax.sharding.Mesh | None = None
     pages: bool = False
     is_differentiated: bool = False
+    is_batch_invariant: bool = False
     chosen: set[str] = dataclasses.field(default_factory=set, compare=False)
 
 
@@ -51,6 +53,11 @@ def is_for(platform: str) -> bool:
 def is_differentiated() -> bool:
     """Whether the current trace's program is differentiated, as far as known."""
     return (target := _target.get()) is not None and target.is_differentiated
+
+
+def is_batch_invariant() -> bool:
+    """Whether the products of the current trace's program must not depend on the number of rows."""
+    return (target := _target.get()) is not None and target.is_batch_invariant
 
 
 def mesh() -> jax.sharding.Mesh | None:
@@ -88,6 +95,7 @@ def compiling_for(
     mesh: jax.sharding.Mesh | None = None,
     pages: bool | None = None,
     is_differentiated: bool = False,
+    is_batch_invariant: bool = False,
     chosen: set[str] | None = None,
 ) -> Iterator[Target]:
     """Traces within the block are for programs on `device`, or on a platform of that name.
@@ -97,6 +105,7 @@ def compiling_for(
         mesh: as in `Target`.
         pages: as in `Target`; None: only on TPU.
         is_differentiated: as in `Target`.
+        is_batch_invariant: as in `Target`.
         chosen: as in `Target`.
     """
     platform = device if isinstance(device, str) else device.platform
@@ -106,6 +115,7 @@ def compiling_for(
         mesh=mesh,
         pages=platform == "tpu" if pages is None else pages,
         is_differentiated=is_differentiated,
+        is_batch_invariant=is_batch_invariant,
         chosen=set() if chosen is None else chosen,
     )
     token = _target.set(target)

@@ -38,6 +38,7 @@ from hfax.kernels.cpu import library
 from hfax.kernels.target import compiling_for
 from hfax.load.placement import check_fits
 from hfax.phases import phase
+from hfax.programs.batch_invariance import batch_invariant
 from hfax.programs.compiler_options import DECODE_OPTIONS
 from hfax.sharding.layout import Layout, describe
 
@@ -117,6 +118,7 @@ class ProgramCache:
         *,
         donate: tuple[int, ...] = (),
         is_loop: bool = False,
+        is_batch_invariant: bool = False,
         inputs_at: int | None = None,
     ) -> Program:
         """The program for `function` on arguments shaped like `args`.
@@ -128,17 +130,21 @@ class ProgramCache:
             args: example arguments: builtin containers of arrays, or `jax.ShapeDtypeStruct`s.
             donate: positions of donated arguments.
             is_loop: the program is a decoding loop over the weights, compiled without hoisting out of it on CPU.
+            is_batch_invariant: a row's results must not depend on the number of rows (`hfax.programs.batch_invariance`).
             inputs_at: position of an argument, a dict of arrays, for which to compute the program's `unread`.
 
         Raises:
             OutOfMemoryError: the program does not fit the device, according to the compiler.
+            UnsupportedModelError: with `is_batch_invariant`, results depend on the number of rows.
         """
         leaves, tree = jax.tree.flatten(args)
         shapes = [(tuple(leaf.shape), str(leaf.dtype), _split(leaf)) for leaf in leaves]
-        memory_key = repr((name, static_key, tree, shapes, donate, is_loop, _jax_settings()))
+        memory_key = repr((name, static_key, tree, shapes, donate, is_loop, is_batch_invariant, _jax_settings()))
         if (program := self._programs.get(memory_key)) is None:
             file = f"{_digest(self._layout.key, self._model_key, memory_key)}.program"
-            program = self._find(name, file) or self._compile(name, function, args, donate, is_loop, file, inputs_at)
+            program = self._find(name, file) or self._compile(
+                name, function, args, donate, is_loop, is_batch_invariant, file, inputs_at
+            )
             self._programs[memory_key] = self.made[file] = program
         return program
 
@@ -160,6 +166,7 @@ class ProgramCache:
         args: tuple[Any, ...],
         donate: tuple[int, ...],
         is_loop: bool,
+        is_batch_invariant: bool,
         file: str,
         inputs_at: int | None = None,
     ) -> Program:
@@ -170,8 +177,12 @@ class ProgramCache:
             notes.append(note)
             return results
 
-        with phase("trace", name), compiling_for(self._device, mesh=self._layout.mesh):
-            trace = jax.jit(traced, donate_argnums=donate).trace(*args)
+        with (
+            phase("trace", name),
+            compiling_for(self._device, mesh=self._layout.mesh, is_batch_invariant=is_batch_invariant),
+        ):
+            whole = batch_invariant(traced) if is_batch_invariant else traced
+            trace = jax.jit(whole, donate_argnums=donate).trace(*args)
             unread = () if inputs_at is None else _unread(trace.jaxpr.jaxpr, args, inputs_at)
             lowered = trace.lower()
         options = DECODE_OPTIONS.get(self._device.platform) if is_loop else None

@@ -101,6 +101,27 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return _ffi_call("hfax_rms_norm", jax.ShapeDtypeStruct(x.shape, x.dtype))(x, weight, eps=np.float32(eps))
 
 
+def exp(x: jax.Array) -> jax.Array:
+    """The exponential of each number, by the same instructions wherever it stands.
+
+    Args:
+        x: [numbers] float32.
+    """
+    return _ffi_call("hfax_exp", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+
+def row_sums(x: jax.Array) -> jax.Array:
+    """The sum of each row, added in the same order for any number of rows.
+
+    Args:
+        x: [rows, width] float32.
+
+    Returns:
+        [rows] float32.
+    """
+    return _ffi_call("hfax_row_sums", jax.ShapeDtypeStruct(x.shape[:1], x.dtype))(x)
+
+
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotary embedding.
 

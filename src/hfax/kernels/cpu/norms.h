@@ -61,6 +61,64 @@ void normalize(const T* x, const W* weight, int64_t rows, int64_t width, float e
   }
 }
 
+// The sum of each row. The columns that fill no vector come last.
+inline void sum_rows(const float* x, int64_t rows, int64_t width, float* out) {
+  for (int64_t row = 0; row < rows; ++row, x += width) {
+    Floats sums[2] = {};
+    int64_t k = 0;
+    for (; k + 2 * kLanes <= width; k += 2 * kLanes) {
+      sums[0] += load(x + k);
+      sums[1] += load(x + k + kLanes);
+    }
+    float rest = 0;
+    for (; k < width; ++k) rest += x[k];
+    out[row] = total(sums[0] + sums[1]) + rest;
+  }
+}
+
+// x [R, K] -> [R], float32.
+ffi::Error row_sums(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Result<ffi::Buffer<ffi::F32>> out) {
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
+  by_rows(pool, rows, width, [&](int64_t first, int64_t last) {
+    sum_rows(x.typed_data() + first * width, last - first, width, out->typed_data() + first);
+  });
+  return ffi::Error::Success();
+}
+
+// e to the power of each; unlike `exponential`, of any number.
+inline Floats exponential_of_any(Floats x) {
+  constexpr float kMost = 88.7228394f, kLeast = -103.97208f;  // beyond them it is infinite, or 0
+  const Floats clamped = x > kMost ? Floats{} + kMost : x < kLeast ? Floats{} + kLeast : x == x ? x : Floats{};
+  const Floats scaled = clamped * 1.44269504f;
+  const Ints whole = __builtin_convertvector(scaled + (scaled < 0 ? Floats{} - 0.5f : Floats{} + 0.5f), Ints);
+  const Floats count = __builtin_convertvector(whole, Floats);
+  const Floats rest = (clamped - count * 0.693359375f) + count * 2.12194440e-4f;
+  Floats sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+  sum = sum * rest + 8.3334519073e-3f;
+  sum = sum * rest + 4.1665795894e-2f;
+  sum = sum * rest + 1.6666665459e-1f;
+  sum = sum * rest + 5.0000001201e-1f;
+  sum = sum * rest * rest + rest + 1.0f;
+  const Ints half = whole / 2;  // 2 to the power of `whole` may be too large for a float, or too small
+  const Ints first = (half + 127) << 23, second = (whole - half + 127) << 23;
+  const Floats power = sum * reinterpret_cast<const Floats&>(first) * reinterpret_cast<const Floats&>(second);
+  return x > kMost ? Floats{} + std::numeric_limits<float>::infinity() : x < kLeast ? Floats{} : x == x ? power : x;
+}
+
+// x [N] -> [N], float32.
+ffi::Error exponentials(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Result<ffi::Buffer<ffi::F32>> out) {
+  by_rows(pool, x.element_count(), 1, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i += kLanes) {
+      Floats numbers{};
+      const int64_t bytes = std::min(kLanes, last - i) * sizeof(float);
+      std::memcpy(&numbers, x.typed_data() + i, bytes);
+      numbers = exponential_of_any(numbers);
+      std::memcpy(out->typed_data() + i, &numbers, bytes);
+    }
+  });
+  return ffi::Error::Success();
+}
+
 // Rows first to last of x [batch, heads, length, dim] with each pair of numbers, half of `dim` apart, turned by its angle; cos and sin
 // [1 | batch, length, dim]. Rounds after each step, as torch does.
 template <typename T>
