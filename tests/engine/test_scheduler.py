@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
+
+from hfax.engine.pages import PageAllocator
 from hfax.engine.sampling_params import SamplingParams
 from hfax.engine.scheduler import Limits, Scheduler
 from hfax.engine.sequence import FinishReason, Sequence
@@ -29,9 +33,9 @@ def started(scheduler: Scheduler) -> list[str]:
     return [s.request_id for s in scheduler.running if s not in before]
 
 
-def make_scheduler(*sequences: Sequence) -> Scheduler:
-    limits = Limits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64, max_waiting=None)
-    scheduler = Scheduler(limits, None)
+def make_scheduler(*sequences: Sequence, slots: int = 2, pages: PageAllocator | None = None) -> Scheduler:
+    limits = Limits(max_num_seqs=slots, max_num_batched_tokens=64, max_model_len=64, max_waiting=None)
+    scheduler = Scheduler(limits, pages)
     for one in sequences:
         scheduler.add(one)
     return scheduler
@@ -54,3 +58,51 @@ def test_one_client_s_requests_start_in_order_and_all_slots_are_used():
 def test_priority_comes_before_turns():
     scheduler = make_scheduler(sequence(0, "a", -1), sequence(1, "a", -1), sequence(2, "b"))
     assert started(scheduler) == ["a-0", "a-1"]
+
+
+def read(scheduler: Scheduler) -> None:
+    """The host has read the tokens of the last step."""
+    for one in scheduler.running + scheduler.waiting:
+        one.output += [9] * one.num_pending
+        one.num_pending = 0
+
+
+def clients_after(scheduler: Scheduler, steps: int) -> Counter[str]:
+    for _ in range(steps):
+        scheduler.schedule()
+        read(scheduler)
+    return Counter(one.client for one in scheduler.running)
+
+
+def long(arrival: int, client: str, priority: int = 0) -> Sequence:
+    return dataclasses.replace(sequence(arrival, client, priority), max_tokens=1000)
+
+
+def test_a_client_with_all_slots_gives_way_to_another():
+    """Long completions in every slot kept all other clients out until one ended."""
+    scheduler = make_scheduler(*(long(i, "greedy") for i in range(6)), slots=4, pages=PageAllocator(200, 4))
+    assert clients_after(scheduler, 3) == {"greedy": 4}
+    for arrival in (6, 7, 8):
+        scheduler.add(long(arrival, "other"))
+    assert clients_after(scheduler, 3) == {"greedy": 4}, "one may end soon"
+    assert clients_after(scheduler, 40) == {"greedy": 2, "other": 2}
+    preempted = scheduler.num_preemptions
+    assert preempted == 2
+    assert clients_after(scheduler, 100) == {"greedy": 2, "other": 2}
+    assert scheduler.num_preemptions == preempted, "nobody has more than his share"
+
+
+def test_a_client_with_all_pages_gives_way_to_another():
+    scheduler = make_scheduler(*(long(i, "greedy") for i in range(3)), slots=8, pages=PageAllocator(7, 8))
+    clients_after(scheduler, 8)
+    scheduler.add(long(6, "other"))
+    found = clients_after(scheduler, 30)
+    assert found["other"] == 1
+    assert found["greedy"] >= 1
+
+
+def test_nobody_gives_way_to_a_lower_priority():
+    scheduler = make_scheduler(*(long(i, "greedy") for i in range(2)), pages=PageAllocator(200, 4))
+    scheduler.schedule()
+    scheduler.add(long(6, "other", priority=1))
+    assert clients_after(scheduler, 40) == {"greedy": 2}

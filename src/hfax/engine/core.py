@@ -353,8 +353,10 @@ class EngineCore:
         if not is_lost:
             return
         self._in_flight = []
-        for sequence in self._entries:
+        for sequence in list(self._entries):
             sequence.num_pending = 0
+            if self.scheduler.pages is None and sequence.output:  # its slot's state cannot be recomputed
+                self._end(sequence, FinishReason.ERROR, error=error)
         self.scheduler.restart(self.scheduler.running)
         for entry in self._entries.values():
             entry.counts_of = None

@@ -1,8 +1,9 @@
 """The scheduler: decides which sequences run in the next step, and how many tokens of each.
 
 Decoding sequences get one token each; the rest of the token budget goes to prompts, with chunked prefill. If pages run out, the
-newest sequence of the lowest priority is preempted and recomputed later. Imports neither jax nor torch, and is independent of
-devices.
+newest sequence of the lowest priority is preempted and recomputed later. Clients share slots and pages: if a sequence cannot start
+while another client has more running than its share, the newest of those is preempted. Imports neither jax nor torch, and is
+independent of devices.
 """
 
 from __future__ import annotations
@@ -59,6 +60,10 @@ class Limits:
     max_waiting: int | None = None
 
 
+_PATIENCE = 16
+"""Steps that a sequence waits for another to end before one gives way."""
+
+
 class Scheduler:
     """Waiting and running sequences.
 
@@ -111,44 +116,76 @@ class Scheduler:
             budget -= part.count
             logits -= part.num_logits
         parts = [p for p in parts if p.sequence.slot is not None]
-        budget = self.limits.max_num_batched_tokens - sum(p.count for p in parts)
-        logits = self.limits.max_num_seqs - sum(p.num_logits for p in parts)
-        self._admit(parts, budget, logits)
+        self._admit(parts)
         for part in parts:
             part.sequence.num_computed += part.count
             part.sequence.num_pending += part.draws
             self._remember(part.sequence)
         return parts
 
-    def _admit(self, parts: list[Part], budget: int, logits: int) -> None:
+    def _admit(self, parts: list[Part]) -> None:
         """Start waiting sequences while there is room."""
         self.waiting.sort(key=lambda s: s.order)
         queue = [s for s in self.waiting if not s.num_pending]  # else its newest token has not been read yet
         num_running = Counter(s.client for s in self.running)
         while queue:
-            if budget <= 0 or logits <= 0 or not self._slots:
-                return
             # clients take turns, so that one cannot keep the others out
             sequence = min(queue, key=lambda s: (s.priority, num_running[s.client], s.order))
             queue.remove(sequence)
-            self._find_prefix(sequence)
-            part = self._part(sequence, budget, logits)
-            if part is None:
-                self._release(sequence)
+            if not self._slots and not self._give_way(sequence, num_running, parts):
                 return
-            if self.pages is not None:
-                # require pages for all its tokens, so it is not preempted right after it starts
-                needed = self._pages_for(sequence.num_tokens) - len(sequence.pages)
-                if needed > self.pages.num_free or not self._take(sequence, part.start + part.count):
-                    self._release(sequence)
+            while not self._start(sequence, parts):
+                if self._is_full(parts) or not self._give_way(sequence, num_running, parts):
                     return
-            self.waiting.remove(sequence)
-            self.running.append(sequence)
             num_running[sequence.client] += 1
-            sequence.slot = self._slots.pop()
-            parts.append(part)
-            budget -= part.count
-            logits -= part.num_logits
+
+    def _is_full(self, parts: list[Part]) -> bool:
+        """Whether a step has as many tokens or logits as it may."""
+        return min(self._room(parts)) <= 0
+
+    def _room(self, parts: list[Part]) -> tuple[int, int]:
+        """The tokens and the rows of logits that a step has left."""
+        tokens = self.limits.max_num_batched_tokens - sum(p.count for p in parts)
+        return tokens, self.limits.max_num_seqs - sum(p.num_logits for p in parts)
+
+    def _start(self, sequence: Sequence, parts: list[Part]) -> bool:
+        """Start a waiting sequence in a free slot; False if the step is full, or there are too few pages."""
+        if self._is_full(parts):
+            return False
+        self._find_prefix(sequence)
+        part = self._part(sequence, *self._room(parts))
+        if part is not None and self.pages is not None:
+            # require pages for all its tokens, so it is not preempted right after it starts
+            needed = self._pages_for(sequence.num_tokens) - len(sequence.pages)
+            if needed > self.pages.num_free or not self._take(sequence, part.start + part.count):
+                part = None
+        if part is None:
+            self._release(sequence)
+            return False
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        sequence.slot = self._slots.pop()
+        sequence.num_waited = 0
+        parts.append(part)
+        return True
+
+    def _give_way(self, sequence: Sequence, num_running: Counter[str], parts: list[Part]) -> bool:
+        """Preempt the newest sequence of the client with most, if `sequence` has waited and its client has fewer than its share.
+
+        The other client must have two sequences more, so that no two take turns at preempting each other.
+        """
+        sequence.num_waited += 1
+        if self.pages is None or sequence.num_waited <= _PATIENCE:
+            return False
+        most = num_running[sequence.client] + 1
+        others = [s for s in self.running if num_running[s.client] > most and s.priority >= sequence.priority]
+        if not others:
+            return False
+        last = max(others, key=lambda s: (s.priority, num_running[s.client], s.order))
+        self._preempt(last)
+        num_running[last.client] -= 1
+        parts[:] = [p for p in parts if p.sequence is not last]
+        return True
 
     def _part(self, sequence: Sequence, budget: int, logits: int) -> Part | None:
         missing = sequence.num_tokens - sequence.num_computed
@@ -169,8 +206,8 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, length: int, parts: list[Part]) -> bool:
         """Allocate pages for `length` tokens, preempting others if needed; False if the sequence itself was preempted."""
         while not self._take(sequence, length):
-            others = [s for s in self.running if s.slot is not None]
-            last = max(others, key=lambda s: s.order)
+            num_running = Counter(s.client for s in self.running)
+            last = max(self.running, key=lambda s: (s.priority, num_running[s.client], s.order))
             self._preempt(last)
             parts[:] = [p for p in parts if p.sequence is not last]
             if last is sequence:

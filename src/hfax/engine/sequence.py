@@ -61,6 +61,7 @@ class Sequence:
         pages: indices of its pages in the pool.
         page_hashes: prefix cache hashes of its full pages.
         slot: its slot while running; None while waiting.
+        num_waited: steps in which it was next and could not start.
         num_cached: prompt tokens found in the prefix cache.
         prompt_logprobs: log-probabilities of the prompt tokens read so far, except the first.
     """
@@ -83,6 +84,7 @@ class Sequence:
     pages: list[int] = dataclasses.field(default_factory=list)
     page_hashes: list[bytes] = dataclasses.field(default_factory=list)
     slot: int | None = None
+    num_waited: int = 0
     num_cached: int = 0
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None

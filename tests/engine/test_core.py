@@ -1,0 +1,50 @@
+"""The engine loop's handling of failed steps, without a model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hfax.engine.core import EngineCore, Entry, Update
+from hfax.engine.pages import PageAllocator
+from hfax.engine.sampling_params import SamplingParams
+from hfax.engine.scheduler import Limits, Scheduler
+from hfax.engine.sequence import FinishReason, Sequence
+
+
+@pytest.mark.parametrize("has_pages", [True, False])
+def test_after_a_lost_step_only_sequences_with_pages_are_recomputed(has_pages: bool) -> None:
+    """A slot is prefilled with the prompt alone: a sequence that had tokens already went on as if it had none."""
+    resets: list[str] = []
+    fake: Any = SimpleNamespace(reset=lambda: resets.append("reset"))
+    limits = Limits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64)
+    core = EngineCore(Scheduler(limits, PageAllocator(20, 4) if has_pages else None), fake, fake, vocab_size=10)
+    updates: list[Update] = []
+    written, fresh = (
+        Sequence(
+            request_id=str(arrival),
+            index=0,
+            prompt=(1, 2, 3),
+            params=SamplingParams(),
+            seed=0,
+            max_tokens=8,
+            stop_ids=frozenset(),
+            arrival=arrival,
+        )
+        for arrival in range(2)
+    )
+    for sequence in (written, fresh):
+        core._entries[sequence] = Entry(sequence=sequence, listener=updates.append, detokenizer=None, matcher=None)
+        core.scheduler.add(sequence)
+    core.scheduler.schedule()
+    written.output = [7]
+    core._fail([], RuntimeError("lost"))
+    assert len(resets) == 2
+    assert fresh in core.scheduler.waiting
+    if has_pages:
+        assert written in core.scheduler.waiting
+    else:
+        assert written.finish_reason is FinishReason.ERROR
+        assert [str(update.error) for update in updates] == ["lost"]
