@@ -118,6 +118,18 @@ def test_every_kind_of_constraint_can_begin_after_a_marker(wanted, text, wrong):
         assert write(compiler, compiler.compile(params), *begin, wrong) is not None
 
 
+def test_compiled_grammars_are_kept_up_to_a_number_of_bytes():
+    """64 of them were kept, whatever their size: one regular expression of a few characters takes 180 MB."""
+    compiler = compiler_of()
+    for index in range(6):
+        compiler.compile(StructuredOutputsParams(regex=f"x{index}", num_bytes=10 << 20))
+        assert compiler.num_bytes == min(index + 1, 3) * 10 << 20
+    compiler.compile(StructuredOutputsParams(regex="y", num_bytes=1 << 30))
+    assert compiler.num_bytes == 0
+    compiler.compile(StructuredOutputsParams(regex="z"))
+    assert compiler.num_bytes > 0
+
+
 def test_a_marker_alone_is_no_constraint():
     with pytest.raises(InvalidInputError, match="got nothing"):
         StructuredOutputsParams(after="</think>")

@@ -282,6 +282,21 @@ def test_a_process_that_ended_with_its_parent_is_not_looked_for_again(reader):
     pool.close()
 
 
+def test_a_grammar_is_measured_and_refused_if_it_is_large(reader):
+    def body(regex):
+        return json.dumps(
+            {"model": "demo", "messages": CHAT, "response_format": {"type": "regex", "regex": regex}}
+        ).encode()
+
+    async def work(pool):
+        with pytest.raises(ApiError, match="MB once compiled") as caught:
+            await read(pool, body("((a{50}){50}){50}"))
+        assert caught.value.status == 400
+        return await read(pool, body("[a-z]{1,20}"))
+
+    assert 0 < with_pool(reader, work).structured_outputs.num_bytes < 1 << 20
+
+
 def test_closing_ends_what_runs(reader):
     async def work(pool):
         running = asyncio.ensure_future(read(pool, expensive()))

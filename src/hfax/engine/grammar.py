@@ -1,7 +1,7 @@
 """Structured outputs: token masks for a JSON schema, a regular expression or a grammar, computed by llguidance.
 
 A constraint can begin after the model's reasoning, whose tokens are free. Grammars are limited in size, depth and complexity;
-compiled grammars are kept in a fixed-size cache. Imports neither jax nor torch.
+compiled grammars are kept up to a number of bytes. Imports neither jax nor torch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ COMPACT: Any = {"whitespace_flexible": False}
 _MAX_CHARACTERS = 100_000
 _MAX_DEPTH = 100
 _MAX_CACHED = 64
-_LEXER_FUEL = 1_000_000
-"""llguidance's limit on lexer work; expressions that need more are rejected."""
+_MAX_CACHED_BYTES = 32 << 20
+_ASSUMED_BYTES = 1 << 20
+"""Of a compiled grammar that was not measured."""
+_LEXER_FUEL = 200_000
+"""llguidance's limit on lexer work; expressions that need more are rejected. It bounds a grammar's memory to about 40 MB a step."""
 
 
 class Matcher:
@@ -92,7 +95,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
         self._lock = threading.Lock()
-        self._made: OrderedDict[StructuredOutputsParams, Matcher] = OrderedDict()
+        self._made: OrderedDict[StructuredOutputsParams, tuple[Matcher, int]] = OrderedDict()
         self._ll_tokenizer: Any = None
 
     def compile(self, wanted: StructuredOutputsParams) -> Matcher:
@@ -105,31 +108,42 @@ class GrammarCompiler:
         with self._lock:
             if (found := self._made.get(wanted)) is not None:
                 self._made.move_to_end(wanted)
-                return found.copy()
+                return found[0].copy()
         with _panics_refused():
             made = self._make(wanted)
         with self._lock:
-            self._made[wanted] = made
-            while len(self._made) > _MAX_CACHED:
+            self._made[wanted] = made, _ASSUMED_BYTES if wanted.num_bytes is None else wanted.num_bytes
+            while len(self._made) > _MAX_CACHED or self.num_bytes > _MAX_CACHED_BYTES:
                 self._made.popitem(last=False)
         return made.copy()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the compiled grammars that are kept, as far as measured."""
+        return sum(num_bytes for _, num_bytes in self._made.values())
 
     def warm_up(self) -> None:
         """Prepare the tokenizer's vocabulary for grammars, if the tokenizer supports them."""
         with contextlib.suppress(UnsupportedOptionError, ImportError):
             self._tokens()
 
-    def try_out(self, wanted: StructuredOutputsParams) -> None:
+    def try_out(self, wanted: StructuredOutputsParams) -> list[Matcher]:
         """Compile to a matcher and its first mask, and keep nothing.
+
+        Returns:
+            What was compiled, for measuring it.
 
         Raises:
             InvalidInputError: the grammar is malformed, too large or too complex.
             UnsupportedOptionError: llguidance is not installed, or the tokenizer is not a fast one.
         """
         with _panics_refused():
-            self._make(wanted).mask(self._vocab_size)
+            made = [self._make(wanted)]
             if wanted.after is not None:  # the first mask is of the reasoning alone
-                self._make(dataclasses.replace(wanted, after=None)).mask(self._vocab_size)
+                made.append(self._make(dataclasses.replace(wanted, after=None)))
+            for matcher in made:
+                matcher.mask(self._vocab_size)
+        return made
 
     def _make(self, wanted: StructuredOutputsParams) -> Matcher:
         try:

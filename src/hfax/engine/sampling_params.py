@@ -35,6 +35,7 @@ class StructuredOutputsParams:
         after: text that ends the model's reasoning ("</think>"): the constraint begins behind its first occurrence and up to
             two line breaks. The text before it is free, except that the sequence cannot end there. None: the constraint begins
             with the first token.
+        num_bytes: memory of the compiled constraint, if measured: compiled ones are kept for later requests up to a total.
 
     Raises:
         InvalidInputError: none or several constraints are set, or `after` is empty.
@@ -46,9 +47,10 @@ class StructuredOutputsParams:
     grammar: str | None = None
     json_object: bool = False
     after: str | None = None
+    num_bytes: int | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        names = [field.name for field in dataclasses.fields(self) if field.name != "after"]
+        names = [field.name for field in dataclasses.fields(self) if field.name not in ("after", "num_bytes")]
         given = [name for name in names if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise InvalidInputError(

@@ -20,6 +20,37 @@ def resident_bytes() -> int:
     return _pages(1) * resource.getpagesize()
 
 
+def allocated_bytes() -> int:
+    """Memory that this process has allocated and not freed, in bytes; where libc does not tell, its resident memory."""
+    try:
+        of_libc = ctypes.CDLL(None).mallinfo2
+    except (OSError, AttributeError):
+        return resident_bytes()
+    of_libc.restype = _Mallinfo
+    found = of_libc()
+    return found.uordblks + found.hblkhd
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    )
+
+
 def give_memory_back() -> None:
     """Return freed memory to the system; glibc keeps it otherwise."""
     with contextlib.suppress(OSError, AttributeError):  # another libc

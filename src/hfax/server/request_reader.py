@@ -19,6 +19,7 @@ from hfax.engine.sampling_params import StructuredOutputsParams
 from hfax.server.chat import ChatTemplate, structured_outputs_of
 from hfax.server.failures import ApiError, unknown_model
 from hfax.server.images import ImageLoader
+from hfax.server.memory import allocated_bytes
 from hfax.server.protocol import (
     MAX_TEXTS,
     ChatRequest,
@@ -29,6 +30,8 @@ from hfax.server.protocol import (
 )
 
 Body = TypeVar("Body", bound=BaseModel)
+
+_MAX_GRAMMAR_BYTES = 32 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,7 +131,7 @@ class RequestReader:
         prompts = [self._encode(prompt, "prompt") for prompt in given]
         texts = [p if isinstance(p, str) else self._tokenizer.decode(p) for p in given] if body.echo else []
         wanted = None if body.response_format is None else structured_outputs_of(body.response_format)
-        self._try_grammar(wanted)
+        wanted = self._tried(wanted)
         return ReadCompletion(
             body=body.model_copy(update={"prompt": "", "response_format": None}),
             prompts=prompts,
@@ -145,8 +148,7 @@ class RequestReader:
         """
         body = self._parse(ChatRequest, data)
         prompt = self._template.render(body, ImageLoader(self._image_hosts), self._check_length)
-        wanted = self._template.structured_outputs(body, prompt)
-        self._try_grammar(wanted)
+        wanted = self._tried(self._template.structured_outputs(body, prompt))
         return ReadChat(
             body=body.model_copy(update={"messages": [], "response_format": None}),
             token_ids=prompt.token_ids,
@@ -227,11 +229,22 @@ class RequestReader:
         limit = f"{self._max_model_len} tokens, including at least one new token"
         return ApiError(400, f"The prompt has {size}; the limit is {limit}. Shorten the prompt.", param=param)
 
-    def _try_grammar(self, wanted: StructuredOutputsParams | None) -> None:
-        """Compile a grammar and its first mask within this process's limits; the result is dropped."""
-        if wanted is not None:
-            assert self._grammars is not None
-            self._grammars.try_out(wanted)
+    def _tried(self, wanted: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
+        """Compile a grammar and its first mask within this process's limits, and measure it; what was compiled is dropped."""
+        if wanted is None:
+            return None
+        assert self._grammars is not None
+        before = allocated_bytes()
+        compiled = self._grammars.try_out(wanted)
+        num_bytes = max(allocated_bytes() - before, 0)
+        del compiled
+        if num_bytes > _MAX_GRAMMAR_BYTES:
+            raise ApiError(
+                400,
+                f"The schema, regex or grammar needs {num_bytes >> 20} MB once compiled; simplify it.",
+                param="response_format",
+            )
+        return dataclasses.replace(wanted, num_bytes=num_bytes)
 
 
 def _prompts_of(given: Any) -> list[Any]:
