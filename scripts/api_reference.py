@@ -232,9 +232,9 @@ def _field(item: ast.AnnAssign) -> str:
     if item.value is None:
         return text
     default = _source(item.value)
-    if isinstance(item.value, ast.Call):  # dataclasses.field(default_factory=…)
-        factory = next(k.value for k in item.value.keywords if k.arg == "default_factory")
-        default = f"{_source(factory)}()"
+    if isinstance(item.value, ast.Call):  # dataclasses.field(…)
+        named = {k.arg: k.value for k in item.value.keywords}
+        default = _source(named["default"]) if "default" in named else f"{_source(named['default_factory'])}()"
     return f"{text} = {default}"
 
 

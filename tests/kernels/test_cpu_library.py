@@ -31,6 +31,7 @@ def test_a_compiler_that_fails_is_reported_not_raised(tmp_path, monkeypatch):
     assert "could not build them" in done.stdout, done.stderr
 
 
+@pytest.mark.usefixtures("cpu_kernels")
 def test_processes_that_need_the_kernels_at_once_compile_them_once(tmp_path, monkeypatch):
     compiler, calls = tmp_path / "compiler", tmp_path / "calls"
     compiler.write_text(f'#!/bin/sh\necho "$*" >> {calls}\nsleep 1\nexec {library._compiler()} "$@"\n')

@@ -11,7 +11,6 @@ import pytest
 
 from hfax.kernels import pool, target
 from hfax.kernels.attention import attention
-from hfax.kernels.cpu import library
 from hfax.kernels.rows import Rows
 
 PAGE, HEADS, KV_HEADS, WIDTH = 16, 8, 2, 32
@@ -118,20 +117,27 @@ def cases_and_options():
             yield pytest.param(CASES[case], options, marks=marks, id=f"{case}-{name}")
 
 
-@pytest.mark.parametrize(("case", "options"), list(cases_and_options()))
-@pytest.mark.parametrize("kind", ["kernel", "gathered", "joint"])
-def test_each_token_attends_to_its_own_sequence(kind, case, options, monkeypatch):
-    if kind == "kernel":
-        monkeypatch.delenv("HFAX_CPU_KERNELS", raising=False)
-        assert library.problem() is None
+def check_each_sequence(kind, case, options):
     out, expected, where = run(case, kind, "float32", scale=0.2, **options)
     np.testing.assert_allclose(out, expected, atol=2e-5)
-    if kind == "kernel":
-        assert any("C++" in way for way in where.chosen)
+    return where.chosen
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+@pytest.mark.parametrize(("case", "options"), list(cases_and_options()))
+def test_each_token_attends_to_its_own_sequence_in_the_kernel(case, options):
+    assert any("C++" in way for way in check_each_sequence("kernel", case, options))
+
+
+@pytest.mark.parametrize(("case", "options"), list(cases_and_options()))
+@pytest.mark.parametrize("kind", ["gathered", "joint"])
+def test_each_token_attends_to_its_own_sequence(kind, case, options):
+    check_each_sequence(kind, case, options)
 
 
 @pytest.mark.parametrize("kind", ["kernel", "gathered"])
 def test_bfloat16(kind):
+    """Without a compiler, both are plain JAX."""
     out, expected, _ = run(CASES["parts of prompts between decoding"], kind, "bfloat16", scale=0.2)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(out.astype(jnp.float32), expected.astype(jnp.float32), atol=0.03)

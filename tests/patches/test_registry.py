@@ -167,6 +167,7 @@ def test_patches_of_versions_that_are_not_installed_are_left_out() -> None:
         undo()
 
 
+@pytest.mark.usefixtures("cpu_kernels")
 @pytest.mark.parametrize(
     ("kind", "norm"),
     [
@@ -179,8 +180,7 @@ def test_patches_of_versions_that_are_not_installed_are_left_out() -> None:
         ("gpt2", ""),
     ],
 )
-def test_norms_and_rotations_are_known_by_their_source(kind: str, norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HFAX_CPU_KERNELS", raising=False)
+def test_norms_and_rotations_are_known_by_their_source(kind: str, norm: str) -> None:
     config = shrink_config(AutoConfig.for_model(kind))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config) if kind != "t5" else AutoModelForSeq2SeqLM.from_config(config)
