@@ -14,7 +14,7 @@ PYTEST = OMP_NUM_THREADS=1 JAX_PLATFORMS=cpu HFAX_TESTS_HOME=build/hfax .venv/bi
 EIGHT_DEVICES := XLA_FLAGS='--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
 JOBS := test-torch_xla test-tpu_compile test-multiprocess test-browser test-sweep
 
-.PHONY: run test test-sharding lint check test-all test-jobs $(JOBS) clean chromium
+.PHONY: run test test-sharding lint check test-all test-jobs $(JOBS) test-asan clean chromium
 
 run: .venv/.run
 	@echo "First use compiles hfax's C++ kernels (about 20 s) and the model's programs (about 4 s); both are kept."
@@ -53,6 +53,11 @@ test-browser: .venv/.test-browser | chromium
 test-sweep: .venv/.test-sweep
 	$(PYTEST) -m sweep
 	$(EIGHT_DEVICES) $(PYTEST) --junitxml=build/tests/$@-sharding.xml -m sweep tests/sharding
+
+# The CPU kernels with AddressSanitizer, under their own tests. Not one of the jobs: it runs the same tests again.
+test-asan: .venv/.test
+	CXX=$(CURDIR)/scripts/c++-asan LD_PRELOAD="$$(c++ -print-file-name=libasan.so)" \
+		ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0 $(PYTEST) tests/kernels tests/engine/test_batch_invariance.py
 
 # A process for each file: devices are set up once in a process.
 test-torch_xla: .venv-torch_xla/.test
