@@ -122,8 +122,8 @@ def test_compiled_grammars_are_kept_up_to_a_number_of_bytes():
     """64 of them were kept, whatever their size: one regular expression of a few characters takes 180 MB."""
     compiler = compiler_of()
     for index in range(6):
-        compiler.compile(StructuredOutputsParams(regex=f"x{index}", num_bytes=10 << 20))
-        assert compiler.num_bytes == min(index + 1, 3) * 10 << 20
+        compiler.compile(StructuredOutputsParams(regex=f"x{index}", num_bytes=3 << 20))
+        assert compiler.num_bytes == min(index + 1, 2) * 3 << 20
     compiler.compile(StructuredOutputsParams(regex="y", num_bytes=1 << 30))
     assert compiler.num_bytes == 0
     compiler.compile(StructuredOutputsParams(regex="z"))

@@ -12,10 +12,12 @@ import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
+from hfax.server import run
 from hfax.server.chat import ChatTemplate
 from hfax.server.embeddings import EmbeddingQueue
 from hfax.server.failures import ApiError
@@ -45,6 +47,23 @@ def multiple_of(prime: int) -> dict:
 
 def expensive(prime: int = LARGE_PRIMES[0]) -> bytes:
     return json.dumps({"model": "demo", "messages": CHAT, "response_format": multiple_of(prime)}).encode()
+
+
+def test_what_clients_sent_who_left_is_not_read(make_server):
+    """A flood of schemas went on to be compiled, one a second, when nobody waited for the answers."""
+    with make_server(request_cpu_s=20.0) as running:
+        body = json.dumps({"model": "demo", "messages": CHAT, "response_format": multiple_of(LARGE_PRIMES[0])}).encode()
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json"
+        workers = running.served.workers
+        clients = [socket.create_connection(("127.0.0.1", httpx.URL(running.url).port)) for _ in range(6)]
+        for client in clients:
+            client.sendall(f"{head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        running.wait_until(lambda: workers.num_busy + workers.num_waiting == len(clients))
+        assert workers.num_waiting >= len(clients) - 1
+        for client in clients:
+            client.close()
+        running.wait_until(lambda: workers.num_waiting == 0, 15)
+        assert post(running, prompt="Return", max_tokens=4).status_code == 200
 
 
 # -------------------------------------------------------------------------------------------------- requests to a server
@@ -295,6 +314,33 @@ def test_a_grammar_is_measured_and_refused_if_it_is_large(reader):
         return await read(pool, body("[a-z]{1,20}"))
 
     assert 0 < with_pool(reader, work).structured_outputs.num_bytes < 1 << 20
+
+
+def test_an_idle_server_gives_memory_back_once_after_requests(monkeypatch):
+    given = asyncio.Event()
+    num_given = 0
+
+    def give():
+        nonlocal num_given
+        num_given += 1
+        given.set()
+
+    async def work():
+        served = SimpleNamespace(is_idle=False, num_read=1)
+        tidying = asyncio.ensure_future(run._tidy(served))
+        await asyncio.sleep(0.1)
+        assert num_given == 0
+        for count in (1, 2):
+            served.is_idle, served.num_read = True, count
+            await asyncio.wait_for(given.wait(), 60)
+            given.clear()
+            await asyncio.sleep(0.1)  # several turns, which give nothing
+            assert num_given == count
+        tidying.cancel()
+
+    monkeypatch.setattr(run, "_TIDY_S", 0.01)
+    monkeypatch.setattr(run, "give_memory_back", give)
+    asyncio.run(work())
 
 
 def test_closing_ends_what_runs(reader):

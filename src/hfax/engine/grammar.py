@@ -25,7 +25,7 @@ COMPACT: Any = {"whitespace_flexible": False}
 _MAX_CHARACTERS = 100_000
 _MAX_DEPTH = 100
 _MAX_CACHED = 64
-_MAX_CACHED_BYTES = 32 << 20
+_MAX_CACHED_BYTES = 8 << 20
 _ASSUMED_BYTES = 1 << 20
 """Of a compiled grammar that was not measured."""
 _LEXER_FUEL = 200_000

@@ -64,6 +64,10 @@ def make_app(served: Served) -> Guard:
     async def failed(request: Request, error: ApiError) -> JSONResponse:
         return _json_error(error)
 
+    @app.exception_handler(Left)
+    async def left(request: Request, error: Left) -> Response:
+        return Response(status_code=499)  # for the log: nobody reads it
+
     _add_texts(app, served)
     _add_tokens(app, served)
     _add_state(app, served)
@@ -153,10 +157,7 @@ def _add_texts(app: FastAPI, served: Served) -> None:
         embedder = served.loaded.embedder
         if embedder is None:
             raise ApiError(400, "The model generates text and does not support embeddings.", param="model")
-        try:
-            vectors = await until_left(request.receive, served.embeddings.compute(embedder, read.inputs))
-        except Left:
-            return Response(status_code=499)
+        vectors = await until_left(request.receive, served.embeddings.compute(embedder, read.inputs))
         return Response(await asyncio.to_thread(_embeddings_json, read, vectors), media_type="application/json")
 
 
@@ -244,9 +245,10 @@ async def _read(served: Served, request: Request, kind: str) -> Any:
 
     Raises:
         ApiError: the body is invalid, or the server does not take it now.
+        Left: the client disconnected; the body is not read then.
     """
     data = await request.body()
-    read = await served.read(kind, data, _client(request))
+    read = await until_left(request.receive, served.read(kind, data, _client(request)))
     if (user := getattr(getattr(read, "body", None), "user", None)) is not None:
         request.state.user = user[:128]
     return read
@@ -257,9 +259,7 @@ async def _respond(request: Request, writer: Any, is_stream: bool, answer: Answe
         return EventStream(writer.events())
     try:
         return JSONResponse(await until_left(request.receive, writer.whole()))
-    except Left:
-        return Response(status_code=499)
-    except ApiError:
+    except (ApiError, Left):
         raise
     except Exception as error:
         raise as_api_error(error) from error

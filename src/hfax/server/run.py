@@ -14,12 +14,14 @@ import uvicorn
 from hfax.server.app import make_app
 from hfax.server.connection import make_config
 from hfax.server.loading import Load
+from hfax.server.memory import give_memory_back
 from hfax.server.served import Served
 from hfax.server.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 0.2
+_TIDY_S = 2.0
 
 
 class _Server(uvicorn.Server):
@@ -81,16 +83,27 @@ async def _serve(settings: Settings, load: Load, on_listening: Callable[[str], N
         with contextlib.suppress(NotImplementedError):
             loop.add_signal_handler(number, stop)
     served.start()
-    watcher = asyncio.create_task(_watch(served, server))
+    beside = [asyncio.create_task(_watch(served, server)), asyncio.create_task(_tidy(served))]
     try:
         await server.serve(sockets=[socket])
     finally:
-        watcher.cancel()
+        for task in beside:
+            task.cancel()
         failure = served.failure
         if served.state == "dead" and failure is None:
             failure = RuntimeError("the engine died")
         served.close()
     return failure
+
+
+async def _tidy(served: Served) -> None:
+    """Give unused memory back to the system when the server has nothing to do."""
+    num_read = 0
+    while True:
+        await asyncio.sleep(_TIDY_S)
+        if served.is_idle and served.num_read != num_read:
+            num_read = served.num_read
+            await asyncio.to_thread(give_memory_back)
 
 
 async def _watch(served: Served, server: uvicorn.Server) -> None:

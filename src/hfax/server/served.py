@@ -52,6 +52,8 @@ class Served:
         self._load = load
         self._loaded: Loaded | None = None
         self._is_stopping = False
+        self.num_read = 0
+        """Number of requests whose body was read, or refused."""
         self.embeddings = EmbeddingQueue(settings.max_embeddings_waiting)
         self.workers = WorkerPool(
             num_workers=settings.request_workers,
@@ -121,6 +123,12 @@ class Served:
             raise ApiError(503, f"The model is {state}.", code=f"model_{state}", headers={"Retry-After": "5"})
         return self._loaded
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is read or computed."""
+        engine = None if self._loaded is None else self._loaded.engine
+        return not self.workers.num_busy and (engine is None or not engine.core.scheduler.has_work)
+
     def require_name(self, name: str) -> None:
         """Raise `ApiError` (404) unless `name` is the served model's; requests cannot load models."""
         if name not in self.settings.served_model_names:
@@ -150,6 +158,7 @@ class Served:
         """
         _ = self.loaded
         self._check_memory()
+        self.num_read += 1
         is_expensive = len(data) > _LARGE_BODY or any(name in data for name in _EXPENSIVE)
         cpu_s = self.settings.request_cpu_s * (_IMAGES_COST if b'"image_url"' in data else 1)
         return await self.workers.run(

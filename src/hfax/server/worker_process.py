@@ -20,7 +20,7 @@ import struct
 import sys
 from typing import TYPE_CHECKING, Any
 
-from hfax.server.memory import mapped_bytes, resident_bytes
+from hfax.server.memory import give_memory_back, mapped_bytes, resident_bytes
 
 if TYPE_CHECKING:
     from hfax.server.request_reader import RequestReader
@@ -29,7 +29,7 @@ LENGTH = struct.Struct("!Q")
 """Before every pickled value but a worker's answers."""
 ANSWER = struct.Struct("!?Q")
 """Before a worker's answer: whether the worker ends after it, and the answer's length."""
-_KEPT_BYTES = 64 << 20
+_KEPT_BYTES = 16 << 20
 """A worker whose memory has grown by more than this ends after its task, which gives the memory back."""
 _NICENESS = 5
 """Added to a worker's niceness, so that the engine's threads come first."""
@@ -119,6 +119,8 @@ def _work(reader: RequestReader, tasks: socket.socket) -> None:
             data = pickle.dumps(_answer(reader, kind, arguments), protocol=5)
             signal.setitimer(signal.ITIMER_PROF, 0)
             del arguments
+            if resident_bytes() > before + _KEPT_BYTES:
+                give_memory_back()
             is_last = resident_bytes() > before + _KEPT_BYTES
             tasks.sendall(ANSWER.pack(is_last, len(data)) + data)
         code = 0
