@@ -88,22 +88,26 @@ inline float total(Floats v) {
 #endif
 }
 
-// e to the power of each, for numbers of at most 0; below -87 it is 0. The error is that of float32's last bit.
-inline Floats exponential(Floats x) {
-  const Floats clamped = x < -87.0f ? Floats{} - 87.0f : x;
-  const Floats scaled = clamped * 1.44269504f;
-  const Ints whole = __builtin_convertvector(scaled - 0.5f, Ints);  // towards zero: the nearest of numbers below 0
+// e to the power of what is left of each number beside `whole` times the logarithm of 2, at most half of it.
+inline Floats exponential_of_rest(Floats x, Ints whole) {
   const Floats count = __builtin_convertvector(whole, Floats);
-  const Floats rest = (clamped - count * 0.693359375f) + count * 2.12194440e-4f;
+  const Floats rest = (x - count * 0.693359375f) + count * 2.12194440e-4f;
   Floats sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
   sum = sum * rest + 8.3334519073e-3f;
   sum = sum * rest + 4.1665795894e-2f;
   sum = sum * rest + 1.6666665459e-1f;
   sum = sum * rest + 5.0000001201e-1f;
-  sum = sum * rest * rest + rest + 1.0f;
+  return sum * rest * rest + rest + 1.0f;
+}
+
+// e to the power of each, for numbers of at most 0; below -87 it is 0. The error is that of float32's last bit.
+inline Floats exponential(Floats x) {
+  const Floats clamped = x < -87.0f ? Floats{} - 87.0f : x;
+  const Floats scaled = clamped * 1.44269504f;
+  const Ints whole = __builtin_convertvector(scaled - 0.5f, Ints);  // towards zero: the nearest of numbers below 0
   const Ints bits = (whole + 127) << 23;
   const Floats power = reinterpret_cast<const Floats&>(bits);
-  return x < -87.0f ? Floats{} : sum * power;
+  return x < -87.0f ? Floats{} : exponential_of_rest(clamped, whole) * power;
 }
 
 constexpr int64_t kMostKept = 16 << 20;  // bytes

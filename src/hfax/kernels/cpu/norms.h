@@ -91,17 +91,9 @@ inline Floats exponential_of_any(Floats x) {
   const Floats clamped = x > kMost ? Floats{} + kMost : x < kLeast ? Floats{} + kLeast : x == x ? x : Floats{};
   const Floats scaled = clamped * 1.44269504f;
   const Ints whole = __builtin_convertvector(scaled + (scaled < 0 ? Floats{} - 0.5f : Floats{} + 0.5f), Ints);
-  const Floats count = __builtin_convertvector(whole, Floats);
-  const Floats rest = (clamped - count * 0.693359375f) + count * 2.12194440e-4f;
-  Floats sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
-  sum = sum * rest + 8.3334519073e-3f;
-  sum = sum * rest + 4.1665795894e-2f;
-  sum = sum * rest + 1.6666665459e-1f;
-  sum = sum * rest + 5.0000001201e-1f;
-  sum = sum * rest * rest + rest + 1.0f;
   const Ints half = whole / 2;  // 2 to the power of `whole` may be too large for a float, or too small
   const Ints first = (half + 127) << 23, second = (whole - half + 127) << 23;
-  const Floats power = sum * reinterpret_cast<const Floats&>(first) * reinterpret_cast<const Floats&>(second);
+  const Floats power = exponential_of_rest(clamped, whole) * reinterpret_cast<const Floats&>(first) * reinterpret_cast<const Floats&>(second);
   return x > kMost ? Floats{} + std::numeric_limits<float>::infinity() : x < kLeast ? Floats{} : x == x ? power : x;
 }
 
