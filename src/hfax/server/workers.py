@@ -138,7 +138,11 @@ class WorkerPool:
         task = _Task(client, is_expensive, cpu_s, data, asyncio.Future())
         self._waiting.setdefault(client, collections.deque()).append(task)
         self._dispatch()
-        outcome, value = await task.answer
+        try:
+            outcome, value = await task.answer
+        except asyncio.CancelledError:
+            self._drop(task)
+            raise
         if outcome == "done":
             return value
         if outcome == "error":
@@ -169,6 +173,17 @@ class WorkerPool:
                         del self._waiting[client]
                     return task
         return None
+
+    def _drop(self, task: _Task) -> None:
+        """Remove a task that nobody waits for any more, if it has not started."""
+        tasks = self._waiting.get(task.client, ())
+        if task not in tasks:
+            return
+        self._waiting[task.client].remove(task)
+        if not tasks:
+            del self._waiting[task.client]
+            if all(other.client != task.client for other in self._running):
+                self._served.pop(task.client, None)
 
     async def _work(self, task: _Task) -> None:
         outcome: tuple[str, Any] = ("late", None)
