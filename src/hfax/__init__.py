@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from hfax.backends.jax.model import JaxModel
     from hfax.backends.torch_xla.model import TorchXlaModel
     from hfax.doctor import Diagnosis, diagnose
-    from hfax.engine.engine import Engine, EngineConfig, PreparedPrompt
+    from hfax.engine.config import EngineConfig
+    from hfax.engine.engine import Engine, PreparedPrompt
     from hfax.engine.outputs import CompletionOutput, OutputDelta, RequestOutput
     from hfax.engine.sampling_params import SamplingParams, StructuredOutputsParams
     from hfax.engine.sequence import FinishReason, TokenLogprob
@@ -64,7 +65,7 @@ _HOMES = {
     "Diagnosis": "hfax.doctor",
     "Engine": "hfax.engine.engine",
     "EngineBusyError": "hfax.errors",
-    "EngineConfig": "hfax.engine.engine",
+    "EngineConfig": "hfax.engine.config",
     "EngineDeadError": "hfax.errors",
     "FinishReason": "hfax.engine.sequence",
     "ForwardPatch": "hfax.patches.patch",

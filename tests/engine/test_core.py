@@ -6,12 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sequences import make_sequence
 
 from hfax.engine.core import EngineCore, Entry, Update
 from hfax.engine.pages import PageAllocator
-from hfax.engine.sampling_params import SamplingParams
 from hfax.engine.scheduler import Limits, Scheduler
-from hfax.engine.sequence import FinishReason, Sequence
+from hfax.engine.sequence import FinishReason
 
 
 @pytest.mark.parametrize("has_pages", [True, False])
@@ -22,19 +22,7 @@ def test_after_a_lost_step_only_sequences_with_pages_are_recomputed(has_pages: b
     limits = Limits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64)
     core = EngineCore(Scheduler(limits, PageAllocator(20, 4) if has_pages else None), fake, fake, vocab_size=10)
     updates: list[Update] = []
-    written, fresh = (
-        Sequence(
-            request_id=str(arrival),
-            index=0,
-            prompt=(1, 2, 3),
-            params=SamplingParams(),
-            seed=0,
-            max_tokens=8,
-            stop_ids=frozenset(),
-            arrival=arrival,
-        )
-        for arrival in range(2)
-    )
+    written, fresh = (make_sequence(arrival=arrival) for arrival in range(2))
     for sequence in (written, fresh):
         core._entries[sequence] = Entry(sequence=sequence, listener=updates.append, detokenizer=None, matcher=None)
         core.scheduler.add(sequence)

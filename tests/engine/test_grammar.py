@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from grammars import END, is_allowed
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
@@ -11,7 +12,6 @@ from hfax.engine.grammar import GrammarCompiler, Matcher
 from hfax.engine.sampling_params import StructuredOutputsParams
 from hfax.errors import InvalidInputError
 
-END = 2
 OBJECT = StructuredOutputsParams(json_object=True, after="</think>")
 
 
@@ -21,10 +21,6 @@ def compiler_of(*tokens: str | AddedToken) -> GrammarCompiler:
     for token in tokens:
         tokenizer.add_tokens([token], special_tokens=isinstance(token, AddedToken) and token.special)
     return GrammarCompiler(tokenizer, len(tokenizer), (END,))
-
-
-def is_allowed(matcher: Matcher, token: int, size: int) -> bool:
-    return bool(matcher.mask(size)[token // 32] >> (token % 32) & 1)
 
 
 def write(compiler: GrammarCompiler, matcher: Matcher, *pieces: str) -> str | None:

@@ -7,25 +7,11 @@ import subprocess
 import sys
 
 import pytest
+from sequences import make_sequence
 
 from hfax.engine.pages import PageAllocator
-from hfax.engine.sampling_params import SamplingParams
 from hfax.engine.scheduler import Limits, Scheduler
 from hfax.engine.sequence import FinishReason, Sequence
-
-
-def make_sequence(prompt, arrival=0, max_tokens=8, **options) -> Sequence:
-    params = SamplingParams(max_tokens=max_tokens, **options)
-    return Sequence(
-        request_id=str(arrival),
-        index=0,
-        prompt=tuple(prompt),
-        params=params,
-        seed=0,
-        max_tokens=max_tokens,
-        stop_ids=frozenset(),
-        arrival=arrival,
-    )
 
 
 def test_neither_jax_nor_torch_is_imported():
@@ -85,9 +71,9 @@ def run(scheduler: Scheduler, parts) -> None:
 
 def test_a_step_has_single_tokens_first_and_parts_of_prompts_after_them():
     scheduler = Scheduler(Limits(max_num_seqs=4, max_num_batched_tokens=10, max_model_len=64), PageAllocator(40, 4))
-    scheduler.add(make_sequence([1] * 6, 0))
+    scheduler.add(make_sequence(0, prompt=[1] * 6))
     run(scheduler, scheduler.schedule())
-    scheduler.add(make_sequence([2] * 25, 1))
+    scheduler.add(make_sequence(1, prompt=[2] * 25))
     parts = scheduler.schedule()
     assert [(p.sequence.request_id, p.count, p.draws) for p in parts] == [("0", 1, True), ("1", 9, False)]
     run(scheduler, parts)
@@ -96,8 +82,8 @@ def test_a_step_has_single_tokens_first_and_parts_of_prompts_after_them():
 
 def test_prompts_that_are_scored_take_no_more_rows_than_there_are():
     scheduler = Scheduler(Limits(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64), PageAllocator(40, 4))
-    scheduler.add(make_sequence([1] * 10, 0, prompt_logprobs=0))
-    scheduler.add(make_sequence([1] * 5, 1))
+    scheduler.add(make_sequence(0, prompt=[1] * 10, prompt_logprobs=0))
+    scheduler.add(make_sequence(1, prompt=[1] * 5))
     parts = scheduler.schedule()
     assert [(p.count, p.num_logits) for p in parts] == [(4, 4)]
 
@@ -113,7 +99,12 @@ def test_any_traffic_ends_and_leaks_nothing(seed):
         if step < 200 and numbers.random() < 0.3:
             prompt = [numbers.choice([1, 2])] * numbers.randint(1, 40)
             everything.append(
-                make_sequence(prompt, step, numbers.randint(1, 20), **numbers.choice([{}, {"prompt_logprobs": 0}]))
+                make_sequence(
+                    step,
+                    prompt=prompt,
+                    max_tokens=numbers.randint(1, 20),
+                    **numbers.choice([{}, {"prompt_logprobs": 0}]),
+                )
             )
             everything[-1].priority = numbers.randint(0, 1)
             scheduler.add(everything[-1])

@@ -5,25 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
+from sequences import make_sequence
+
 from hfax.engine.pages import PageAllocator
-from hfax.engine.sampling_params import SamplingParams
 from hfax.engine.scheduler import Limits, Scheduler
 from hfax.engine.sequence import FinishReason, Sequence
-
-
-def sequence(arrival: int, client: str, priority: int = 0) -> Sequence:
-    return Sequence(
-        request_id=f"{client}-{arrival}",
-        index=0,
-        prompt=(1, 2, 3),
-        params=SamplingParams(),
-        seed=0,
-        max_tokens=8,
-        stop_ids=frozenset(),
-        priority=priority,
-        arrival=arrival,
-        client=client,
-    )
 
 
 def started(scheduler: Scheduler) -> list[str]:
@@ -43,20 +29,24 @@ def make_scheduler(*sequences: Sequence, slots: int = 2, pages: PageAllocator | 
 
 def test_clients_start_in_turns():
     """Many waiting requests of one client kept another's out until all of them had run."""
-    scheduler = make_scheduler(*(sequence(i, "greedy") for i in range(6)), sequence(6, "other"))
+    scheduler = make_scheduler(*(make_sequence(i, "greedy") for i in range(6)), make_sequence(6, "other"))
     assert started(scheduler) == ["greedy-0", "other-6"]
     scheduler.finish(scheduler.running[1], FinishReason.STOP)
-    scheduler.add(sequence(7, "other"))
+    scheduler.add(make_sequence(7, "other"))
     assert started(scheduler) == ["other-7"]
 
 
 def test_one_client_s_requests_start_in_order_and_all_slots_are_used():
-    scheduler = make_scheduler(*(sequence(i, "one") for i in (2, 0, 1)))
+    scheduler = make_scheduler(*(make_sequence(i, "one") for i in (2, 0, 1)))
     assert started(scheduler) == ["one-0", "one-1"]
 
 
 def test_priority_comes_before_turns():
-    scheduler = make_scheduler(sequence(0, "a", -1), sequence(1, "a", -1), sequence(2, "b"))
+    scheduler = make_scheduler(
+        make_sequence(0, "a", priority=-1),
+        make_sequence(1, "a", priority=-1),
+        make_sequence(2, "b"),
+    )
     assert started(scheduler) == ["a-0", "a-1"]
 
 
@@ -75,7 +65,7 @@ def clients_after(scheduler: Scheduler, steps: int) -> Counter[str]:
 
 
 def long(arrival: int, client: str, priority: int = 0) -> Sequence:
-    return dataclasses.replace(sequence(arrival, client, priority), max_tokens=1000)
+    return dataclasses.replace(make_sequence(arrival, client, priority=priority), max_tokens=1000)
 
 
 def test_a_client_with_all_slots_gives_way_to_another():

@@ -49,23 +49,6 @@ def expensive(prime: int = LARGE_PRIMES[0]) -> bytes:
     return json.dumps({"model": "demo", "messages": CHAT, "response_format": multiple_of(prime)}).encode()
 
 
-def test_what_clients_sent_who_left_is_not_read(make_server):
-    """A flood of schemas went on to be compiled, one a second, when nobody waited for the answers."""
-    with make_server(request_cpu_s=20.0) as running:
-        body = json.dumps({"model": "demo", "messages": CHAT, "response_format": multiple_of(LARGE_PRIMES[0])}).encode()
-        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json"
-        workers = running.served.workers
-        clients = [socket.create_connection(("127.0.0.1", httpx.URL(running.url).port)) for _ in range(6)]
-        for client in clients:
-            client.sendall(f"{head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-        running.wait_until(lambda: workers.num_busy + workers.num_waiting == len(clients))
-        assert workers.num_waiting >= len(clients) - 1
-        for client in clients:
-            client.close()
-        running.wait_until(lambda: workers.num_waiting == 0, 15)
-        assert post(running, prompt="Return", max_tokens=4).status_code == 200
-
-
 # -------------------------------------------------------------------------------------------------- requests to a server
 
 
@@ -85,6 +68,23 @@ def test_schemas_that_compile_for_minutes_are_refused_and_the_next_requests_are_
                 f'request_workers_killed_total{{model_name="demo"}} {len(LARGE_PRIMES)}.0'
                 in client.get("/metrics").text
             )
+
+
+def test_what_clients_sent_who_left_is_not_read(make_server):
+    """A flood of schemas went on to be compiled, one a second, when nobody waited for the answers."""
+    with make_server(request_cpu_s=20.0) as running:
+        body = expensive()
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json"
+        workers = running.served.workers
+        clients = [socket.create_connection(("127.0.0.1", httpx.URL(running.url).port)) for _ in range(6)]
+        for client in clients:
+            client.sendall(f"{head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        running.wait_until(lambda: workers.num_busy + workers.num_waiting == len(clients))
+        assert workers.num_waiting >= len(clients) - 1
+        for client in clients:
+            client.close()
+        running.wait_until(lambda: workers.num_waiting == 0, 15)
+        assert post(running, prompt="Return", max_tokens=4).status_code == 200
 
 
 def test_a_template_that_fills_the_memory_is_refused(make_server):

@@ -18,7 +18,7 @@ from hfax.cli.option_groups import expand
 from hfax.errors import HfaxError, InvalidInputError, UnsupportedOptionError
 
 if TYPE_CHECKING:
-    from hfax.engine.engine import EngineConfig
+    from hfax.engine.config import EngineConfig
     from hfax.server.loading import Load, Loaded, OnStep
     from hfax.server.settings import Settings
 
@@ -127,7 +127,7 @@ class EngineOptions:
 
     def config(self) -> EngineConfig:
         """The engine's configuration."""
-        from hfax.engine.engine import EngineConfig
+        from hfax.engine.config import EngineConfig
 
         fields = dataclasses.asdict(self)
         return EngineConfig(max_waiting=fields.pop("max_num_queued_reqs"), **fields)

@@ -389,6 +389,16 @@ class EngineCore:
             logger.exception("a listener failed")
 
 
+def dead_error(failure: BaseException | None) -> EngineDeadError:
+    """The error of a request to an engine whose loop has ended.
+
+    Args:
+        failure: what ended the loop; None: it was closed.
+    """
+    why = "It was closed." if failure is None else f"Its loop failed: {type(failure).__name__}."
+    return EngineDeadError("The engine is not running.", why, "Create a new Engine.")
+
+
 def _is_target(part: Part, index: int) -> bool:
     """Whether the logits after token `index` only score the prompt's next token."""
     return part.scores and index + 1 < len(part.sequence.prompt)
@@ -406,13 +416,3 @@ def _logprob(arrays: dict[str, np.ndarray], row: int, token: int, wanted: int) -
 
 _NOBODY = Draw(params=SamplingParams(temperature=0.0), seed=0, stream=0, step=0, slot=np.iinfo(np.int32).max)
 """Padding row; its slot is out of range, so nothing is stored."""
-
-
-def dead_error(failure: BaseException | None) -> EngineDeadError:
-    """The error of a request to an engine whose loop has ended.
-
-    Args:
-        failure: what ended the loop; None: it was closed.
-    """
-    why = "It was closed." if failure is None else f"Its loop failed: {type(failure).__name__}."
-    return EngineDeadError("The engine is not running.", why, "Create a new Engine.")

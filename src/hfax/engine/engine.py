@@ -21,6 +21,7 @@ import jax
 
 from hfax.backends.base_model import as_ids_tuple
 from hfax.backends.jax.model import JaxModel
+from hfax.engine.config import EngineConfig, limits_of
 from hfax.engine.core import EngineCore, Entry, Update, dead_error
 from hfax.engine.detokenizer import Detokenizer
 from hfax.engine.grammar import GrammarCompiler, Matcher
@@ -30,7 +31,7 @@ from hfax.engine.paged_runner import PagedRunner
 from hfax.engine.pages import PageAllocator
 from hfax.engine.runner import Runner, TokenDrawer
 from hfax.engine.sampling_params import SamplingParams
-from hfax.engine.scheduler import Limits, Scheduler
+from hfax.engine.scheduler import Scheduler
 from hfax.engine.sequence import Sequence
 from hfax.engine.slot_runner import SlotRunner
 from hfax.errors import (
@@ -39,41 +40,11 @@ from hfax.errors import (
     UnsupportedOptionError,
 )
 from hfax.generation.overrides import has_own_generate
-from hfax.kernels.cpu import library
-from hfax.programs.model_parts import ModelParts
+from hfax.programs.batch_invariance import why_not
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_LENGTH = 8192
-"""Default and upper bound of `max_model_len` when the user sets none, in tokens."""
-
 Prompt = str | Many[int]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """Engine configuration.
-
-    Args:
-        max_num_seqs: maximum concurrent sequences.
-        max_model_len: maximum sequence length in tokens, prompt plus completion; None: the model's context length, at most 8,192.
-        max_num_batched_tokens: maximum tokens per step; longer prompts use chunked prefill.
-        max_waiting: maximum waiting sequences; None: unlimited.
-        block_size: tokens per KV-cache block; None: the platform's default.
-        num_blocks: number of KV-cache blocks; None: enough for all sequences, or as many as fit in memory.
-        enable_prefix_caching: reuse the KV cache of shared prompt prefixes.
-        batch_invariant: a sequence's logits, and with them its tokens and log-probabilities, do not depend on the sequences beside
-            it, bit for bit. On CPU with hfax's kernels, one device, in float32 or bfloat16; prompts are slower.
-    """
-
-    max_num_seqs: int = 32
-    max_model_len: int | None = None
-    max_num_batched_tokens: int = 512
-    max_waiting: int | None = None
-    block_size: int | None = None
-    num_blocks: int | None = None
-    enable_prefix_caching: bool = True
-    batch_invariant: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,12 +146,18 @@ class Engine:
         _require_writer(model)
         parts = model.parts
         self.vocab_size = parts.num_logits()
-        self.limits = _limits(self.config, parts.context)
+        self.limits = limits_of(self.config, parts.context)
         self._is_encoder_decoder = parts.traced.traits.is_encoder_decoder
         layout, self._why_slots = read_page_layout(parts, self.limits, self.config.block_size)
         self.is_paged = layout is not None
         if self.config.batch_invariant:
-            _require_batch_invariance(parts, self._why_slots)
+            why = why_not(parts.layout)
+            if why is None and self._why_slots is not None:
+                why = f"It requires a paged KV cache: {self._why_slots}"
+            if why is not None:
+                raise UnsupportedOptionError(
+                    "batch_invariant is not available.", why, "Leave it out (docs/serving.md)."
+                )
         if layout is not None:
             runner = PagedRunner(
                 parts,
@@ -564,42 +541,6 @@ def _require_writer(model: Any) -> None:
             "The engine generates token by token.",
             "Call the model directly, or its generate().",
         )
-
-
-def _require_batch_invariance(parts: ModelParts, why_slots: str | None) -> None:
-    """Refuse the option where programs could not honour it; products of XLA's are refused when a step is compiled."""
-    layout = parts.layout
-    if layout.device.platform != "cpu":
-        why = f"Only hfax's CPU kernels sum in one order for any number of rows; this model is on {layout.device.platform}."
-    elif len(layout.devices) > 1:
-        why = "It is available on one device; sums over several devices are XLA's."
-    elif (problem := library.problem()) is not None:
-        why = f"It requires hfax's CPU kernels: {problem}"
-    elif why_slots is not None:
-        why = f"It requires a paged KV cache: {why_slots}"
-    else:
-        return
-    raise UnsupportedOptionError("batch_invariant is not available.", why, "Leave it out (docs/serving.md).")
-
-
-def _limits(config: EngineConfig, context: int | None) -> Limits:
-    longest = config.max_model_len or min(context or _DEFAULT_LENGTH, _DEFAULT_LENGTH)
-    if context is not None and longest > context:
-        raise InvalidInputError(
-            f"max_model_len={longest} exceeds the model's context length of {context}.",
-            "The model has no positions beyond that.",
-            f"Set max_model_len to at most {context}.",
-        )
-    for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise InvalidInputError(f"{name}={value}.", "It must be positive.", f"Set {name} to at least 1.")
-    return Limits(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
-        max_model_len=longest,
-        max_waiting=config.max_waiting,
-    )
 
 
 def _as_prompts(prompts: Any) -> list[Prompt]:

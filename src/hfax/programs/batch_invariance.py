@@ -18,7 +18,8 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from hfax.errors import UnsupportedModelError
-from hfax.kernels.cpu import calls
+from hfax.kernels.cpu import calls, library
+from hfax.sharding.layout import Layout
 
 _SUMMING = frozenset(
     {
@@ -40,6 +41,17 @@ _FLOATS = (jnp.float32, jnp.bfloat16)
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 """Parameters of the primitives that call a function; those of loops and branches have others beside them."""
 _LOOPS = frozenset({"cond", "scan", "while"})
+
+
+def why_not(layout: Layout) -> str | None:
+    """Why programs of this layout cannot be batch-invariant; None: they can, unless a step's trace has other sums."""
+    if layout.device.platform != "cpu":
+        return f"Only hfax's CPU kernels sum in one order for any number of rows; this model is on {layout.device.platform}."
+    if len(layout.devices) > 1:
+        return "It is available on one device; sums over several devices are XLA's."
+    if (problem := library.problem()) is not None:
+        return f"It requires hfax's CPU kernels: {problem}"
+    return None
 
 
 def batch_invariant(function: Callable[..., Any]) -> Callable[..., Any]:

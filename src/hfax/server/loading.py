@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hfax.checkpoint import Checkpoint
-from hfax.engine.engine import Engine, EngineConfig
+from hfax.engine.config import EngineConfig
+from hfax.engine.engine import Engine
 from hfax.engine.sampling_params import MAX_SUPPRESSED
 from hfax.server.chat import ChatTemplate
 from hfax.server.embeddings import Embedder

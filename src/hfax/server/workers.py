@@ -165,7 +165,7 @@ class WorkerPool:
         for client in sorted(self._waiting, key=lambda name: self._served.get(name, -1)):
             tasks = self._waiting[client]
             for task in tasks:
-                if task.answer.cancelled() or not task.is_expensive or takes_expensive:
+                if takes_expensive or not task.is_expensive:
                     tasks.remove(task)
                     self._num_served += 1
                     self._served[client] = self._num_served
@@ -182,20 +182,23 @@ class WorkerPool:
         self._waiting[task.client].remove(task)
         if not tasks:
             del self._waiting[task.client]
-            if all(other.client != task.client for other in self._running):
-                self._served.pop(task.client, None)
+            self._forget(task.client)
+
+    def _forget(self, client: str) -> None:
+        """Drop what is known of a client if none of its tasks is running or waiting."""
+        if client not in self._waiting and all(task.client != client for task in self._running):
+            self._served.pop(client, None)
 
     async def _work(self, task: _Task) -> None:
         outcome: tuple[str, Any] = ("late", None)
         try:
-            if not task.answer.cancelled():
+            if not task.answer.cancelled():  # its client may have left since it was dispatched
                 outcome = await self._ask(task)
         except Exception as error:
             logger.error("a worker process failed: %s: %s", type(error).__name__, error)
         finally:
             del self._running[task]
-            if task.client not in self._waiting and all(other.client != task.client for other in self._running):
-                del self._served[task.client]
+            self._forget(task.client)
             if not task.answer.done():
                 task.answer.set_result(outcome)
             self._dispatch()
