@@ -1,6 +1,6 @@
 """Blt, which reads bytes: 64-bit hashes of their neighbours, patches, and a rotary embedding of pairs that lie side by side.
 
-transformers 5.23 does not read the small model back from a folder in all shapes, nor make its cache; so the cache is off.
+transformers 5.23 cannot make its cache, so the cache is off.
 """
 
 from pathlib import Path
@@ -14,19 +14,19 @@ import torch
 import transformers
 from silent_classes import blt_config
 
-import hfax
 from hfax import AutoModelForTPU
-from hfax.errors import UnsupportedModelError
+from hfax.errors import InvalidInputError, UnsupportedModelError
 from hfax.kernels.target import compiling_for
 from hfax.matrix.case import draw_weights
 
 _IDS = torch.tensor([[250, 3, 77, 254, 9, 1, 100, 101], [1, 2, 251, 4, 5, 255, 30, 31]]) % 199
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    """Plain transformers' model and hfax's, with the same weights of unit gain."""
-    plain = transformers.BltForCausalLM(blt_config(patching_mode="space", patch_in_forward=False)).eval()
+@pytest.fixture(scope="module", params=["a-byte", "entropy"])
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """Plain transformers' model and hfax's, with the same weights of unit gain; patches of one byte, or by entropy."""
+    fields = {} if request.param == "entropy" else {"patching_mode": "space", "patch_in_forward": False}
+    plain = transformers.BltForCausalLM(blt_config(**fields)).eval()
     draw_weights(plain)
     folder: Path = tmp_path_factory.mktemp("blt")
     plain.save_pretrained(folder)
@@ -71,13 +71,25 @@ def test_gradients_are_those_of_torch(models: tuple[Any, Any]) -> None:
         np.testing.assert_allclose(np.asarray(found[name]), gradient.numpy(), atol=atol, err_msg=name)
 
 
-def test_patches_by_entropy_are_refused_and_not_guessed() -> None:
-    """The default of Blt's checkpoints: where a patch begins depends on the text, and so do the shapes."""
-    model: Any = AutoModelForTPU.from_config(blt_config())
+def test_patches_by_entropy_have_other_lengths_in_each_row() -> None:
+    """Else the tests above would say nothing of rows with fewer patches than others."""
+    plain = transformers.BltForCausalLM(blt_config()).eval()
+    draw_weights(plain)
+    lengths = plain.model.patcher(_IDS, patch_size=4, threshold=plain.config.patching_threshold)[1]
+    counts = (lengths > 0).sum(dim=1).tolist()
+    assert 2 < min(counts) < max(counts) < _IDS.shape[1]
+
+
+def test_patches_of_bounded_length_are_refused_and_not_guessed() -> None:
+    model: Any = AutoModelForTPU.from_config(blt_config(max_patch_length=2))
     with pytest.raises(UnsupportedModelError, match=r"modeling_blt.py:\d+"):
         model(_IDS, use_cache=False)
 
 
-def test_the_doctor_says_that_the_rotation_is_another() -> None:
-    found = hfax.diagnose(blt_config(patching_mode="space", patch_in_forward=False))
-    assert found.refusals["llama-rotation"] == "rotate_half differs from Llama's"
+def test_invalid_parameters_of_distributions_raise_as_in_torch() -> None:
+    """torch asks whether the logits of a distribution are numbers; a trace cannot look, so the host does afterwards."""
+    model: Any = AutoModelForTPU.from_config(blt_config())
+    name = "model.patcher.lm_head.weight"
+    model.update({name: model.params[name] * jnp.nan})
+    with pytest.raises(InvalidInputError, match=r"a check of the model fails .*modeling_blt.py:\d+"):
+        model(_IDS, use_cache=False)

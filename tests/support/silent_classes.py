@@ -33,13 +33,11 @@ def padded(length: int, *padding: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens * mask, "attention_mask": mask}
 
 
-def blt_config(**fields: Any) -> transformers.BltConfig:
+def blt_config(**fields: Any) -> Any:
     """Two hashes of 3 and 8 bytes."""
-    config: Any = shrink_config(
+    return shrink_config(
         transformers.BltConfig(encoder_hash_byte_group_nb_functions=2, encoder_hash_byte_group_size=[3, 8], **fields)
     )
-    config.global_config.encoder_cross_output_size = config.encoder_config.hidden_size * config.cross_attn_k
-    return config
 
 
 def _nanochat() -> Any:
@@ -47,7 +45,7 @@ def _nanochat() -> Any:
 
 
 def _blt() -> Any:
-    return blt_config(patching_mode="space", patch_in_forward=False)
+    return blt_config()
 
 
 def _gpt_neo() -> Any:

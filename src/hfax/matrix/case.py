@@ -35,9 +35,9 @@ _ROUNDING = 4.0
 """A difference up to this multiple of the reference's own error against float64 counts as rounding."""
 _MEANINGLESS = 1e-2
 """A reference whose own error is larger is not usable."""
-_UNCACHED_REFERENCES = frozenset({"rwkv"})
-"""Model types whose reference runs without a cache: transformers' own RWKV decoding steps mix the rows of a batch
-(`hfax.patches.steps`)."""
+_UNCACHED_REFERENCES = frozenset({"blt", "rwkv"})
+"""Model types whose reference runs without a cache: transformers 5.23 cannot make Blt's, and its own RWKV decoding steps mix the
+rows of a batch (`hfax.patches.steps`)."""
 _WITH_SCORES = {"return_dict_in_generate": True, "output_scores": True}
 _TIE = 1e-4
 """If the reference's two best logits are closer than this, its greedy token is a tie."""

@@ -56,6 +56,16 @@ def _make_check(original: Callable[..., Any]) -> Callable[..., Any]:
     return check
 
 
+def _make_test(original: Callable[..., Any]) -> Callable[..., Any]:
+    def is_all_true(condition: torch.Tensor) -> bool:
+        if getattr(condition, "host", None) is not None:
+            return bool(condition.all())
+        note_check(condition)
+        return True
+
+    return is_all_true
+
+
 def _lengths_on_host(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(input_ids: Any = None, attention_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
         given: Any = input_ids if input_ids is not None else kwargs.get("inputs_embeds")
@@ -86,6 +96,23 @@ def _any_is_true(module: Any, original: Callable[..., Any]) -> Callable[..., Any
             _local.any_is_true = before
 
     return forward
+
+
+def _room_for_every_patch(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def patch_lengths(entropies: Any, sequence_length: int, patch_size: Any = None, threshold: Any = None) -> Any:
+        """Lengths of patches, [batch, sequence_length + 1] int64; those behind the last patch are 0.
+
+        The first two bytes begin a patch, and so does each byte behind one with an entropy above the threshold. Cumulative sums of
+        the lengths are where patches begin; one that does not exist begins behind the end, so no byte belongs to it.
+        """
+        nowhere = sequence_length + 1
+        positions = torch.arange(2, nowhere, device=entropies.device)
+        begins = torch.where(entropies[:, 1:] > threshold, positions, nowhere).sort(dim=1).values
+        first = torch.arange(2, device=entropies.device).expand(begins.shape[0], 2)
+        end = torch.full_like(first[:, :1], nowhere)
+        return torch.cat((first, begins, end), dim=1).diff(dim=1)
+
+    return patch_lengths
 
 
 PATCHES: list[Patch] = [
@@ -120,6 +147,12 @@ PATCHES: list[Patch] = [
         target="torch:_check_tensor_all",
         make=_make_check,
     ),
+    FunctionPatch(
+        name="value-checks-of-distributions",
+        why="torch's distributions raise unless their parameters are valid, and ask nothing else of values",
+        target="torch:_is_all_true",
+        make=_make_test,
+    ),
     *(
         FunctionPatch(
             name=f"{name}-static-table",
@@ -150,5 +183,12 @@ PATCHES: list[Patch] = [
         why="XLM and Flaubert assert that the longest length, computed from the traced ids, fits (`item`)",
         classes=("XLMModel", "FlaubertModel"),
         make=_lengths_on_host,
+    ),
+    ForwardPatch(
+        name="room-for-every-patch",
+        why="Blt makes as many patches as bytes have an entropy above a threshold; so there is room for one a byte",
+        classes=("BltPatcher",),
+        method="patch_lengths_from_entropies",
+        make=_room_for_every_patch,
     ),
 ]

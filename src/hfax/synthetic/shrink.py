@@ -102,6 +102,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "deepseek_ocr2_sam_vision_model": {"downsample_channels": [32, WIDTH]},
     "unlimited_ocr_sam_vision_model": {"downsample_channels": [32, WIDTH]},
     "granite4_vision": {"spatial_target_layers": [0, 0, 1, 1]},
+    # the projection's width follows from other widths, entropies of random logits are just below the logarithm of the vocabulary,
+    # and transformers 5.23 cannot make the cache
+    "blt": {
+        "global_config.encoder_cross_output_size": lambda c: c.encoder_config.hidden_size * c.cross_attn_k,
+        "patching_threshold": 4.82,
+        "use_cache": False,
+    },
     # the total width of queries and keys is rounded up to a multiple of 64
     "xlstm": {"qk_dim_factor": 1.0, "chunk_size": 64, "num_blocks": lambda c: c.num_hidden_layers},
 }
