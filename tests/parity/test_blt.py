@@ -22,12 +22,25 @@ from hfax.matrix.case import draw_weights
 _IDS = torch.tensor([[250, 3, 77, 254, 9, 1, 100, 101], [1, 2, 251, 4, 5, 255, 30, 31]]) % 199
 
 
+def _plain(**fields: Any) -> Any:
+    """Plain transformers' model with drawn weights; its patcher's, too, which transformers freezes.
+
+    The threshold lies in a gap of the entropies (4.746 and 4.765), so that rounding moves no border of a patch.
+    """
+    config = blt_config(**fields)
+    config.patching_threshold = 4.755
+    model = transformers.BltForCausalLM(config).eval()
+    if model.model.patcher is not None:
+        model.model.patcher.requires_grad_()
+    draw_weights(model)
+    return model
+
+
 @pytest.fixture(scope="module", params=["a-byte", "entropy"])
 def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """Plain transformers' model and hfax's, with the same weights of unit gain; patches of one byte, or by entropy."""
     fields = {} if request.param == "entropy" else {"patching_mode": "space", "patch_in_forward": False}
-    plain = transformers.BltForCausalLM(blt_config(**fields)).eval()
-    draw_weights(plain)
+    plain = _plain(**fields)
     folder: Path = tmp_path_factory.mktemp("blt")
     plain.save_pretrained(folder)
     return plain, AutoModelForTPU.from_pretrained(folder)
@@ -73,8 +86,7 @@ def test_gradients_are_those_of_torch(models: tuple[Any, Any]) -> None:
 
 def test_patches_by_entropy_have_other_lengths_in_each_row() -> None:
     """Else the tests above would say nothing of rows with fewer patches than others."""
-    plain = transformers.BltForCausalLM(blt_config()).eval()
-    draw_weights(plain)
+    plain = _plain()
     lengths = plain.model.patcher(_IDS, patch_size=4, threshold=plain.config.patching_threshold)[1]
     counts = (lengths > 0).sum(dim=1).tolist()
     assert 2 < min(counts) < max(counts) < _IDS.shape[1]
