@@ -155,4 +155,4 @@ def _write_checkpoint(model: JaxModel, folder: Path, layout: Layout) -> None:
 
 def _attention(model: JaxModel) -> str | None:
     """The `attn_implementation` passed to `from_pretrained`."""
-    return "eager" if model.config._attn_implementation == "eager" else None
+    return "eager" if str(model.config._attn_implementation) == "eager" else None

@@ -303,6 +303,8 @@ def _all_at_once(
             scores = jnp.where(mask, scores, _MASKED)
         else:
             scores = scores + mask.astype(jnp.float32)
+            seen = (scores > -jnp.inf).any(axis=-1, keepdims=True)
+            scores = jnp.where(seen, scores, 0.0)
     probabilities = _softmax(scores, sinks, kv_heads, groups)
     if seen is not None:
         probabilities = jnp.where(seen, probabilities, 0.0)

@@ -43,6 +43,38 @@ class MaskStructure:
 _UNKNOWN = MaskStructure()
 
 
+class AttentionName(str):
+    """The name of an attention function of hfax's, equal to transformers' name of the kind that it implements.
+
+    Some modelling code looks at the name to choose what it passes: with "sdpa" and "eager" the keys selected by a sparse layer are
+    part of the mask, else they are an argument for a kernel (DeepSeek-V3.2, MiniMax-M3). Interfaces find the function by its own
+    name, which alone makes the hash.
+
+    Args:
+        name: the function's own name in transformers' interfaces.
+        kind: "sdpa" for masks of truth values, "eager" for additive ones.
+    """
+
+    kind: str
+
+    def __new__(cls, name: str, kind: str) -> AttentionName:
+        made = super().__new__(cls, name)
+        made.kind = kind
+        return made
+
+    def __getnewargs__(self) -> tuple[str, str]:
+        return str(self), self.kind
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) is True or other == self.kind
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return str.__hash__(self)
+
+
 def structure_of(mask: Any) -> MaskStructure:
     """The structure of a mask made by `attention_mask`; nothing is known about any other mask, or about None."""
     return getattr(mask, "mask_structure", None) or _UNKNOWN
@@ -158,17 +190,6 @@ def _real_keys(padding: Any, keys: Any) -> Any:
     length = padding.shape[-1]
     picked = (padding != 0)[:, keys.clamp(0, length - 1)]
     return (picked & ((keys >= 0) & (keys < length))[None])[:, None, None, :]
-
-
-def chosen_keys(indices: Any, mask: Any, num_keys: int) -> Any:
-    """A mask, [batch, 1, queries, keys], restricted to the keys in `indices`, [batch, queries, n]."""
-    chosen = torch.zeros((*indices.shape[:2], num_keys), dtype=torch.bool, device=indices.device)
-    chosen = chosen.scatter(-1, indices.long(), True).unsqueeze(1)
-    if mask is None:
-        return chosen
-    if mask.dtype == torch.bool:
-        return mask & chosen
-    return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
 def additive_mask(dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """`torch.nn.functional.scaled_dot_product_attention`, [..., heads, length, dim], with finite fully masked rows.
+    """`torch.nn.functional.scaled_dot_product_attention`, [..., heads, length, dim], fully masked rows are 0.
 
     Heads of keys and values are not repeated: queries that share a head are batched in its products. Accumulates in float32.
     """
@@ -33,15 +33,23 @@ def attention(
     if groups > 1:
         query = query.reshape(*shape[:-3], key.shape[-3], groups * shape[-2], shape[-1])
     scores = torch.matmul(query, key.transpose(-1, -2)).float() * factor
-    if attn_mask is not None:
+    if attn_mask is None:
+        probabilities = torch.softmax(scores, dim=-1)
+    else:
         wide = scores.reshape(*shape[:-1], key.shape[-2])
-        if attn_mask.dtype == torch.bool:
-            wide = torch.where(attn_mask, wide, torch.full((), torch.finfo(torch.float32).min, device=wide.device))
-        else:
-            wide = wide + attn_mask.float()
-        scores = wide.reshape(scores.shape)
-    out = torch.matmul(torch.softmax(scores, dim=-1).to(value.dtype), value)
+        probabilities = masked_softmax(wide, attn_mask).reshape(scores.shape)
+    out = torch.matmul(probabilities.to(value.dtype), value)
     return out.reshape(*shape[:-1], value.shape[-1])
+
+
+def masked_softmax(scores: Any, mask: Any) -> Any:
+    """The softmax of float32 scores over the last axis, under a mask of truth values or an additive one; fully masked rows are 0."""
+    if mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    else:
+        scores = scores + mask.float()
+    seen = (scores > float("-inf")).any(dim=-1, keepdim=True)
+    return torch.softmax(scores.masked_fill(~seen, 0.0), dim=-1).masked_fill(~seen, 0.0)
 
 
 def _make_attention(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,7 +62,7 @@ def _make_tracing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 PATCHES: list[Patch] = [
     FunctionPatch(
-        name="attention-with-finite-rows",
+        name="attention-with-zero-rows",
         why="torch's attention on XLA gives NaN for a row that may attend to nothing, and repeats the heads of grouped queries",
         target="torch.nn.functional:scaled_dot_product_attention",
         make=_make_attention,

@@ -31,9 +31,9 @@ from hfax.tracing.adapters import adapted, split_adapters
 from hfax.tracing.geometry import HostArray
 from hfax.tracing.training import Training, in_train_mode, rematerialised
 
-ATTENTION_NAME = "hfax"
+ATTENTION_NAME = masks.AttentionName("hfax", "sdpa")
 """The name of hfax's functions in transformers' attention, mask and experts interfaces."""
-ADDITIVE_NAME = "hfax_additive"
+ADDITIVE_NAME = masks.AttentionName("hfax_additive", "eager")
 """The same attention with additive masks of 0 and minus infinity, for modelling code that extends masks with floats."""
 
 
@@ -404,15 +404,9 @@ def _attention_forward(
     position_bias: Any = None,
     softcap: float | None = None,
     s_aux: Any = None,
-    indices: Any = None,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
-    """transformers' attention interface: [batch, heads, length, dim] in, [batch, length, heads, dim] and probabilities out.
-
-    `indices`, [batch, queries, n], are the keys selected for each query by the indexer of a sparse layer.
-    """
-    if indices is not None:
-        attention_mask = masks.chosen_keys(indices, attention_mask, key.shape[2])
+    """transformers' attention interface: [batch, heads, length, dim] in, [batch, length, heads, dim] and probabilities out."""
     if s_aux is None:  # some modules pass sinks as an argument, under either name, others as an attribute
         s_aux = kwargs.get("sinks", getattr(module, "sinks", None))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -423,7 +417,7 @@ def _attention_forward(
     if structure.is_causal:
         causal_mask = attention_math.Causal(window=structure.window, is_real=unwrap(structure.padding))
     if (pool := key.pool) is not None:
-        if not causal or indices is not None:
+        if not causal:
             raise _not_pooled("no causal mask")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return _attend_pool(pool, query, attention_mask, scale=scale, softcap=softcap, sinks=s_aux, bias=position_bias)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from hfax.patches import masks
-from hfax.patches.torch_xla import attention
+from hfax.patches.torch_xla import attention, masked_softmax
 
-NAME = "hfax_torch_xla"
-ADDITIVE_NAME = "hfax_torch_xla_additive"
+NAME = masks.AttentionName("hfax_torch_xla", "sdpa")
+ADDITIVE_NAME = masks.AttentionName("hfax_torch_xla_additive", "eager")
 
 
 def register_interfaces() -> None:
@@ -55,17 +55,14 @@ def attention_forward(
         scores = scores + bias.float()
     if is_alone:
         attention_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if attention_mask is not None:
-        if attention_mask.dtype == torch.bool:
-            lowest = torch.full((), torch.finfo(torch.float32).min, device=scores.device)
-            scores = torch.where(attention_mask, scores, lowest)
-        else:
-            scores = scores + attention_mask.float()
     if s_aux is not None:  # a sink takes a share of the probability
         sinks = s_aux.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1).float()
-        weights = torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
-    else:
-        weights = torch.softmax(scores, dim=-1)
+        scores = torch.cat([scores, sinks], dim=-1)
+        if attention_mask is not None:
+            attention_mask = torch.nn.functional.pad(attention_mask, (0, 1), value=attention_mask.dtype == torch.bool)
+    weights = torch.softmax(scores, dim=-1) if attention_mask is None else masked_softmax(scores, attention_mask)
+    if s_aux is not None:
+        weights = weights[..., :-1]
     return torch.matmul(weights.to(value.dtype), value).transpose(1, 2), None
 
 
