@@ -44,10 +44,13 @@ def test_attention_agrees_with_torch_for_grouped_heads_and_masks(heads: int, kv_
     np.testing.assert_allclose(out, _torch_reference(q, k, v, mask), atol=2e-6)
 
 
-def test_a_row_that_may_attend_to_nothing_is_zero_and_not_nan() -> None:
+@pytest.mark.parametrize("is_additive", [False, True])
+def test_a_row_that_may_attend_to_nothing_is_zero_and_not_nan(is_additive: bool) -> None:
     q, k, v = _inputs(2, 2, 3, 3)
     mask = np.ones((2, 1, 3, 3), bool)
     mask[0, :, 0] = False
+    if is_additive:
+        mask = np.where(mask, np.float32(0), np.float32(-np.inf))
     out, probabilities = attention(*map(jnp.asarray, (q, k, v)), jnp.asarray(mask), scale=0.25)
     assert np.all(np.asarray(out)[0, 0] == 0)
     assert np.all(np.asarray(probabilities)[0, :, 0] == 0)

@@ -25,11 +25,14 @@ from torch.utils import _pytree as pytree
 from hfax.tracing import environment
 from hfax.tracing import torchax as tracing
 
-DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
 MOST_SAMPLES = 24
 """Of one operation in one dtype."""
 _MOST_ELEMENTS = 20_000
 _NARROW = {torch.int64: torch.int32, torch.float64: torch.float32, torch.complex128: torch.complex64}
+_NARROW[torch.complex32] = torch.complex64  # which jax does not have
+_WIDE = {torch.int32: torch.int64}
+"""A trace does not tell torch's 32 bits from its 64; products of either have 64 (`hfax.tracing.wide_integers`)."""
 _ROUNDINGS = 32.0
 """A result may be off by so many roundings of its dtype, at the scale of its elements, or by four times what torch is off."""
 _TIES = ("topk", "kthvalue", "mode", "median", "nanmedian", "sort", "msort")
@@ -46,10 +49,14 @@ _NO_RESULT = (
 )
 _OUTSIDE = ("sparse.", "torch.ops.aten._safe_softmax", "signal.windows.", "chalf")
 """Layouts and dtypes that hfax has none of, and constructors that run on the host."""
+_OVERFLOW = "where an intermediate value overflows 16 bits"
 _STATISTICS = "statistics that are saved for a gradient, which nothing here reads, have another dtype or, of no rows, another shape"
 KNOWN: dict[tuple[str, torch.dtype | None], str] = {
-    ("_batch_norm_with_update", torch.bfloat16): _STATISTICS,
-    ("_native_batch_norm_legit", torch.bfloat16): _STATISTICS,
+    **{
+        (name, dtype): _STATISTICS
+        for name in ("_batch_norm_with_update", "_native_batch_norm_legit")
+        for dtype in (torch.bfloat16, torch.float16)
+    },
     (
         "argsort",
         torch.bool,
@@ -63,7 +70,12 @@ KNOWN: dict[tuple[str, torch.dtype | None], str] = {
     ("igammac", torch.float32): "off by 1e-6 of its scale",
     ("lgamma", torch.bool): "at 1, where it is 0, float32 is off by 5e-7",
     ("native_group_norm", None): _STATISTICS,
-    ("nn.functional.max_pool3d", torch.int64): "which of several equal elements an index points to",
+    **{
+        ("nn.functional.max_pool3d", dtype): "which of several equal elements an index points to"
+        for dtype in (torch.int64, torch.int32, torch.uint8)
+    },
+    ("dist", torch.float16): _OVERFLOW,
+    ("nn.functional.soft_margin_loss", torch.float16): _OVERFLOW,
 }
 """Operations, in one dtype or (None) in all, whose results differ, and why they may."""
 
@@ -204,7 +216,7 @@ class _Call:
 
     def run(self, tensors: list[Any], *, in_float64: bool = False) -> Any:
         remaining = iter(tensors)
-        widen = lambda v: torch.float64 if in_float64 and v in (torch.float32, torch.bfloat16) else v  # noqa: E731
+        widen = lambda v: torch.float64 if in_float64 and v in (torch.float32, torch.bfloat16, torch.float16) else v  # noqa: E731
         leaves = [next(remaining) if isinstance(leaf, torch.Tensor) else widen(leaf) for leaf in self.leaves]
         first, args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return self.operation.op(first, *args, **kwargs)
@@ -216,7 +228,7 @@ class _Call:
         compared = 1 if self.operation.name in _TIES else len(results)
         for number, (ours, theirs) in enumerate(zip(results[:compared], self.results, strict=False)):
             theirs = torch.as_tensor(theirs)
-            expected = {theirs.dtype, _NARROW.get(theirs.dtype, theirs.dtype)}
+            expected = {theirs.dtype, _NARROW.get(theirs.dtype), _WIDE.get(theirs.dtype)}
             if str(ours.dtype) not in {str(d).removeprefix("torch.") for d in expected}:
                 return f"{ours.dtype} for {theirs.dtype}"
             if ours.shape != tuple(theirs.shape):
@@ -282,6 +294,7 @@ def _is_inexact(value: Any) -> bool:
 
 def _as_numpy(tensor: Any) -> np.ndarray:
     tensor = torch.as_tensor(tensor).detach().resolve_conj().resolve_neg()
+    tensor = tensor.to(torch.complex64) if tensor.dtype == torch.complex32 else tensor
     return (tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).numpy()
 
 

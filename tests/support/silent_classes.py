@@ -1,4 +1,4 @@
-"""Small models of the seven classes that once gave wrong numbers without an error, with prompts that show it.
+"""Small models of the classes that once gave wrong numbers without an error, with prompts that show it.
 
 Weights have unit gain, so that every layer affects the logits. Nothing here needs JAX: the tests of both backends use it.
 """
@@ -46,6 +46,19 @@ def _nanochat() -> Any:
 
 def _blt() -> Any:
     return blt_config()
+
+
+def _deepseek() -> Any:
+    """Sparse layers, of 8 keys."""
+    return shrink_config(transformers.DeepseekV32Config())
+
+
+def _minimax_m3() -> Any:
+    """Sparse layers, of two blocks of 4 keys."""
+    config = shrink_config(transformers.MiniMaxM3VLTextConfig())
+    config.layer_types = ["minimax_m3_sparse"] * config.num_hidden_layers
+    config.index_block_size, config.index_topk_blocks = 4, 2
+    return config
 
 
 def _gpt_neo() -> Any:
@@ -140,7 +153,7 @@ def _with_token_types() -> dict[str, torch.Tensor]:
 
 @dataclasses.dataclass(frozen=True)
 class SilentClass:
-    """One of the seven.
+    """One of them.
 
     Args:
         model_class: its class in transformers.
@@ -181,9 +194,16 @@ CLASSES = {
     "gpt_neo": SilentClass(transformers.GPTNeoForCausalLM, _gpt_neo, lambda: padded(13, 4, 0)),
     "ctrl": SilentClass(transformers.CTRLLMHeadModel, _ctrl, _with_token_types),
     "recurrent_gemma": SilentClass(transformers.RecurrentGemmaForCausalLM, _recurrent_gemma, lambda: padded(7, 3, 0)),
+    # their modelling code asks for the name of the attention function, and passes it the selected keys by that
+    "deepseek_v32": SilentClass(transformers.DeepseekV32ForCausalLM, _deepseek, lambda: padded(13, 4, 0)),
     # its own cached steps mix the rows of a batch
     "rwkv": SilentClass(transformers.RwkvForCausalLM, _rwkv, lambda: {"input_ids": ids(1, 5)}),
 }
+
+WITHOUT_GENERATION = {
+    "minimax_m3": SilentClass(transformers.MiniMaxM3VLForCausalLM, _minimax_m3, lambda: {"input_ids": ids(2, 13)})
+}
+"""hfax has no cache for their layers."""
 
 
 def assert_same_text(found: Any, expected: Any) -> None:

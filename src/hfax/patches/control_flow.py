@@ -84,7 +84,8 @@ def _any(x: jax.Array, dim: Any = None, keepdim: bool = False) -> jax.Array:
     if dim in (None, 0) and getattr(_local, "any_is_true", False):
         with jax.ensure_compile_time_eval():
             return jnp.ones(() if dim is None else x.shape[1:], bool)
-    return jnp.any(x, axis=dim, keepdims=keepdim)
+    found = jnp.any(x, axis=dim, keepdims=keepdim)
+    return found.astype(x.dtype) if x.dtype == jnp.uint8 else found
 
 
 def _any_is_true(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -43,7 +43,7 @@ def attention(
 
 
 def masked_softmax(scores: Any, mask: Any) -> Any:
-    """The softmax of float32 scores over the last axis, under a mask of truth values or an additive one; fully masked rows are 0."""
+    """The softmax of float32 scores over the last axis, under a mask of truth values or an additive one; 0 where all is masked."""
     if mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, float("-inf"))
     else:

@@ -107,20 +107,39 @@ def _vector_norm(
     return out.astype(out_dtype)
 
 
-def _prod(
-    input: jax.Array, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> jax.Array:
-    """A product in `dtype`, which may be bool."""
-    out = _torchax(_aten.prod)(input, dim, keepdim, dtype=dtype)
-    return out.astype(mappings.t2j_dtype(dtype)) if dtype is not None else out
+def _reduced(op: Any, input: Any, *args: Any, dtype: torch.dtype | None = None, **options: Any) -> jax.Array:
+    """The input is converted to `dtype` before it is summed or multiplied.
 
-
-def _of_words(op: Any, input: Any, *args: Any, dtype: torch.dtype | None = None, **options: Any) -> jax.Array:
-    """Sums and products of 8-bit and 16-bit integers are signed 32-bit integers, which stand for torch's 64-bit ones."""
-    if dtype is None and _is_whole(input) and jnp.asarray(input).dtype.itemsize < 4:
+    Without a `dtype`, 8-bit and 16-bit integers become signed 32-bit ones, which stand for torch's 64-bit ones.
+    """
+    target = None if dtype is None else mappings.t2j_dtype(dtype)
+    if target is not None:
+        input = jnp.asarray(input, target)
+    elif _is_whole(input) and jnp.asarray(input).dtype.itemsize < 4:
         input = jnp.asarray(input, jnp.int32)
-    lowering = _prod if op is _aten.prod else _torchax(op)
-    return lowering(input, *args, **options) if dtype is None else lowering(input, *args, dtype=dtype, **options)
+    out = _torchax(op)(input, *args, **options)
+    return out if target is None else out.astype(target)
+
+
+def _any(input: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+    """Of bytes, the result is a byte."""
+    out = _torchax(_aten.any)(input, *args, **kwargs)
+    return out.astype(jnp.uint8) if input.dtype == jnp.uint8 else out
+
+
+def _trilinear(*operands: Any, **options: Any) -> jax.Array:
+    """Sums stay in the operands' dtype."""
+    return _torchax(_aten._trilinear)(*operands, **options).astype(jnp.result_type(*operands[:3]))
+
+
+def _cholesky_inverse(input: jax.Array, upper: bool = False) -> jax.Array:
+    """Reads the upper factor if `upper`."""
+    return _torchax(_aten.cholesky_inverse)(jnp.swapaxes(input, -1, -2) if upper else input)
+
+
+def _unravel_index(indices: jax.Array, shape: Any) -> tuple[jax.Array, ...]:
+    """Indices have at least 32 bits: a byte cannot hold a coordinate above 255."""
+    return jnp.unravel_index(indices.astype(jnp.promote_types(indices.dtype, jnp.int32)), shape)
 
 
 def _sort(input: jax.Array, dim: int = -1, descending: bool = False, stable: bool = False) -> tuple[Any, Any]:
@@ -213,7 +232,11 @@ LOWERINGS: dict[Any, Callable[..., Any]] = {
     _aten._linalg_eigh: _eigh,
     _aten.linalg_pinv.atol_rtol_tensor: _pinv,
     **{op: functools.partial(_in_its_dtype, op) for op in (_aten.lgamma, _aten.digamma, _aten.mvlgamma, _aten.logit)},
-    **{op: functools.partial(_of_words, op) for op in (_aten.sum, _aten.cumsum, _aten.cumprod, _aten.prod)},
+    **{op: functools.partial(_reduced, op) for op in (_aten.sum, _aten.mean, _aten.cumsum, _aten.cumprod, _aten.prod)},
+    _aten.any: _any,
+    _aten.cholesky_inverse: _cholesky_inverse,
+    _aten._trilinear: _trilinear,
+    torch.unravel_index: _unravel_index,
     **{op: functools.partial(_of_floats, op) for op in _SPECIAL},
 }
 """torch operations, or their overloads, mapped to functions of arrays."""
@@ -232,6 +255,12 @@ def _complex_numbers(*args: Any, **kwargs: Any) -> str:
     return "of complex numbers" if any(v.is_complex() for v in values if isinstance(v, torch.Tensor)) else ""
 
 
+def _small_integers(equation: str, *operands: Any) -> str:
+    flat = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    is_small = any(t.dtype in (torch.uint8, torch.int8, torch.int16) for t in flat if isinstance(t, torch.Tensor))
+    return "of integers of 8 or 16 bits, of which torch adds some in 64 bits" if is_small else ""
+
+
 def _bytes_of_an_image(input: Any, *args: Any, mode: str = "nearest", **kwargs: Any) -> str:
     is_rounded = input.dtype == torch.uint8 and not mode.startswith("nearest")
     return "of bytes, which torch rounds in an order of its own" if is_rounded else ""
@@ -245,6 +274,7 @@ REFUSED: dict[str, Callable[..., str]] = {
         ),
         _complex_numbers,
     ),
+    "einsum": _small_integers,
     "interpolate": _bytes_of_an_image,
     "polygamma": _positive_alone,
     "special_zeta": _positive_alone,
