@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import importlib.resources
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -202,6 +204,8 @@ _RULES: dict[str, Callable[[Any, random.Random], Any]] = {
         (_one_of(1, 3, 8, 32), ("chunk_size", "mamba_chunk_size", "relative_attention_num_buckets")),
         (_one_of(6, 20, 128), ("relative_attention_max_distance",)),
         (_one_of(400, 1000), ("max_position_embeddings",)),
+        (_one_of(1, 3, 8), ("index_topk", "index_topk_blocks")),
+        (_one_of(2, 4), ("index_block_size",)),
     )
     for name in names
 }
@@ -241,8 +245,28 @@ def _rope(text: Any, rng: random.Random) -> Iterator[dict[str, Any]]:
 
 
 def _layers(text: Any, rng: random.Random) -> Iterator[dict[str, Any]]:
-    """Another order of the existing layer types."""
+    """Another order of the layer types, with those that the modelling code knows besides.
+
+    Defaults of a config class hide kinds of layers that its published checkpoints have (MiniMax-M3's sparse ones).
+    """
     kinds = vars(text).get("layer_types")
-    if isinstance(kinds, list) and len(set(kinds)) > 1:
-        drawn = [rng.choice(sorted(set(kinds))) for _ in kinds]
-        yield {"layer_types": drawn}
+    if not isinstance(kinds, list):
+        return
+    known = sorted({*kinds, *_kinds_in_code(type(text))})
+    if len(known) > 1:
+        drawn = [rng.choice(known) for _ in kinds]
+        window = {"sliding_window": 7} if not vars(text).get("sliding_window") else {}
+        if "sliding_attention" in drawn and "use_sliding_window" in vars(text):
+            window["use_sliding_window"] = True
+        yield {"layer_types": drawn} | (window if "sliding_attention" in drawn else {})
+
+
+@functools.cache
+def _kinds_in_code(config_class: type) -> frozenset[str]:
+    """The layer types that the modelling code of a config class names, besides recurrent ones, whose sizes it may not have."""
+    from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES
+
+    source = importlib.resources.files(config_class.__module__.rpartition(".")[0])
+    code = "".join(file.read_text(encoding="utf-8") for file in source.iterdir() if file.name.startswith("modeling_"))
+    attention = (kind for kind in ALLOWED_ATTN_LAYER_TYPES if "attention" in kind or "sparse" in kind)
+    return frozenset(kind for kind in attention if f'"{kind}"' in code and kind != "linear_attention")

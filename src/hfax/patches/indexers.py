@@ -35,6 +35,8 @@ def _pooled_blocks(module: Any, original: Callable[..., Any]) -> Callable[..., A
             keys = past_key_values.update_indexer(keys, module.layer_idx)
 
         visible = (attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0)[:, 0]
+        if keys.shape[1] < ratio:  # no complete block
+            return visible.unsqueeze(1)
         is_real = visible.long().sum(1) > 0
         rank = is_real.long().cumsum(-1) - 1
         num_blocks = keys.shape[1] // ratio
