@@ -63,7 +63,9 @@ def started(
 
 @pytest.mark.multiprocess
 def test_sigterm_under_load_completes_streams_and_exits_0():
-    with started("demo", "--max-model-len", "512", "--json-logs") as (process, client, lines):
+    options = ("--max-model-len", "512", "--json-logs", "--health-port", "0")
+    with started("demo", *options) as (process, client, lines):
+        health = next(line.split()[-1] for line in lines if "Health and metrics on" in line)
         texts: list[list[str]] = []
 
         def ask() -> None:
@@ -87,6 +89,7 @@ def test_sigterm_under_load_completes_streams_and_exits_0():
         time.sleep(0.5)
         with pytest.raises(httpx.TransportError):
             httpx.get(f"{client.base_url}/health", timeout=2)
+        assert httpx.get(f"{health}/health", timeout=60).json() == {"status": "stopping"}
         for thread in threads:
             thread.join()
         assert process.wait(30) == 0

@@ -62,6 +62,12 @@ def bench_attack(
         float, typer.Option(help="How long slow clients dawdle, in seconds.", min=0.1, rich_help_panel=_PANEL)
     ] = 30.0,
     flood: Annotated[int, typer.Option(help="Connections of a flood.", min=1, rich_help_panel=_PANEL)] = 500,
+    health_url: Annotated[
+        str | None,
+        typer.Option(
+            help="URL to ask for /health, if the server has a port for it.", rich_help_panel=_PANEL, show_default=False
+        ),
+    ] = None,
     max_health_s: Annotated[
         float, typer.Option(help="Longest allowed answer of /health, in seconds.", min=0, rich_help_panel=_PANEL)
     ] = 1.0,
@@ -99,6 +105,7 @@ def bench_attack(
             each=each,
             timeout_s=timeout_s,
             concurrency=concurrency,
+            health_url=health_url,
             max_health_s=max_health_s,
             pid=pid,
             slow_s=slow_s,

@@ -227,6 +227,17 @@ class TelemetryOptions:
     metrics_prefix: Annotated[
         str, typer.Option(help="Metric name prefix: hfax or vllm.", envvar="HFAX_METRICS_PREFIX")
     ] = "hfax"
+    health_port: Annotated[
+        int | None,
+        typer.Option(
+            help="Also answer /health, /ready and /metrics on this port, without a key and whatever the other is doing; "
+            "0 picks a free one.",
+            envvar="HFAX_HEALTH_PORT",
+            min=0,
+            max=65535,
+            show_default=False,
+        ),
+    ] = None
     json_logs: Annotated[
         bool, typer.Option("--json-logs", help="Write the access log as JSON lines.", envvar="HFAX_JSON_LOGS")
     ] = False
@@ -292,6 +303,7 @@ def serve(
             api_keys=_keys(access.api_key),
             host=host,
             port=port,
+            health_port=telemetry.health_port,
             allowed_hosts=tuple(access.allowed_host or ()),
             allowed_origins=tuple(access.allowed_origin or ()),
             max_body_bytes=int(access.max_body_mb * (1 << 20)),
@@ -335,8 +347,10 @@ def _require_server() -> tuple[type[Settings], Callable[..., BaseException | Non
 def _run(settings: Settings, run_server: Callable[..., BaseException | None], load: Load) -> None:
     console = make_console()
 
-    def say(address: str) -> None:
+    def say(address: str, health: str | None) -> None:
         console.print(f"Listening on {address}, loading {settings.model}", soft_wrap=True)
+        if health is not None:
+            console.print(f"Health and metrics on {health}", soft_wrap=True)
         if not settings.api_keys and settings.host not in ("127.0.0.1", "localhost", "::1"):
             console.print(
                 "Anyone who can reach this address can use the server: no --api-key is set.",
@@ -348,11 +362,11 @@ def _run(settings: Settings, run_server: Callable[..., BaseException | None], lo
         failure = run_server(settings, load, say)
     except OSError as error:
         raise InvalidInputError(
-            f"Cannot listen on {settings.host}:{settings.port}.", str(error), "Choose another --port."
+            f"Cannot listen on {_ports(settings)}.", str(error), "Choose another --port."
         ) from error
     except SystemExit as stop:  # uvicorn exits if the port is in use
         raise InvalidInputError(
-            f"Cannot listen on {settings.host}:{settings.port}.",
+            f"Cannot listen on {_ports(settings)}.",
             "The port is in use by another program.",
             "Choose another --port.",
         ) from stop
@@ -361,6 +375,11 @@ def _run(settings: Settings, run_server: Callable[..., BaseException | None], lo
     if failure is not None:
         console.print(f"The server failed: {type(failure).__name__}: {failure}", style="red", soft_wrap=True)
         raise typer.Exit(1)
+
+
+def _ports(settings: Settings) -> str:
+    health = f" or :{settings.health_port}" if settings.health_port else ""
+    return f"{settings.host}:{settings.port}{health}"
 
 
 def _read_template(path: Path) -> str:

@@ -70,6 +70,7 @@ def make_app(served: Served) -> Guard:
 
     _add_texts(app, served)
     _add_tokens(app, served)
+    _add_health(app, served)
     _add_state(app, served)
     _describe_bodies(app)
     paths = {getattr(route, "path", "") for route in app.routes}
@@ -173,7 +174,14 @@ def _add_tokens(app: FastAPI, served: Served) -> None:
         return Response(await _read(served, request, "detokenize"), media_type="application/json")
 
 
-def _add_state(app: FastAPI, served: Served) -> None:
+def make_health_app(served: Served) -> FastAPI:
+    """Build the application of `--health-port`."""
+    app = FastAPI(title="hfax", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    _add_health(app, served)
+    return app
+
+
+def _add_health(app: FastAPI, served: Served) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
         """Health of the server: 503 while the model loads, or if the engine hangs or is dead. "degraded": too many wait."""
@@ -184,6 +192,13 @@ def _add_state(app: FastAPI, served: Served) -> None:
         """Readiness: 503 unless the server accepts requests."""
         return JSONResponse({"status": served.state}, status_code=200 if served.state == "ready" else 503)
 
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(served.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _add_state(app: FastAPI, served: Served) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """List the served model, once it is ready."""
@@ -194,11 +209,6 @@ def _add_state(app: FastAPI, served: Served) -> None:
         """Look up the served model by name."""
         served.require_name(name)
         return _model(served, name)
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        """Prometheus metrics."""
-        return Response(served.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/version")
     async def version() -> dict[str, str]:

@@ -11,8 +11,9 @@ from socket import socket as Socket
 
 import uvicorn
 
-from hfax.server.app import make_app
+from hfax.server.app import make_app, make_health_app
 from hfax.server.connection import make_config
+from hfax.server.health import HealthServer
 from hfax.server.loading import Load
 from hfax.server.memory import give_memory_back
 from hfax.server.served import Served
@@ -45,14 +46,14 @@ class _Server(uvicorn.Server):
 def run_server(
     settings: Settings,
     load: Load,
-    on_listening: Callable[[str], None],
+    on_listening: Callable[[str, str | None], None],
 ) -> BaseException | None:
     """Run the server until it is stopped.
 
     Args:
         settings: the server's settings.
         load: loads the model.
-        on_listening: called with the server's URL once the port is open.
+        on_listening: called with the server's URL, and that of `health_port` if there is one, once the ports are open.
 
     Returns:
         The failure that ended the server; None after a normal shutdown.
@@ -63,13 +64,15 @@ def run_server(
     return asyncio.run(_serve(settings, load, on_listening))
 
 
-async def _serve(settings: Settings, load: Load, on_listening: Callable[[str], None]) -> BaseException | None:
+async def _serve(
+    settings: Settings, load: Load, on_listening: Callable[[str, str | None], None]
+) -> BaseException | None:
     served = Served(settings, load)
     config = make_config(make_app(served), settings)
     socket = config.bind_socket()
-    address = socket.getsockname()
-    host = f"[{address[0]}]" if ":" in address[0] else address[0]
-    server = _Server(config, lambda: on_listening(f"http://{host}:{address[1]}"))
+    health = None if settings.health_port is None else HealthServer(make_health_app(served), settings)
+    address = _url(*socket.getsockname()[:2])
+    server = _Server(config, lambda: on_listening(address, None if health is None else _url(*health.address)))
 
     def stop() -> None:
         if served.state == "stopping":
@@ -83,6 +86,8 @@ async def _serve(settings: Settings, load: Load, on_listening: Callable[[str], N
         with contextlib.suppress(NotImplementedError):
             loop.add_signal_handler(number, stop)
     served.start()
+    if health is not None:
+        health.start()
     beside = [asyncio.create_task(_watch(served, server)), asyncio.create_task(_tidy(served))]
     try:
         await server.serve(sockets=[socket])
@@ -93,7 +98,13 @@ async def _serve(settings: Settings, load: Load, on_listening: Callable[[str], N
         if served.state == "dead" and failure is None:
             failure = RuntimeError("the engine died")
         served.close()
+        if health is not None:
+            await asyncio.to_thread(health.stop)
     return failure
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 async def _tidy(served: Served) -> None:

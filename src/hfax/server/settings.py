@@ -15,6 +15,7 @@ class Settings:
         api_keys: accepted API keys; empty: no authentication.
         host: address to listen on.
         port: port to listen on.
+        health_port: another port that answers /health, /ready and /metrics, without a key; None: none.
         allowed_hosts: Host header values accepted besides loopback names; "*" for any.
         allowed_origins: origins allowed for cross-origin requests; "*" for any.
         max_body_bytes: maximum size of a request body.
@@ -44,6 +45,7 @@ class Settings:
     api_keys: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
+    health_port: int | None = None
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 32 << 20

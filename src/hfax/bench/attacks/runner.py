@@ -47,6 +47,7 @@ class Attack:
         each: cases of each class, sampled; None: all.
         timeout_s: timeout of each request, in seconds.
         concurrency: hostile cases at a time; floods run one by one.
+        health_url: URL of the server that is asked for /health, if it has a port of its own; None: `url`.
         max_health_s: longest allowed answer of /health, in seconds.
         pid: process id of the server, if it runs on this machine, to measure its memory with that of its children.
         alone_s: duration of the measurement without attackers, in seconds.
@@ -64,6 +65,7 @@ class Attack:
     each: int | None = None
     timeout_s: float = 60.0
     concurrency: int = 8
+    health_url: str | None = None
     max_health_s: float = 1.0
     pid: int | None = None
     alone_s: float = 10.0
@@ -119,7 +121,8 @@ async def _run(attack: Attack, on_progress: Callable[[str, int, int], None]) -> 
         valid, api_key=attack.attack_key or attack.api_key, slow_s=attack.slow_s, flood=attack.flood
     )
     stages: list[_Stage] = []
-    async with _watching(address, valid, attack.timeout_s) as seen:
+    health = Address.of(attack.health_url or attack.url)
+    async with _watching(address, health, valid, attack.timeout_s) as seen:
         alone = _Stage(name="alone", memory_before=await _memory(address, attack))
         stages.append(alone)
         await asyncio.sleep(attack.alone_s)
@@ -142,14 +145,21 @@ async def _run(attack: Attack, on_progress: Callable[[str, int, int], None]) -> 
 
 
 @contextlib.asynccontextmanager
-async def _watching(address: Address, target: Target, timeout_s: float) -> AsyncIterator[list[Measurement]]:
+async def _watching(
+    address: Address, health: Address, target: Target, timeout_s: float
+) -> AsyncIterator[list[Measurement]]:
     """Valid traffic from another process while the block runs; the list grows with what it measures."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "hfax.bench.attacks.witness",
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert process.stdin is not None
-    settings = {"address": dataclasses.asdict(address), "target": dataclasses.asdict(target), "timeout_s": timeout_s}
+    settings = {
+        "address": dataclasses.asdict(address),
+        "health": dataclasses.asdict(health),
+        "target": dataclasses.asdict(target),
+        "timeout_s": timeout_s,
+    }
     process.stdin.write(json.dumps(settings).encode() + b"\n")
     seen: list[Measurement] = []
 

@@ -47,6 +47,7 @@ class Measurement:
 
 async def watch(
     address: Address,
+    health: Address,
     target: Target,
     timeout_s: float,
     report: Callable[[Measurement], None],
@@ -57,6 +58,7 @@ async def watch(
 
     Args:
         address: the server's.
+        health: where /health is asked for.
         target: the valid client's key, and the model.
         timeout_s: timeout of a request, in seconds.
         report: called with each measurement.
@@ -90,7 +92,8 @@ async def watch(
     async def ask_health() -> None:
         while not ended.is_set():
             started = time.monotonic()
-            outcome = await exchange(address, [head(target, "/health", None, method="GET")], timeout_s=timeout_s)
+            asked = dataclasses.replace(target, host=health.name)
+            outcome = await exchange(health, [head(asked, "/health", None, method="GET")], timeout_s=timeout_s)
             report(Measurement(what="health", started=started, seconds=outcome.seconds, result=outcome.label))
             await asyncio.sleep(_PAUSE_S)
 
@@ -106,7 +109,7 @@ def _text(body: bytes) -> str:
 
 async def _main() -> None:
     given: dict[str, Any] = json.loads(sys.stdin.readline())
-    address, target = Address(**given["address"]), Target(**given["target"])
+    address, health, target = Address(**given["address"]), Address(**given["health"]), Target(**given["target"])
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
     def wait() -> None:
@@ -119,7 +122,7 @@ async def _main() -> None:
         sys.stdout.write(json.dumps(dataclasses.asdict(one)) + "\n")
         sys.stdout.flush()
 
-    await watch(address, target, given["timeout_s"], write, ended)
+    await watch(address, health, target, given["timeout_s"], write, ended)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,61 @@
+"""The port of /health answers whatever the server's own port is doing."""
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from hfax.server.app import make_health_app
+from hfax.server.health import HealthServer
+
+
+@pytest.fixture
+def running(make_server):
+    with make_server() as running:
+        yield running
+
+
+@pytest.fixture
+def health(running) -> Iterator[httpx.Client]:
+    settings = dataclasses.replace(running.served.settings, health_port=0)
+    server = HealthServer(make_health_app(running.served), settings)
+    server.start()
+    host, port = server.address
+    try:
+        with httpx.Client(base_url=f"http://{host}:{port}", timeout=60) as client:
+            yield client
+    finally:
+        server.stop()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://{host}:{port}/health")
+
+
+def test_it_answers_while_the_event_loop_does_not(running, health):
+    """Waited for on the other port, the answer would never come: the loop goes on only afterwards."""
+    began, may_go_on = threading.Event(), threading.Event()
+
+    async def block() -> str:
+        began.set()
+        assert may_go_on.wait(120)
+        return "done"
+
+    running.app._app.add_api_route("/block", block)
+    with running.client() as client:
+        thread = threading.Thread(target=client.get, args=("/block",))
+        thread.start()
+        try:
+            assert began.wait(60)
+            assert health.get("/health").json() == {"status": "ready"}
+            assert health.get("/ready").status_code == 200
+            assert b"hfax:num_requests_running" in health.get("/metrics").content
+        finally:
+            may_go_on.set()
+            thread.join(60)
+
+
+def test_it_knows_nothing_else_and_asks_for_no_key(health):
+    assert health.get("/v1/models").status_code == 404
+    assert health.post("/v1/completions", json={"prompt": "x"}).status_code == 404
+    assert health.get("/openapi.json").status_code == 404
