@@ -64,17 +64,16 @@ def test_they_write_what_transformers_writes(name: str, loaded: Callable[[str], 
     silent_classes.assert_same_text(found, CLASSES[name].expected(plain, 12))
 
 
-def test_sparse_layers_look_at_the_selected_keys(tmp_path: Path) -> None:
-    """MiniMax-M3 makes a mask of the selected blocks for attention that it knows by name, else its layers were dense."""
-    plain = silent_classes.WITHOUT_GENERATION["minimax_m3"].save(tmp_path)
-    inputs = silent_classes.WITHOUT_GENERATION["minimax_m3"].inputs()
-    ours = AutoModelForTPU.from_pretrained(tmp_path)
+@pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3"])
+def test_sparse_layers_look_at_the_selected_keys(name: str, loaded: Callable[[str], tuple[Any, Any]]) -> None:
+    """The modelling code asks for the name of the attention function; under another the layers were dense."""
+    plain, ours = loaded(name)
+    ids = _ids(2, 33)
     with torch.no_grad():
-        expected = plain(**inputs, use_cache=False).logits
-    found = np.asarray(ours(**inputs, use_cache=False).logits)
-    assert np.abs(found - expected.numpy()).max() < 1e-5 * float(expected.abs().max())
-    with pytest.raises(UnsupportedModelError, match="minimax_m3_sparse"):
-        ours.generate(**inputs, max_new_tokens=2)
+        expected = plain(ids).logits
+    for options in ({}, {"use_cache": False}):
+        found = np.asarray(ours(ids, **options).logits)
+        assert np.abs(found - expected.numpy()).max() < 1e-5 * float(expected.abs().max())
 
 
 @pytest.mark.sweep

@@ -196,14 +196,10 @@ CLASSES = {
     "recurrent_gemma": SilentClass(transformers.RecurrentGemmaForCausalLM, _recurrent_gemma, lambda: padded(7, 3, 0)),
     # their modelling code asks for the name of the attention function, and passes it the selected keys by that
     "deepseek_v32": SilentClass(transformers.DeepseekV32ForCausalLM, _deepseek, lambda: padded(13, 4, 0)),
+    "minimax_m3": SilentClass(transformers.MiniMaxM3VLForCausalLM, _minimax_m3, lambda: {"input_ids": ids(2, 13)}),
     # its own cached steps mix the rows of a batch
     "rwkv": SilentClass(transformers.RwkvForCausalLM, _rwkv, lambda: {"input_ids": ids(1, 5)}),
 }
-
-WITHOUT_GENERATION = {
-    "minimax_m3": SilentClass(transformers.MiniMaxM3VLForCausalLM, _minimax_m3, lambda: {"input_ids": ids(2, 13)})
-}
-"""hfax has no cache for their layers."""
 
 
 def assert_same_text(found: Any, expected: Any) -> None:

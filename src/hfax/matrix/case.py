@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 import math
 import re
@@ -40,6 +41,8 @@ _UNCACHED_REFERENCES = frozenset({"blt", "rwkv"})
 """Model types whose reference runs without a cache: transformers 5.23 cannot make Blt's, and its own RWKV decoding steps mix the
 rows of a batch (`hfax.patches.steps`)."""
 _WITH_SCORES = {"return_dict_in_generate": True, "output_scores": True}
+_PERTURBED = 1e-6
+"""Relative noise of the weights of a perturbed reference: about what float32 loses in another order of sums."""
 _TIE = 1e-4
 """If the reference's two best logits are closer than this, its greedy token is a tie."""
 
@@ -265,16 +268,26 @@ def _largest_error(mine: Any, theirs: Any, mask: torch.Tensor | None) -> tuple[f
 
 
 def _noise(state: dict[str, Any]) -> float:
-    """How much the reference's outputs vary with another seed and in float64, relative to their scale."""
+    """How much the reference's outputs vary with another seed, perturbed weights and in float64, relative to their scale."""
     model, inputs = state["model"], state["inputs"]
     others = []
     with torch.no_grad():
         torch.manual_seed(1)
         others.append(model(**inputs.forward))
+        others += [_perturbed(model, seed)(**inputs.forward) for seed in range(3)]
         double = copy.deepcopy(model).double()
         with contextlib.suppress(RuntimeError):  # some models force float32 internally
             others.append(double(**{n: _as_double(v) for n, v in inputs.forward.items()}))
     return max(_largest_error(other, state["expected"], inputs.mask)[0] for other in others)
+
+
+def _perturbed(model: torch.nn.Module, seed: int) -> Any:
+    """A copy with noise in its weights, to tell choices between almost equal scores (of experts, of keys) from errors."""
+    noisy, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    for parameter in noisy.parameters():
+        if parameter.is_floating_point():
+            parameter.data *= 1 + _PERTURBED * torch.randn(parameter.shape, generator=generator)
+    return noisy
 
 
 def _as_double(value: Any) -> Any:
@@ -364,8 +377,8 @@ def _compare_generate(state: dict[str, Any]) -> None:
 def _says_nothing(state: dict[str, Any], row: int, column: int) -> bool:
     """Whether the reference's tokens or scores in a row are unstable up to this column.
 
-    It is rerun in float64 (rounding), without a cache, and with `torch.topk` ties broken by index, since torch leaves their order
-    undefined (in Doge's first layer, equal tokens tie as keys).
+    It is rerun in float64 (rounding), with perturbed weights, without a cache, and with `torch.topk` ties broken by index, since
+    torch leaves their order undefined (in Doge's first layer, equal tokens tie as keys).
     """
     expected = state["expected_tokens"]
     start = expected.sequences.shape[1] - len(expected.scores)
@@ -375,6 +388,10 @@ def _says_nothing(state: dict[str, Any], row: int, column: int) -> bool:
         state["other_tokens"] = []
         for make in (
             lambda: _generate_plain(state, copy.deepcopy(model).double(), in_double, **_WITH_SCORES),
+            *(
+                functools.partial(_generate_plain, state, _perturbed(model, seed), inputs, **_WITH_SCORES)
+                for seed in range(3)
+            ),
             lambda: _generate_plain(state, model, inputs, use_cache=False, **_WITH_SCORES),
             lambda: with_ties_in_order(lambda: _generate_plain(state, model, inputs, **_WITH_SCORES)),
         ):

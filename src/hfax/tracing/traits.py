@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -64,16 +65,22 @@ def read_traits(module: torch.nn.Module) -> ModelTraits:
         takes_logits_to_keep="logits_to_keep" in names,
         has_recurrent_layers=cache_argument == "cache_params"
         or any(t in ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba") for t in layer_types),
-        counts_padding=config.model_type in COUNTS_PADDING
+        counts_padding=_is_among(config, COUNTS_PADDING)
         # prompts with bidirectional attention use it only if nothing is padding
         or getattr(config.get_text_config(decoder=True), "use_bidirectional_attention", None) is True
         or ("position_ids" not in names and (cache_argument in (None, "state") or _counts_positions(module)))
         or _padding_reaches_states(module),
-        has_usable_cache=cache_argument is not None and config.model_type not in WITHOUT_CACHE,
+        has_usable_cache=cache_argument is not None and not _is_among(config, WITHOUT_CACHE),
         # with pixels, token types mark the images, and new tokens are text
         repeated_inputs=("cross_attention_mask",) if "pixel_values" in names else ("token_type_ids",),
         main_input=getattr(module, "main_input_name", "input_ids"),
     )
+
+
+def _is_among(config: Any, names: Mapping[str, str]) -> bool:
+    """Whether the model type, or the type of one of the layers, is in a table."""
+    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    return not names.keys().isdisjoint((config.model_type, *kinds))
 
 
 OWN_POSITIONS = {
@@ -87,8 +94,9 @@ WITHOUT_CACHE = {
     "blt": "the next byte may change how the text is divided into patches, and transformers cannot make its cache",
     "deepseek_v4": "its compressed attention keeps caches of its own kinds",
     "minimax": "its forward accepts only a cache class of its own",
+    "minimax_m3_sparse": "its sparse layers cache the keys of their indexers in a class of their own",
 }
-"""Model types that rerun the whole sequence for every token, and why."""
+"""Model types, and layer types, that rerun the whole sequence for every token, and why."""
 
 
 APPENDS_MASK = {
@@ -161,12 +169,13 @@ def _rope_parameters(config: Any) -> list[dict[str, Any] | None]:
 COUNTS_PADDING = {
     "blt": "its hashes and patches read padding like any byte",
     "deepseek_v4": "its compressed keys stand for windows counted from the first token",
+    "minimax_m3_sparse": "its blocks of keys are counted from the first token",
     "xlm": "transformers reads prompts without their mask, padding like text",
     "flaubert": "transformers reads prompts without their mask, padding like text",
     "git": "transformers attends to the padding of prompts without an image",
     "recurrent_gemma": "its convolution reads the padding before a prompt",
 }
-"""Model types that take position ids but still depend on the amount of padding, and why."""
+"""Model types, and layer types, that take position ids but still depend on the amount of padding, and why."""
 
 
 def _passes_on(module: torch.nn.Module) -> bool:
