@@ -14,8 +14,8 @@ import uvicorn
 from hfax.server.app import make_app, make_health_app
 from hfax.server.connection import make_config
 from hfax.server.health import HealthServer
-from hfax.server.loading import Load
-from hfax.server.memory import give_memory_back
+from hfax.server.loading import Load, Loaded, OnStep
+from hfax.server.memory import freeze_heap, give_memory_back
 from hfax.server.served import Served
 from hfax.server.settings import Settings
 
@@ -67,7 +67,13 @@ def run_server(
 async def _serve(
     settings: Settings, load: Load, on_listening: Callable[[str, str | None], None]
 ) -> BaseException | None:
-    served = Served(settings, load)
+
+    def load_and_freeze(on_step: OnStep) -> Loaded:
+        loaded = load(on_step)
+        freeze_heap()
+        return loaded
+
+    served = Served(settings, load_and_freeze)
     config = make_config(make_app(served), settings)
     socket = config.bind_socket()
     health = None if settings.health_port is None else HealthServer(make_health_app(served), settings)
