@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from hfax.server.connection import Connection
 from hfax.server.settings import Settings
 
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
@@ -36,6 +37,27 @@ def answered(raw: socket.socket) -> bytes:
 
 def status_of(answer: bytes) -> int:
     return int(answer.split()[1])
+
+
+def test_chunks_of_a_byte_leave_other_connections_their_turn(server, monkeypatch):
+    """100,000 of them held the event loop for half a second; now each step of it parses 16 KiB."""
+    sizes = []
+    parse = Connection._parse
+    monkeypatch.setattr(Connection, "_parse", lambda self, data: (sizes.append(len(data)), parse(self, data))[1])
+    body = json.dumps({"model": "demo", "prompt": "a " * 15_000}).encode()
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    with connected(server) as raw:
+        raw.sendall(
+            b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n" + chunks
+        )
+        answer = answered(raw)
+    assert status_of(answer) == 200
+    with server.client() as client:
+        whole = client.post("/tokenize", content=body, headers={"Content-Type": "application/json"}).json()
+    assert json.loads(answer.partition(b"\r\n\r\n")[2]) == whole
+    assert len(sizes) > len(chunks) // (16 << 10)
+    assert max(sizes) <= 16 << 10
 
 
 def test_heads_over_the_limits_are_refused(server):

@@ -19,6 +19,8 @@ from hfax.server.failures import ApiError
 from hfax.server.guard import MAX_HEAD_BYTES
 from hfax.server.settings import Settings
 
+_PIECE_BYTES = 16 << 10
+"""Bytes parsed in one step of the event loop: a chunk of one byte takes six, and each as long to parse as a large one."""
 KEEP_ALIVE_S = 15
 """Seconds that a connection may be idle between two requests."""
 
@@ -37,6 +39,7 @@ class Connection(H11Protocol):
         self._head_timeout_s, self._write_timeout_s = head_timeout_s, write_timeout_s
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._unparsed = bytearray()
 
     def connection_made(self, transport: Any) -> None:
         """Begin to wait for a request."""
@@ -48,10 +51,34 @@ class Connection(H11Protocol):
         """Stop the timers."""
         self._head_timer = _stopped(self._head_timer)
         self._write_timer = _stopped(self._write_timer)
+        self._unparsed.clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Handle bytes from the client."""
+        """Parse bytes from the client; many of them in steps between which other connections have their turn."""
+        if self._unparsed or len(data) > _PIECE_BYTES:
+            if not self._unparsed:
+                self.loop.call_soon(self._parse_piece)
+            self._unparsed += data
+            self.transport.pause_reading()
+            return
+        self._parse(data)
+
+    def _parse_piece(self) -> None:
+        if self.transport.is_closing():
+            self._unparsed.clear()
+        if not self._unparsed:
+            return
+        piece = bytes(self._unparsed[:_PIECE_BYTES])
+        del self._unparsed[:_PIECE_BYTES]
+        self._parse(piece)
+        if self._unparsed:
+            self.transport.pause_reading()  # the parser may have resumed it
+            self.loop.call_soon(self._parse_piece)
+        elif not self.flow.read_paused:
+            self.transport.resume_reading()
+
+    def _parse(self, data: bytes) -> None:
         super().data_received(data)
         self._watch_head()
 
