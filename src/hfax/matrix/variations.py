@@ -65,6 +65,7 @@ def draw(config: PretrainedConfig, mapping: str, seed: int) -> Variation:
     changes: dict[str, Any] = {}
     for some in rng.sample(possible, min(count, len(possible))):
         changes |= some
+    changes |= _extra_layers(config, changes, rng.choice((0, 0, 0, 1, 2)))
     writes = mapping in GENERATING
     lengths = tuple(rng.choice(_LENGTHS) for _ in range(rng.choice((1, 2, 3))))
     with_images = mapping == "image-text-to-text"
@@ -149,12 +150,9 @@ def _with_padding(left: dict[str, Any], padding: str, token: int | None) -> dict
 
 def _possible_changes(config: PretrainedConfig, rng: random.Random) -> Iterator[dict[str, Any]]:
     """Possible changes, each of one field or several related fields."""
-    text: Any = config.get_text_config(decoder=True)
     if "tie_word_embeddings" in vars(config):
         yield {"tie_word_embeddings": not config.tie_word_embeddings}
-    prefix = (
-        "" if text is config else next((f"{n}." for n in config.sub_configs if getattr(config, n, None) is text), None)
-    )
+    text, prefix = _text_config(config)
     if prefix is None:
         return
     for change in (*_heads(text, rng), *_rope(text, rng), *_layers(text, rng)):
@@ -171,6 +169,27 @@ def _possible_changes(config: PretrainedConfig, rng: random.Random) -> Iterator[
             and name != "tie_word_embeddings"
         ):
             yield {prefix + name: not value}
+
+
+def _text_config(config: PretrainedConfig) -> tuple[Any, str | None]:
+    """The decoder's config, and the prefix of its fields; None if no field holds it."""
+    text: Any = config.get_text_config(decoder=True)
+    if text is config:
+        return text, ""
+    return text, next((f"{n}." for n in config.sub_configs if getattr(config, n, None) is text), None)
+
+
+def _extra_layers(config: PretrainedConfig, changes: dict[str, Any], more: int) -> dict[str, Any]:
+    """Decoder layers added at the end; lists with an entry for each layer go on as they began."""
+    text, prefix = _text_config(config)
+    field = next((n for n in ("num_hidden_layers", "num_layers", "n_layer", "decoder_layers") if n in vars(text)), None)
+    if prefix is None or field is None or not more:
+        return {}
+    count = vars(text)[field]
+    drawn = {name: changes.get(prefix + name, value) for name, value in vars(text).items()}
+    lists = {n: v for n, v in drawn.items() if isinstance(v, list) and len(v) == count}
+    longer = {prefix + n: [v[i % count] for i in range(count + more)] for n, v in lists.items()}
+    return {prefix + field: count + more} | longer
 
 
 def _near(value: Any, rng: random.Random) -> int:
