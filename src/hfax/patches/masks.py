@@ -62,8 +62,8 @@ class AttentionName(str):
         made.kind = kind
         return made
 
-    def __getnewargs__(self) -> tuple[str, str]:
-        return str(self), self.kind
+    def __reduce__(self) -> tuple[type[AttentionName], tuple[str, str]]:
+        return AttentionName, (str(self), self.kind)
 
     def __eq__(self, other: object) -> bool:
         return str.__eq__(self, other) is True or other == self.kind
