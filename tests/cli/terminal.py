@@ -40,10 +40,10 @@ class Terminal:
         """Read until the pattern appears behind what was waited for before; returns the text up to its end."""
         end = time.monotonic() + timeout_s
         while not (found := re.search(pattern, self.seen)):
-            assert self._read(max(0, end - time.monotonic())), f"{pattern!r} did not appear in {self.seen!r}"
-            assert self._process.poll() is None or re.search(pattern, self.seen), (
-                f"ended before {pattern!r}: {self.seen!r}"
-            )
+            if not self._read(max(0, end - time.monotonic())):  # no `assert`: with `python -O` nothing would be read
+                raise AssertionError(f"{pattern!r} did not appear in {self.seen!r}")
+            if self._process.poll() is not None and not re.search(pattern, self.seen):
+                raise AssertionError(f"ended before {pattern!r}: {self.seen!r}")
         before, self.seen = self.seen[: found.end()], self.seen[found.end() :]
         return before
 
@@ -55,7 +55,8 @@ class Terminal:
         end = time.monotonic() + timeout_s
         while self._process.poll() is None and time.monotonic() < end:
             self._read(0.1)
-        assert self._process.poll() is not None, f"did not end: {self.seen!r}"
+        if self._process.poll() is None:
+            raise AssertionError(f"did not end: {self.seen!r}")
         self._read(0)
         return self._process.returncode
 
