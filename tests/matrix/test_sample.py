@@ -37,6 +37,7 @@ SAMPLE = {
         "gemma4_unified",
         "roberta",  # position ids that it would count wrongly by itself
         "bamba",
+        "blt",  # patches of bytes by entropy
         "diffllama",  # torch's own norm
     ],
     "seq2seq-lm": ["t5", "m2m_100", "nllb-moe", "switch_transformers", "seamless_m4t", "seamless_m4t_v2"],
