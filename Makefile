@@ -14,7 +14,7 @@ PYTEST = OMP_NUM_THREADS=1 JAX_PLATFORMS=cpu HFAX_TESTS_HOME=build/hfax .venv/bi
 EIGHT_DEVICES := XLA_FLAGS='--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
 JOBS := test-torch_xla test-tpu_compile test-multiprocess test-browser test-sweep
 
-.PHONY: run test test-sharding lint check test-all test-jobs $(JOBS) test-asan test-tsan clean chromium
+.PHONY: run test test-sharding lint check test-all test-jobs $(JOBS) test-asan clean chromium
 
 run: .venv/.run
 	@echo "First use compiles hfax's C++ kernels (about 20 s) and the model's programs (about 4 s); both are kept."
@@ -58,16 +58,6 @@ test-sweep: .venv/.test-sweep
 test-asan: .venv/.test
 	CXX=$(CURDIR)/scripts/c++-asan LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0 $(PYTEST) tests/kernels tests/engine/test_batch_invariance.py
-
-# The same with ThreadSanitizer, and the engine's threads. It sees only code that it compiled, the kernels; its reports are files, as
-# the tests are run by processes whose exit codes nobody sees. `setarch -R`: it cannot place its memory among random addresses.
-test-tsan: .venv/.test
-	rm -f build/tests/tsan.*
-	mkdir -p build/tests
-	CXX=$(CURDIR)/scripts/c++-tsan LD_PRELOAD="$$(c++ -print-file-name=libtsan.so) $$(c++ -print-file-name=libstdc++.so)" \
-		TSAN_OPTIONS=log_path=$(CURDIR)/build/tests/tsan setarch -R \
-		$(PYTEST) tests/kernels/test_packed_products.py tests/kernels/test_cpu_kernels.py tests/engine
-	! cat build/tests/tsan.* 2>/dev/null
 
 # A process for each file: devices are set up once in a process.
 test-torch_xla: .venv-torch_xla/.test
