@@ -57,7 +57,7 @@ test-sweep: .venv/.test-sweep
 # The CPU kernels with AddressSanitizer, under their own tests. Not one of the jobs: it runs the same tests again.
 test-asan: .venv/.test
 	CXX=$(CURDIR)/scripts/c++-asan LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
-		ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0 $(PYTEST) tests/kernels tests/engine/test_batch_invariance.py
+		ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0 $(PYTEST) tests/kernels tests/engine/test_batch_invariance.py tests/parity tests/train
 
 # A process for each file: devices are set up once in a process.
 test-torch_xla: .venv-torch_xla/.test

@@ -86,7 +86,7 @@ SECTIONS = {
 BESIDE = {
     "PromptResult": "hfax.evaluation.verification",
     "Difference": "hfax.evaluation.first_difference",
-    "Request": "hfax.engine.engine",
+    "Request": "hfax.engine.request",
     "Patch": "hfax.patches.patch",
 }
 """Classes that exported ones hold or derive from, and their modules."""

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from hfax.backends.torch_xla.model import TorchXlaModel
     from hfax.doctor import Diagnosis, diagnose
     from hfax.engine.config import EngineConfig
-    from hfax.engine.engine import Engine, PreparedPrompt
+    from hfax.engine.engine import Engine
     from hfax.engine.outputs import CompletionOutput, OutputDelta, RequestOutput
+    from hfax.engine.request import PreparedPrompt
     from hfax.engine.sampling_params import SamplingParams, StructuredOutputsParams
     from hfax.engine.sequence import FinishReason, TokenLogprob
     from hfax.errors import (
@@ -78,7 +79,7 @@ _HOMES = {
     "OpPatch": "hfax.patches.patch",
     "OutOfMemoryError": "hfax.errors",
     "OutputDelta": "hfax.engine.outputs",
-    "PreparedPrompt": "hfax.engine.engine",
+    "PreparedPrompt": "hfax.engine.request",
     "RequestOutput": "hfax.engine.outputs",
     "SamplingParams": "hfax.engine.sampling_params",
     "ShardingPlan": "hfax.sharding.partition",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sequences import make_sequence
 
-from hfax.engine.core import EngineCore, Entry, Update
+from hfax.engine.core import EngineCore, Entry
 from hfax.engine.pages import PageAllocator
 from hfax.engine.scheduler import Limits, Scheduler
 from hfax.engine.sequence import FinishReason
@@ -21,10 +21,12 @@ def test_after_a_lost_step_only_sequences_with_pages_are_recomputed(has_pages: b
     fake: Any = SimpleNamespace(reset=lambda: resets.append("reset"))
     limits = Limits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64)
     core = EngineCore(Scheduler(limits, PageAllocator(20, 4) if has_pages else None), fake, fake, vocab_size=10)
-    updates: list[Update] = []
+    errors: list[Exception | None] = []
     written, fresh = (make_sequence(arrival=arrival) for arrival in range(2))
     for sequence in (written, fresh):
-        core._entries[sequence] = Entry(sequence=sequence, listener=updates.append, detokenizer=None, matcher=None)
+        core._entries[sequence] = Entry(
+            sequence=sequence, listener=lambda _, error: errors.append(error), detokenizer=None, matcher=None
+        )
         core.scheduler.add(sequence)
     core.scheduler.schedule()
     written.output = [7]
@@ -35,4 +37,4 @@ def test_after_a_lost_step_only_sequences_with_pages_are_recomputed(has_pages: b
         assert written in core.scheduler.waiting
     else:
         assert written.finish_reason is FinishReason.ERROR
-        assert [str(update.error) for update in updates] == ["lost"]
+        assert [str(error) for error in errors] == ["lost"]

@@ -18,6 +18,7 @@ import numpy as np
 
 from hfax.engine.detokenizer import Detokenizer
 from hfax.engine.grammar import Matcher
+from hfax.engine.outputs import OutputDelta
 from hfax.engine.runner import Drawn, Logits, Runner, TokenDrawer
 from hfax.engine.sampler import MAX_HELD_BACK, Draw
 from hfax.engine.sampling_params import SamplingParams
@@ -28,33 +29,8 @@ from hfax.errors import EngineBusyError, EngineDeadError, HfaxError
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Update:
-    """A sequence's update from one step.
-
-    Args:
-        sequence: the updated sequence.
-        tokens: new token ids.
-        text: new text; "" without a tokenizer.
-        logprobs: log-probabilities of the new tokens, if requested.
-        stop: the stop string or stop token that ended the sequence, if any.
-        error: the exception, if the sequence failed.
-    """
-
-    sequence: Sequence
-    tokens: tuple[int, ...] = ()
-    text: str = ""
-    logprobs: tuple[TokenLogprob, ...] = ()
-    stop: str | int | None = None
-    error: Exception | None = None
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the sequence has ended."""
-        return self.sequence.is_finished
-
-
-Listener = Callable[[Update], None]
+Listener = Callable[[OutputDelta, Exception | None], None]
+"""Takes each step's delta; with the last one, the exception if the sequence failed."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -122,7 +98,7 @@ class EngineCore:
         return len(self.scheduler.waiting) + len(self._new)
 
     def add(self, entries: Collection[Entry], *, max_waiting: int | None = None) -> None:
-        """Queue sequences, all or none; their listeners are called with updates in the loop's thread.
+        """Queue sequences, all or none; their listeners are called with deltas in the loop's thread.
 
         Raises:
             EngineBusyError: more than `max_waiting` sequences would wait.
@@ -282,7 +258,7 @@ class EngineCore:
     def _read(self, drawn: Drawn) -> None:
         """Wait for sampled tokens, and notify listeners."""
         arrays = {name: np.asarray(array) for name, array in drawn.arrays.items()}
-        updates: dict[Sequence, Update] = {}
+        accepted: dict[Sequence, tuple[OutputDelta, Exception | None]] = {}
         for row, owner in enumerate(drawn.owners):
             if owner is None:
                 continue
@@ -298,11 +274,13 @@ class EngineCore:
                 token = int(arrays["token"][row])
                 wanted = sequence.params.logprobs
                 logprobs = () if wanted is None else (_logprob(arrays, row, token, wanted),)
-                updates[sequence] = self._accept(sequence, token, logprobs)
-        for update in updates.values():
-            self._tell(update)
+                accepted[sequence] = self._accept(sequence, token, logprobs)
+        for sequence, (delta, error) in accepted.items():
+            self._tell(sequence, delta, error)
 
-    def _accept(self, sequence: Sequence, token: int, logprobs: tuple[TokenLogprob, ...]) -> Update:
+    def _accept(
+        self, sequence: Sequence, token: int, logprobs: tuple[TokenLogprob, ...]
+    ) -> tuple[OutputDelta, Exception | None]:
         """Append a token to a sequence, and check whether it finishes."""
         entry = self._entries[sequence]
         sequence.output.append(token)
@@ -331,7 +309,15 @@ class EngineCore:
             text = detokenizer.take(is_finished=reason is not None)
         if reason is not None:
             self.scheduler.finish(sequence, reason)
-        return Update(sequence=sequence, tokens=(token,), text=text, logprobs=logprobs, stop=stop, error=error)
+        delta = OutputDelta(
+            index=sequence.index,
+            text=text,
+            token_ids=(token,),
+            logprobs=logprobs,
+            finish_reason=sequence.finish_reason,
+            stop_reason=stop,
+        )
+        return delta, error
 
     def _finish_unread(self, parts: list[Part]) -> None:
         """Finish sequences with max_tokens=0 once their prompt log-probabilities are read."""
@@ -374,17 +360,18 @@ class EngineCore:
             text = entry.detokenizer.take(is_finished=True)
         self.scheduler.finish(sequence, reason)
         shown = error if isinstance(error, Exception) or error is None else RuntimeError(str(error))
-        self._tell(Update(sequence=sequence, text=text, error=shown), entry)
+        delta = OutputDelta(index=sequence.index, text=text, token_ids=(), finish_reason=sequence.finish_reason)
+        self._tell(sequence, delta, shown)
 
-    def _tell(self, update: Update, entry: Entry | None = None) -> None:
+    def _tell(self, sequence: Sequence, delta: OutputDelta, error: Exception | None) -> None:
         """Call the listener; its exceptions are logged, not raised."""
-        entry = entry or self._entries.get(update.sequence)
+        entry = self._entries.get(sequence)
         if entry is None:
             return
-        if update.is_last:
-            self._entries.pop(update.sequence, None)
+        if delta.finish_reason is not None:
+            del self._entries[sequence]
         try:
-            entry.listener(update)
+            entry.listener(delta, error)
         except Exception:
             logger.exception("a listener failed")
 

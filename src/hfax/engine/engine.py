@@ -6,7 +6,6 @@ Connects a model, a scheduler, a runner and the engine loop.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import logging
 import queue
@@ -22,13 +21,14 @@ import jax
 from hfax.backends.base_model import as_ids_tuple
 from hfax.backends.jax.model import JaxModel
 from hfax.engine.config import EngineConfig, limits_of
-from hfax.engine.core import EngineCore, Entry, Update, dead_error
+from hfax.engine.core import EngineCore, Entry, dead_error
 from hfax.engine.detokenizer import Detokenizer
-from hfax.engine.grammar import GrammarCompiler, Matcher
+from hfax.engine.grammar import GrammarCompiler
 from hfax.engine.outputs import CompletionOutput, OutputDelta, RequestOutput
 from hfax.engine.page_layout import read_page_layout
 from hfax.engine.paged_runner import PagedRunner
 from hfax.engine.pages import PageAllocator
+from hfax.engine.request import PreparedPrompt, Request
 from hfax.engine.runner import Runner, TokenDrawer
 from hfax.engine.sampling_params import SamplingParams
 from hfax.engine.scheduler import Scheduler
@@ -45,71 +45,6 @@ from hfax.programs.batch_invariance import why_not
 logger = logging.getLogger(__name__)
 
 Prompt = str | Many[int]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PreparedPrompt:
-    """A prompt ready to submit; created by `Engine.prepare`.
-
-    Args:
-        token_ids: the prompt's token ids.
-        params: sampling options.
-        inputs: further model inputs for the prompt, by name.
-        matcher: the grammar matcher for structured outputs, in its initial state.
-    """
-
-    token_ids: tuple[int, ...]
-    params: SamplingParams
-    inputs: Mapping[str, Any]
-    matcher: Matcher | None
-
-
-class Request:
-    """A submitted request; created by `Engine.submit`.
-
-    Attributes:
-        output: the output so far.
-        sequences: one per completion.
-        error: the first error, if any.
-    """
-
-    def __init__(self, output: RequestOutput, sequences: list[Sequence], abort: Callable[[Sequence], None]) -> None:
-        self.output = output
-        self.sequences = sequences
-        self.error: Exception | None = None
-        self._abort = abort
-
-    def abort(self) -> None:
-        """Abort the request; its pages are freed soon."""
-        for sequence in self.sequences:
-            if not sequence.is_finished:
-                self._abort(sequence)
-
-    def take(self, update: Update) -> OutputDelta:
-        """Add a step's update to the output."""
-        sequence = update.sequence
-        completion = self.output.outputs[sequence.index]
-        completion.text += update.text
-        completion.token_ids += update.tokens
-        if completion.logprobs is not None:
-            completion.logprobs += update.logprobs
-        if sequence.params.prompt_logprobs is not None and update.is_last and sequence.index == 0:
-            self.output.prompt_logprobs = list(sequence.prompt_logprobs)
-        self.output.num_cached_tokens = max(self.output.num_cached_tokens, sequence.num_cached)
-        if update.is_last:
-            assert sequence.finish_reason is not None
-            completion.finish_reason = sequence.finish_reason
-            completion.stop_reason = update.stop
-            if update.error is not None and self.error is None:
-                self.error = update.error
-        return OutputDelta(
-            index=sequence.index,
-            text=update.text,
-            token_ids=update.tokens,
-            logprobs=update.logprobs,
-            finish_reason=sequence.finish_reason if update.is_last else None,
-            stop_reason=update.stop,
-        )
 
 
 class Engine:
@@ -293,8 +228,8 @@ class Engine:
         )
         request = Request(output, sequences, self.core.abort)
 
-        def hear(update: Update) -> None:
-            delta = request.take(update)
+        def hear(delta: OutputDelta, error: Exception | None) -> None:
+            request.take(delta, error)
             if listener is not None:
                 listener(delta)
 

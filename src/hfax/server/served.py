@@ -9,8 +9,9 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from hfax.engine.engine import Engine, PreparedPrompt, Request
+from hfax.engine.engine import Engine
 from hfax.engine.outputs import OutputDelta
+from hfax.engine.request import PreparedPrompt, Request
 from hfax.engine.sampling_params import SamplingParams
 from hfax.server.embeddings import EmbeddingQueue
 from hfax.server.failures import ApiError, unknown_model
