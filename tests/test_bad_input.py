@@ -190,14 +190,14 @@ class OwnForCausalLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self):
         return self.head
 
-    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=True, **kwargs):
+    def forward(self, input_ids, attention_mask=None, position_ids=None, cache=None, use_cache=True, **kwargs):
         from transformers import DynamicCache
 
-        cache = past_key_values if past_key_values is not None else DynamicCache()
+        cache = cache if cache is not None else DynamicCache()
         x = self.embed(input_ids)
         for layer in self.layers:
             x = x + torch.tanh(layer(x, attention_mask, position_ids, cache))
-        return CausalLMOutputWithPast(logits=self.head(x), past_key_values=cache)
+        return CausalLMOutputWithPast(logits=self.head(x), cache=cache)
 '''
 
 

@@ -129,7 +129,7 @@ class PortableModel:
             **inputs: arrays by name, with the shapes of an exported program.
 
         Returns:
-            Outputs by name; nested outputs under a path such as "past_key_values.0".
+            Outputs by name; nested outputs under a path such as "cache.0".
 
         Raises:
             InvalidInputError: no program for these input names and shapes.

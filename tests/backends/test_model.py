@@ -72,7 +72,7 @@ def test_flags_are_static(hfax_llama: JaxModel, plain_llama: Any) -> None:
     with torch.no_grad():
         expected = plain_llama(_prompt(), use_cache=False, output_hidden_states=True)
     out = hfax_llama(_prompt(), use_cache=False, output_hidden_states=True)
-    assert out.past_key_values is None
+    assert out.cache is None
     assert len(out.hidden_states) == len(expected.hidden_states)
     for ours, theirs in zip(out.hidden_states, expected.hidden_states, strict=True):
         _close(ours, theirs)

@@ -149,8 +149,8 @@ class Recipe(_Peer):
 
         @jax.jit
         def step(weights: Any, ids: Any, positions: Any, cache: Any) -> tuple[Any, Any]:
-            out = call(weights, (ids,), {"position_ids": positions, "past_key_values": cache, "use_cache": True})
-            return out.logits[:, -1].argmax(-1)[:, None].astype(jnp.int32), out.past_key_values
+            out = call(weights, (ids,), {"position_ids": positions, "cache": cache, "use_cache": True})
+            return out.logits[:, -1].argmax(-1)[:, None].astype(jnp.int32), out.cache
 
         dtype = jnp.dtype(str(self.model.dtype).removeprefix("torch."))
         prompt = jnp.array(ids.numpy(), jnp.int32)

@@ -23,7 +23,7 @@ TOLERANCE = 1e-4
 _ROUNDING = 4.0
 """A difference up to this multiple of the reference's own error (against the next wider dtype) counts as rounding."""
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
-_CACHES = ("past_key_values", "cache_params", "mems", "state")
+_CACHES = ("cache", "past_key_values", "mems", "state")
 
 Inputs = Mapping[str, torch.Tensor]
 

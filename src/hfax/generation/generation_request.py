@@ -390,6 +390,7 @@ _NOT_TAKEN = {
     "encoder_hidden_states": "Only the prompt would attend to it, not the generated tokens.",
     "input_shape_ids": "Only prompt tokens would have one, not generated tokens.",
     "input_pronunciation_ids": "Only prompt tokens would have one, not generated tokens.",
+    "cache": "hfax allocates its own cache and fills it from the prompt.",
     "past_key_values": "hfax allocates its own cache and fills it from the prompt.",
     "cache_params": "hfax allocates its own cache and fills it from the prompt.",
 }

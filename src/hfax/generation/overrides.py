@@ -186,7 +186,7 @@ def without_dropped(module: Any, ids: np.ndarray, inputs: Mapping[str, np.ndarra
         kept = module.prepare_inputs_for_generation(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            past_key_values=DynamicCache(),
+            cache=DynamicCache(),
             use_cache=True,
             is_first_iteration=True,
             **given,

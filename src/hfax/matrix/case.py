@@ -300,7 +300,7 @@ def _pairs(mine: Any, theirs: Any, name: str) -> Any:
         yield name, mine, theirs
     elif isinstance(theirs, dict) or hasattr(theirs, "items"):
         for key, value in theirs.items():
-            if key in ("past_key_values", "cache_params", "mems", "state", "loss"):
+            if key in ("cache", "past_key_values", "mems", "state", "loss"):
                 continue
             yield from _pairs(
                 mine[key] if isinstance(mine, dict) or hasattr(mine, "items") else None, value, f"{name}.{key}"

@@ -13,7 +13,7 @@ from hfax.patches.patch import ForwardPatch, Patch
 
 
 def _pooled_blocks(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(hidden_states: Any, position_embeddings: Any, attention_mask: Any, past_key_values: Any) -> Any:
+    def forward(hidden_states: Any, position_embeddings: Any, attention_mask: Any, cache: Any) -> Any:
         """Which keys each query attends to, [batch, 1, queries, keys] bool.
 
         The visible keys of a query form consecutive blocks of `compress_ratio`; the query attends to its best complete blocks and
@@ -31,8 +31,8 @@ def _pooled_blocks(module: Any, original: Callable[..., Any]) -> Callable[..., A
             module.q_layernorm(queries), cos=cos[:, -num_queries:], sin=sin[:, -num_queries:], unsqueeze_dim=2
         )
         keys = keys.squeeze(2)
-        if past_key_values is not None:
-            keys = past_key_values.update_indexer(keys, module.layer_idx)
+        if cache is not None:
+            keys = cache.update_indexer(keys, module.layer_idx)
 
         visible = (attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0)[:, 0]
         if keys.shape[1] < ratio:  # no complete block

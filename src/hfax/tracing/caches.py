@@ -86,7 +86,7 @@ def arrays_in(cache: Any, out: Any) -> Arrays:
     """
     if isinstance(cache, Cache):
         return {name: tracing.unwrap(a) for name, a in cache_arrays(cache).items()}
-    if (own := getattr(out, "cache_params", None)) is not None:
+    if (own := getattr(out, "cache", None)) is not None:
         layers = own.rnn_state.items()
         return {f"state.{layer}.{i}": tracing.unwrap(a) for layer, states in layers for i, a in enumerate(states)}
     return {f"state.{i}": tracing.unwrap(a) for i, a in enumerate(out.state)}

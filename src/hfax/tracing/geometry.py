@@ -83,7 +83,7 @@ def forward_positions(module: torch.nn.Module, inputs: Mapping[str, Any]) -> np.
     holder: Any = next((m for m in module.modules() if hasattr(m, "compute_3d_position_ids")), None)
     if holder is None or inputs.get("input_ids") is None or is_traced(inputs["input_ids"]):
         return None
-    given = {"inputs_embeds": None, "past_key_values": None, **_as_torch(inputs)}
+    given = {"inputs_embeds": None, "cache": None, **_as_torch(inputs)}
     if given.get("feature_attention_mask") is not None:  # as the forward of these classes computes them
         given["audio_feature_lengths"] = given["feature_attention_mask"].sum(dim=1)
     names = inspect.signature(holder.compute_3d_position_ids).parameters

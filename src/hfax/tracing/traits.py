@@ -50,12 +50,12 @@ def read_traits(module: torch.nn.Module) -> ModelTraits:
     """The traits of a transformers model."""
     names = set(inspect.signature(module.forward).parameters)
     if _passes_on(module):
-        names |= {"past_key_values", "position_ids"} & set(inspect.signature(module.language_model.forward).parameters)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+        names |= {*CACHE_ARGUMENTS, "position_ids"} & set(inspect.signature(module.language_model.forward).parameters)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
     config: Any = module.config
     if config.model_type in OWN_POSITIONS:
         names.discard("position_ids")
     layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or []
-    cache_argument = next((n for n in ("past_key_values", "cache_params", "state") if n in names), None)
+    cache_argument = next((n for n in (*CACHE_ARGUMENTS, "state") if n in names), None)
     return ModelTraits(
         is_encoder_decoder=bool(getattr(config, "is_encoder_decoder", False)),
         cache_argument=cache_argument,
@@ -63,7 +63,7 @@ def read_traits(module: torch.nn.Module) -> ModelTraits:
         takes_attention_mask="attention_mask" in names,
         takes_decoder_mask="decoder_attention_mask" in names,
         takes_logits_to_keep="logits_to_keep" in names,
-        has_recurrent_layers=cache_argument == "cache_params"
+        has_recurrent_layers=config.model_type == "xlstm"
         or any(t in ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba") for t in layer_types),
         counts_padding=_is_among(config, COUNTS_PADDING)
         # prompts with bidirectional attention use it only if nothing is padding
@@ -81,6 +81,10 @@ def _is_among(config: Any, names: Mapping[str, str]) -> bool:
     """Whether the model type, or the type of one of the layers, is in a table."""
     kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
     return not names.keys().isdisjoint((config.model_type, *kinds))
+
+
+CACHE_ARGUMENTS = ("cache", "past_key_values")
+"""Names that forward gives the KV cache: transformers', and that of models whose code comes with their checkpoint."""
 
 
 OWN_POSITIONS = {
@@ -126,6 +130,8 @@ encoders and repeated rows, which hfax does in its own way for every class."""
 
 SAME_LOOP = {
     "MllamaForConditionalGeneration": "it repeats cross_attention_mask for new tokens, as hfax does",
+    "RwkvForCausalLM": "it keeps the states that forward returns, as hfax does",
+    "ReformerModelWithLMHead": "it keeps the buckets that forward returns, and hfax reads the whole text again",
     "PaliGemmaForConditionalGeneration": "new tokens have token type 1, as hfax gives them",
 }
 """Classes that override a method of the loop without effect on hfax's, and why."""
@@ -149,7 +155,7 @@ def why_not_pages(module: torch.nn.Module, traits: ModelTraits) -> str | None:
     scaling = {str((p or {}).get("rope_type")) for p in _rope_parameters(module.config)}
     reasons = {
         "it is an encoder-decoder": traits.is_encoder_decoder,
-        "it has recurrent state": traits.has_recurrent_layers or traits.cache_argument != "past_key_values",
+        "it has recurrent state": traits.has_recurrent_layers or traits.cache_argument not in CACHE_ARGUMENTS,
         "it has no KV cache": not traits.has_usable_cache,
         "it computes positions itself": not traits.takes_position_ids or traits.counts_padding,
         "it reads more than tokens": bool(set(traits.repeated_inputs) & {"cross_attention_mask"}),
