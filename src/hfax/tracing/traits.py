@@ -131,7 +131,6 @@ encoders and repeated rows, which hfax does in its own way for every class."""
 SAME_LOOP = {
     "MllamaForConditionalGeneration": "it repeats cross_attention_mask for new tokens, as hfax does",
     "RwkvForCausalLM": "it keeps the states that forward returns, as hfax does",
-    "ReformerModelWithLMHead": "it keeps the buckets that forward returns, and hfax reads the whole text again",
     "PaliGemmaForConditionalGeneration": "new tokens have token type 1, as hfax gives them",
 }
 """Classes that override a method of the loop without effect on hfax's, and why."""
