@@ -97,6 +97,11 @@ def test_text_iterator_streamer_gives_the_text_from_another_thread(
     thread.join()
 
 
+def test_a_streamer_takes_one_sequence(hfax_llama: JaxModel, tokenizer: Any) -> None:
+    with pytest.raises(InvalidInputError, match="streamer was passed for 2 sequences"):
+        hfax_llama.generate(torch.cat([_IDS, _IDS]), max_new_tokens=4, streamer=transformers.TextStreamer(tokenizer))
+
+
 # Draws
 
 

@@ -211,6 +211,8 @@ def test_records_streams_and_stop_strings(llama: tuple) -> None:
         def decode(self, ids: list[int], **_: object) -> str:
             return "".join(f"<{i}>" for i in ids)
 
+    with pytest.raises(InvalidInputError, match="streamer was passed for 2 sequences"):
+        model.generate(**prompts(), max_new_tokens=6, streamer=streamer)
     stopped = model.generate(
         ids, max_new_tokens=6, do_sample=False, stop_strings=f"<{tokens[11]}>", tokenizer=Tokenizer()
     )

@@ -1,23 +1,22 @@
-"""`generate`: from prompts to token ids, with transformers' names and defaults.
+"""`generate` on JAX: a request's two programs, as `host_loop` runs them.
 
-Turns checked prompts into arguments of the two programs, runs them, and passes tokens to streamers as they are generated. The host
-syncs with the device only between chunks of tokens: without a streamer and stop strings there is one chunk. This module does not
-know how a program is traced or where it is cached.
+Turns checked prompts into arguments of the programs, and their state into host arrays. The host syncs with the device only between
+chunks of tokens: without a streamer and stop strings there is one chunk. This module does not know how a program is traced or where
+it is cached.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from hfax.errors import InvalidInputError
 from hfax.generation.decoding import LoopSpec, State, advance, start
 from hfax.generation.generation_request import GenerationOptions, Prompts
-from hfax.generation.host_loop import Generated, StopCheck, Streamer, ended, for_streamer, next_chunk
+from hfax.generation.host_loop import Progress
+from hfax.generation.host_loop import Streamer as Streamer
 from hfax.generation.sampling_config import make_sampling_spec
 from hfax.generation.speculation import advance_with_drafts
 from hfax.launch.together import agree
@@ -26,40 +25,6 @@ from hfax.programs.checks import raise_failed, raise_unread
 from hfax.programs.program_cache import Program, ProgramCache
 from hfax.sharding.layout import Layout, to_host
 from hfax.tracing.traced_model import TracedModel
-
-
-def run_generation(
-    loop: GenerationLoop,
-    inputs: Mapping[str, jax.Array],
-    prompts: Prompts,
-    options: GenerationOptions,
-    *,
-    streamer: Streamer | None,
-    stop_check: StopCheck | None,
-) -> Generated:
-    """Generate tokens for a batch of prompts.
-
-    Args:
-        loop: the request's programs, from `open_loop`.
-        inputs: inputs of the prefill program, from `open_loop`.
-        prompts: checked and padded prompts.
-        options: generation options.
-        streamer: gets the prompt and every new token; single sequence only.
-        stop_check: returns whether to end a sequence.
-
-    Raises:
-        InvalidInputError: a streamer was passed for several sequences.
-        OutOfMemoryError: the KV cache does not fit.
-    """
-    sequences = len(prompts.given) * (options.config.num_return_sequences or 1)
-    if streamer is not None and sequences > 1:
-        raise InvalidInputError(
-            f"streamer was passed for {sequences} sequences.",
-            "A streamer handles one sequence.",
-            "Generate one sequence at a time, or remove streamer.",
-        )
-    state = loop.start(inputs)
-    return _drive(loop, state, prompts, options, sequences, streamer, stop_check)
 
 
 def open_loop(
@@ -118,7 +83,10 @@ def open_loop(
 
 
 class GenerationLoop:
-    """The programs of one request."""
+    """The programs of one request: a `DecodingLoop`."""
+
+    unwatched_chunk = None
+    """The program itself notices that every sequence has ended."""
 
     def __init__(
         self,
@@ -147,12 +115,28 @@ class GenerationLoop:
         """The value of process 0, if the model spans several processes."""
         return agree(value) if self._layout.spans_processes else value
 
-    def put_like(self, array: np.ndarray, other: jax.Array) -> jax.Array:
-        """See `Layout.put_like`."""
-        return self._layout.put_like(array, other)
+    def read(self, state: State) -> Progress:
+        """Implements `DecodingLoop`."""
+        return Progress(
+            num_steps=int(to_host(state["step"])),
+            tokens=to_host(state["tokens"]),
+            finished=to_host(state["finished"]),
+        )
+
+    def with_finished(self, state: State, finished: np.ndarray) -> State:
+        """Implements `DecodingLoop`."""
+        return state | {"finished": self._layout.put_like(finished, state["finished"])}
+
+    def record(self, state: State, name: str) -> np.ndarray | None:
+        """Implements `DecodingLoop`."""
+        return to_host(state[name]) if name in state else None
 
     def start(self, inputs: Mapping[str, jax.Array]) -> State:
-        """Prefill the prompts and sample the first tokens."""
+        """Prefill the prompts and sample the first tokens.
+
+        Raises:
+            OutOfMemoryError: the KV cache does not fit.
+        """
         main = inputs.get("decoder_input_ids", inputs.get("input_ids"))
         assert main is not None
         name = f"prefill{list(main.shape)}"
@@ -243,67 +227,3 @@ class GenerationLoop:
                 is_loop=True,
             )
         return self._advance.run(*args)
-
-
-def _drive(
-    loop: GenerationLoop,
-    state: State,
-    prompts: Prompts,
-    options: GenerationOptions,
-    sequences: int,
-    streamer: Streamer | None,
-    stop_check: StopCheck | None,
-) -> Generated:
-    """Run chunks until every sequence has ended; between chunks, feed the streamer and look for stop strings."""
-    first, most = prompts.padded_length, options.max_new_tokens
-    if streamer is not None:
-        streamer.put(for_streamer(prompts.given))
-    lengths = np.full(sequences, -1, np.int64)
-    seen, chunk, started = 0, 1, time.perf_counter()
-    while True:
-        steps = int(to_host(state["step"]))
-        tokens = to_host(state["tokens"])[:sequences, first : first + steps]
-        finished = to_host(state["finished"])[:sequences]
-        lengths = ended(tokens, seen, lengths, options, stop_check)
-        stopped = (lengths >= 0) & ~finished
-        if streamer is not None:
-            last = steps if lengths[0] < 0 else int(lengths[0])
-            for column in range(seen, last):
-                streamer.put(for_streamer(tokens[:, column]))
-        is_complete = steps >= most or bool((lengths >= 0).all())
-        seconds = time.perf_counter() - started
-        chunk = next_chunk(chunk, seconds, most - steps, streamer is not None, stop_check is not None)
-        # processes that share a model follow process 0, whatever their own clocks and streamers say
-        is_complete, chunk, lengths, stopped = loop.agree((is_complete, chunk, lengths, stopped))
-        if is_complete:
-            break
-        if stopped.any():
-            rows = to_host(state["finished"])
-            rows[:sequences] |= stopped
-            state["finished"] = loop.put_like(rows, state["finished"])
-        seen, started = steps, time.perf_counter()
-        state = loop.advance(state, steps + chunk)
-    if streamer is not None:
-        streamer.end()
-    lengths = np.where(lengths < 0, tokens.shape[1], lengths)
-    return _collect(state, tokens, lengths, sequences, options)
-
-
-def _collect(
-    state: State, tokens: np.ndarray, lengths: np.ndarray, sequences: int, options: GenerationOptions
-) -> Generated:
-    steps = int(lengths.max())
-    past_end = np.arange(steps)[None] >= lengths[:, None]
-    new_tokens = np.where(past_end, options.pad_token_id, tokens[:, :steps])
-
-    def record(name: str) -> np.ndarray | None:
-        return to_host(state[name])[:steps, :sequences] if name in state else None
-
-    log_probs = record("log_probs")
-    return Generated(
-        new_tokens=new_tokens.astype(np.int32),
-        lengths=lengths,
-        scores=record("scores"),
-        logits=record("logits"),
-        log_probs=None if log_probs is None else np.where(past_end, 0.0, log_probs.T),
-    )

@@ -1,15 +1,21 @@
-"""What the host does between chunks of tokens, on every backend: streamers, stop strings, ends of sequences, chunk lengths."""
+"""The host's loop around a request's programs, on every backend: from checked prompts to generated tokens.
+
+Runs a `DecodingLoop` in chunks of tokens; in between, it passes tokens to a streamer, looks for stop strings and ends of sequences,
+and chooses the next chunk's length. It does not know JAX and torch_xla: a state is read and written through its loop, as numpy
+arrays on the host.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
 from hfax.errors import InvalidInputError
-from hfax.generation.generation_request import GenerationOptions
+from hfax.generation.generation_request import GenerationOptions, Prompts
 
 _CHUNK_SECONDS = 0.05
 """Target interval between updates of a streamer, in seconds."""
@@ -49,6 +55,143 @@ class Generated:
     log_probs: np.ndarray | None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What the host reads of a state between chunks.
+
+    Args:
+        num_steps: tokens generated so far for each sequence.
+        tokens: [rows, capacity] int: the padded prompts, then the generated tokens.
+        finished: [rows] bool; rows that only pad the batch are finished from the start.
+    """
+
+    num_steps: int
+    tokens: np.ndarray
+    finished: np.ndarray
+
+
+class DecodingLoop(Protocol):
+    """The programs of one request on one backend. Only the loop knows what is in its states."""
+
+    @property
+    def unwatched_chunk(self) -> int | None:
+        """Tokens to generate at once without streamer and stop strings; None: all that are left."""
+        ...
+
+    def start(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Prefill the prompts and sample the first tokens; returns the state."""
+        ...
+
+    def advance(self, state: dict[str, Any], limit: int) -> dict[str, Any]:
+        """Generate tokens until `limit` exist; a loop may stop earlier if every sequence has ended. Consumes `state`."""
+        ...
+
+    def read(self, state: dict[str, Any]) -> Progress:
+        """Wait for the device and copy what the host looks at."""
+        ...
+
+    def with_finished(self, state: dict[str, Any], finished: np.ndarray) -> dict[str, Any]:
+        """The state with other end flags, [rows] bool."""
+        ...
+
+    def agree(self, value: Any) -> Any:
+        """The value of process 0, if processes share the model."""
+        ...
+
+    def record(self, state: dict[str, Any], name: str) -> np.ndarray | None:
+        """A per-step output of `GenerationOptions.keep`, [steps or more, rows, …] float32, or None if it is not kept."""
+        ...
+
+
+def run_generation(
+    loop: DecodingLoop,
+    inputs: Mapping[str, Any],
+    prompts: Prompts,
+    options: GenerationOptions,
+    *,
+    streamer: Streamer | None,
+    stop_check: StopCheck | None,
+) -> Generated:
+    """Generate until every sequence has ended.
+
+    Args:
+        loop: the request's programs.
+        inputs: inputs of `loop.start`.
+        prompts: checked and padded prompts.
+        options: generation options.
+        streamer: gets the prompt and every new token; single sequence only.
+        stop_check: returns whether to end a sequence.
+
+    Raises:
+        InvalidInputError: a streamer was passed for several sequences.
+    """
+    sequences = len(prompts.given) * (options.config.num_return_sequences or 1)
+    if streamer is not None:
+        _check_streamer(sequences)
+    state = loop.start(inputs)
+    if streamer is not None:
+        streamer.put(for_streamer(prompts.given))
+    first, most = prompts.padded_length, options.max_new_tokens
+    lengths = np.full(sequences, -1, np.int64)
+    seen, chunk, started = 0, 1, time.perf_counter()
+    while True:
+        progress = loop.read(state)
+        steps = progress.num_steps
+        tokens = progress.tokens[:sequences, first : first + steps]
+        lengths = ended(tokens, seen, lengths, options, stop_check)
+        stopped = (lengths >= 0) & ~progress.finished[:sequences]
+        if streamer is not None:
+            for column in range(seen, steps if lengths[0] < 0 else int(lengths[0])):
+                streamer.put(for_streamer(tokens[:, column]))
+        is_complete = steps >= most or bool((lengths >= 0).all())
+        seconds, left = time.perf_counter() - started, most - steps
+        unwatched = left if loop.unwatched_chunk is None else loop.unwatched_chunk
+        chunk = next_chunk(chunk, seconds, left, unwatched, streamer is not None, stop_check is not None)
+        # processes that share a model follow process 0, whatever their own clocks and streamers say
+        is_complete, chunk, lengths, stopped = loop.agree((is_complete, chunk, lengths, stopped))
+        if is_complete:
+            break
+        if stopped.any():
+            finished = progress.finished.copy()
+            finished[:sequences] |= stopped
+            state = loop.with_finished(state, finished)
+        seen, started = steps, time.perf_counter()
+        state = loop.advance(state, steps + chunk)
+    if streamer is not None:
+        streamer.end()
+    return _collect(loop, state, tokens, np.where(lengths < 0, steps, lengths), options.pad_token_id)
+
+
+def _check_streamer(sequences: int) -> None:
+    if sequences > 1:
+        raise InvalidInputError(
+            f"streamer was passed for {sequences} sequences.",
+            "A streamer handles one sequence.",
+            "Generate one sequence at a time, or remove streamer.",
+        )
+
+
+def _collect(
+    loop: DecodingLoop, state: dict[str, Any], tokens: np.ndarray, lengths: np.ndarray, pad_token_id: int
+) -> Generated:
+    """The result: `tokens`, [sequences, steps], and the loop's records, cut off at the longest of `lengths`, [sequences]."""
+    sequences, steps = len(lengths), int(lengths.max())
+    past_end = np.arange(steps)[None] >= lengths[:, None]
+
+    def record(name: str) -> np.ndarray | None:
+        kept = loop.record(state, name)
+        return None if kept is None else kept[:steps, :sequences]
+
+    log_probs = record("log_probs")
+    return Generated(
+        new_tokens=np.where(past_end, pad_token_id, tokens[:, :steps]).astype(np.int32),
+        lengths=lengths,
+        scores=record("scores"),
+        logits=record("logits"),
+        log_probs=None if log_probs is None else np.where(past_end, 0.0, log_probs.T),
+    )
+
+
 def ended(
     tokens: np.ndarray, seen: int, lengths: np.ndarray, options: GenerationOptions, stop_check: StopCheck | None
 ) -> np.ndarray:
@@ -63,12 +206,12 @@ def ended(
     return lengths
 
 
-def next_chunk(last: int, seconds: float, left: int, is_streaming: bool, has_stop_strings: bool) -> int:
-    """Tokens to generate before the host checks again."""
+def next_chunk(last: int, seconds: float, left: int, unwatched: int, is_streaming: bool, has_stop_strings: bool) -> int:
+    """Tokens to generate before the host looks again, at most `left`; `unwatched` without streamer and stop strings."""
     if is_streaming:
         chunk = max(1, min(2 * last, int(last * _CHUNK_SECONDS / max(seconds, 1e-6)), _MAX_CHUNK))
     else:
-        chunk = _STOP_STRING_CHUNK if has_stop_strings else left
+        chunk = _STOP_STRING_CHUNK if has_stop_strings else unwatched
     return min(chunk, left)
 
 

@@ -14,8 +14,8 @@ from transformers import GenerationConfig
 from hfax.backends.base_model import Request
 from hfax.backends.jax.results import give
 from hfax.generation import generation_request as requests
-from hfax.generation.generate import GenerationLoop, Streamer, run_generation
-from hfax.generation.host_loop import make_stop_check
+from hfax.generation.generate import GenerationLoop
+from hfax.generation.host_loop import Streamer, make_stop_check, run_generation
 from hfax.generation.outputs import as_sequences
 from hfax.generation.overrides import GenerateFunction, run_own_generate
 from hfax.generation.speculation import Speculation

@@ -1,4 +1,4 @@
-"""`generate` on torch_xla: every step records the same program, which is compiled once; the host reads tokens in chunks.
+"""`generate` on torch_xla, as `host_loop` runs it: every step records the same program, which is compiled once.
 
 Everything that changes from step to step is a tensor on the device: lengths, positions, the step index, pre-generated random
 numbers. So all steps share one program, and another prompt in the same bucket does not recompile.
@@ -7,7 +7,6 @@ numbers. So all steps share one program, and another prompt in the same bucket d
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ from hfax.backends.torch_xla import runtime, sampling
 from hfax.backends.torch_xla.cache_ops import XlaCacheOps
 from hfax.errors import UnsupportedModelError
 from hfax.generation.generation_request import GenerationOptions, Prompts
-from hfax.generation.host_loop import Generated, StopCheck, Streamer, ended, for_streamer, next_chunk
+from hfax.generation.host_loop import Progress
 from hfax.generation.sampling_config import make_sampling_spec
 from hfax.kv_cache.cache import cache_arrays, make_cache
 from hfax.patches import registry
@@ -28,14 +27,11 @@ from hfax.programs.buckets import Buckets
 from hfax.tracing.encoders import EncoderOutputs, run_encoder
 from hfax.tracing.traits import ModelTraits, unlike_general_loop
 
-_CHUNK = 16
-"""Steps after which the host checks whether every sequence has ended, which waits for the device."""
-
 State = dict[str, Any]
 
 
 class XlaGenerationLoop:
-    """One call of `generate`.
+    """One call of `generate`: a `DecodingLoop`.
 
     Args:
         module: a torch module on the device.
@@ -49,6 +45,9 @@ class XlaGenerationLoop:
         place: puts a tensor of the given name on the device, sharded if there are several.
         used: collects the names of the patches used.
     """
+
+    unwatched_chunk = 16
+    """Only the host notices that every sequence has ended, and to look it must wait for the device."""
 
     def __init__(
         self,
@@ -102,9 +101,29 @@ class XlaGenerationLoop:
             tensor = tensor.long()
         return self.place(tensor, name)
 
-    def start(self) -> State:
+    def agree(self, value: Any) -> Any:
+        """Implements `DecodingLoop`: one process drives all devices."""
+        return value
+
+    def read(self, state: State) -> Progress:
+        """Implements `DecodingLoop`."""
+        return Progress(
+            num_steps=state["num_steps"],
+            tokens=state["tokens"].cpu().numpy(),
+            finished=state["finished"].cpu().numpy(),
+        )
+
+    def with_finished(self, state: State, finished: np.ndarray) -> State:
+        """Implements `DecodingLoop`."""
+        return state | {"finished": self._put(finished)}
+
+    def record(self, state: State, name: str) -> np.ndarray | None:
+        """Implements `DecodingLoop`."""
+        return np.stack([kept[name] for kept in state["records"]]) if name in self.options.keep else None
+
+    def start(self, inputs: Mapping[str, Any]) -> State:
         """Prefill the prompts and sample the first tokens."""
-        traits, inputs = self.traits, {n: self._put(a, n) for n, a in self.prompts.inputs.items()}
+        traits, inputs = self.traits, {n: self._put(a, n) for n, a in inputs.items()}
         seq2seq = traits.is_encoder_decoder
         ids = inputs["decoder_input_ids" if seq2seq else "input_ids"]
         mask = inputs.get("attention_mask")
@@ -150,6 +169,7 @@ class XlaGenerationLoop:
         state |= {
             "length": self._put(np.int64(ids.shape[1])),
             "step": self._put(np.int64(0)),
+            "num_steps": 0,  # the same on the host, which it can read without waiting for the device
             "first": first,
             "prompt_lengths": ids.shape[1] - first,
             "memory": sampling.remember(self.spec, self.vocab_size, ids, prompt_mask),
@@ -165,9 +185,9 @@ class XlaGenerationLoop:
         runtime.sync()
         return state
 
-    def advance(self, state: State, steps: int) -> State:
-        """Generate `steps` more tokens."""
-        for _ in range(steps):
+    def advance(self, state: State, limit: int) -> State:
+        """Generate tokens until `limit` exist."""
+        while state["num_steps"] < limit:
             state = self._draw(*self._step(state))
             runtime.sync()
         return state
@@ -232,6 +252,7 @@ class XlaGenerationLoop:
             "memory": sampling.remember_drawn(state["memory"], token),
             "finished": state["finished"] | (token[:, None] == self.eos[None]).any(dim=1),
             "step": step + 1,
+            "num_steps": state["num_steps"] + 1,
         }
 
     def _cache(self, **given: Any) -> Any:
@@ -259,58 +280,3 @@ def patched(module: Any, used: set[str]) -> Iterator[None]:
             yield
         finally:
             used |= ran
-
-
-def run(loop: XlaGenerationLoop, *, streamer: Streamer | None, stop_check: StopCheck | None) -> Generated:
-    """Generate until every sequence has ended; between chunks, feed the streamer and look for stop strings."""
-    prompts, options = loop.prompts, loop.options
-    sequences = len(prompts.given) * loop.repeats
-    start, most = prompts.padded_length, options.max_new_tokens
-    if streamer is not None:
-        streamer.put(for_streamer(prompts.given))
-    state = loop.start()
-    lengths = np.full(sequences, -1, np.int64)
-    seen, steps, chunk, began = 0, 1, 1, time.perf_counter()
-    while True:
-        tokens = state["tokens"].cpu().numpy()[:sequences, start : start + steps]
-        finished = state["finished"].cpu().numpy()[:sequences]
-        lengths = ended(tokens, seen, lengths, options, stop_check)
-        stopped = (lengths >= 0) & ~finished
-        if streamer is not None:
-            for column in range(seen, steps if lengths[0] < 0 else int(lengths[0])):
-                streamer.put(for_streamer(tokens[:, column]))
-        seconds = time.perf_counter() - began
-        looks = streamer is not None or stop_check is not None
-        chunk = (
-            next_chunk(chunk, seconds, most - steps, streamer is not None, stop_check is not None) if looks else _CHUNK
-        )
-        is_complete = steps >= most or bool((lengths >= 0).all())
-        chunk = min(chunk, most - steps)
-        if is_complete:
-            break
-        if stopped.any():
-            rows = state["finished"].cpu().numpy()
-            rows[:sequences] |= stopped
-            state["finished"] = loop._put(rows)
-        seen, began = steps, time.perf_counter()
-        state = loop.advance(state, chunk)
-        steps += chunk
-    if streamer is not None:
-        streamer.end()
-    lengths = np.where(lengths < 0, tokens.shape[1], lengths)
-    longest = int(lengths.max())
-    past_end = np.arange(longest)[None] >= lengths[:, None]
-
-    def record(name: str) -> np.ndarray | None:
-        if name not in options.keep:
-            return None
-        return np.stack([r[name] for r in state["records"]])[:longest, :sequences]
-
-    log_probs = record("log_probs")
-    return Generated(
-        new_tokens=np.where(past_end, options.pad_token_id, tokens[:, :longest]).astype(np.int32),
-        lengths=lengths,
-        scores=record("scores"),
-        logits=record("logits"),
-        log_probs=None if log_probs is None else np.where(past_end, 0.0, log_probs.T),
-    )

@@ -12,8 +12,8 @@ from transformers import GenerationConfig
 from hfax.backends.base_model import BaseModel
 from hfax.backends.torch_xla import generation, runtime
 from hfax.backends.torch_xla.sharding import Spread
-from hfax.errors import InvalidInputError, UnsupportedModelError, UnsupportedOptionError
-from hfax.generation.host_loop import Streamer, make_stop_check
+from hfax.errors import UnsupportedModelError, UnsupportedOptionError
+from hfax.generation.host_loop import Streamer, make_stop_check, run_generation
 from hfax.generation.outputs import as_sequences
 from hfax.generation.overrides import has_own_generate
 from hfax.known_words import missing_attribute
@@ -172,12 +172,6 @@ class TorchXlaModel(BaseModel):
                 "Its loop generates one token per step.",
                 'Remove prompt_lookup_num_tokens and assistant_model, or use backend="jax".',
             )
-        if streamer is not None and len(request.prompts.given) * (config.num_return_sequences or 1) > 1:
-            raise InvalidInputError(
-                "streamer was passed for several sequences.",
-                "A streamer handles one sequence.",
-                "Generate one sequence at a time, or remove streamer.",
-            )
         loop = generation.XlaGenerationLoop(
             self.module,
             self._traits,
@@ -190,8 +184,14 @@ class TorchXlaModel(BaseModel):
             place=self._place if self._spread is None else self._spread.place,
             used=self.patches,
         )
-        stop_check = make_stop_check(config.stop_strings, tokenizer)
-        generated = generation.run(loop, streamer=streamer, stop_check=stop_check)
+        generated = run_generation(
+            loop,
+            request.prompts.inputs,
+            request.prompts,
+            request.options,
+            streamer=streamer,
+            stop_check=make_stop_check(config.stop_strings, tokenizer),
+        )
         return as_sequences(
             generated,
             request.prompts.given,
