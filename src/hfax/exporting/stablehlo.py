@@ -18,6 +18,7 @@ import numpy as np
 from hfax.backends.jax.model import JaxModel
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.exporting.folders import replacing
+from hfax.generation.sampling_config import make_sampling_spec
 from hfax.load.save import save_safetensors
 from hfax.phases import phase
 from hfax.portable import FORMAT, MANIFEST, REQUEST, WEIGHTS, require_serialization
@@ -82,7 +83,7 @@ def export_stablehlo(
             programs = _Exported(model.parts.layout.described(), platforms)
             described = model.described(programs)
             [size] = described.compile([rows], [length], progress=False, max_new_tokens=max_new_tokens, **options)
-            values = described.sampling_values(length, max_new_tokens=max_new_tokens, **options)
+            values = _sampling_values(described, length, max_new_tokens=max_new_tokens, **options)
             constants |= {f"{REQUEST}{len(loops)}.{name}": value for name, value in values.items()}
             files = [f"{name}-{'x'.join(map(str, size.padded))}.stablehlo" for name in ("prefill", "decode")]
             for file, exported in zip(files, programs.exported, strict=True):
@@ -139,6 +140,19 @@ class _Exported(ProgramCache):
         results = exported.out_tree.unflatten([describe(aval, where) for aval in exported.out_avals])
         unread = () if inputs_at is None else inputs_without(exported.module_kept_var_idx, args, inputs_at)
         return Program(name=name, run=lambda *args: results, note=None, unread=unread)
+
+
+def _sampling_values(model: JaxModel, prompt_length: int, **options: Any) -> dict[str, Any]:
+    """The arrays that programs of `generate` take for these options, by name."""
+    request = model.read_request(model.example_prompt(1, prompt_length), **options)
+    _, values = make_sampling_spec(
+        request.options.config,
+        vocab_size=model.num_logits(),
+        prompt_length=request.prompts.padded_length,
+        max_new_tokens=request.options.max_new_tokens,
+        **request.options.extra_sampling,
+    )
+    return dict(values)
 
 
 def _export_forward(

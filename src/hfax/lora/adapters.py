@@ -243,6 +243,19 @@ class Adapters:
         self._arrays.clear()
         self.merged, self._replaced = None, {}
 
+    def reject_cast(self) -> None:
+        """Raise if there are adapters, whose arrays have dtypes of their own.
+
+        Raises:
+            UnsupportedOptionError: there are some.
+        """
+        if self.configs:
+            raise UnsupportedOptionError(
+                "A model with adapters cannot be cast.",
+                "Adapter arrays have their own dtypes.",
+                "Cast the model first, then add or load the adapters.",
+            )
+
     def move_to(self, layout: Layout) -> None:
         """Move the adapters to other devices."""
         self._layout = layout

@@ -8,11 +8,30 @@ from typing import Any
 import jax
 
 from hfax.backends.jax.results import as_torch_tree
+from hfax.errors import InvalidInputError
 from hfax.programs.checks import raise_failed
 from hfax.programs.program_cache import ProgramCache
 from hfax.sharding.layout import Layout
-from hfax.tracing.structure import flatten, is_array, unflatten
+from hfax.tracing.structure import flatten, is_array, is_traced, unflatten
 from hfax.tracing.traced_model import TracedModel
+
+
+def reject_traced(inputs: Mapping[str, Any], class_name: str) -> None:
+    """Raise for a call inside of a JAX transformation.
+
+    Args:
+        inputs: inputs by name.
+        class_name: class of the model, for the error.
+
+    Raises:
+        InvalidInputError: an input is traced.
+    """
+    if any(is_traced(array) for array in flatten(inputs)[0]):
+        raise InvalidInputError(
+            f"{class_name} was called inside a JAX transformation (jit, grad, vmap, …).",
+            "Calling the model runs its own compiled program; its weights would become constants of yours.",
+            "Use the pure function: jax.jit(lambda params, ids: model.apply(params, input_ids=ids))(model.params, ids).",
+        )
 
 
 def run_forward(

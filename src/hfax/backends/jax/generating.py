@@ -13,12 +13,14 @@ from transformers import GenerationConfig
 
 from hfax.backends.base_model import Request
 from hfax.backends.jax.results import give
+from hfax.errors import UnsupportedOptionError
 from hfax.generation import generation_request as requests
-from hfax.generation.generate import GenerationLoop
+from hfax.generation.generate import GenerationLoop, open_loop
 from hfax.generation.host_loop import Streamer, make_stop_check, run_generation
 from hfax.generation.outputs import as_sequences
 from hfax.generation.overrides import GenerateFunction, run_own_generate
 from hfax.generation.speculation import Speculation
+from hfax.programs.buckets import Buckets
 from hfax.programs.model_parts import ModelParts
 from hfax.tracing.structure import flatten, has_torch, is_array, unflatten
 
@@ -26,6 +28,22 @@ _ASSISTANT_TOKENS = 5
 """Default number of draft tokens per round of an assistant model."""
 _MAX_NGRAM = 3
 """Default maximum n-gram size that prompt lookup matches at the end of the text."""
+
+
+def parts_of(assistant_model: Any) -> ModelParts:
+    """The parts of a draft model.
+
+    Raises:
+        UnsupportedOptionError: it is no hfax model on JAX.
+    """
+    parts = getattr(assistant_model, "parts", None)
+    if not isinstance(parts, ModelParts):
+        raise UnsupportedOptionError(
+            f"assistant_model is a {type(assistant_model).__name__}, which is not an hfax model.",
+            "Draft tokens are computed and verified on the device.",
+            "Load it with AutoModelForTPU.from_pretrained(…, backend='jax').",
+        )
+    return parts
 
 
 def with_drafts(request: Request, model: ModelParts, assistant: ModelParts | None) -> Request:
@@ -64,6 +82,27 @@ def _speculation(
         return Speculation(num_tokens=config.num_assistant_tokens or _ASSISTANT_TOKENS, max_ngram=0)
     assert lookup is not None
     return Speculation(num_tokens=lookup, max_ngram=config.max_matching_ngram_size or _MAX_NGRAM)
+
+
+def open_request(model: ModelParts, request: Request, buckets: Buckets) -> tuple[GenerationLoop, dict[str, jax.Array]]:
+    """The loop of a request before its first step, and the inputs of its `start`.
+
+    Args:
+        model: the model's parts.
+        request: the request.
+        buckets: how sizes are rounded up.
+    """
+    return open_loop(
+        model.traced,
+        model.programs,
+        model.weights,
+        model.layout,
+        request.prompts,
+        request.options,
+        static=request.static,
+        vocab_size=model.num_logits(),
+        buckets=buckets,
+    )
 
 
 def run_request(

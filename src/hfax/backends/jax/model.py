@@ -1,13 +1,14 @@
 """The model that `from_pretrained` returns on the JAX backend: weights and the methods that run them.
 
 Combines a traced module, its weights on a device and its compiled programs, and has the methods that users call. What the methods
-do is elsewhere: `forward` and `generating` run programs, `weights` works on the arrays, `hfax.lora` on adapters.
+do is elsewhere: `forward` and `generating` run programs, `warming` compiles them ahead of use, `mapping` runs them over datasets,
+`weights` works on the arrays, `hfax.lora` on adapters.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -16,16 +17,15 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
-from hfax.backends.base_model import BaseModel, Request, as_ids_tuple, draw_seed
-from hfax.backends.jax.forward import run_forward
-from hfax.backends.jax.generating import call_own_generate, run_request, with_drafts
+from hfax.backends.base_model import BaseModel, Request, draw_seed
+from hfax.backends.jax.forward import reject_traced, run_forward
+from hfax.backends.jax.generating import call_own_generate, open_request, parts_of, run_request, with_drafts
+from hfax.backends.jax.mapping import map_dataset
+from hfax.backends.jax.warming import compile_generation, reject_other_inputs
 from hfax.backends.jax.weights import as_state_dict, cast, count_numbers, quantization_of, replaced
-from hfax.errors import InvalidInputError, UnsupportedOptionError
-from hfax.generation import batches
-from hfax.generation.generate import GenerationLoop, Streamer, open_loop
+from hfax.generation.generate import GenerationLoop, Streamer
 from hfax.generation.overrides import has_own_generate
-from hfax.generation.sampling_config import make_sampling_spec
-from hfax.generation.warm_up import WarmedUp, check_sizes, warm_up
+from hfax.generation.warm_up import WarmedUp
 from hfax.launch.driven import drive
 from hfax.launch.together import agree
 from hfax.load.host_arrays import to_numpy
@@ -34,12 +34,12 @@ from hfax.load.skeleton import Skeleton, with_dtype
 from hfax.lora.adapters import Adapters
 from hfax.lora.methods import AdapterMethods
 from hfax.parallelism import choose_layout
-from hfax.programs.buckets import Buckets, Size
+from hfax.programs.buckets import Buckets
 from hfax.programs.model_parts import ModelParts
 from hfax.programs.program_cache import ProgramCache
 from hfax.sharding.layout import Layout
 from hfax.sharding.partition import ShardingPlan
-from hfax.tracing.structure import flatten, has_torch, is_traced
+from hfax.tracing.structure import has_torch
 from hfax.tracing.traced_model import TracedModel
 from hfax.tracing.training import Training
 
@@ -147,13 +147,7 @@ class JaxModel(AdapterMethods, BaseModel):
         Raises:
             UnsupportedOptionError: the weights are quantized; no torch module loads integers with scales.
         """
-        if self.quantization is not None:
-            raise UnsupportedOptionError(
-                f"{type(self).__name__} has no state_dict(): its weights are quantized ({self.quantization}).",
-                "No torch module loads integers with hfax's scales.",
-                "Use model.params, or load the checkpoint without quantization.",
-            )
-        return as_state_dict(self._own_weights(), self._tied)
+        return as_state_dict(self._own_weights(), self._tied, type(self).__name__)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name_or_path!r}, {self.num_parameters():,} parameters, {self.dtype}, {self._where()})"
@@ -234,12 +228,7 @@ class JaxModel(AdapterMethods, BaseModel):
             OutOfMemoryError: the program does not fit the device.
         """
         inputs = self._by_name(args, inputs)
-        if any(is_traced(array) for array in flatten(inputs)[0]):
-            raise InvalidInputError(
-                f"{type(self).__name__} was called inside a JAX transformation (jit, grad, vmap, …).",
-                "Calling the model runs its own compiled program; its weights would become constants of yours.",
-                "Use the pure function: jax.jit(lambda params, ids: model.apply(params, input_ids=ids))(model.params, ids).",
-            )
+        reject_traced(inputs, type(self).__name__)
         to_torch, prepared = has_torch(inputs), self.prepare_inputs(inputs)
         return run_forward(self._traced, self._programs, self._layout, self._arrays(), prepared, to_torch=to_torch)
 
@@ -301,56 +290,30 @@ class JaxModel(AdapterMethods, BaseModel):
             InvalidInputError: a prompt or an option is out of range.
             UnsupportedOptionError: hfax does not implement an option; options are never ignored.
         """
-        if has_own_generate(self._skeleton.module):
-            if assistant_model is not None:
-                options["assistant_model"] = assistant_model
-            if generation_config is not None:
-                options["generation_config"] = generation_config
 
-            def loop(inputs: Any, config: Any, options: dict[str, Any], timestamps: Any) -> Any:
-                given = {"seed": seed, "streamer": streamer, "tokenizer": tokenizer, "timestamps": timestamps}
-                return self._generate(inputs, config, options, **given)
-
-            return call_own_generate(
-                self.module,
-                inputs,
-                options,
-                generation_config=self.generation_config,
-                forward=self.__call__,
-                loop=loop,
-                as_host=self._host_array,
-                put=self._layout.put,
+        def run(prompt: Any, config: Any, options: dict[str, Any], timestamps: Any, assistant: Any = None) -> Any:
+            request, to_torch = self._read_request(prompt, config, options, seed, timestamps, assistant)
+            return run_request(
+                *self.open_loop(request),
+                request,
+                streamer=streamer,
+                tokenizer=tokenizer,
+                is_encoder_decoder=self._traced.traits.is_encoder_decoder,
+                to_torch=to_torch,
             )
-        return self._generate(
-            inputs,
-            generation_config,
-            options,
-            seed=seed,
-            streamer=streamer,
-            tokenizer=tokenizer,
-            assistant_model=assistant_model,
-        )
 
-    def _generate(
-        self,
-        inputs: Any,
-        generation_config: GenerationConfig | None,
-        options: dict[str, Any],
-        *,
-        seed: int | None,
-        streamer: Streamer | None,
-        tokenizer: Any,
-        timestamps: Mapping[str, int] | None = None,
-        assistant_model: JaxModel | None = None,
-    ) -> Any:
-        request, to_torch = self._read_request(inputs, generation_config, options, seed, timestamps, assistant_model)
-        return run_request(
-            *self.open_loop(request),
-            request,
-            streamer=streamer,
-            tokenizer=tokenizer,
-            is_encoder_decoder=self._traced.traits.is_encoder_decoder,
-            to_torch=to_torch,
+        if not has_own_generate(self.module):
+            return run(inputs, generation_config, options, None, assistant_model)
+        named = {"generation_config": generation_config, "assistant_model": assistant_model}
+        return call_own_generate(
+            self.module,
+            inputs,
+            {**options, **{name: given for name, given in named.items() if given is not None}},
+            generation_config=self.generation_config,
+            forward=self.__call__,
+            loop=run,
+            as_host=self._host_array,
+            put=self._layout.put,
         )
 
     def read_request(
@@ -372,17 +335,7 @@ class JaxModel(AdapterMethods, BaseModel):
         Args:
             request: from `read_request`.
         """
-        return open_loop(
-            self._traced,
-            self._programs,
-            self._arrays(),
-            self._layout,
-            request.prompts,
-            request.options,
-            static=request.static,
-            vocab_size=self.num_logits(),
-            buckets=self._buckets,
-        )
+        return open_request(self.parts, request, self._buckets)
 
     def _read_request(
         self,
@@ -396,14 +349,9 @@ class JaxModel(AdapterMethods, BaseModel):
         """The checked call of `generate`, with a seed shared by all processes, and whether its inputs are torch tensors."""
         seeds = (lambda: agree(draw_seed())) if self._layout.spans_processes else draw_seed
         request, to_torch = self._request(inputs, generation_config, options, seed, timestamps, seeds)
-        if assistant_model is not None and not isinstance(assistant_model, JaxModel):
-            raise UnsupportedOptionError(
-                f"assistant_model is a {type(assistant_model).__name__}, which is not an hfax model.",
-                "Draft tokens are computed and verified on the device.",
-                "Load it with AutoModelForTPU.from_pretrained(…, backend='jax').",
-            )
-        assistant = None if assistant_model is None else assistant_model.parts
-        return with_drafts(request, self.parts, assistant), to_torch
+        return with_drafts(
+            request, self.parts, None if assistant_model is None else parts_of(assistant_model)
+        ), to_torch
 
     def compile(
         self,
@@ -431,27 +379,14 @@ class JaxModel(AdapterMethods, BaseModel):
             InvalidInputError: a size is not positive, or a prompt does not fit the model's context.
             UnsupportedOptionError: the model's main input is not token ids, so a prompt length does not determine its shapes.
         """
-        if self._traced.traits.main_input != "input_ids":
-            raise UnsupportedOptionError(
-                f"compile() does not know the inputs of {type(self).__name__}.",
-                "Its programs depend on more than batch size and prompt length.",
-                "Call generate() once with inputs of the expected shapes.",
-            )
-        check_sizes(batch_sizes, prompt_lengths, max_new_tokens)
-        assistant = options.pop("assistant_model", None)
+        reject_other_inputs(self._traced.traits.main_input, type(self).__name__)
+        given = {**options, "max_new_tokens": max_new_tokens}
 
-        def run(batch_size: int, prompt_length: int) -> Size:
-            given = {**options, "max_new_tokens": max_new_tokens}
-            prompt = self.example_prompt(batch_size, prompt_length)
-            request = self.read_request(prompt, **given, assistant_model=assistant)
-            loop, inputs = self.open_loop(request)
-            state = loop.start(inputs)
-            if max_new_tokens > 1:
-                state = loop.advance(state, 2)
-            jax.block_until_ready(state)
-            return (*request.prompts.padded_shape, loop.capacity)
+        def read(batch_size: int, prompt_length: int) -> Request:
+            return self.read_request(self.example_prompt(batch_size, prompt_length), **given)
 
-        return warm_up(run, batch_sizes, prompt_lengths, progress=progress)
+        sizes = {"max_new_tokens": max_new_tokens, "progress": progress}
+        return compile_generation(read, self.open_loop, batch_sizes, prompt_lengths, **sizes)
 
     def drive(self, main: Callable[[Any], Any]) -> Any:
         """In a multi-process run, call `main(model)` in process 0 only, while the other processes compute with it.
@@ -506,24 +441,20 @@ class JaxModel(AdapterMethods, BaseModel):
             >>> [sorted(row) for row in rows]
             [['text'], ['text']]
         """
-        writes = select is None and self.can_generate()
-        pad: Any = self.generation_config.pad_token_id
-        is_left = writes and not self._traced.traits.is_encoder_decoder
-
-        def run(rows: list[Any]) -> list[Any]:
-            inputs = batches.encode(rows, column, tokenizer, is_left=is_left, pad_token_id=pad or 0)
-            if not writes:
-                outputs = self(**inputs, **options)
-                return batches.as_rows(outputs if select is None else select(outputs), len(rows))
-            sequences = np.asarray(self.generate(**inputs, **options))
-            start = 1 if self._traced.traits.is_encoder_decoder else inputs["input_ids"].shape[1]
-            ends = as_ids_tuple(options.get("eos_token_id", self.generation_config.eos_token_id))
-            return batches.new_tokens(sequences[:, start:], ends, tokenizer)
-
-        total = len(dataset) if isinstance(dataset, Sized) else None
-        where = None if output is None else Path(output)
-        found = batches.map_rows(dataset, run, batch_size=batch_size, output=where, total=total, progress=progress)
-        return list(found)
+        return map_dataset(
+            dataset,
+            self.__call__,
+            self.generate if select is None and self.can_generate() else None,
+            options,
+            generation_config=self.generation_config,
+            is_encoder_decoder=self._traced.traits.is_encoder_decoder,
+            batch_size=batch_size,
+            tokenizer=tokenizer,
+            column=column,
+            output=None if output is None else Path(output),
+            select=select,
+            progress=progress,
+        )
 
     def update(self, weights: Any) -> None:
         """Replace weights, for example by trained ones.
@@ -546,8 +477,11 @@ class JaxModel(AdapterMethods, BaseModel):
         Raises:
             InvalidInputError: ids are outside the vocabulary, or rows differ in length.
         """
-        read = lambda name, value: value if _is_described(value) else self.as_input(name, value)  # noqa: E731
-        return self._traced.prepare({name: read(name, value) for name, value in inputs.items()})
+        read = {
+            name: value if isinstance(value, jax.ShapeDtypeStruct) else self.as_input(name, value)
+            for name, value in inputs.items()
+        }
+        return self._traced.prepare(read)
 
     def move_to(self, mesh: Any) -> None:
         """Reshard the weights over other devices.
@@ -566,12 +500,7 @@ class JaxModel(AdapterMethods, BaseModel):
         self._programs = ProgramCache(self._traced.key, self._layout)
 
     def _cast(self, dtype: torch.dtype) -> None:
-        if self.adapters.configs:
-            raise UnsupportedOptionError(
-                "A model with adapters cannot be cast.",
-                "Adapter arrays have their own dtypes.",
-                "Cast the model first, then add or load the adapters.",
-            )
+        self.adapters.reject_cast()
         self._skeleton = with_dtype(self._skeleton, dtype)
         self.params = cast(self.params, self._skeleton, dtype)
         self._traced = TracedModel(self._skeleton, self._tied, self.buffers)
@@ -597,18 +526,6 @@ class JaxModel(AdapterMethods, BaseModel):
         """The arrays that programs take besides inputs: JAX cannot serialize a program that closes over arrays."""
         return {**self.buffers, **self.params}
 
-    def sampling_values(self, prompt_length: int, **options: Any) -> dict[str, Any]:
-        """The arrays that programs of `generate` take for these options, by name, from `make_sampling_spec`."""
-        request = self.read_request(self.example_prompt(1, prompt_length), **options)
-        _, values = make_sampling_spec(
-            request.options.config,
-            vocab_size=self.num_logits(),
-            prompt_length=request.prompts.padded_length,
-            max_new_tokens=request.options.max_new_tokens,
-            **request.options.extra_sampling,
-        )
-        return dict(values)
-
     def save_pretrained(self, folder: str | Path, *, format: str = "safetensors", max_shard_size: str = "50GB") -> None:
         """Write config, generation config and weights to a folder; adapter weights are included only if merged.
 
@@ -626,7 +543,3 @@ class JaxModel(AdapterMethods, BaseModel):
         from hfax.load.save_pretrained import save_model
 
         save_model(Path(folder), self._skeleton, self._own_weights(), self.generation_config, format, max_shard_size)
-
-
-def _is_described(value: Any) -> bool:
-    return isinstance(value, jax.ShapeDtypeStruct)

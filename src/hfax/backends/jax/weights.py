@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import torch
 
 from hfax.backends.jax.results import as_torch_tree
-from hfax.errors import InvalidInputError
+from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.kernels.quantized import QuantizedArray
 from hfax.load.rules import dtype_rule
 from hfax.load.skeleton import Skeleton
@@ -48,13 +48,23 @@ def count_numbers(
     return sum(p.size for name, p in weights.items() if name not in left_out)
 
 
-def as_state_dict(weights: Weights, tied: Mapping[str, str]) -> dict[str, torch.Tensor]:
+def as_state_dict(weights: Weights, tied: Mapping[str, str], class_name: str) -> dict[str, torch.Tensor]:
     """The weights as torch tensors on the CPU, tied weights under each of their names.
 
     Args:
-        weights: none of them quantized.
+        weights: the weights.
         tied: alias mapped to name, for weights that share an array.
+        class_name: class of the model, for the error.
+
+    Raises:
+        UnsupportedOptionError: the weights are quantized.
     """
+    if (kind := quantization_of(weights)) is not None:
+        raise UnsupportedOptionError(
+            f"{class_name} has no state_dict(): its weights are quantized ({kind}).",
+            "No torch module loads integers with hfax's scales.",
+            "Use model.params, or load the checkpoint without quantization.",
+        )
     names = list(weights)
     found = dict(zip(names, as_torch_tree([weights[name] for name in names]), strict=True))
     return found | {alias: found[name] for alias, name in tied.items()}
