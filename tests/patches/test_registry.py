@@ -100,6 +100,22 @@ def test_a_function_patch_holds_in_its_block_and_thread_alone(llama: Any) -> Non
         assert torch.arange(2).tolist() == [0, 1]
 
 
+def test_a_patch_that_cannot_be_made_leaves_the_function_as_it_was(llama: Any) -> None:
+    """The dispatcher of torch's function stayed for good."""
+
+    def make(original: Any) -> Any:
+        raise KeyError
+
+    undo = register_patch(FunctionPatch(name="test-broken", why="a test", target="torch:arange", make=make))
+    before = torch.arange
+    try:
+        with pytest.raises(KeyError), registry.patched(llama):
+            pass
+        assert torch.arange is before
+    finally:
+        undo()
+
+
 def test_a_forward_patch_changes_instances_not_classes(llama: Any) -> None:
     patch = ForwardPatch(
         name="test-norm",

@@ -265,7 +265,6 @@ def _parameters_on_meta() -> Iterator[None]:
 
     torch's `torch.device("meta")` context would also lose the buffers, including tables computed in the constructor.
     """
-    original = torch.nn.Module.register_parameter
 
     def register_parameter(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
         original(self, name, param)
@@ -277,15 +276,14 @@ def _parameters_on_meta() -> Iterator[None]:
             self._parameters[name] = meta
 
     with _install_lock:
-        _installed.append(original)
+        original = torch.nn.Module.register_parameter
         torch.nn.Module.register_parameter = register_parameter
         _local.depth = getattr(_local, "depth", 0) + 1
         try:
             yield
         finally:
             _local.depth -= 1
-            torch.nn.Module.register_parameter = _installed.pop()
+            torch.nn.Module.register_parameter = original
 
 
 _install_lock = threading.RLock()
-_installed: list[Any] = []

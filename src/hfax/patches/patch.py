@@ -11,10 +11,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fnmatch
+import functools
 import importlib
 import importlib.metadata
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -241,15 +241,9 @@ def model_types_of(module: torch.nn.Module) -> set[str]:
     return found - {""}
 
 
-_versions: dict[str, str] = {}
-_lock = threading.Lock()
-
-
+@functools.cache
 def _version(package: str) -> str:
-    with _lock:
-        if package not in _versions:
-            _versions[package] = importlib.metadata.version(package)
-        return _versions[package]
+    return importlib.metadata.version(package)
 
 
 def _torch_op(name: str) -> Any:

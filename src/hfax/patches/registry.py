@@ -8,6 +8,7 @@ for this thread, until its block ends; other threads keep the originals. Activat
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import importlib
@@ -170,48 +171,77 @@ def prepare_inputs(
     return inputs
 
 
+_Place = tuple[Any, str]
+"""A module or class, and the name of the function in it."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Dispatcher:
+    """A dispatcher that stands in the place of a function.
+
+    Args:
+        original: what stood there.
+        is_inherited: whether the place is a class that inherited it.
+        num_blocks: number of blocks that use the dispatcher.
+    """
+
+    original: Any
+    is_inherited: bool
+    num_blocks: int = 0
+
+
 _local = threading.local()
-_installed: dict[tuple[int, str], tuple[Any, Any, int]] = {}
-"""(holder, name) mapped to the holder, the original and the number of blocks that use the dispatcher."""
-_inherited: dict[tuple[int, str], bool] = {}
-"""Whether the holder, a class, inherited the function from a base class."""
+_dispatchers: dict[_Place, _Dispatcher] = {}
+"""The dispatchers in force: there are none when no thread traces."""
 
 
 @contextlib.contextmanager
 def _function_in_force(patch: FunctionPatch, holder: Any, name: str, used: set[str]) -> Iterator[None]:
-    key = (id(holder), name)
+    place = (holder, name)
+    with _dispatched(place) as original:
+        stacks: dict[_Place, list[Any]] = _local.__dict__.setdefault("stacks", {})
+        replacement = patch.make(stacks[place][-1] if place in stacks else _plain(original, holder))
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            used.add(patch.name)
+            return replacement(*args, **kwargs)
+
+        stacks.setdefault(place, []).append(recorded)
+        try:
+            yield
+        finally:
+            stacks[place].pop()
+            if not stacks[place]:
+                del stacks[place]
+
+
+@contextlib.contextmanager
+def _dispatched(place: _Place) -> Iterator[Any]:
+    """Within the block, a dispatcher stands in a place; gives what stood there before any dispatcher."""
+    holder, name = place
     with _lock:
-        if key not in _installed:
+        if place not in _dispatchers:
             original = inspect.getattr_static(holder, name)
-            _installed[key] = (holder, original, 0)
-            _inherited[key] = name not in vars(holder)
-            setattr(holder, name, _dispatcher(key, original))
-        _, original, count = _installed[key]
-        _installed[key] = (holder, original, count + 1)
-    stacks: dict[Any, list[Any]] = _local.__dict__.setdefault("stacks", {})
-    stack = stacks.setdefault(key, [])
-    before = stack[-1] if stack else _plain(original, holder)
-    replacement = patch.make(before)
-
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        used.add(patch.name)
-        return replacement(*args, **kwargs)
-
-    stack.append(recorded)
+            _dispatchers[place] = _Dispatcher(original=original, is_inherited=name not in vars(holder))
+            setattr(holder, name, _dispatcher(place, original))
+        dispatcher = _dispatchers[place]
+        dispatcher.num_blocks += 1
     try:
-        yield
+        yield dispatcher.original
     finally:
-        stack.pop()
         with _lock:
-            _, original, count = _installed[key]
-            if count == 1:
-                if _inherited.pop(key):
-                    delattr(holder, name)
-                else:
-                    setattr(holder, name, original)
-                del _installed[key]
-            else:
-                _installed[key] = (holder, original, count - 1)
+            dispatcher.num_blocks -= 1
+            if not dispatcher.num_blocks:
+                _remove(place, dispatcher)
+
+
+def _remove(place: _Place, dispatcher: _Dispatcher) -> None:
+    holder, name = place
+    del _dispatchers[place]
+    if dispatcher.is_inherited:
+        delattr(holder, name)
+    else:
+        setattr(holder, name, dispatcher.original)
 
 
 def _plain(original: Any, holder: Any) -> Any:
@@ -219,13 +249,13 @@ def _plain(original: Any, holder: Any) -> Any:
     return original.__func__ if isinstance(original, (staticmethod, classmethod)) else original
 
 
-def _dispatcher(key: tuple[int, str], original: Any) -> Any:
+def _dispatcher(place: _Place, original: Any) -> Any:
     """The function installed in the module, which calls this thread's replacement or the original."""
     plain = _plain(original, None)
 
     @functools.wraps(plain)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
-        stack = getattr(_local, "stacks", {}).get(key)
+        stack = getattr(_local, "stacks", {}).get(place)
         return (stack[-1] if stack else plain)(*args, **kwargs)
 
     copies.stands_in(dispatch)

@@ -36,21 +36,10 @@ _SECONDS = (
 )
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _COMPILED = "/jax/core/compile/backend_compile_duration"
-_compilations = [0]
-
-
-def _count_compilations() -> None:
-    def hear(event: str, duration_secs: float, **_: str | int) -> None:
-        _compilations[0] += event == _COMPILED
-
-    jax.monitoring.register_event_duration_secs_listener(hear)
-
-
-_count_compilations()
 
 
 class Metrics:
-    """The metrics of one server.
+    """The metrics of one server, from when it is made until it is closed.
 
     Args:
         prefix: metric name prefix: "hfax:", or "vllm:" for dashboards built for vLLM.
@@ -83,7 +72,16 @@ class Metrics:
         self._http = Counter(
             "http_requests", "HTTP responses sent.", ["method", "path", "status"], registry=self.registry
         )
-        self.registry.register(_Collected(prefix, model_name, {"xla_compilations": lambda: _compilations[0]}))
+        self._num_compiled = 0
+        jax.monitoring.register_event_duration_secs_listener(self._hear)
+        self.registry.register(_Collected(prefix, model_name, {"xla_compilations": lambda: self._num_compiled}))
+
+    def close(self) -> None:
+        """Stop counting the programs that this process compiles."""
+        jax.monitoring.unregister_event_duration_listener(self._hear)
+
+    def _hear(self, event: str, duration_secs: float, **_: str | int) -> None:
+        self._num_compiled += event == _COMPILED
 
     def finished(self, reason: str) -> None:
         """Count a finished sequence."""

@@ -104,11 +104,12 @@ class Served:
         self._is_stopping = True
 
     def close(self) -> None:
-        """Close the engine, and flush traces."""
+        """Close the engine, flush traces, and stop measuring."""
         if self._loaded is not None and self._loaded.engine is not None:
             self._loaded.engine.close(timeout_s=5)
         self.workers.close()
         self.tracing.close()
+        self.metrics.close()
 
     @property
     def loaded(self) -> Loaded:
