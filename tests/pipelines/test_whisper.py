@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers.generation import logits_process as reference_processors
 
 import hfax
 from hfax.errors import UnsupportedModelError, UnsupportedOptionError
-from hfax.generation.sampling import init_sampling_state, process_logits
-from hfax.generation.sampling_config import make_sampling_spec
 
 from .checkpoints import RATE, save_whisper, sound
 
@@ -167,37 +164,3 @@ def test_a_class_that_writes_in_a_way_of_its_own_says_so() -> None:
     )
     with pytest.raises(UnsupportedModelError, match="custom generation loop"):
         model.generate(torch.tensor([[5, 6]]))
-
-
-BEGIN, END, VOCABULARY, PROMPT = 30, 20, 48, [3, 29]
-
-
-@pytest.mark.parametrize("most", [None, 4])
-@pytest.mark.parametrize(
-    "drawn", [[], [33], [33, 5], [33, 5, 36], [33, 5, 36, 36], [5], [33, 33], [40, 7, 44, 44, 8]], ids=str
-)
-def test_timestamp_rules_are_those_of_transformers(drawn: list[int], most: int | None) -> None:
-    class Config:
-        no_timestamps_token_id = BEGIN - 1
-        eos_token_id, bos_token_id = END, END
-        max_initial_timestamp_index = most
-
-    processor = reference_processors.WhisperTimeStampLogitsProcessor(Config(), begin_index=len(PROMPT))  # type: ignore[arg-type]
-    ids = torch.tensor([PROMPT + drawn])
-    for seed, lift in ((0, 0.0), (1, 3.0)):  # once the timestamps together are likelier than any word
-        scores = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(seed))
-        scores[:, BEGIN:] += lift
-        expected = processor(ids, scores)
-        rules = {
-            "timestamp_begin": BEGIN,
-            "timestamp_text_end": END,
-            "timestamp_max_initial": 1 << 30 if most is None else most,
-        }
-        spec, values = make_sampling_spec(
-            transformers.GenerationConfig(), vocab_size=VOCABULARY, prompt_length=2, max_new_tokens=9, timestamps=rules
-        )
-        tokens = np.zeros((1, 12), np.int32)
-        tokens[0, : ids.shape[1]] = ids
-        state = init_sampling_state(spec, VOCABULARY, tokens[:, :2], np.ones((1, 2), bool))
-        found = process_logits(spec, values, state, scores.numpy(), tokens, np.int32(len(drawn)))
-        np.testing.assert_allclose(found, expected)

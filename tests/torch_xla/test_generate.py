@@ -119,20 +119,28 @@ def test_the_end_of_a_text(llama: tuple) -> None:
     "options",
     [
         {"repetition_penalty": 1.7},
-        {"no_repeat_ngram_size": 2},
-        {"bad_words_ids": [[5], [7, 8]], "suppress_tokens": [9, 10]},
-        {"min_new_tokens": 8, "eos_token_id": [2, 33]},
-        {"forced_eos_token_id": 2},
-        {"sequence_bias": [[[20], 4.0], [[30, 31], 3.0]]},
-        {"exponential_decay_length_penalty": (3, 1.7)},
+        {"bad_words_ids": [[5], [7, 8]], "suppress_tokens": [9, 10], "exponential_decay_length_penalty": (3, 1.7)},
+        {"min_new_tokens": 8, "eos_token_id": [2, 33], "forced_eos_token_id": 2},
     ],
-    ids=lambda options: next(iter(options)),
+    ids=["the tokens seen", "the step", "lengths"],
 )
-def test_processors(llama: tuple, options: dict) -> None:
+def test_the_loop_tells_the_processors_what_they_read(llama: tuple, options: dict) -> None:
+    """What they make of it is in test_sampling.py."""
     model, reference, _ = llama
     inputs = prompts()
     given = {"max_new_tokens": NEW, "do_sample": False, **options}
     assert model.generate(**inputs, **given)[1].tolist() == reference.generate(**inputs, **given)[1].tolist()
+
+
+def test_the_loop_tells_the_processors_where_the_text_ends(llama: tuple) -> None:
+    """The pair that greedy search would write at its sixth token is a bad word."""
+    model, reference, _ = llama
+    ids = prompts()["input_ids"][1:]
+    plain = reference.generate(ids, max_new_tokens=NEW, do_sample=False)[0].tolist()
+    given = {"max_new_tokens": NEW, "do_sample": False, "bad_words_ids": [plain[13:15]]}
+    wanted = reference.generate(ids, **given)[0].tolist()
+    assert wanted != plain
+    assert model.generate(ids, **given)[0].tolist() == wanted
 
 
 @pytest.mark.parametrize(
