@@ -1,4 +1,6 @@
-"""Every code block of the README and the docs: Python is run, on small models where the page names large ones; commands are parsed.
+"""Every Python block of the README and the docs is run, on small models where the page names large ones.
+
+`test_commands.py` runs the command lines.
 
 A page's blocks run in order and share their names, as in the session of somebody who reads it from top to bottom.
 """
@@ -6,18 +8,14 @@ A page's blocks run in order and share their names, as in the session of somebod
 from __future__ import annotations
 
 import ast
-import importlib.util
-import shlex
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import typer.main
-from code_blocks import ROOT, CodeBlock, code_blocks, commands
+from code_blocks import ROOT, CodeBlock, code_blocks
 
 import hfax
-from hfax.cli.app import app
 from hfax.demo import demo_folder
 
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
@@ -32,17 +30,6 @@ OF_OTHER_TESTS = {
     "from openai import OpenAI": "tests/server/test_openai.py",
 }
 """Words of blocks that need what this environment does not have, and the tests of the same calls."""
-
-
-def _pipelines() -> Any:
-    """The makers of small checkpoints that the tests of pipelines have."""
-    path = Path(__file__).parents[1] / "pipelines" / "checkpoints.py"
-    spec = importlib.util.spec_from_file_location("pipeline_checkpoints", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_every_page_is_run_here_or_elsewhere() -> None:
@@ -68,9 +55,9 @@ def _run(page: str, names: dict[str, Any], replaced: dict[str, str]) -> list[Cod
     return blocks
 
 
-def test_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipeline_checkpoints: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    checkpoints = _pipelines()
+    checkpoints = pipeline_checkpoints
     folders = {name: tmp_path / name for name in ("classifier", "whisper", "llava")}
     checkpoints.SAVE["text-classification"](folders["classifier"])
     checkpoints.save_whisper(folders["whisper"])
@@ -129,45 +116,11 @@ def test_the_page_on_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (tmp_path / "folder" / "adapter_config.json").is_file()
 
 
-def test_the_recipe_of_the_page_on_training_is_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", ["docs/training.md", "docs/cli.md"])
+def test_a_recipe_is_one(page: str, tmp_path: Path) -> None:
     from hfax.train.recipe import read_recipe
 
-    (recipe,) = code_blocks("docs/training.md", "yaml")
+    (recipe,) = code_blocks(page, "yaml")
     (tmp_path / "sft.yaml").write_text(recipe.text)
-    assert read_recipe(tmp_path / "sft.yaml").training.per_device_train_batch_size == 8
-
-
-COMMANDS = [(page, line, command) for page in PAGES for line, command in commands(page)]
-
-
-def _parse(command: str) -> None:
-    """Parse as far as the verb's own function, with the types of all values."""
-    _, *words = shlex.split(command)
-    if " ".join(words[:2]) in ("bench serve", "bench attack"):  # one verb
-        words[:2] = [" ".join(words[:2])]
-    verbs: Any = typer.main.get_command(app)
-    verb = words.pop(0)
-    assert verb in verbs.commands, f"no verb {verb!r}"
-    verbs.commands[verb].make_context(verb, words)
-
-
-@pytest.mark.parametrize(("page", "line", "command"), COMMANDS, ids=lambda value: str(value))
-def test_a_command_exists_with_its_options(
-    page: str, line: int, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "server.yaml").write_text("port: 8000\n")
-    _parse(command)
-
-
-@pytest.mark.parametrize(
-    ("command", "why"),
-    [
-        ("hfax generat demo Hi", "no verb 'generat'"),
-        ("hfax generate demo Hi --max-tokens 3", "No such option"),
-        ("hfax generate demo Hi --seed x", "valid int"),
-    ],
-)
-def test_parsing_finds_what_is_not_there(command: str, why: str) -> None:
-    with pytest.raises(Exception, match=why):
-        _parse(command)
+    found = read_recipe(tmp_path / "sft.yaml")
+    assert (found.training.learning_rate, found.training.max_steps) == (2e-4, 500)

@@ -10,6 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_COMMAND_LINE = re.compile(r"^.*<<'(?P<end>\w+)'\n(?:.*\n)*?(?P=end)$|^.+$", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,13 +52,22 @@ def code_blocks(page: str, *languages: str) -> list[CodeBlock]:
     ]
 
 
-def commands(page: str) -> list[tuple[int, str]]:
-    """Line and text of every `hfax …` command in the shell blocks of a page; continued lines joined, comments left out."""
+def command_lines(page: str) -> list[tuple[int, str]]:
+    """Line and text of every command line in the shell blocks of a page.
+
+    Continued lines and here-documents are one command line; comments and the generated synopses are left out.
+    """
     found = []
     for block in code_blocks(page, "sh"):
         joined = block.text.replace("\\\n", " ")
-        for number, line in enumerate(joined.splitlines(), start=block.line + 1):
-            for part in re.split(r"\s*(?:&&|\|)\s*", re.sub(r"\s{2,}(#|\().*$|#.*$", "", line)):
-                if part.startswith("hfax ") and "[OPTIONS]" not in part:
-                    found.append((number, part.partition(" < ")[0]))
+        for match in _COMMAND_LINE.finditer(joined):
+            text = match[0] if "<<" in match[0] else re.sub(r"\s{2,}(#|\().*$|#.*$", "", match[0]).strip()
+            if text and "[OPTIONS]" not in text:
+                found.append((block.line + 1 + joined[: match.start()].count("\n"), text))
     return found
+
+
+def hfax_commands(line: str) -> list[str]:
+    """The `hfax …` commands of a command line, without the files that they read."""
+    parts = re.split(r"\s*(?:&&|\|)\s*", line)
+    return [part.partition(" < ")[0] for part in parts if part.startswith("hfax ")]

@@ -78,6 +78,11 @@ class Started:
             self._process = _process(arguments, variables, [None, None, writing])
             self.stderr = os.fdopen(os.dup(reading.fileno()))
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
     def poll(self) -> int | None:
         """Its exit status, or None."""
         return self._process.exitcode

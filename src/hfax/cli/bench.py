@@ -34,7 +34,7 @@ def bench(
     contexts: Annotated[str, typer.Option(help="Context lengths for decoding, in tokens, comma-separated.")] = "128",
     prompt_lengths: Annotated[
         str, typer.Option(help="Prompt lengths for prefill, in tokens, comma-separated.")
-    ] = "512",
+    ] = "256",
     capacity: Annotated[int, typer.Option(help="KV-cache capacity in tokens; 0: as generate chooses.")] = 0,
     tokens: Annotated[int, typer.Option(help="Number of timed decoding steps.", min=1)] = 32,
     rounds: Annotated[int, typer.Option(help="Runs per case; results are medians.", min=1)] = 3,

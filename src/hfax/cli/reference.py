@@ -40,8 +40,11 @@ def _examples(command: Any) -> str:
     """Render the epilog: indented lines as code blocks, the rest as text."""
     blocks: list[str] = []
     for paragraph in re.sub(r"\[bold\](.*)\[/bold\]", r"\1:", command.epilog).strip().split("\n\n"):
-        is_code = paragraph.startswith(" ")
-        blocks.append(f"```sh\n{inspect.cleandoc(paragraph)}\n```" if is_code else paragraph)
+        if not paragraph.startswith(" "):
+            blocks.append(paragraph)
+            continue
+        text = inspect.cleandoc(paragraph)
+        blocks.append(f"```{'yaml' if re.match(r'[a-z_]+:', text) else 'sh'}\n{text}\n```")
     return "\n\n".join(blocks)
 
 
