@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hfax.kernels import quantized
+from hfax.kernels.cpu import library
 from hfax.kernels.experts import grouped_linear
-from hfax.kernels.linear import linear
 
 from .cpu_programs import KERNELS, normal, on_cpu, pack
 
@@ -24,25 +24,57 @@ def weight(request):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rows", [1, 2, 9, 30, 200])
 def test_kernel_multiplies_with_those_numbers(weight, dtype, rows):
-    """With the integers times their scales; but several bfloat16 rows, where the processor multiplies pairs of bfloat16, and
-    more rows than the kernel takes, with these rounded to bfloat16. The result is rounded once, and off by no more."""
+    """With the integers times their scales; activations are rounded to 16 bits of their group's largest, the result once."""
     _, packed = weight
     x = normal(rows, 256, dtype=dtype)
     got, chosen = on_cpu(quantized.linear, x, packed)
-    is_unbounded = any("any number of rows" in way for way in chosen)
-    assert any(KERNELS in way for way in chosen) == (rows <= 128 or is_unbounded)
-    numbers = packed.dequantize()
-    if rows > 128 or (is_unbounded and rows > 1):
-        numbers = numbers.astype(dtype)
-    wide_x, wide = np.asarray(x, np.float64), np.asarray(numbers, np.float64)
+    assert any(KERNELS in way for way in chosen)
+    wide_x, wide = np.asarray(x, np.float64), np.asarray(packed.dequantize(), np.float64)
     exact = wide_x @ wide.T
-    # a single row may become 16-bit integers; float32 sums are off by less
     allowed = 2.0**-15 * np.abs(wide_x).max() * np.abs(wide).sum(1)
     if dtype == "bfloat16":
         allowed = allowed + 2.0 ** (np.floor(np.log2(np.abs(exact))) - 8)  # half a unit in the last place
     assert (np.abs(got - exact) <= allowed).all()
-    if is_unbounded and rows > 1 and dtype == "bfloat16":  # both sums have one order
-        np.testing.assert_array_equal(got, on_cpu(linear, x, numbers)[0])
+
+
+@pytest.mark.parametrize("width", [128, 384, 640, 1152])
+@pytest.mark.parametrize("out", [1, 15, 17, 70, 200])
+def test_every_width_and_number_of_columns(weight, width, out):
+    """Blocks of columns that are not full, and rows of the weight that fill no vector."""
+    _, one = weight
+    values = torch.from_numpy(np.random.default_rng(1).standard_normal((out, width)).astype(np.float32))
+    packed = pack(values, one.bits)
+    x = normal(7, width)
+    got, _ = on_cpu(quantized.linear, x, packed)
+    exact = np.asarray(x, np.float64) @ np.asarray(packed.dequantize(), np.float64).T
+    np.testing.assert_allclose(got, exact, atol=2.0**-15 * np.abs(x).max() * np.abs(packed.dequantize()).sum(1).max())
+
+
+@pytest.mark.parametrize("group", [32, 64, 512])
+def test_every_group_of_8_bits(group):
+    rng = np.random.default_rng(0)
+    values = jnp.asarray(rng.integers(-127, 128, (40, 1536)), jnp.int8)
+    scale = jnp.asarray(rng.random((40, 1536 // group)), jnp.bfloat16)
+    packed = quantized.QuantizedArray(values=values, scale=scale, bits=8, dtype=jnp.dtype("float32"))
+    x = normal(3, 1536)
+    got, _ = on_cpu(quantized.linear, x, packed)
+    numbers = np.asarray(packed.dequantize(), np.float64)
+    allowed = 2.0**-15 * np.abs(x).max() * np.abs(numbers).sum(1)
+    assert (np.abs(got - np.asarray(x, np.float64) @ numbers.T) <= allowed).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_has_the_same_bits_alone_and_beside_others_and_on_every_instruction_set(weight, dtype):
+    """Sums of integers are exact, and the groups' are added in their order."""
+    _, packed = weight
+    x = normal(200, 256, dtype=dtype)
+    got, _ = on_cpu(quantized.linear, x, packed)
+    for first, count in ((0, 1), (5, 2), (11, 3), (20, 7), (50, 64)):
+        some, _ = on_cpu(quantized.linear, x[first : first + count], packed)
+        np.testing.assert_array_equal(some, got[first : first + count])
+    for instructions in library.available_instruction_sets()[:1]:
+        with library.compiled_for(instructions.name):
+            np.testing.assert_array_equal(on_cpu(quantized.linear, x, packed)[0], got)
 
 
 def test_each_row_gets_the_packed_matrix_of_its_expert(weight):

@@ -21,10 +21,6 @@ from hfax.sharding.mesh import BATCH_AXES, batch_axes, size_of
 
 INT4_GROUP = 128
 """Columns that share a scale and a word layout in 4-bit weights."""
-_KERNEL_ROWS = 128
-"""Maximum rows for which CPU programs multiply with the integers; for more, dequantizing the weight once is cheaper. On processors
-with bfloat16 dot-product instructions the kernel dequantizes block by block, for any number of rows."""
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,11 +100,8 @@ def linear(x: jax.Array, weight: QuantizedArray, bias: jax.Array | None = None) 
         [..., out_features] in the dtype of `x`.
     """
     rows = math.prod(x.shape[:-1])
-    is_unbounded = target.is_batch_invariant() or (x.dtype == jnp.bfloat16 and library.has_matmul())
-    is_kernels = x.dtype in (jnp.bfloat16, jnp.float32) and (rows <= _KERNEL_ROWS or is_unbounded)
-    if is_kernels and library.may_be_called():
-        most = "any number of" if is_unbounded else f"up to {_KERNEL_ROWS}"
-        target.choose(f"linear: C++ kernel (int{weight.bits} weights, {most} rows)")
+    if x.dtype in (jnp.bfloat16, jnp.float32) and library.may_be_called():
+        target.choose(f"linear: C++ kernel (int{weight.bits} weights, activations rounded to 16 bits)")
         multiply = calls.linear_int8 if weight.bits == 8 else calls.linear_int4
         out_dtype = x.dtype if bias is None else jnp.dtype(jnp.float32)
         out = multiply(x.reshape(rows, -1), weight.values, weight.scale, out_dtype).reshape(*x.shape[:-1], -1)

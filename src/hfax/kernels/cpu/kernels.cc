@@ -8,6 +8,7 @@
 #include "common.h"
 #include "matmul.h"
 #include "norms.h"
+#include "packed.h"
 #include "prompt_attention.h"
 
 namespace {
@@ -34,41 +35,6 @@ struct Floating {  // float32 or bfloat16, 16 columns at a time
   const uint8_t* at(int64_t row) const { return reinterpret_cast<const uint8_t*>(weight + row * width); }
   static constexpr int64_t offset(int64_t column) { return column * sizeof(W); }
   static void decode(const uint8_t* p, Vector* out) { out[0] = load(reinterpret_cast<const W*>(p)); }
-};
-
-struct Int8Floats {
-  using Activation = float;
-  using Vector = Floats;
-  static constexpr int kVectors = 1, kWidth = 16, kChains = 4;
-  const int8_t* weight;
-  int64_t width;
-
-  int64_t bytes_per_row() const { return width; }
-  const uint8_t* at(int64_t row) const { return reinterpret_cast<const uint8_t*>(weight + row * width); }
-  static constexpr int64_t offset(int64_t column) { return column; }
-  static void decode(const uint8_t* p, Vector* out) { out[0] = load(reinterpret_cast<const int8_t*>(p)); }
-};
-
-// Four weights of 4 bits, plus 8, in each of the 32 words of a group of 128 columns: word i holds columns i, 32 + i, 64 + i, 96 + i.
-struct Int4Floats {
-  using Activation = float;
-  using Vector = Floats;
-  static constexpr int kVectors = 8, kWidth = 128, kChains = 1;
-  const uint8_t* weight;
-  int64_t width;
-
-  int64_t bytes_per_row() const { return width / 2; }
-  const uint8_t* at(int64_t row) const { return weight + row * (width / 2); }
-  static constexpr int64_t offset(int64_t column) { return column / 2; }
-  static void decode(const uint8_t* p, Vector* out) {
-    for (int half = 0; half < 2; ++half) {
-      const Words words = __builtin_convertvector(*reinterpret_cast<const Halves*>(p + 32 * half), Words);
-      for (int j = 0; j < 4; ++j) {
-        const Words bits = (words >> (4 * j)) & 15;
-        out[2 * j + half] = __builtin_convertvector(reinterpret_cast<const Ints&>(bits), Floats) - 8;
-      }
-    }
-  }
 };
 
 inline void multiply_add(Floats& sum, Floats x, Floats w) { sum += x * w; }
@@ -166,125 +132,6 @@ struct Weight {
   }
 };
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-// Packed weights with the processor's products of bytes, which cost less than making floats of the weights. Activations become 16-bit
-// integers, 256 times a high byte and a low one, with a scale for each group: of the largest in a group, the error is 2^-16, a 200th of
-// the weights' own. Bytes of weights count from 0 on; what that adds is taken off.
-constexpr int64_t kMaxGroup = 512;  // of columns; sums of more could exceed 32 bits
-
-template <int kBits>
-struct Bytes16 {
-  static constexpr int64_t kWidth = 512 / kBits;  // columns that 64 bytes of weights hold
-  static constexpr float kLargest = 32639;        // the largest whose high byte rounds to 127
-  std::vector<int8_t> values;   // [rows, width / 64, high and low, 64], in the order of the weights' bytes
-  std::vector<float> scale;     // [rows, groups]
-  std::vector<int32_t> eights;  // [rows, groups], -8 times the sum of the activations
-
-  Bytes16(const float* x, int64_t rows, int64_t width, int64_t group) : values(2 * rows * width), scale(rows * (width / group)), eights(scale.size()) {
-    int8_t* to = values.data();
-    for (size_t g = 0; g < scale.size(); ++g) {
-      const float* from = x + g * group;
-      __m512 most = _mm512_setzero_ps();
-      __mmask16 is_nan = 0;
-      for (int64_t i = 0; i < group; i += kLanes) {
-        const __m512 each = _mm512_loadu_ps(from + i);
-        most = _mm512_max_ps(most, _mm512_abs_ps(each));
-        is_nan |= _mm512_cmp_ps_mask(each, each, _CMP_UNORD_Q);
-      }
-      const float largest = _mm512_reduce_max_ps(most);
-      // what is not finite stays so: the scale is not finite then
-      const __m512 inverse = _mm512_set1_ps(largest > 0 ? kLargest / largest : 0.0f);
-      scale[g] = is_nan ? std::numeric_limits<float>::quiet_NaN() : largest / kLargest;
-      __m512i all = _mm512_setzero_si512();
-      for (int64_t i = 0; i < group; i += kWidth) {
-        __m512i low[kWidth / 32], high[kWidth / 32];  // of 32 columns each, in words
-        for (int64_t j = 0; j < kWidth / 32; ++j) {
-          const __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(from + i + 32 * j), inverse));
-          const __m512i second = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(from + i + 32 * j + kLanes), inverse));
-          all = _mm512_add_epi32(all, _mm512_add_epi32(first, second));
-          low[j] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(first)), _mm512_cvtepi32_epi16(second), 1);
-          high[j] = _mm512_srai_epi16(_mm512_add_epi16(low[j], _mm512_set1_epi16(128)), 8);
-        }
-        for (int64_t v = 0; v < kWidth / 64; ++v, to += 128) {
-          store_bytes(high, v, to);
-          store_bytes(low, v, to + 64);
-        }
-      }
-      eights[g] = -8 * _mm512_reduce_add_epi32(all);
-    }
-  }
-
- private:
-  static void store_bytes(const __m512i* words, int64_t v, int8_t* to) {
-    if constexpr (kBits == 4) {  // of a word's four weights the first and the third are the lower halves of its bytes
-      _mm512_storeu_si512(to, _mm512_or_si512(_mm512_and_si512(words[v], _mm512_set1_epi16(255)), _mm512_slli_epi16(words[v + 2], 8)));
-    } else {
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi16_epi8(words[2 * v]));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 32), _mm512_cvtepi16_epi8(words[2 * v + 1]));
-    }
-  }
-};
-
-template <int kBits>
-struct Packed {
-  const uint8_t* weight;
-  const Bf16* scale;
-  int64_t width, group;
-
-  int64_t bytes_per_row() const { return width * kBits / 8; }
-
-  template <int M, int R>
-  void dots(const Bytes16<kBits>& x, int64_t first, int64_t row, float* out, int64_t stride) const {
-    constexpr int64_t kWidth = Bytes16<kBits>::kWidth;
-    constexpr int V = kWidth / 64;
-    const int64_t bytes = bytes_per_row(), groups = width / group;
-    const uint8_t* w = weight + row * bytes;
-    Floats totals[M][R] = {};
-    for (int64_t g = 0; g < groups; ++g) {
-      __m512i high[M][R], low[M][R];
-      for (int m = 0; m < M; ++m) {
-        // weights of 4 bits count from -8 on, those of 8 bits from -128: 8 for each of 16 lanes
-        const __m512i offset = _mm512_maskz_set1_epi32(kBits == 4 ? 1 : 0xffff, x.eights[(first + m) * groups + g]);
-        for (int r = 0; r < R; ++r) high[m][r] = _mm512_setzero_si512(), low[m][r] = offset;
-      }
-      for (int64_t k = g * group; k < (g + 1) * group; k += kWidth) {
-        __m512i ws[R][V];
-        for (int r = 0; r < R; ++r) {
-          const uint8_t* from = w + r * bytes + k * kBits / 8;
-          __builtin_prefetch(from + (R == 1 ? kPrefetch : R * bytes));
-          const __m512i stored = _mm512_loadu_si512(from), nibble = _mm512_set1_epi8(15);
-          if constexpr (kBits == 8) {
-            ws[r][0] = _mm512_xor_si512(stored, _mm512_set1_epi8(-128));
-          } else {
-            ws[r][0] = _mm512_and_si512(stored, nibble);
-            ws[r][1] = _mm512_and_si512(_mm512_srli_epi16(stored, 4), nibble);
-          }
-        }
-        for (int m = 0; m < M; ++m) {
-          for (int v = 0; v < V; ++v) {
-            const int8_t* parts = x.values.data() + 2 * ((first + m) * width + k + 64 * v);
-            const __m512i highs = _mm512_loadu_si512(parts), lows = _mm512_loadu_si512(parts + 64);
-            for (int r = 0; r < R; ++r) {
-              high[m][r] = _mm512_dpbusd_epi32(high[m][r], ws[r][v], highs);
-              low[m][r] = _mm512_dpbusd_epi32(low[m][r], ws[r][v], lows);
-            }
-          }
-        }
-      }
-      for (int m = 0; m < M; ++m) {
-        for (int r = 0; r < R; ++r) {
-          const float s = to_float(scale[(row + r) * groups + g]) * x.scale[(first + m) * groups + g];
-          const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[m][r], 8), low[m][r]);
-          totals[m][r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(s), totals[m][r]);
-        }
-      }
-    }
-    for (int m = 0; m < M; ++m)
-      for (int r = 0; r < R; ++r) out[m * stride + r] = total(totals[m][r]);
-  }
-};
-#endif
-
 // Rows of float or bfloat16 activations, as `dots` of a `Weight` takes them.
 template <typename Decoder>
 struct Rows {
@@ -298,21 +145,6 @@ struct Rows {
     weight.template dots<M, R>(x + first * weight.decoder.width, row, out, R);
   }
 };
-
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-template <int kBits>
-struct PackedRows {
-  static constexpr bool kTogether = false;
-  const Packed<kBits>& weight;
-  const Bytes16<kBits>& x;
-
-  int64_t bytes_per_row() const { return weight.bytes_per_row(); }
-  template <int M, int R>
-  void dots(int64_t first, int64_t row, float* out) const {
-    weight.template dots<M, R>(x, first, row, out, R);
-  }
-};
-#endif
 
 template <int M, int R, typename Product, typename Out>
 void block(const Product& product, int64_t first, int64_t row, Out* out, int64_t num_columns) {
@@ -477,88 +309,26 @@ void lanes_of(const uint32_t* x, int64_t num_rows, const Bf16* weight, int64_t w
   }
 }
 
-// Where `lanes` has its weights from: `rows` gives rows of bfloat16, and may write them to `scratch`.
-struct Stored {
-  static constexpr bool kIsPacked = false;
-  const Bf16* weight;
-  int64_t width;
-
-  const Bf16* rows(int64_t first, int64_t, Bf16*) const { return weight + first * width; }
-};
-
-#if defined(__AVX512BW__)
-// Packed weights become the numbers that they stand for, rounded once (`QuantizedArray.dequantize`).
-template <int kBits>
-struct Unpacked {
-  static constexpr bool kIsPacked = true;
-  const uint8_t* weight;
-  const Bf16* scale;
-  int64_t width, group;
-
-  const Bf16* rows(int64_t first, int64_t count, Bf16* scratch) const {
-    const int64_t groups = width / group;
-    const uint8_t* from = weight + first * width * kBits / 8;
-    Bf16* to = scratch;
-    for (int64_t g = first * groups; g < (first + count) * groups; ++g, to += group, from += group * kBits / 8) {
-      const __m512 by = _mm512_set1_ps(to_float(scale[g]));
-      if constexpr (kBits == 4) {
-        const __m512i numbers = _mm512_setr_epi32(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-        const __m256bh sixteen = _mm512_cvtneps_pbh(_mm512_mul_ps(_mm512_cvtepi32_ps(numbers), by));
-        // twice, so that the fifth bit of a word, which looking up reads, means nothing
-        const __m512i table = _mm512_broadcast_i64x4((__m256i)sixteen);
-        for (int64_t k = 0; k < group; k += 128) {
-          const __m512i words = _mm512_loadu_si512(from + k / 2);
-          __builtin_prefetch(from + k / 2 + kPrefetch);
-          _mm512_storeu_si512(to + k, _mm512_permutexvar_epi16(words, table));
-          _mm512_storeu_si512(to + k + 32, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table));
-          _mm512_storeu_si512(to + k + 64, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), table));
-          _mm512_storeu_si512(to + k + 96, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), table));
-        }
-      } else {
-        const auto floats = [&](int64_t k) {
-          const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + k));
-          return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)), by);
-        };
-        for (int64_t k = 0; k < group; k += 32) {
-          __builtin_prefetch(from + k + kPrefetch);
-          _mm512_storeu_si512(to + k, (__m512i)_mm512_cvtne2ps_pbh(floats(k + kLanes), floats(k)));
-        }
-      }
-    }
-    return scratch;
-  }
-};
-#endif
-
-template <typename Source, typename Out>
-void multiply_lanes(ffi::ThreadPool& pool, const Bf16* x, const Source& source, int64_t num_rows, Out* out, int64_t num_columns) {
-  const int64_t width = source.width, vectors = (num_rows + kLaneRows - 1) / kLaneRows;
+template <typename Out>
+void multiply_lanes(ffi::ThreadPool& pool, const Bf16* x, const Bf16* weight, int64_t width, int64_t num_rows, Out* out, int64_t num_columns) {
+  const int64_t vectors = (num_rows + kLaneRows - 1) / kLaneRows;
   const Memory<uint32_t, 0> packed(vectors * (width / 2) * kLaneRows);
   pack_pairs(pool, x, num_rows, width, packed.data());
-  // what is unpacked for few rows stays in the nearest cache
-  const int64_t bytes = Source::kIsPacked && vectors <= 4 ? kChunkBytes / 4 : kChunkBytes;
-  const int64_t per_chunk = std::max<int64_t>(kTile, bytes / std::max<int64_t>(2 * width, 1) / kTile * kTile), chunks = (num_columns + per_chunk - 1) / per_chunk;
+  const int64_t per_chunk = std::max<int64_t>(kTile, kChunkBytes / std::max<int64_t>(2 * width, 1) / kTile * kTile), chunks = (num_columns + per_chunk - 1) / per_chunk;
   parallel(pool, chunks, [&](int64_t chunk) {
     const int64_t begin = chunk * per_chunk, count = std::min(num_columns - begin, per_chunk);
-    const Memory<Bf16, 1> scratch(Source::kIsPacked ? count * width : 0);
-    const Bf16* weight = source.rows(begin, count, scratch.data());
     for (int64_t v = 0; v < vectors; v += 4) {
       const uint32_t* rows = packed.data() + v * (width / 2) * kLaneRows;
       const int64_t left = num_rows - v * kLaneRows;
       Out* to = out + v * kLaneRows * num_columns + begin;
       switch (std::min<int64_t>(vectors - v, 4)) {
-        case 1: lanes_of<1>(rows, left, weight, width, count, to, num_columns); break;
-        case 2: lanes_of<2>(rows, left, weight, width, count, to, num_columns); break;
-        case 3: lanes_of<3>(rows, left, weight, width, count, to, num_columns); break;
-        default: lanes_of<4>(rows, left, weight, width, count, to, num_columns);
+        case 1: lanes_of<1>(rows, left, weight + begin * width, width, count, to, num_columns); break;
+        case 2: lanes_of<2>(rows, left, weight + begin * width, width, count, to, num_columns); break;
+        case 3: lanes_of<3>(rows, left, weight + begin * width, width, count, to, num_columns); break;
+        default: lanes_of<4>(rows, left, weight + begin * width, width, count, to, num_columns);
       }
     }
   });
-}
-
-template <typename Source>
-ffi::Error multiply_lanes_into(ffi::ThreadPool& pool, const Bf16* x, const Source& source, ffi::Result<ffi::AnyBuffer>& out) {
-  return as_numbers(out, [&](auto* to) { multiply_lanes(pool, x, source, out->dimensions()[0], to, out->dimensions()[1]); });
 }
 #endif
 
@@ -574,40 +344,50 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
   if (x.element_type() == ffi::BF16) {
     const Bf16* rows = reinterpret_cast<const Bf16*>(x.untyped_data());
     if (out->dimensions()[0] < kLanesFrom || width % 2) return multiply_by(pool, Weight<Bf16Pairs>{{w, width}, nullptr, 0}, rows, out);
-    return multiply_lanes_into(pool, rows, Stored{w, width}, out);
+    return as_numbers(out, [&](auto* to) { multiply_lanes(pool, rows, w, width, out->dimensions()[0], to, out->dimensions()[1]); });
   }
 #endif
   return multiply_by(pool, Weight<Floating<Bf16>>{{w, width}, nullptr, 0}, Activations(x).data(), out);
 }
 
-template <int kBits, typename AsFloats, typename W>
-ffi::Error linear_packed(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const W* weight, const ffi::Buffer<ffi::BF16>& scale, ffi::Result<ffi::AnyBuffer>& out) {
-  if (auto error = check_activations(x); error.failure()) return error;
-  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], group = width / scale.dimensions()[1];
-  if (width % group || group % AsFloats::kWidth || group % 32) return ffi::Error::InvalidArgument("hfax: packed weights have groups of another width");
-  const Bf16* scales = reinterpret_cast<const Bf16*>(scale.untyped_data());
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-  if (x.element_type() == ffi::BF16 && rows >= kLanesFrom)
-    return multiply_lanes_into(pool, reinterpret_cast<const Bf16*>(x.untyped_data()), Unpacked<kBits>{reinterpret_cast<const uint8_t*>(weight), scales, width, group}, out);
-#endif
-  const Activations floats(x);
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-  if (group <= kMaxGroup && group % Bytes16<kBits>::kWidth == 0) {
-    const Packed<kBits> packed{reinterpret_cast<const uint8_t*>(weight), scales, width, group};
-    return multiply_into(pool, PackedRows<kBits>{packed, Bytes16<kBits>(floats.data(), rows, width, group)}, out);
-  }
-#endif
-  return multiply_by(pool, Weight<AsFloats>{{weight, width}, scales, group}, floats.data(), out);
+// Calls `use` with the activations as what they are.
+template <typename Use>
+ffi::Error with_activations(const ffi::AnyBuffer& x, const Use& use) {
+  if (x.element_type() == ffi::BF16) return use(reinterpret_cast<const Bf16*>(x.untyped_data()));
+  if (x.element_type() == ffi::F32) return use(reinterpret_cast<const float*>(x.untyped_data()));
+  return ffi::Error::InvalidArgument("hfax: activations must be float32 or bfloat16");
+}
+
+ffi::Error check_groups(int64_t width, int64_t groups, int bits) {
+  const int64_t group = groups ? width / groups : 0;
+  if (group && width % groups == 0 && group % (bits == 4 ? 128 : 32) == 0 && group <= kMaxGroup) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument("hfax: packed weights have groups of another width");
+}
+
+template <int kBits>
+ffi::Error linear_packed(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const void* values, const ffi::Buffer<ffi::BF16>& scale, ffi::Result<ffi::AnyBuffer>& out) {
+  const int64_t width = x.dimensions()[1], groups = scale.dimensions()[1];
+  if (auto error = check_groups(width, groups, kBits); error.failure()) return error;
+  const Packed<kBits> weight{static_cast<const uint8_t*>(values), reinterpret_cast<const Bf16*>(scale.untyped_data()), width, width / groups};
+  const int64_t num_columns = out->dimensions()[1], per_chunk = packed_chunk(weight), chunks = (num_columns + per_chunk - 1) / per_chunk;
+  return with_activations(x, [&](const auto* from) {
+    const Rounded rows = Rounded::make(pool, from, nullptr, x.dimensions()[0], weight);
+    return as_numbers(out, [&](auto* to) {
+      parallel(pool, chunks, [&](int64_t chunk) {
+        multiply_packed(rows, weight, chunk * per_chunk, std::min(num_columns, (chunk + 1) * per_chunk), to, num_columns);
+      });
+    });
+  });
 }
 
 // x [M, K], weight [N, K] int8, scale [N, K / group] bfloat16 -> [M, N].
 ffi::Error linear_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S8> weight, ffi::Buffer<ffi::BF16> scale, ffi::Result<ffi::AnyBuffer> out) {
-  return linear_packed<8, Int8Floats>(pool, x, weight.typed_data(), scale, out);
+  return linear_packed<8>(pool, x, weight.typed_data(), scale, out);
 }
 
 // x [M, K], weight [N, K / 2] uint8, scale [N, K / group] bfloat16 -> [M, N].
 ffi::Error linear_int4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U8> weight, ffi::Buffer<ffi::BF16> scale, ffi::Result<ffi::AnyBuffer> out) {
-  return linear_packed<4, Int4Floats>(pool, x, weight.typed_data(), scale, out);
+  return linear_packed<4>(pool, x, weight.typed_data(), scale, out);
 }
 
 // ---------------------------------------------------------------------------------------------------------------- experts
@@ -683,39 +463,44 @@ ffi::Error linear_experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer
   return run(Floating<Bf16>{}, w, Activations(x).data());
 }
 
-template <int kBits, typename AsFloats, typename W>
-ffi::Error linear_packed_experts(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const W* weight, int64_t num_experts, int64_t num_columns,
+template <int kBits>
+ffi::Error linear_packed_experts(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const void* values, int64_t num_experts, int64_t num_columns,
                                  const ffi::Buffer<ffi::BF16>& scale, const ffi::Buffer<ffi::S32>& experts, ffi::Result<ffi::AnyBuffer>& out) {
   if (auto error = check_experts(x, experts, num_experts); error.failure()) return error;
-  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], groups = scale.dimensions()[2], group = width / groups;
-  if (width % group || group % AsFloats::kWidth || group % 32) return ffi::Error::InvalidArgument("hfax: packed weights have groups of another width");
-  const int64_t size = num_columns * width * kBits / 8;
-  const Bf16* scales = reinterpret_cast<const Bf16*>(scale.untyped_data());
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], groups = scale.dimensions()[2];
+  if (auto error = check_groups(width, groups, kBits); error.failure()) return error;
   const ByExpert sorted(experts.typed_data(), rows, num_experts);
-  const Activations floats(x);
-  const auto of_rows = sorted_rows(floats.data(), sorted, width);
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-  if (group <= kMaxGroup && group % Bytes16<kBits>::kWidth == 0) {
-    const Bytes16<kBits> bytes(of_rows.data(), rows, width, group);
-    std::vector<Packed<kBits>> weights;
-    for (int64_t e = 0; e < num_experts; ++e)
-      weights.push_back({reinterpret_cast<const uint8_t*>(weight) + e * size, scales + e * num_columns * groups, width, group});
-    return multiply_chosen_into(pool, sorted, [&](int64_t e) { return PackedRows<kBits>{weights[e], bytes}; }, out);
-  }
-#endif
-  std::vector<Weight<AsFloats>> weights;
-  for (int64_t e = 0; e < num_experts; ++e) weights.push_back({{weight + e * size, width}, scales + e * num_columns * groups, group});
-  return multiply_chosen_into(pool, sorted, [&](int64_t e) { return Rows<AsFloats>{weights[e], of_rows.data()}; }, out);
+  const auto matrix = [&](int64_t e) {
+    return Packed<kBits>{static_cast<const uint8_t*>(values) + e * num_columns * width * kBits / 8,
+                         reinterpret_cast<const Bf16*>(scale.untyped_data()) + e * num_columns * groups, width, width / groups};
+  };
+  return with_activations(x, [&](const auto* from) {
+    std::vector<Rounded> rounded;
+    for (const int64_t e : sorted.chosen) {
+      const int64_t first = sorted.starts[e];
+      rounded.push_back(Rounded::make(pool, from, sorted.order.data() + first, sorted.starts[e + 1] - first, matrix(e)));
+    }
+    return as_numbers(out, [&](auto* to) {
+      std::vector<std::decay_t<decltype(*to)>> results(rows * num_columns);
+      const int64_t per_chunk = packed_chunk(matrix(0)), chunks = (num_columns + per_chunk - 1) / per_chunk;
+      parallel(pool, sorted.chosen.size() * chunks, [&](int64_t piece) {
+        const int64_t chosen = piece / chunks, e = sorted.chosen[chosen], begin = piece % chunks * per_chunk;
+        multiply_packed(rounded[chosen], matrix(e), begin, std::min(num_columns, begin + per_chunk), results.data() + sorted.starts[e] * num_columns, num_columns);
+      });
+      for (int64_t i = 0; i < rows; ++i)
+        std::memcpy(to + sorted.order[i] * num_columns, results.data() + i * num_columns, num_columns * sizeof(*to));
+    });
+  });
 }
 
 // x [S, K], weight [E, N, K] int8, scale [E, N, K / group] bfloat16, experts [S] -> [S, N].
 ffi::Error linear_experts_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S8> weight, ffi::Buffer<ffi::BF16> scale, ffi::Buffer<ffi::S32> experts, ffi::Result<ffi::AnyBuffer> out) {
-  return linear_packed_experts<8, Int8Floats>(pool, x, weight.typed_data(), weight.dimensions()[0], weight.dimensions()[1], scale, experts, out);
+  return linear_packed_experts<8>(pool, x, weight.typed_data(), weight.dimensions()[0], weight.dimensions()[1], scale, experts, out);
 }
 
 // x [S, K], weight [E, N, K / 2] uint8, scale [E, N, K / group] bfloat16, experts [S] -> [S, N].
 ffi::Error linear_experts_int4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U8> weight, ffi::Buffer<ffi::BF16> scale, ffi::Buffer<ffi::S32> experts, ffi::Result<ffi::AnyBuffer> out) {
-  return linear_packed_experts<4, Int4Floats>(pool, x, weight.typed_data(), weight.dimensions()[0], weight.dimensions()[1], scale, experts, out);
+  return linear_packed_experts<4>(pool, x, weight.typed_data(), weight.dimensions()[0], weight.dimensions()[1], scale, experts, out);
 }
 
 // -------------------------------------------------------------------------------------------------------------- attention

@@ -36,7 +36,7 @@ except ImportError:  # Windows has none
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.cc")
-_HEADERS = ("common.h", "matmul.h", "norms.h", "prompt_attention.h")
+_HEADERS = ("common.h", "lanes.h", "matmul.h", "norms.h", "packed.h", "prompt_attention.h")
 _TARGETS = (
     "hfax_linear",
     "hfax_linear_int8",

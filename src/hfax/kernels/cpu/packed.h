@@ -1,0 +1,266 @@
+// Products of activations with 8-bit and 4-bit weights, for any number of rows, on every instruction set.
+//
+// Activations are rounded to 16-bit integers with a scale for each group of columns, an error of at most 2^-16 of the group's largest,
+// a 200th of the weights' own. A group's products are added as integers, which is exact, and the groups in their order, so a row's
+// numbers depend neither on the rows beside it nor on the instruction set. A vector's lanes are rows of the weight: a block of them is
+// unpacked into pairs of 16-bit integers, which stay in the nearest cache for all rows of activations.
+
+#pragma once
+
+#include "lanes.h"
+
+namespace {
+
+constexpr int64_t kMaxGroup = 512;        // columns; sums of more could exceed 32 bits
+constexpr int64_t kBlockDepth = 512;      // columns that are unpacked at a time
+constexpr int64_t kPackedChunk = 128 << 10;  // bytes of weights that a thread takes at a time
+constexpr int64_t kRowsTogether = 192;    // rows of activations that pass over a block before the next is unpacked
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int kPanel = 2;  // vectors of the weight's rows that are summed at once; with 6 rows of activations they fill the registers
+#else
+constexpr int kPanel = 4;
+#endif
+constexpr int kRowBlock6 = 6;
+
+// A matrix of packed weights. 4 bits: of each group of 128 columns, word i of 32 little-endian words of 16 bits holds columns i, 32 + i,
+// 64 + i and 96 + i, from its lowest bits up, each plus 8.
+template <int kBits>
+struct Packed {
+  const uint8_t* values;
+  const Bf16* scale;
+  int64_t width, group;
+
+  int64_t bytes_per_row() const { return width * kBits / 8; }
+  int64_t groups() const { return width / group; }
+};
+
+// Rows of activations as integers: of each block of up to 6 rows, pairs of columns as words, [width / 2][rows of the block].
+struct Rounded {
+  std::vector<int32_t> pairs;
+  std::vector<float> scale;      // [rows, groups]
+  std::vector<int32_t> offset;   // [rows, groups]: what a group's sum begins with, since weights of 4 bits are stored plus 8
+  int64_t rows, width, groups;
+
+  // `order[i]` is the row of x that is row i here; null: all, in their order.
+  template <int kBits, typename T>
+  static Rounded make(ffi::ThreadPool& pool, const T* x, const int64_t* order, int64_t rows, const Packed<kBits>& weight) {
+    Rounded out;
+    out.rows = rows, out.width = weight.width, out.groups = weight.groups();
+    out.pairs.resize(rows * weight.width / 2);
+    out.scale.resize(rows * out.groups), out.offset.resize(rows * out.groups);
+    const int64_t blocks = (rows + kRowBlock6 - 1) / kRowBlock6;
+    const auto round = [&](int64_t block) {
+      for (int64_t row = block * kRowBlock6; row < std::min(rows, (block + 1) * kRowBlock6); ++row)
+        out.round_row<kBits>(x + (order ? order[row] : row) * weight.width, row, weight.group);
+    };
+    if (rows * weight.width < kLittle) {  // less work than waking a thread
+      for (int64_t block = 0; block < blocks; ++block) round(block);
+    } else {
+      parallel(pool, blocks, round);
+    }
+    return out;
+  }
+
+  int64_t rows_of_block(int64_t row) const { return std::min<int64_t>(kRowBlock6, rows - row); }
+  const int32_t* block(int64_t row) const { return pairs.data() + row * (width / 2); }
+
+ private:
+  static constexpr int64_t kLittle = 1 << 15;
+  static constexpr float kLargest = 32639;
+
+  template <int kBits, typename T>
+  void round_row(const T* x, int64_t row, int64_t group) {
+    const int64_t first = row / kRowBlock6 * kRowBlock6, step = rows_of_block(first);
+    int32_t* to = pairs.data() + first * (width / 2) + row % kRowBlock6;
+    for (int64_t g = 0; g < groups; ++g, x += group) {
+      Floats most = {}, sum = {};
+      for (int64_t k = 0; k < group; k += kLanes) {
+        const Floats each = load(x + k), size = each < 0.0f ? -each : each;
+        most = size > most ? size : most;
+        sum += each;
+      }
+      float largest = 0, total = 0;
+      for (int64_t i = 0; i < kLanes; ++i) largest = std::max(largest, most[i]), total += sum[i];
+      // what is not finite stays so: the scale is not finite then
+      const float inverse = largest > 0 ? kLargest / largest : 0.0f;
+      scale[row * groups + g] = std::isnan(total) ? std::numeric_limits<float>::quiet_NaN() : largest / kLargest;
+      int32_t all = 0;
+      for (int64_t k = 0; k < group; k += kLanes) {
+        const Floats shifted = load(x + k) * inverse + kRounder;
+        const Ints whole = reinterpret_cast<const Ints&>(shifted) - kRounderBits;
+        int32_t numbers[kLanes];
+        std::memcpy(numbers, &whole, sizeof(whole));
+        for (int64_t i = 0; i < kLanes; i += 4, to += 2 * step) {
+          for (int64_t j = 0; j < 4; ++j) all += numbers[i + j];
+          // of four weights of 8 bits the first and the third are unpacked together
+          const int32_t second = numbers[i + (kBits == 8 ? 2 : 1)], third = numbers[i + (kBits == 8 ? 1 : 2)];
+          to[0] = (numbers[i] & 0xffff) | second << 16;
+          to[step] = (third & 0xffff) | numbers[i + 3] << 16;
+        }
+      }
+      offset[row * groups + g] = kBits == 4 ? -8 * all : 0;
+    }
+  }
+
+  static constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole number, ties to even
+  static constexpr int32_t kRounderBits = 0x4b400000;
+};
+
+// Words of packed weights, one of each of kWords rows, as pairs of 16-bit integers: of 8 bits two words of pairs, the first and the third
+// column, then the others; of 4 bits four, `plane` words of pairs apart.
+template <int kBits>
+inline void unpack_words(WordLanes words, int64_t plane, int32_t* to) {
+  if constexpr (kBits == 8) {
+    const HalfLanes halves = (HalfLanes)words;
+    store_words((WordLanes)(halves << 8 >> 8), to);
+    store_words((WordLanes)(halves >> 8), to + kWords);
+  } else {
+    const WordLanes nibbles = WordLanes{} + 0x000f000f;
+    for (int64_t p = 0; p < 4; ++p) store_words((words >> static_cast<int>(4 * p)) & nibbles, to + p * plane * kWords);
+  }
+}
+
+// Columns `from` to `from + depth` of up to kWords rows of the weight, as pairs of 16-bit integers, [depth / 2][kWords] words. Rows that
+// are not there are 0. `next`: bytes from a row to one that is read soon after.
+template <int kBits>
+void unpack(const uint8_t* rows, int64_t row_bytes, int64_t count, int64_t from, int64_t depth, int64_t group, int64_t next, int32_t* to) {
+  const int64_t words = depth * kBits / 32, plane = group * kBits / 32;  // words of a row, and of a group
+  const uint8_t* start = rows + from * kBits / 8;
+  const auto place = [&](int64_t word) { return to + (kBits == 8 ? 2 * word : word / plane * plane * 4 + word % plane) * kWords; };
+  constexpr int64_t kStep = kBits == 8 ? 2 * kWords : kWords;
+  for (int64_t word = 0; word < words; word += kWords) {
+    const int64_t here = std::min(kWords, words - word);
+    WordLanes lanes[kWords];
+    if (count == kWords && here == kWords) {
+      const uint8_t* at = start + 4 * word;
+      HFAX_UNROLL for (int64_t r = 0; r < kWords; ++r) lanes[r] = load_words(at + r * row_bytes);
+      if (word * 4 % 64 == 0)
+        for (int64_t r = 0; r < kWords; ++r) __builtin_prefetch(at + r * row_bytes + next);
+      turn(lanes);
+      int32_t* to_words = place(word);
+      HFAX_UNROLL for (int64_t i = 0; i < kWords; ++i) unpack_words<kBits>(lanes[i], plane, to_words + i * kStep);
+    } else {
+      int32_t some[kWords * kWords] = {};
+      for (int64_t r = 0; r < count; ++r) std::memcpy(some + r * kWords, start + r * row_bytes + 4 * word, 4 * here);
+      for (int64_t r = 0; r < kWords; ++r) lanes[r] = load_words(some + r * kWords);
+      turn(lanes);
+      for (int64_t i = 0; i < here; ++i) unpack_words<kBits>(lanes[i], plane, place(word + i));
+    }
+  }
+}
+
+// The part of one group in the sums of R rows of activations with V vectors of the weight's rows. `kChains` sums of integers go side by
+// side, since one addition takes several cycles.
+template <int R, int V>
+inline void add_group(const int32_t* x, const float* scale, const int32_t* offset, int64_t groups, const int32_t* weight, int64_t panel, const float* weight_scale,
+                      int64_t pairs, bool is_first, float* sums) {
+  constexpr int kChains = R * V >= 8 ? 1 : R * V >= 4 ? 2 : 4;
+  WordLanes total[kChains][R][V];
+  HFAX_UNROLL for (int r = 0; r < R; ++r) {
+    HFAX_UNROLL for (int v = 0; v < V; ++v) {
+      total[0][r][v] = WordLanes{} + offset[r * groups];
+      HFAX_UNROLL for (int c = 1; c < kChains; ++c) total[c][r][v] = WordLanes{};
+    }
+  }
+  for (int64_t k = 0; k < pairs; k += kChains) {
+    HFAX_UNROLL for (int c = 0; c < kChains; ++c) {
+      WordLanes w[V];
+      HFAX_UNROLL for (int v = 0; v < V; ++v) w[v] = load_words(weight + v * panel + (k + c) * kWords);
+      HFAX_UNROLL for (int r = 0; r < R; ++r) {
+        const WordLanes both = WordLanes{} + x[(k + c) * R + r];
+        HFAX_UNROLL for (int v = 0; v < V; ++v) total[c][r][v] = add_pairs(total[c][r][v], both, w[v]);
+      }
+    }
+  }
+  HFAX_UNROLL for (int r = 0; r < R; ++r) {
+    HFAX_UNROLL for (int v = 0; v < V; ++v) {
+      WordLanes all = total[0][r][v];
+      HFAX_UNROLL for (int c = 1; c < kChains; ++c) all += total[c][r][v];
+      float* sum = sums + (r * V + v) * kWords;
+      const FloatLanes by = load_lanes(weight_scale + v * kWords) * scale[r * groups];
+      store_all(fused(__builtin_convertvector(all, FloatLanes), by, is_first ? FloatLanes{} : load_lanes(sum)), sum);
+    }
+  }
+}
+
+template <int V>
+void add_rows(int64_t count, const int32_t* x, const float* scale, const int32_t* offset, int64_t groups, const int32_t* weight, int64_t panel,
+              const float* weight_scale, int64_t pairs, bool is_first, float* sums) {
+  switch (count) {
+    case 1: return add_group<1, V>(x, scale, offset, groups, weight, panel, weight_scale, pairs, is_first, sums);
+    case 2: return add_group<2, V>(x, scale, offset, groups, weight, panel, weight_scale, pairs, is_first, sums);
+    case 3: return add_group<3, V>(x, scale, offset, groups, weight, panel, weight_scale, pairs, is_first, sums);
+    case 4: return add_group<4, V>(x, scale, offset, groups, weight, panel, weight_scale, pairs, is_first, sums);
+    case 5: return add_group<5, V>(x, scale, offset, groups, weight, panel, weight_scale, pairs, is_first, sums);
+    default: return add_group<6, V>(x, scale, offset, groups, weight, panel, weight_scale, pairs, is_first, sums);
+  }
+}
+
+struct PackedScratch {
+  alignas(64) int32_t weight[kPanel * kBlockDepth / 2 * kWords];
+  alignas(64) float scale[kBlockDepth / 32 * kPanel * kWords];
+  alignas(64) float sums[kRowsTogether * kPanel * kWords];
+};
+
+inline PackedScratch& packed_scratch() {
+  static thread_local std::unique_ptr<PackedScratch> scratch;
+  if (!scratch) scratch.reset(new PackedScratch);
+  return *scratch;
+}
+
+// The results of all rows for rows `first` to `first + count` of the weight, at most V vectors of them.
+template <int V, int kBits, typename Out>
+void multiply_panel(const Rounded& x, const Packed<kBits>& weight, int64_t first, int64_t count, Out* out, int64_t num_columns) {
+  PackedScratch& scratch = packed_scratch();
+  const int64_t group = weight.group, groups = weight.groups(), row_bytes = weight.bytes_per_row();
+  const int64_t depth = std::max(group, kBlockDepth / group * group), panel = depth / 2 * kWords;
+  for (int64_t begin = 0; begin < x.rows; begin += kRowsTogether) {
+    const int64_t end = std::min(x.rows, begin + kRowsTogether);
+    for (int64_t from = 0; from < weight.width; from += depth) {
+      const int64_t here = std::min(depth, weight.width - from), groups_here = here / group;
+      // the same rows' next columns, or the first of the rows to come
+      const int64_t next = (from + depth < weight.width ? depth : V * kWords * weight.width - from) * kBits / 8;
+      for (int64_t v = 0; v < V; ++v) {
+        const int64_t row = first + v * kWords, lanes = std::clamp<int64_t>(first + count - row, 0, kWords);
+        unpack<kBits>(weight.values + row * row_bytes, row_bytes, lanes, from, here, group, next, scratch.weight + v * panel);
+        for (int64_t g = 0; g < groups_here; ++g)
+          for (int64_t i = 0; i < kWords; ++i)
+            scratch.scale[(g * V + v) * kWords + i] = i < lanes ? to_float(weight.scale[(row + i) * groups + from / group + g]) : 0.0f;
+      }
+      for (int64_t g = 0; g < groups_here; ++g) {
+        for (int64_t row = begin; row < end; row += kRowBlock6) {
+          const int64_t block = x.rows_of_block(row), at = row * groups + from / group + g;
+          add_rows<V>(block, x.block(row) + (from + g * group) / 2 * block, x.scale.data() + at, x.offset.data() + at, groups,
+                      scratch.weight + g * group / 2 * kWords, panel, scratch.scale + g * V * kWords, group / 2, from + g == 0,
+                      scratch.sums + (row - begin) * V * kWords);
+        }
+      }
+    }
+    for (int64_t row = begin; row < end; ++row)
+      for (int64_t i = 0; i < count; ++i) store(scratch.sums[(row - begin) * V * kWords + i], out + row * num_columns + first + i);
+  }
+}
+
+// The results of all rows for rows `begin` to `end` of the weight.
+template <int kBits, typename Out>
+void multiply_packed(const Rounded& x, const Packed<kBits>& weight, int64_t begin, int64_t end, Out* out, int64_t num_columns) {
+  // one row's block of the weight is small enough for the nearest cache if it is one vector wide
+  const int64_t step = x.rows == 1 ? kWords : kPanel * kWords;
+  for (int64_t first = begin; first < end; first += step) {
+    const int64_t count = std::min(step, end - first);
+    if (count <= kWords) {
+      multiply_panel<1>(x, weight, first, count, out, num_columns);
+    } else {
+      multiply_panel<kPanel>(x, weight, first, count, out, num_columns);
+    }
+  }
+}
+
+// Rows of the weight that a thread takes at a time.
+template <int kBits>
+int64_t packed_chunk(const Packed<kBits>& weight) {
+  constexpr int64_t kStep = kPanel * kWords;
+  return std::max(kStep, kPackedChunk / std::max<int64_t>(weight.bytes_per_row(), 1) / kStep * kStep);
+}
+
+}  // namespace
