@@ -16,9 +16,9 @@ from hfax.kernels.cpu import calls, library
 
 _MAX_FUSED_WIDTH = 2048
 """XLA's CPU compiler fuses a weight's conversion to float32 into a vector-matrix product only for vectors under 16 KB."""
-_KERNEL_ROWS = {"bfloat16": range(1, 1025), "float32": range(1, 17)}
-"""Row counts for which the C++ kernel is faster than XLA's product on CPU (docs/performance.md); for bfloat16 any, on processors
-with bfloat16 dot-product instructions."""
+_KERNEL_FLOAT32_ROWS = range(1, 17)
+"""Row counts for which the C++ kernel is faster than XLA's float32 product on CPU (docs/performance.md). For bfloat16 it always is:
+XLA converts the weight to float32 first."""
 
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
@@ -42,7 +42,7 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
         out = _with_gradients(x.reshape(rows, -1).astype(dtype), weight.astype(dtype)).reshape(*x.shape[:-1], -1)
         return out if bias is None else out + bias.astype(dtype)
     if has_kernel(rows, x, weight):
-        most = "any number of" if _is_unbounded(dtype) else f"up to {_KERNEL_ROWS[str(dtype)][-1]}"
+        most = "any number of" if _is_unbounded(dtype) else f"up to {_KERNEL_FLOAT32_ROWS[-1]}"
         target.choose(f"linear: C++ kernel ({weight.dtype}, {most} rows)")
         out_dtype = dtype if bias is None else jnp.dtype(jnp.float32)
         out = calls.linear(x.reshape(rows, -1), weight, out_dtype).reshape(*x.shape[:-1], -1)
@@ -68,16 +68,14 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
 
 def has_kernel(rows: int, x: jax.Array, weight: jax.Array) -> bool:
     """Whether the program runs on CPU with kernels, and they are faster for this product or its rows may not depend on others."""
-    if x.dtype != weight.dtype or not library.may_be_called():
+    if x.dtype != weight.dtype or x.dtype not in (jnp.bfloat16, jnp.float32) or not library.may_be_called():
         return False
-    return rows in _KERNEL_ROWS.get(str(x.dtype), ()) or _is_unbounded(x.dtype)
+    return rows in _KERNEL_FLOAT32_ROWS or _is_unbounded(x.dtype)
 
 
 def _is_unbounded(dtype: jnp.dtype) -> bool:
     """Whether the kernel is used for any number of rows."""
-    if target.is_batch_invariant():
-        return str(dtype) in _KERNEL_ROWS
-    return dtype == jnp.bfloat16 and library.has_matmul()
+    return dtype == jnp.bfloat16 or target.is_batch_invariant()
 
 
 @jax.custom_vjp

@@ -22,6 +22,7 @@ from hfax.sharding.mesh import BATCH_AXES, batch_axes, size_of
 INT4_GROUP = 128
 """Columns that share a scale and a word layout in 4-bit weights."""
 
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedArray:

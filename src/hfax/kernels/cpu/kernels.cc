@@ -19,22 +19,18 @@ constexpr int64_t kPrefetch = 4096;        // bytes ahead
 
 // ----------------------------------------------------------------------------------------------------------------- linear
 
-// How stored weights become vectors. A decoder has `Activation`, the type of x in the inner loop; `kWidth`, how many columns `decode`
-// gives at once, as `kVectors` vectors; `kChains`, how many sums of a group go side by side; and `multiply_add`. `at(row)` is where a
-// row of the weight begins.
+// How stored weights become vectors. A decoder has `Activation`, the type of x in the inner loop; `kWidth`, the columns of a vector; and
+// `multiply_add`.
 
 template <typename W>
 struct Floating {  // float32 or bfloat16, 16 columns at a time
   using Activation = float;
   using Vector = Floats;
-  static constexpr int kVectors = 1, kWidth = 16, kChains = 4;
+  static constexpr int kWidth = 16;
   const W* weight;
   int64_t width;
 
-  int64_t bytes_per_row() const { return width * sizeof(W); }
-  const uint8_t* at(int64_t row) const { return reinterpret_cast<const uint8_t*>(weight + row * width); }
-  static constexpr int64_t offset(int64_t column) { return column * sizeof(W); }
-  static void decode(const uint8_t* p, Vector* out) { out[0] = load(reinterpret_cast<const W*>(p)); }
+  static Vector decode(const W* p) { return load(p); }
 };
 
 inline void multiply_add(Floats& sum, Floats x, Floats w) { sum += x * w; }
@@ -45,101 +41,75 @@ inline void load_activations(const float* p, Floats& out) { out = load(p); }
 struct Bf16Pairs {
   using Activation = Bf16;
   using Vector = __m512bh;
-  static constexpr int kVectors = 1, kWidth = 32, kChains = 4;
+  static constexpr int kWidth = 32;
   const Bf16* weight;
   int64_t width;
 
-  int64_t bytes_per_row() const { return width * 2; }
-  const uint8_t* at(int64_t row) const { return reinterpret_cast<const uint8_t*>(weight + row * width); }
-  static constexpr int64_t offset(int64_t column) { return column * 2; }
-  static void decode(const uint8_t* p, Vector* out) { out[0] = (__m512bh)_mm512_loadu_si512(p); }
+  static Vector decode(const Bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
 };
 
 inline void multiply_add(Floats& sum, __m512bh x, __m512bh w) { sum = _mm512_dpbf16_ps(sum, x, w); }
 inline void load_activations(const Bf16* p, __m512bh& out) { out = (__m512bh)_mm512_loadu_si512(p); }
 #endif
 
-// A decoder, the scales of its groups if it has any, and the width of a group.
+constexpr int kChains = 4;
+
 template <typename Decoder>
 struct Weight {
   Decoder decoder;
-  const Bf16* scale;
-  int64_t group;
+
+  int64_t bytes_per_row() const { return decoder.width * sizeof(*decoder.weight); }
 
   // Sums of M rows of x with R rows of the weight from `row` on. A sum's order does not depend on M and R, so a row of x gives the same
-  // numbers whatever rows are beside it: of each group, chain c has the vectors c, c + kChains, ..., and the chains are added at the
-  // end. Where all chains of a block fit the registers, they go on together, since one addition takes several cycles; else one
-  // after the other, with a weight that is in the nearest cache by then.
+  // numbers whatever rows are beside it: chain c has the vectors c, c + kChains, ..., and the chains are added at the end. Where all
+  // chains of a block fit the registers, they go on together, since one addition takes several cycles; else one after the other, with
+  // a weight that is in the nearest cache by then.
   template <int M, int R>
   void dots(const typename Decoder::Activation* x, int64_t row, float* out, int64_t stride) const {
     using Vector = typename Decoder::Vector;
-    constexpr int V = Decoder::kVectors, kStep = Decoder::kWidth / V, kChains = Decoder::kChains;
-    constexpr int kTogether = M * R <= 4 ? kChains : 1;
-    const int64_t width = decoder.width, bytes = decoder.bytes_per_row(), groups = scale ? width / group : 1;
-    const int64_t whole = width - width % Decoder::kWidth;
-    const uint8_t* w = decoder.at(row);
-    Floats totals[M][R] = {};
-    for (int64_t g = 0; g < groups; ++g) {
-      const int64_t begin = scale ? g * group : 0, end = scale ? begin + group : whole;
-      auto step = [&](int64_t k, Floats (&into)[M][R]) __attribute__((always_inline)) {
-        Vector ws[R][V];
-        for (int r = 0; r < R; ++r) {
-          const uint8_t* from = w + r * bytes + Decoder::offset(k);
-          __builtin_prefetch(from + (R == 1 ? kPrefetch : R * bytes));
-          Decoder::decode(from, ws[r]);
-        }
-        for (int m = 0; m < M; ++m) {
-          for (int v = 0; v < V; ++v) {
-            Vector xs;
-            load_activations(x + m * width + k + v * kStep, xs);
-            for (int r = 0; r < R; ++r) multiply_add(into[m][r], xs, ws[r][v]);
-          }
-        }
-      };
-      constexpr int64_t kRound = kChains * Decoder::kWidth;
-      const int64_t last = begin + (end - begin) / kRound * kRound;  // of whole rounds; chain 0 has the rest
-      Floats all[M][R];
-      for (int first = 0; first < kChains; first += kTogether) {
-        Floats sums[kTogether][M][R] = {};
-        for (int64_t k = begin; k < last; k += kRound)
-          for (int c = 0; c < kTogether; ++c) step(k + (first + c) * Decoder::kWidth, sums[c]);
-        if (first == 0)
-          for (int64_t k = last; k < end; k += Decoder::kWidth) step(k, sums[0]);
-        for (int c = 0; c < kTogether; ++c)
-          for (int m = 0; m < M; ++m)
-            for (int r = 0; r < R; ++r) all[m][r] = first + c == 0 ? sums[c][m][r] : all[m][r] + sums[c][m][r];
-      }
+    constexpr int kTogether = M * R * kLanes <= 4 * kWords || M * R == 1 ? kChains : 1;
+    constexpr int64_t kRound = kChains * Decoder::kWidth;
+    const int64_t width = decoder.width, whole = width - width % Decoder::kWidth, rounds = whole / kRound * kRound;  // chain 0 has the rest
+    const auto* w = decoder.weight + row * width;
+    const int64_t ahead = R == 1 ? kPrefetch / sizeof(*w) : R * width;
+    const auto step = [&](int64_t k, Floats (&into)[M][R]) __attribute__((always_inline)) {
+      Vector ws[R];
       for (int r = 0; r < R; ++r) {
-        const float s = scale ? to_float(scale[(row + r) * groups + g]) : 1.0f;
-        for (int m = 0; m < M; ++m) totals[m][r] += all[m][r] * s;
+        __builtin_prefetch(w + r * width + k + ahead);
+        ws[r] = Decoder::decode(w + r * width + k);
       }
+      for (int m = 0; m < M; ++m) {
+        Vector xs;
+        load_activations(x + m * width + k, xs);
+        for (int r = 0; r < R; ++r) multiply_add(into[m][r], xs, ws[r]);
+      }
+    };
+    Floats all[M][R];
+    for (int first = 0; first < kChains; first += kTogether) {
+      Floats sums[kTogether][M][R] = {};
+      for (int64_t k = 0; k < rounds; k += kRound)
+        for (int c = 0; c < kTogether; ++c) step(k + (first + c) * Decoder::kWidth, sums[c]);
+      if (first == 0)
+        for (int64_t k = rounds; k < whole; k += Decoder::kWidth) step(k, sums[0]);
+      for (int c = 0; c < kTogether; ++c)
+        for (int m = 0; m < M; ++m)
+          for (int r = 0; r < R; ++r) all[m][r] = first + c == 0 ? sums[c][m][r] : all[m][r] + sums[c][m][r];
     }
     for (int m = 0; m < M; ++m)
-      for (int r = 0; r < R; ++r) out[m * stride + r] = total(totals[m][r]);
-    if constexpr (std::is_same_v<Decoder, Floating<float>> || std::is_same_v<Decoder, Floating<Bf16>>) tail<M, R>(x, row, whole, out, stride);
-#if defined(__AVX512BF16__)
-    if constexpr (std::is_same_v<Decoder, Bf16Pairs>) tail<M, R>(x, row, whole, out, stride);
-#endif
-  }
-
-  // The columns that fill no vector; packed weights have none.
-  template <int M, int R>
-  void tail(const typename Decoder::Activation* x, int64_t row, int64_t whole, float* out, int64_t stride) const {
-    const int64_t width = decoder.width;
-    for (int64_t k = whole; k < width; ++k)
+      for (int r = 0; r < R; ++r) out[m * stride + r] = total(all[m][r]);
+    for (int64_t k = whole; k < width; ++k)  // the columns that fill no vector
       for (int m = 0; m < M; ++m)
-        for (int r = 0; r < R; ++r) out[m * stride + r] += to_float(x[m * width + k]) * to_float(decoder.weight[(row + r) * width + k]);
+        for (int r = 0; r < R; ++r) out[m * stride + r] += to_float(x[m * width + k]) * to_float(w[r * width + k]);
   }
 };
 
 // Rows of float or bfloat16 activations, as `dots` of a `Weight` takes them.
 template <typename Decoder>
 struct Rows {
-  static constexpr bool kTogether = Decoder::kVectors > 1;
   const Weight<Decoder>& weight;
   const typename Decoder::Activation* x;
 
-  int64_t bytes_per_row() const { return weight.decoder.bytes_per_row(); }
+  int64_t bytes_per_row() const { return weight.bytes_per_row(); }
   template <int M, int R>
   void dots(int64_t first, int64_t row, float* out) const {
     weight.template dots<M, R>(x + first * weight.decoder.width, row, out, R);
@@ -167,12 +137,11 @@ template <typename Product, typename Out>
 void columns(const Product& product, int64_t first, int64_t last, int64_t begin, int64_t end, Out* out, int64_t num_columns) {
   const int64_t num_rows = last - first;
   int64_t row = begin;
-  // memory is fastest read in one stream, so a single row of x takes several rows of the weight only where that saves instructions
+  // memory is fastest read in one stream, so a single row of x takes one row of the weight at a time
+  constexpr int kSide = kWords == kLanes ? 4 : 2;  // of a block whose sums fit the registers
   if (num_rows > 1)
-    for (; row + 4 <= end; row += 4) blocks<4, 4>(product, first, last, row, out, num_columns);
-  else if (Product::kTogether)
-    for (; row + 4 <= end; row += 4) block<1, 4>(product, first, row, out, num_columns);
-  for (; row < end; ++row) blocks<4, 1>(product, first, last, row, out, num_columns);
+    for (; row + kSide <= end; row += kSide) blocks<kSide, kSide>(product, first, last, row, out, num_columns);
+  for (; row < end; ++row) blocks<kSide, 1>(product, first, last, row, out, num_columns);
 }
 
 inline int64_t columns_per_chunk(int64_t bytes_per_row) {
@@ -332,30 +301,37 @@ void multiply_lanes(ffi::ThreadPool& pool, const Bf16* x, const Bf16* weight, in
 }
 #endif
 
-// x [M, K], weight [N, K] of float32 or bfloat16 -> [M, N].
-ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> out) {
-  if (auto error = check_activations(x); error.failure()) return error;
-  const int64_t width = x.dimensions()[1];
-  if (weight.element_type() == ffi::F32)
-    return multiply_by(pool, Weight<Floating<float>>{{reinterpret_cast<const float*>(weight.untyped_data()), width}, nullptr, 0}, Activations(x).data(), out);
-  if (weight.element_type() != ffi::BF16) return ffi::Error::InvalidArgument("hfax: the weight must be float32 or bfloat16");
-  const Bf16* w = reinterpret_cast<const Bf16*>(weight.untyped_data());
-#if defined(__AVX512BF16__)
-  if (x.element_type() == ffi::BF16) {
-    const Bf16* rows = reinterpret_cast<const Bf16*>(x.untyped_data());
-    if (out->dimensions()[0] < kLanesFrom || width % 2) return multiply_by(pool, Weight<Bf16Pairs>{{w, width}, nullptr, 0}, rows, out);
-    return as_numbers(out, [&](auto* to) { multiply_lanes(pool, rows, w, width, out->dimensions()[0], to, out->dimensions()[1]); });
-  }
-#endif
-  return multiply_by(pool, Weight<Floating<Bf16>>{{w, width}, nullptr, 0}, Activations(x).data(), out);
-}
-
 // Calls `use` with the activations as what they are.
 template <typename Use>
 ffi::Error with_activations(const ffi::AnyBuffer& x, const Use& use) {
   if (x.element_type() == ffi::BF16) return use(reinterpret_cast<const Bf16*>(x.untyped_data()));
   if (x.element_type() == ffi::F32) return use(reinterpret_cast<const float*>(x.untyped_data()));
   return ffi::Error::InvalidArgument("hfax: activations must be float32 or bfloat16");
+}
+
+// x [M, K], weight [N, K] of float32 or bfloat16 -> [M, N].
+ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> out) {
+  const int64_t width = x.dimensions()[1], rows = out->dimensions()[0], num_columns = out->dimensions()[1];
+  const auto by = [&](const auto* w) {
+    using W = std::decay_t<decltype(*w)>;
+    return with_activations(x, [&](const auto* from) {
+      using X = std::decay_t<decltype(*from)>;
+#if defined(__AVX512BF16__)
+      if constexpr (std::is_same_v<X, Bf16> && std::is_same_v<W, Bf16>) {
+        if (rows < kLanesFrom || width % 2) return multiply_by(pool, Weight<Bf16Pairs>{{w, width}}, from, out);
+        return as_numbers(out, [&](auto* to) { multiply_lanes(pool, from, w, width, rows, to, num_columns); });
+      }
+#endif
+      // with 32 registers blocks of sums across lanes need no packing, which costs more than few rows of float32 bring
+      constexpr bool kAcross = std::is_same_v<W, float> && kWords == kLanes;
+      if (rows == 1 || kAcross) return multiply_by(pool, Weight<Floating<W>>{{w, width}}, Activations(x).data(), out);
+      const SideOf<X> side{from, rows, width, width, false};
+      return as_numbers(out, [&](auto* to) { multiply_matrices(pool, side, SideOf<W>{w, num_columns, width, width, false}, to); });
+    });
+  };
+  if (weight.element_type() == ffi::F32) return by(reinterpret_cast<const float*>(weight.untyped_data()));
+  if (weight.element_type() == ffi::BF16) return by(reinterpret_cast<const Bf16*>(weight.untyped_data()));
+  return ffi::Error::InvalidArgument("hfax: the weight must be float32 or bfloat16");
 }
 
 ffi::Error check_groups(int64_t width, int64_t groups, int bits) {
@@ -450,7 +426,7 @@ ffi::Error linear_experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer
     using Decoder = decltype(decoder);
     const auto of_rows = sorted_rows(from, sorted, width);
     std::vector<Weight<Decoder>> weights;
-    for (int64_t e = 0; e < num_experts; ++e) weights.push_back({{w + e * size, width}, nullptr, 0});
+    for (int64_t e = 0; e < num_experts; ++e) weights.push_back({{w + e * size, width}});
     return multiply_chosen_into(pool, sorted, [&](int64_t e) { return Rows<Decoder>{weights[e], of_rows.data()}; }, out);
   };
   if (weight.element_type() == ffi::F32)
@@ -989,7 +965,6 @@ ffi::Error cache_write(ffi::AnyBuffer buffer, ffi::AnyBuffer fresh, ffi::Buffer<
 
 }  // namespace
 
-#if defined(__AVX512BF16__)
 XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_matmul, matmul,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -1028,7 +1003,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_prompt_attention_gradients, prompt_attention_
                                   .Attr<bool>("by_token")
                                   .Attr<float>("scale")
                                   .Attr<float>("softcap"));
-#endif
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     hfax_rms_norm, rms_norm,

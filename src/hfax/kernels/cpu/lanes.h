@@ -28,6 +28,12 @@ constexpr int64_t kWords = 8;
 constexpr int64_t kWords = 4;
 #endif
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int kPanel = 2;  // vectors of one side that are summed at once; with 6 numbers of the other they fill 16 registers
+#else
+constexpr int kPanel = 4;  // the same for 32 registers
+#endif
+
 typedef int32_t WordLanes __attribute__((vector_size(kWords * 4)));
 typedef int16_t HalfLanes __attribute__((vector_size(kWords * 4)));
 typedef float FloatLanes __attribute__((vector_size(kWords * 4)));

@@ -52,9 +52,10 @@ _TARGETS = (
     "hfax_cache_write",
     "hfax_pages_attention",
     "hfax_pages_write",
+    "hfax_matmul",
+    "hfax_prompt_attention",
+    "hfax_prompt_attention_gradients",
 )
-_PAIRS_TARGETS = ("hfax_matmul", "hfax_prompt_attention", "hfax_prompt_attention_gradients")
-"""Only for processors with bfloat16 dot-product instructions, and compilers that support them."""
 _FLAGS = (
     "-std=c++17",
     "-O3",
@@ -156,33 +157,25 @@ def problem() -> str | None:
     """
     if os.environ.get("HFAX_CPU_KERNELS") == "0":
         return "they are turned off by HFAX_CPU_KERNELS=0"
-    return _loaded(instruction_set()).problem
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Loaded:
-    """The result of compiling for one instruction set: the failure, or the kernels registered with XLA."""
-
-    problem: str | None = None
-    names: frozenset[str] = frozenset()
+    return _loaded(instruction_set())
 
 
 @functools.cache
-def _loaded(instructions: InstructionSet) -> _Loaded:
+def _loaded(instructions: InstructionSet) -> str | None:
+    """Compile for the instruction set and register the kernels with XLA; why that failed, or None."""
     compiler = _compiler()
     if compiler is None:
-        return _Loaded(problem="no C++ compiler was found (c++, g++ or clang++, or what CXX names)")
+        return "no C++ compiler was found (c++, g++ or clang++, or what CXX names)"
     try:
         library = ctypes.CDLL(str(_build(compiler, instructions)))
-        names = (*_TARGETS, *(name for name in _PAIRS_TARGETS if hasattr(library, name)))
-        for name in names:
+        for name in _TARGETS:
             capsule = jax.ffi.pycapsule(getattr(library, name))
             jax.ffi.register_ffi_target(_name_for(name, instructions), capsule, platform="cpu")
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         logger.warning("hfax's CPU kernels could not be built; decoding is slower without them (%s)", reason[:1])
-        return _Loaded(problem=f"{compiler} could not build them: {reason[0] if reason else type(error).__name__}")
-    return _Loaded(names=frozenset(names))
+        return f"{compiler} could not build them: {reason[0] if reason else type(error).__name__}"
+    return None
 
 
 def ffi_name(name: str) -> str:
@@ -200,8 +193,8 @@ def may_be_called() -> bool:
 
 
 def has_matmul() -> bool:
-    """Whether the current trace is for a program that may call `calls.matmul` and `calls.prompt_attention`."""
-    return _fits_program() and problem() is None and _loaded(instruction_set()).names.issuperset(_PAIRS_TARGETS)
+    """Whether the current trace may call `calls.matmul` and `calls.prompt_attention`, which have gradients."""
+    return _fits_program() and problem() is None
 
 
 def _fits_program() -> bool:

@@ -1,112 +1,242 @@
-// Products of two large bfloat16 matrices, for prompts and for training.
+// Products of two large matrices, for prompts and for training.
 //
-// The limit is the processor's products of bfloat16 pairs. XLA's own are near it where both matrices are read along the axis that is
-// summed, or the second across it; it converts the others to float32, which is half as fast, and the results of all of them go through
-// memory as float32. Here the order of the axes only decides how tiles are packed.
+// The limit is the processor's products: of bfloat16 pairs where it has them, else of floats. XLA's own are near it where both matrices
+// are read along the axis that is summed, or the second across it; it converts others to float32 first, and the results of all of them go
+// through memory as float32. Here the order of the axes only decides how tiles are packed.
 //
-// A tile of kTileRows x kTileColumns is a piece of work: for kDepth of the summed axis at a time, both sides are packed so that a word
-// holds two numbers that follow each other on that axis, and blocks of 6 rows with 64 columns are summed in registers.
+// A tile of kTileRows x kTileColumns is a piece of work: for kDepth of the summed axis at a time, both sides are packed into words, and
+// blocks of 6 rows with kBlockColumns are summed in registers. A word holds two bfloat16 numbers that follow each other on the summed
+// axis where the processor multiplies such pairs, else one float. Each result is one chain of fused additions along that axis, so it does
+// not depend on how many rows there are.
 
 #pragma once
 
 #include "lanes.h"
 
-#if defined(__AVX512BF16__)
-
 namespace {
 
 constexpr int64_t kTileRows = 192, kTileColumns = 192;
-constexpr int64_t kDepth = 320, kPairs = kDepth / 2;
-constexpr int64_t kBlockRows = 6, kRowGroup = 48, kBlockColumns = 64;
+constexpr int64_t kBlockRows = 6, kRowGroup = 48;
 
 // One side of a product: `count` rows of `depth` numbers that are summed over, or, turned, `depth` rows of `count`. Rows begin `stride`
 // numbers after each other.
-struct Side {
-  const Bf16* data;
+template <typename T>
+struct SideOf {
+  const T* data;
   int64_t count, depth, stride;
   bool turned;
 };
+using Side = SideOf<Bf16>;
 
-struct Scratch {
-  alignas(64) float sums[kTileRows * kTileColumns];
-  alignas(64) uint32_t rows[kTileRows * kPairs];
-  alignas(64) uint32_t columns[kTileColumns * kPairs];
+inline Floats load_some(const float* p, int64_t count) {
+  if (count >= kLanes) return load(p);
+  Floats out = {};
+  std::memcpy(&out, p, std::max<int64_t>(count, 0) * sizeof(float));
+  return out;
+}
+
+inline Floats load_some(const Bf16* p, int64_t count) {
+  if (count >= kLanes) return load(p);
+  Bf16 some[kLanes] = {};
+  std::memcpy(static_cast<void*>(some), p, std::max<int64_t>(count, 0) * sizeof(Bf16));
+  return load(some);
+}
+
+inline void store_some(Floats v, int64_t count, float* out) {
+  std::memcpy(out, &v, std::min(count, kLanes) * sizeof(float));
+}
+
+inline void store_some(Floats v, int64_t count, Bf16* out) {
+#if defined(__AVX512BF16__) && defined(__AVX512VL__)
+  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
+  std::memcpy(static_cast<void*>(out), &rounded, std::min(count, kLanes) * sizeof(Bf16));
+#else
+  const Words bits = reinterpret_cast<const Words&>(v);
+  const Words rounded = v != v ? (bits >> 16) | 0x40 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const Halves halves = __builtin_convertvector(rounded, Halves);
+  std::memcpy(static_cast<void*>(out), &halves, std::min(count, kLanes) * sizeof(Bf16));
+#endif
+}
+
+#if defined(__AVX512BF16__)
+constexpr bool kHasPairs = true;
+#else
+constexpr bool kHasPairs = false;
+#endif
+
+// How a side of numbers of type T is packed and multiplied: as pairs of bfloat16 here, as floats below.
+template <typename T>
+constexpr bool kInPairs = kHasPairs && std::is_same_v<T, Bf16>;
+
+template <bool kPairs>
+struct Tiles {
+  static constexpr int64_t kDepth = kWords == 16 ? 96 : 192;  // a packed block of columns fits the nearest cache
+  static constexpr int64_t kVectors = kPanel, kBlockColumns = kPanel * kWords;
+
+  // The numbers of a word of bfloat16 pairs, or of a float, of each lane.
+  static void store_numbers(WordLanes words, const float*, int64_t, int64_t, int64_t, float* to) { store_words(words, to); }
+  static void store_numbers(WordLanes words, const Bf16*, int64_t group, int64_t k, int64_t depth, float* to) {
+    store_words(words << 16, to);
+    if (k + 1 < depth) store_words(words & (WordLanes{} - 0x10000), to + group);
+  }
+
+  // `count` of a side's rows from `begin`, and `depth` of the summed axis from `from`, in groups of kGroup rows: [groups][depth][kGroup].
+  // What is not there is 0.
+  template <int64_t kGroup, typename T>
+  static void pack(const SideOf<T>& side, int64_t begin, int64_t count, int64_t from, int64_t depth, float* to) {
+    // the same rows' next numbers, or the first of the rows to come, are read next
+    const int64_t next = from + depth < side.depth ? depth : kGroup * side.stride - from;
+    constexpr int64_t kNumbers = 4 / sizeof(T);  // in a word
+    for (int64_t first = 0; first < count; first += kGroup, to += depth * kGroup) {
+      const int64_t here = std::min(count - first, kGroup);
+      if (side.turned) {
+        const T* data = side.data + from * side.stride + begin + first;
+        for (int64_t k = 0; k < depth; ++k, data += side.stride)
+          for (int64_t i = 0; i < kGroup; i += kLanes) store_some(load_some(data + i, here - i), kLanes, to + k * kGroup + i);
+        continue;
+      }
+      for (int64_t i = 0; i < kGroup; i += kWords) {
+        const T* data = side.data + (begin + first + i) * side.stride + from;
+        for (int64_t k = 0; k < depth; k += kNumbers * kWords) {
+          const int64_t columns = std::min(depth - k, kNumbers * kWords), rows = std::clamp<int64_t>(here - i, 0, kWords);
+          WordLanes words[kWords];
+          if (rows == kWords && columns == kNumbers * kWords) {
+            HFAX_UNROLL for (int64_t r = 0; r < kWords; ++r) words[r] = load_words(data + r * side.stride + k);
+            if (k * sizeof(T) % 64 == 0)
+              for (int64_t r = 0; r < kWords; ++r) __builtin_prefetch(data + r * side.stride + k + next);
+            turn(words);
+            HFAX_UNROLL for (int64_t w = 0; w < kWords; ++w)
+              store_numbers(words[w], data, kGroup, k + w * kNumbers, depth, to + (k + w * kNumbers) * kGroup + i);
+            continue;
+          }
+          int32_t some[kWords * kWords] = {};
+          for (int64_t r = 0; r < rows; ++r) std::memcpy(some + r * kWords, data + r * side.stride + k, columns * sizeof(T));
+          for (int64_t r = 0; r < kWords; ++r) words[r] = load_words(some + r * kWords);
+          turn(words);
+          for (int64_t w = 0; w * kNumbers < columns; ++w)
+            store_numbers(words[w], data, kGroup, k + w * kNumbers, depth, to + (k + w * kNumbers) * kGroup + i);
+        }
+      }
+    }
+  }
+
+  // The sums of R rows with a block of columns, added to those in `sums` unless they are fresh.
+  template <int R>
+  static void add_block(const float* rows, const float* columns, int64_t depth, bool is_fresh, float* sums) {
+    FloatLanes total[R][kVectors];
+    HFAX_UNROLL for (int r = 0; r < R; ++r)
+      HFAX_UNROLL for (int v = 0; v < kVectors; ++v) total[r][v] = is_fresh ? FloatLanes{} : load_lanes(sums + r * kTileColumns + v * kWords);
+    for (int64_t k = 0; k < depth; ++k) {
+      FloatLanes c[kVectors];
+      HFAX_UNROLL for (int v = 0; v < kVectors; ++v) c[v] = load_lanes(columns + k * kBlockColumns + v * kWords);
+      HFAX_UNROLL for (int r = 0; r < R; ++r) {
+        const FloatLanes both = FloatLanes{} + rows[k * kRowGroup + r];
+        HFAX_UNROLL for (int v = 0; v < kVectors; ++v) total[r][v] = fused(both, c[v], total[r][v]);
+      }
+    }
+    HFAX_UNROLL for (int r = 0; r < R; ++r)
+      HFAX_UNROLL for (int v = 0; v < kVectors; ++v) store_all(total[r][v], sums + r * kTileColumns + v * kWords);
+  }
+
+  static void add_rows(int64_t count, const float* rows, const float* columns, int64_t depth, bool is_fresh, float* sums) {
+    if (count > 4) return add_block<kBlockRows>(rows, columns, depth, is_fresh, sums);
+    if (count > 2) return add_block<4>(rows, columns, depth, is_fresh, sums);
+    return add_block<2>(rows, columns, depth, is_fresh, sums);
+  }
 };
 
+template <bool kPairs>
+struct Scratch {
+  using T = Tiles<kPairs>;
+  alignas(64) float sums[kTileRows * kTileColumns];
+  alignas(64) float rows[kTileRows * T::kDepth];
+  alignas(64) float columns[T::kBlockColumns * T::kDepth];
+};
+
+#if defined(__AVX512BF16__)
 inline __mmask16 first_lanes(int64_t count) { return static_cast<__mmask16>((1u << std::clamp<int64_t>(count, 0, 16)) - 1); }
 inline __mmask32 first_halves(int64_t count) {
   return static_cast<__mmask32>((uint64_t{1} << std::clamp<int64_t>(count, 0, 32)) - 1);
 }
 
-// `count` of a side's rows from `begin`, and `depth` of the summed axis from `from`, in groups of kGroup rows: [groups][pairs][kGroup]
-// words. What is not there is 0.
-template <int64_t kGroup>
-void pack(const Side& side, int64_t begin, int64_t count, int64_t from, int64_t depth, uint32_t* to) {
-  const int64_t pairs = (depth + 1) / 2;
-  for (int64_t group = 0; group < count; group += kGroup, to += pairs * kGroup) {
-    const int64_t here = std::min(count - group, kGroup);
-    if (side.turned) {
-      const Bf16* data = side.data + from * side.stride + begin + group;
-      for (int64_t k = 0; k < depth; k += 2, data += 2 * side.stride) {
-        for (int64_t i = 0; i < kGroup; i += 16) {
-          const __mmask16 lanes = first_lanes(here - i);
-          const __m256i low = _mm256_maskz_loadu_epi16(lanes, data + i);
-          const __m256i high = _mm256_maskz_loadu_epi16(k + 1 < depth ? lanes : 0, data + side.stride + i);
-          const __m512i both = _mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
-          _mm512_store_si512(to + k / 2 * kGroup + i, both);
+template <>
+struct Tiles<true> {
+  static constexpr int64_t kDepth = 320, kPairs = kDepth / 2;
+  static constexpr int64_t kBlockColumns = 64;
+
+  // `count` of a side's rows from `begin`, and `depth` of the summed axis from `from`, in groups of kGroup rows: [groups][pairs][kGroup]
+  // words. What is not there is 0.
+  template <int64_t kGroup>
+  static void pack(const Side& side, int64_t begin, int64_t count, int64_t from, int64_t depth, uint32_t* to) {
+    const int64_t pairs = (depth + 1) / 2;
+    for (int64_t group = 0; group < count; group += kGroup, to += pairs * kGroup) {
+      const int64_t here = std::min(count - group, kGroup);
+      if (side.turned) {
+        const Bf16* data = side.data + from * side.stride + begin + group;
+        for (int64_t k = 0; k < depth; k += 2, data += 2 * side.stride) {
+          for (int64_t i = 0; i < kGroup; i += 16) {
+            const __mmask16 lanes = first_lanes(here - i);
+            const __m256i low = _mm256_maskz_loadu_epi16(lanes, data + i);
+            const __m256i high = _mm256_maskz_loadu_epi16(k + 1 < depth ? lanes : 0, data + side.stride + i);
+            const __m512i both = _mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
+            _mm512_store_si512(to + k / 2 * kGroup + i, both);
+          }
+        }
+        continue;
+      }
+      for (int64_t i = 0; i < kGroup; i += 16) {
+        const Bf16* data = side.data + (begin + group + i) * side.stride + from;
+        for (int64_t k = 0; k < depth; k += 32) {
+          __m512i words[16];
+          const __mmask32 halves = first_halves(depth - k);
+          for (int r = 0; r < 16; ++r) words[r] = _mm512_maskz_loadu_epi16(i + r < here ? halves : 0, data + r * side.stride + k);
+          turn(words);
+          const int64_t last = std::min<int64_t>(16, pairs - k / 2);
+          for (int64_t p = 0; p < last; ++p) _mm512_store_si512(to + (k / 2 + p) * kGroup + i, words[p]);
         }
       }
-      continue;
     }
-    for (int64_t i = 0; i < kGroup; i += 16) {
-      const Bf16* data = side.data + (begin + group + i) * side.stride + from;
-      for (int64_t k = 0; k < depth; k += 32) {
-        __m512i words[16];
-        const __mmask32 halves = first_halves(depth - k);
-        for (int r = 0; r < 16; ++r) words[r] = _mm512_maskz_loadu_epi16(i + r < here ? halves : 0, data + r * side.stride + k);
-        turn(words);
-        const int64_t last = std::min<int64_t>(16, pairs - k / 2);
-        for (int64_t p = 0; p < last; ++p) _mm512_store_si512(to + (k / 2 + p) * kGroup + i, words[p]);
+  }
+
+  // A block's sums over some pairs, added to those in `sums` unless they are `kFresh`. Steps are in numbers.
+  template <bool kFresh>
+  static void add_block(const Bf16* rows, int64_t row_step, int64_t pair_step, const uint32_t* columns, int64_t pairs, float* sums) {
+    __m512 total[kBlockRows][4];
+    for (int r = 0; r < kBlockRows; ++r)
+      for (int v = 0; v < 4; ++v) total[r][v] = kFresh ? _mm512_setzero_ps() : _mm512_load_ps(sums + r * kTileColumns + 16 * v);
+    for (int64_t k = 0; k < pairs; ++k) {
+      __m512bh c[4];
+      for (int v = 0; v < 4; ++v) c[v] = (__m512bh)_mm512_load_si512(columns + k * kBlockColumns + 16 * v);
+      for (int r = 0; r < kBlockRows; ++r) {
+        int32_t word;
+        std::memcpy(&word, rows + r * row_step + k * pair_step, 4);
+        const __m512bh both = (__m512bh)_mm512_set1_epi32(word);
+        for (int v = 0; v < 4; ++v) total[r][v] = _mm512_dpbf16_ps(total[r][v], both, c[v]);
       }
     }
+    for (int r = 0; r < kBlockRows; ++r)
+      for (int v = 0; v < 4; ++v) _mm512_store_ps(sums + r * kTileColumns + 16 * v, total[r][v]);
   }
-}
+};
 
-// A block's sums over some pairs, added to those in `sums` unless they are `kFresh`. Steps are in numbers.
-template <bool kFresh>
-void add_block(const Bf16* rows, int64_t row_step, int64_t pair_step, const uint32_t* columns, int64_t pairs, float* sums) {
-  __m512 total[kBlockRows][4];
-  for (int r = 0; r < kBlockRows; ++r)
-    for (int v = 0; v < 4; ++v) total[r][v] = kFresh ? _mm512_setzero_ps() : _mm512_load_ps(sums + r * kTileColumns + 16 * v);
-  for (int64_t k = 0; k < pairs; ++k) {
-    __m512bh c[4];
-    for (int v = 0; v < 4; ++v) c[v] = (__m512bh)_mm512_load_si512(columns + k * kBlockColumns + 16 * v);
-    for (int r = 0; r < kBlockRows; ++r) {
-      int32_t word;
-      std::memcpy(&word, rows + r * row_step + k * pair_step, 4);
-      const __m512bh both = (__m512bh)_mm512_set1_epi32(word);
-      for (int v = 0; v < 4; ++v) total[r][v] = _mm512_dpbf16_ps(total[r][v], both, c[v]);
-    }
-  }
-  for (int r = 0; r < kBlockRows; ++r)
-    for (int v = 0; v < 4; ++v) _mm512_store_ps(sums + r * kTileColumns + 16 * v, total[r][v]);
-}
-
-inline void store_lanes(__m512 v, int64_t count, float* out) { _mm512_mask_storeu_ps(out, first_lanes(count), v); }
-inline void store_lanes(__m512 v, int64_t count, Bf16* out) {
-  _mm256_mask_storeu_epi16(out, first_lanes(count), (__m256i)_mm512_cvtneps_pbh(v));
-}
+template <>
+struct Scratch<true> {
+  alignas(64) float sums[kTileRows * kTileColumns];
+  alignas(64) uint32_t rows[kTileRows * Tiles<true>::kPairs];
+  alignas(64) uint32_t columns[kTileColumns * Tiles<true>::kPairs];
+};
 
 // A tile of sums over the whole depth, into `scratch.sums` with rows of kTileColumns.
-inline void sum_tile(const Side& a, int64_t row, int64_t num_rows, const Side& b, int64_t column, int64_t num_columns, Scratch& scratch) {
+inline void sum_tile(const Side& a, int64_t row, int64_t num_rows, const Side& b, int64_t column, int64_t num_columns, Scratch<true>& scratch) {
+  using T = Tiles<true>;
   // rows that are 4 KB apart push each other out of the caches
   const bool packs_rows = a.turned || a.depth % 2 || a.stride % 2048 == 0;
   const int64_t packed_from = packs_rows ? 0 : num_rows / kBlockRows * kBlockRows;  // those before are read where they are
-  for (int64_t from = 0; from < a.depth; from += kDepth) {
-    const int64_t depth = std::min(kDepth, a.depth - from), pairs = (depth + 1) / 2;
-    pack<kBlockColumns>(b, column, num_columns, from, depth, scratch.columns);
-    pack<kRowGroup>(a, row + packed_from, num_rows - packed_from, from, depth, scratch.rows);
-    for (int64_t c = 0; c < num_columns; c += kBlockColumns) {
+  for (int64_t from = 0; from < a.depth; from += T::kDepth) {
+    const int64_t depth = std::min(T::kDepth, a.depth - from), pairs = (depth + 1) / 2;
+    T::pack<T::kBlockColumns>(b, column, num_columns, from, depth, scratch.columns);
+    T::pack<kRowGroup>(a, row + packed_from, num_rows - packed_from, from, depth, scratch.rows);
+    for (int64_t c = 0; c < num_columns; c += T::kBlockColumns) {
       const uint32_t* columns = scratch.columns + c * pairs;
       for (int64_t r = 0; r < num_rows; r += kBlockRows) {
         const bool packed = r >= packed_from;
@@ -115,36 +245,55 @@ inline void sum_tile(const Side& a, int64_t row, int64_t num_rows, const Side& b
                                   : a.data + (row + r) * a.stride + from;
         float* sums = scratch.sums + r * kTileColumns + c;
         if (from == 0) {
-          add_block<true>(rows, row_step, pair_step, columns, pairs, sums);
+          T::add_block<true>(rows, row_step, pair_step, columns, pairs, sums);
         } else {
-          add_block<false>(rows, row_step, pair_step, columns, pairs, sums);
+          T::add_block<false>(rows, row_step, pair_step, columns, pairs, sums);
         }
       }
     }
   }
 }
+#endif
 
-inline Scratch& scratch_of_thread() {
-  static thread_local std::unique_ptr<Scratch> scratch;
-  if (!scratch) scratch.reset(new Scratch);
+template <typename A, typename B>
+void sum_tile(const SideOf<A>& a, int64_t row, int64_t num_rows, const SideOf<B>& b, int64_t column, int64_t num_columns, Scratch<false>& scratch) {
+  using T = Tiles<false>;
+  for (int64_t from = 0; from < a.depth; from += T::kDepth) {
+    const int64_t depth = std::min(T::kDepth, a.depth - from);
+    T::template pack<kRowGroup>(a, row, num_rows, from, depth, scratch.rows);
+    for (int64_t c = 0; c < num_columns; c += T::kBlockColumns) {
+      T::template pack<T::kBlockColumns>(b, column + c, std::min(num_columns - c, T::kBlockColumns), from, depth, scratch.columns);
+      for (int64_t r = 0; r < num_rows; r += kBlockRows) {
+        const float* rows = scratch.rows + r / kRowGroup * kRowGroup * depth + r % kRowGroup;
+        T::add_rows(num_rows - r, rows, scratch.columns, depth, from == 0, scratch.sums + r * kTileColumns + c);
+      }
+    }
+  }
+}
+
+template <bool kPairs>
+Scratch<kPairs>& scratch_of_thread() {
+  static thread_local std::unique_ptr<Scratch<kPairs>> scratch;
+  if (!scratch) scratch.reset(new Scratch<kPairs>);
   return *scratch;
 }
 
 // out [rows, columns] = each row of `a` with each of `b`, in float32.
-template <typename Out>
-void multiply_matrices(ffi::ThreadPool& pool, const Side& a, const Side& b, Out* out) {
-  const int64_t bands = (a.count + kTileRows - 1) / kTileRows, strips = (b.count + kTileColumns - 1) / kTileColumns;
+template <typename A, typename B, typename Out>
+void multiply_matrices(ffi::ThreadPool& pool, const SideOf<A>& a, const SideOf<B>& b, Out* out) {
+  // a few large pieces would keep some threads waiting
+  const int64_t tile_columns = b.count < 8 * kTileColumns * static_cast<int64_t>(pool.num_threads()) ? kTileColumns / 3 : kTileColumns;
+  const int64_t bands = (a.count + kTileRows - 1) / kTileRows, strips = (b.count + tile_columns - 1) / tile_columns;
   parallel(pool, bands * strips, [&](int64_t piece) {
-    Scratch& scratch = scratch_of_thread();
+    auto& scratch = scratch_of_thread<kInPairs<A> && kInPairs<B>>();
     // pieces that follow each other share the rows or columns of the longer side, which are then near
     const int64_t row = (bands < strips ? piece % bands : piece / strips) * kTileRows;
-    const int64_t column = (bands < strips ? piece / bands : piece % strips) * kTileColumns;
-    const int64_t num_rows = std::min(kTileRows, a.count - row), num_columns = std::min(kTileColumns, b.count - column);
+    const int64_t column = (bands < strips ? piece / bands : piece % strips) * tile_columns;
+    const int64_t num_rows = std::min(kTileRows, a.count - row), num_columns = std::min(tile_columns, b.count - column);
     sum_tile(a, row, num_rows, b, column, num_columns, scratch);
     for (int64_t r = 0; r < num_rows; ++r) {
       Out* to = out + (row + r) * b.count + column;
-      for (int64_t c = 0; c < num_columns; c += 16)
-        store_lanes(_mm512_load_ps(scratch.sums + r * kTileColumns + c), num_columns - c, to + c);
+      for (int64_t c = 0; c < num_columns; c += kLanes) store_some(load(scratch.sums + r * kTileColumns + c), num_columns - c, to + c);
     }
   });
 }
@@ -152,7 +301,7 @@ void multiply_matrices(ffi::ThreadPool& pool, const Side& a, const Side& b, Out*
 // The same on one thread, with rows of `out` that begin `stride` numbers after each other.
 template <bool kAdds>
 void multiply_here(const Side& a, const Side& b, float* out, int64_t stride) {
-  Scratch& scratch = scratch_of_thread();
+  auto& scratch = scratch_of_thread<kInPairs<Bf16>>();
   for (int64_t row = 0; row < a.count; row += kTileRows) {
     const int64_t num_rows = std::min(kTileRows, a.count - row);
     for (int64_t column = 0; column < b.count; column += kTileColumns) {
@@ -160,10 +309,10 @@ void multiply_here(const Side& a, const Side& b, float* out, int64_t stride) {
       sum_tile(a, row, num_rows, b, column, num_columns, scratch);
       for (int64_t r = 0; r < num_rows; ++r) {
         float* to = out + (row + r) * stride + column;
-        for (int64_t c = 0; c < num_columns; c += 16) {
-          __m512 sums = _mm512_load_ps(scratch.sums + r * kTileColumns + c);
-          if (kAdds) sums = _mm512_add_ps(sums, _mm512_maskz_loadu_ps(first_lanes(num_columns - c), to + c));
-          store_lanes(sums, num_columns - c, to + c);
+        for (int64_t c = 0; c < num_columns; c += kLanes) {
+          Floats sums = load(scratch.sums + r * kTileColumns + c);
+          if (kAdds) sums += load_some(to + c, num_columns - c);
+          store_some(sums, num_columns - c, to + c);
         }
       }
     }
@@ -191,4 +340,3 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> a, ffi::Buffer<ff
 
 }  // namespace
 
-#endif

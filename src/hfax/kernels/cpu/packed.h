@@ -7,7 +7,7 @@
 
 #pragma once
 
-#include "lanes.h"
+#include "matmul.h"
 
 namespace {
 
@@ -15,12 +15,6 @@ constexpr int64_t kMaxGroup = 512;        // columns; sums of more could exceed 
 constexpr int64_t kBlockDepth = 512;      // columns that are unpacked at a time
 constexpr int64_t kPackedChunk = 128 << 10;  // bytes of weights that a thread takes at a time
 constexpr int64_t kRowsTogether = 192;    // rows of activations that pass over a block before the next is unpacked
-#if defined(__AVX2__) && !defined(__AVX512F__)
-constexpr int kPanel = 2;  // vectors of the weight's rows that are summed at once; with 6 rows of activations they fill the registers
-#else
-constexpr int kPanel = 4;
-#endif
-constexpr int kRowBlock6 = 6;
 
 // A matrix of packed weights. 4 bits: of each group of 128 columns, word i of 32 little-endian words of 16 bits holds columns i, 32 + i,
 // 64 + i and 96 + i, from its lowest bits up, each plus 8.
@@ -48,9 +42,9 @@ struct Rounded {
     out.rows = rows, out.width = weight.width, out.groups = weight.groups();
     out.pairs.resize(rows * weight.width / 2);
     out.scale.resize(rows * out.groups), out.offset.resize(rows * out.groups);
-    const int64_t blocks = (rows + kRowBlock6 - 1) / kRowBlock6;
+    const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows;
     const auto round = [&](int64_t block) {
-      for (int64_t row = block * kRowBlock6; row < std::min(rows, (block + 1) * kRowBlock6); ++row)
+      for (int64_t row = block * kBlockRows; row < std::min(rows, (block + 1) * kBlockRows); ++row)
         out.round_row<kBits>(x + (order ? order[row] : row) * weight.width, row, weight.group);
     };
     if (rows * weight.width < kLittle) {  // less work than waking a thread
@@ -61,7 +55,7 @@ struct Rounded {
     return out;
   }
 
-  int64_t rows_of_block(int64_t row) const { return std::min<int64_t>(kRowBlock6, rows - row); }
+  int64_t rows_of_block(int64_t row) const { return std::min<int64_t>(kBlockRows, rows - row); }
   const int32_t* block(int64_t row) const { return pairs.data() + row * (width / 2); }
 
  private:
@@ -70,8 +64,8 @@ struct Rounded {
 
   template <int kBits, typename T>
   void round_row(const T* x, int64_t row, int64_t group) {
-    const int64_t first = row / kRowBlock6 * kRowBlock6, step = rows_of_block(first);
-    int32_t* to = pairs.data() + first * (width / 2) + row % kRowBlock6;
+    const int64_t first = row / kBlockRows * kBlockRows, step = rows_of_block(first);
+    int32_t* to = pairs.data() + first * (width / 2) + row % kBlockRows;
     for (int64_t g = 0; g < groups; ++g, x += group) {
       Floats most = {}, sum = {};
       for (int64_t k = 0; k < group; k += kLanes) {
@@ -228,7 +222,7 @@ void multiply_panel(const Rounded& x, const Packed<kBits>& weight, int64_t first
             scratch.scale[(g * V + v) * kWords + i] = i < lanes ? to_float(weight.scale[(row + i) * groups + from / group + g]) : 0.0f;
       }
       for (int64_t g = 0; g < groups_here; ++g) {
-        for (int64_t row = begin; row < end; row += kRowBlock6) {
+        for (int64_t row = begin; row < end; row += kBlockRows) {
           const int64_t block = x.rows_of_block(row), at = row * groups + from / group + g;
           add_rows<V>(block, x.block(row) + (from + g * group) / 2 * block, x.scale.data() + at, x.offset.data() + at, groups,
                       scratch.weight + g * group / 2 * kWords, panel, scratch.scale + g * V * kWords, group / 2, from + g == 0,

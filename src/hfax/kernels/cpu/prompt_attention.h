@@ -1,14 +1,12 @@
 // Attention of many bfloat16 queries at once, for prompts and for training, and its gradients.
 //
-// The limit is the processor's products of bfloat16 pairs. Scores of a block of queries are made, used and forgotten by one thread;
+// The limit is the processor's products (matmul.h). Scores of a block of queries are made, used and forgotten by one thread;
 // nothing of [queries, keys] goes through memory but the mask. Keys before the first and after the last that a block sees are left
 // out, which for a causal mask is half of the work. The gradients make the scores again, as flash attention does.
 
 #pragma once
 
 #include "matmul.h"
-
-#if defined(__AVX512BF16__)
 
 namespace {
 
@@ -83,10 +81,13 @@ inline Floats scores_of(const float* products, const bool* seen, int64_t left, c
   Floats scores = load(products) * shape.scale;
   if (shape.softcap > 0)
     for (int64_t i = 0; i < kLanes; ++i) scores[i] = shape.softcap * std::tanh(scores[i] / shape.softcap);
-  const __mmask16 lanes = first_lanes(left);
-  const __m128i bytes = _mm_maskz_loadu_epi8(lanes, seen);
-  const __mmask16 visible = _mm_mask_test_epi8_mask(lanes, bytes, bytes);
-  return (Floats)_mm512_mask_mov_ps(_mm512_set1_ps(-1e30f), visible, (__m512)scores);
+  Bytes bytes = {};
+  if (left >= kLanes) {
+    bytes = *reinterpret_cast<const Bytes*>(seen);
+  } else {
+    std::memcpy(&bytes, seen, std::max<int64_t>(left, 0));
+  }
+  return __builtin_convertvector(bytes, Ints) != 0 ? scores : Floats{} - 1e30f;
 }
 
 inline int64_t padded(int64_t count) { return (count + 63) / 64 * 64; }
@@ -128,15 +129,16 @@ ffi::Error prompt_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> query, 
       Floats highest = Floats{} - 1e30f;
       for (int64_t c = 0; c < keys; c += kLanes) {
         const Floats scores = scores_of(row + c, seen + c, keys - c, shape);
-        _mm512_storeu_ps(row + c, (__m512)scores);
+        store_some(scores, kLanes, row + c);
         highest = highest > scores ? highest : scores;
       }
-      const float top = _mm512_reduce_max_ps((__m512)highest);
+      float top = highest[0];
+      for (int64_t lane = 1; lane < kLanes; ++lane) top = std::max(top, highest[lane]);
       Floats sum{};
       for (int64_t c = 0; c < keys; c += kLanes) {
         const Floats share = top > -1e29f ? exponential(load(row + c) - top) : Floats{};
         sum += share;
-        store_lanes((__m512)share, keys - c, scratch.weights.data() + i * stride + c);
+        store_some(share, keys - c, scratch.weights.data() + i * stride + c);
       }
       totals[i] = total(sum);
       logarithms[block.row() + i] = totals[i] > 0 ? top + std::log(totals[i]) : std::numeric_limits<float>::infinity();
@@ -147,8 +149,8 @@ ffi::Error prompt_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> query, 
       const float share = totals[i] > 0 ? 1 / totals[i] : 0;
       Bf16* row = to + (block.turned_row() + i * shape.heads) * width;
       for (int64_t c = 0; c < width; c += kLanes) {
-        const Floats values = totals[i] > 0 ? (Floats)_mm512_maskz_loadu_ps(first_lanes(width - c), scratch.sums.data() + i * width + c) : Floats{};
-        store_lanes((__m512)(values * share), width - c, row + c);
+        const Floats values = totals[i] > 0 ? load_some(scratch.sums.data() + i * width + c, width - c) : Floats{};
+        store_some(values * share, width - c, row + c);
       }
     }
   });
@@ -166,7 +168,7 @@ ffi::Error prompt_attention_gradients(ffi::ThreadPool pool, ffi::Buffer<ffi::BF1
   const float* logarithms = sums.typed_data();
   const auto round = [](const float* from, int64_t count, int64_t width, Bf16* to, int64_t stride) {
     for (int64_t row = 0; row < count; ++row, from += width, to += stride)
-      for (int64_t i = 0; i < width; i += kLanes) store_lanes(_mm512_maskz_loadu_ps(first_lanes(width - i), from + i), width - i, to + i);
+      for (int64_t i = 0; i < width; i += kLanes) store_some(load_some(from + i, width - i), width - i, to + i);
   };
   Bf16* dq = reinterpret_cast<Bf16*>(for_query->untyped_data());
   Bf16* dk = reinterpret_cast<Bf16*>(for_key->untyped_data());
@@ -194,11 +196,7 @@ ffi::Error prompt_attention_gradients(ffi::ThreadPool pool, ffi::Buffer<ffi::BF1
             const int64_t at = (block.turned_row() + i * shape.heads) * width;
             Floats both{};
             for (int64_t c = 0; c < width; c += kLanes) {
-              const __mmask16 lanes = first_lanes(width - c);
-              const auto floats = [&](const Bf16* x) {
-                return (Floats)_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, x + at + c)), 16));
-              };
-              both += floats(o) * floats(g);
+              both += load_some(o + at + c, width - c) * load_some(g + at + c, width - c);
             }
             const float mean = total(both), logarithm = logarithms[block.row() + i];
             for (int64_t c = 0; c < keys; c += kLanes) {
@@ -206,8 +204,8 @@ ffi::Error prompt_attention_gradients(ffi::ThreadPool pool, ffi::Buffer<ffi::BF1
               const Floats share = exponential(scores - logarithm);
               Floats change = share * (load(scratch.more.data() + i * stride + c) - mean) * shape.scale;
               if (shape.softcap > 0) change = scores > -1e29f ? change * (1.0f - (scores / shape.softcap) * (scores / shape.softcap)) : Floats{};
-              store_lanes((__m512)share, keys - c, scratch.weights.data() + i * stride + c);
-              store_lanes((__m512)change, keys - c, scratch.changes.data() + i * stride + c);
+              store_some(share, keys - c, scratch.weights.data() + i * stride + c);
+              store_some(change, keys - c, scratch.changes.data() + i * stride + c);
             }
           }
           const Side weights{scratch.weights.data(), block.count, keys, stride, false}, changes{scratch.changes.data(), block.count, keys, stride, false};
@@ -228,5 +226,3 @@ ffi::Error prompt_attention_gradients(ffi::ThreadPool pool, ffi::Buffer<ffi::BF1
 }
 
 }  // namespace
-
-#endif
