@@ -1,4 +1,4 @@
-// What the kernels share: vectors of 16 floats, bfloat16, and work on XLA's threads.
+// What the kernels share: vectors as wide as the processor's own, bfloat16, and work on XLA's threads.
 
 #pragma once
 
@@ -12,7 +12,9 @@
 #include <type_traits>
 #include <vector>
 
-#if defined(__AVX512F__)
+#if defined(__ARM_NEON)
+#include <arm_neon.h>
+#elif defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -22,14 +24,25 @@ namespace ffi = xla::ffi;
 
 namespace {
 
+// What differs between instruction sets: the numbers of a vector, and the vectors of one side of a product that are summed at once, so
+// that with 6 numbers of the other side they fill the registers. Wider vectors than the processor's are split by GCC through memory.
+#if defined(__AVX512F__) && defined(__AVX512BW__)
 constexpr int64_t kLanes = 16;
+constexpr int kPanel = 4;  // of 32 registers
+#elif defined(__AVX2__)
+constexpr int64_t kLanes = 8;
+constexpr int kPanel = 2;  // of 16
+#else
+constexpr int64_t kLanes = 4;
+constexpr int kPanel = 4;
+#endif
 
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32), aligned(2)));
-typedef int8_t Bytes __attribute__((vector_size(16), aligned(1)));
-typedef float UnalignedFloats __attribute__((vector_size(64), aligned(4)));
+typedef float Floats __attribute__((vector_size(kLanes * 4)));
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t Halves __attribute__((vector_size(kLanes * 2), aligned(2)));
+typedef int8_t Bytes __attribute__((vector_size(kLanes), aligned(1)));
+typedef float UnalignedFloats __attribute__((vector_size(kLanes * 4), aligned(4)));
 
 struct Bf16 {
   uint16_t bits;
@@ -41,11 +54,6 @@ inline Floats load(const Bf16* p) {
   Halves half = *reinterpret_cast<const Halves*>(p);
   Words wide = __builtin_convertvector(half, Words) << 16;
   return reinterpret_cast<Floats&>(wide);
-}
-
-inline Floats load(const int8_t* p) {
-  const Bytes bytes = *reinterpret_cast<const Bytes*>(p);
-  return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
 }
 
 inline bool is_float_or_bf16(const ffi::AnyBuffer& x) { return x.element_type() == ffi::F32 || x.element_type() == ffi::BF16; }
@@ -73,18 +81,24 @@ inline void store(float value, Bf16* out) {
 }
 
 inline float total(Floats v) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_add_ps(v);
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  return _mm512_reduce_add_ps((__m512)v);
 #else
-  typedef float Eight __attribute__((vector_size(32)));
   typedef float Four __attribute__((vector_size(16)));
-  Eight halves[2];
-  std::memcpy(halves, &v, sizeof(v));
-  const Eight eight = halves[0] + halves[1];
-  Four quarters[2];
-  std::memcpy(quarters, &eight, sizeof(eight));
-  const Four four = quarters[0] + quarters[1];
+  Four parts[kLanes / 4];
+  std::memcpy(parts, &v, sizeof(v));
+  const Four four = kLanes == 8 ? parts[0] + parts[kLanes / 4 - 1] : parts[0];
   return (four[0] + four[2]) + (four[1] + four[3]);
+#endif
+}
+
+inline float highest_of(Floats v) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float most = v[0];
+  for (int64_t i = 1; i < kLanes; ++i) most = std::max(most, static_cast<float>(v[i]));
+  return most;
 #endif
 }
 

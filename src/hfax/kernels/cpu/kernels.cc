@@ -2,7 +2,7 @@
 //
 // Decoding moves every weight once a token, so its limit is the memory's bandwidth. XLA's own code for these shapes stays far from
 // it for bfloat16 with several rows and for packed integers, and reads the whole capacity of a cache; see docs/performance.md.
-// Everything here is written with the compiler's portable vectors of 16 floats; where the processor multiplies pairs of bfloat16
+// Everything here is written with the compiler's portable vectors, as wide as the processor's; where it multiplies pairs of bfloat16
 // itself, that is used. Each function is an XLA FFI handler; calls.py says what its buffers are.
 
 #include "common.h"
@@ -23,10 +23,10 @@ constexpr int64_t kPrefetch = 4096;        // bytes ahead
 // `multiply_add`.
 
 template <typename W>
-struct Floating {  // float32 or bfloat16, 16 columns at a time
+struct Floating {  // float32 or bfloat16
   using Activation = float;
   using Vector = Floats;
-  static constexpr int kWidth = 16;
+  static constexpr int kWidth = kLanes;
   const W* weight;
   int64_t width;
 
@@ -67,7 +67,7 @@ struct Weight {
   template <int M, int R>
   void dots(const typename Decoder::Activation* x, int64_t row, float* out, int64_t stride) const {
     using Vector = typename Decoder::Vector;
-    constexpr int kTogether = M * R * kLanes <= 4 * kWords || M * R == 1 ? kChains : 1;
+    constexpr int kTogether = M * R <= kPanel ? kChains : 1;
     constexpr int64_t kRound = kChains * Decoder::kWidth;
     const int64_t width = decoder.width, whole = width - width % Decoder::kWidth, rounds = whole / kRound * kRound;  // chain 0 has the rest
     const auto* w = decoder.weight + row * width;
@@ -138,7 +138,7 @@ void columns(const Product& product, int64_t first, int64_t last, int64_t begin,
   const int64_t num_rows = last - first;
   int64_t row = begin;
   // memory is fastest read in one stream, so a single row of x takes one row of the weight at a time
-  constexpr int kSide = kWords == kLanes ? 4 : 2;  // of a block whose sums fit the registers
+  constexpr int kSide = kLanes == 16 ? 4 : 2;  // of a block whose sums fit the registers
   if (num_rows > 1)
     for (; row + kSide <= end; row += kSide) blocks<kSide, kSide>(product, first, last, row, out, num_columns);
   for (; row < end; ++row) blocks<kSide, 1>(product, first, last, row, out, num_columns);
@@ -323,7 +323,7 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
       }
 #endif
       // with 32 registers blocks of sums across lanes need no packing, which costs more than few rows of float32 bring
-      constexpr bool kAcross = std::is_same_v<W, float> && kWords == kLanes;
+      constexpr bool kAcross = std::is_same_v<W, float> && kLanes == 16;
       if (rows == 1 || kAcross) return multiply_by(pool, Weight<Floating<W>>{{w, width}}, Activations(x).data(), out);
       const SideOf<X> side{from, rows, width, width, false};
       return as_numbers(out, [&](auto* to) { multiply_matrices(pool, side, SideOf<W>{w, num_columns, width, width, false}, to); });
@@ -534,7 +534,8 @@ inline void scores_with(const Bf16* query, int64_t dim, const Bf16* keys, float*
 template <int N, typename Q, typename T>
 inline void scores_of(const Q* query, int64_t count, int64_t dim, const T* keys, float* scores) {
   int64_t c = 0;
-  for (; c + 4 <= count; c += 4) scores_with<4, N>(query + c * dim, dim, keys, scores + c * kKeyBlock, kKeyBlock);
+  if (kLanes != 8)  // 16 registers hold the sums of two queries
+    for (; c + 4 <= count; c += 4) scores_with<4, N>(query + c * dim, dim, keys, scores + c * kKeyBlock, kKeyBlock);
   for (; c + 2 <= count; c += 2) scores_with<2, N>(query + c * dim, dim, keys, scores + c * kKeyBlock, kKeyBlock);
   for (; c < count; ++c) scores_with<1, N>(query + c * dim, dim, keys, scores + c * kKeyBlock, kKeyBlock);
 }
@@ -618,7 +619,7 @@ void add_values(const Bf16* weights, const Bf16* values, int64_t value_dim, int6
 
 template <int C, typename T>
 void add_values(const float* weights, const T* values, int64_t value_dim, int64_t keys, float* out, Ahead ahead) {
-  constexpr int kWide = C == 1 ? 8 : 16 / C;
+  constexpr int kWide = kLanes == 8 ? 8 / C : C == 1 ? 8 : 16 / C;  // vectors whose sums fit the registers
   int64_t d = 0;
   for (; d + kWide * kLanes <= value_dim; d += kWide * kLanes, ahead = {})
     weighted_values<C, kWide>(weights, kKeyBlock, values + d, value_dim, keys, out + d, ahead);

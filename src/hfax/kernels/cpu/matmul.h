@@ -70,14 +70,14 @@ constexpr bool kInPairs = kHasPairs && std::is_same_v<T, Bf16>;
 
 template <bool kPairs>
 struct Tiles {
-  static constexpr int64_t kDepth = kWords == 16 ? 96 : 192;  // a packed block of columns fits the nearest cache
-  static constexpr int64_t kVectors = kPanel, kBlockColumns = kPanel * kWords;
+  static constexpr int64_t kDepth = kLanes == 16 ? 96 : 192;  // a packed block of columns fits the nearest cache
+  static constexpr int64_t kVectors = kPanel, kBlockColumns = kPanel * kLanes;
 
   // The numbers of a word of bfloat16 pairs, or of a float, of each lane.
-  static void store_numbers(WordLanes words, const float*, int64_t, int64_t, int64_t, float* to) { store_words(words, to); }
-  static void store_numbers(WordLanes words, const Bf16*, int64_t group, int64_t k, int64_t depth, float* to) {
+  static void store_numbers(Ints words, const float*, int64_t, int64_t, int64_t, float* to) { store_words(words, to); }
+  static void store_numbers(Ints words, const Bf16*, int64_t group, int64_t k, int64_t depth, float* to) {
     store_words(words << 16, to);
-    if (k + 1 < depth) store_words(words & (WordLanes{} - 0x10000), to + group);
+    if (k + 1 < depth) store_words(words & (Ints{} - 0x10000), to + group);
   }
 
   // `count` of a side's rows from `begin`, and `depth` of the summed axis from `from`, in groups of kGroup rows: [groups][depth][kGroup].
@@ -95,23 +95,23 @@ struct Tiles {
           for (int64_t i = 0; i < kGroup; i += kLanes) store_some(load_some(data + i, here - i), kLanes, to + k * kGroup + i);
         continue;
       }
-      for (int64_t i = 0; i < kGroup; i += kWords) {
+      for (int64_t i = 0; i < kGroup; i += kLanes) {
         const T* data = side.data + (begin + first + i) * side.stride + from;
-        for (int64_t k = 0; k < depth; k += kNumbers * kWords) {
-          const int64_t columns = std::min(depth - k, kNumbers * kWords), rows = std::clamp<int64_t>(here - i, 0, kWords);
-          WordLanes words[kWords];
-          if (rows == kWords && columns == kNumbers * kWords) {
-            HFAX_UNROLL for (int64_t r = 0; r < kWords; ++r) words[r] = load_words(data + r * side.stride + k);
+        for (int64_t k = 0; k < depth; k += kNumbers * kLanes) {
+          const int64_t columns = std::min(depth - k, kNumbers * kLanes), rows = std::clamp<int64_t>(here - i, 0, kLanes);
+          Ints words[kLanes];
+          if (rows == kLanes && columns == kNumbers * kLanes) {
+            HFAX_UNROLL for (int64_t r = 0; r < kLanes; ++r) words[r] = load_words(data + r * side.stride + k);
             if (k * sizeof(T) % 64 == 0)
-              for (int64_t r = 0; r < kWords; ++r) __builtin_prefetch(data + r * side.stride + k + next);
+              for (int64_t r = 0; r < kLanes; ++r) __builtin_prefetch(data + r * side.stride + k + next);
             turn(words);
-            HFAX_UNROLL for (int64_t w = 0; w < kWords; ++w)
+            HFAX_UNROLL for (int64_t w = 0; w < kLanes; ++w)
               store_numbers(words[w], data, kGroup, k + w * kNumbers, depth, to + (k + w * kNumbers) * kGroup + i);
             continue;
           }
-          int32_t some[kWords * kWords] = {};
-          for (int64_t r = 0; r < rows; ++r) std::memcpy(some + r * kWords, data + r * side.stride + k, columns * sizeof(T));
-          for (int64_t r = 0; r < kWords; ++r) words[r] = load_words(some + r * kWords);
+          int32_t some[kLanes * kLanes] = {};
+          for (int64_t r = 0; r < rows; ++r) std::memcpy(some + r * kLanes, data + r * side.stride + k, columns * sizeof(T));
+          for (int64_t r = 0; r < kLanes; ++r) words[r] = load_words(some + r * kLanes);
           turn(words);
           for (int64_t w = 0; w * kNumbers < columns; ++w)
             store_numbers(words[w], data, kGroup, k + w * kNumbers, depth, to + (k + w * kNumbers) * kGroup + i);
@@ -123,19 +123,19 @@ struct Tiles {
   // The sums of R rows with a block of columns, added to those in `sums` unless they are fresh.
   template <int R>
   static void add_block(const float* rows, const float* columns, int64_t depth, bool is_fresh, float* sums) {
-    FloatLanes total[R][kVectors];
+    Floats total[R][kVectors];
     HFAX_UNROLL for (int r = 0; r < R; ++r)
-      HFAX_UNROLL for (int v = 0; v < kVectors; ++v) total[r][v] = is_fresh ? FloatLanes{} : load_lanes(sums + r * kTileColumns + v * kWords);
+      HFAX_UNROLL for (int v = 0; v < kVectors; ++v) total[r][v] = is_fresh ? Floats{} : load(sums + r * kTileColumns + v * kLanes);
     for (int64_t k = 0; k < depth; ++k) {
-      FloatLanes c[kVectors];
-      HFAX_UNROLL for (int v = 0; v < kVectors; ++v) c[v] = load_lanes(columns + k * kBlockColumns + v * kWords);
+      Floats c[kVectors];
+      HFAX_UNROLL for (int v = 0; v < kVectors; ++v) c[v] = load(columns + k * kBlockColumns + v * kLanes);
       HFAX_UNROLL for (int r = 0; r < R; ++r) {
-        const FloatLanes both = FloatLanes{} + rows[k * kRowGroup + r];
+        const Floats both = Floats{} + rows[k * kRowGroup + r];
         HFAX_UNROLL for (int v = 0; v < kVectors; ++v) total[r][v] = fused(both, c[v], total[r][v]);
       }
     }
     HFAX_UNROLL for (int r = 0; r < R; ++r)
-      HFAX_UNROLL for (int v = 0; v < kVectors; ++v) store_all(total[r][v], sums + r * kTileColumns + v * kWords);
+      HFAX_UNROLL for (int v = 0; v < kVectors; ++v) store_floats(total[r][v], sums + r * kTileColumns + v * kLanes);
   }
 
   static void add_rows(int64_t count, const float* rows, const float* columns, int64_t depth, bool is_fresh, float* sums) {

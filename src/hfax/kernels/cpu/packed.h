@@ -7,13 +7,15 @@
 
 #pragma once
 
+#include <new>
+
 #include "matmul.h"
 
 namespace {
 
 constexpr int64_t kMaxGroup = 512;        // columns; sums of more could exceed 32 bits
 constexpr int64_t kBlockDepth = 512;      // columns that are unpacked at a time
-constexpr int64_t kPackedChunk = 128 << 10;  // bytes of weights that a thread takes at a time
+constexpr int64_t kPackedChunk = 256 << 10;  // bytes of weights that a thread takes at a time
 constexpr int64_t kRowsTogether = 192;    // rows of activations that pass over a block before the next is unpacked
 
 // A matrix of packed weights. 4 bits: of each group of 128 columns, word i of 32 little-endian words of 16 bits holds columns i, 32 + i,
@@ -28,9 +30,20 @@ struct Packed {
   int64_t groups() const { return width / group; }
 };
 
+// Memory that vectors are read from without crossing lines of the cache.
+template <typename T>
+struct Aligned {
+  using value_type = T;
+  static constexpr std::align_val_t kLine{64};
+  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), kLine)); }
+  void deallocate(T* p, size_t) { ::operator delete(p, kLine); }
+  friend bool operator==(const Aligned&, const Aligned&) { return true; }
+  friend bool operator!=(const Aligned&, const Aligned&) { return false; }
+};
+
 // Rows of activations as integers: of each block of up to 6 rows, pairs of columns as words, [width / 2][rows of the block].
 struct Rounded {
-  std::vector<int32_t> pairs;
+  std::vector<int32_t, Aligned<int32_t>> pairs;
   std::vector<float> scale;      // [rows, groups]
   std::vector<int32_t> offset;   // [rows, groups]: what a group's sum begins with, since weights of 4 bits are stored plus 8
   int64_t rows, width, groups;
@@ -86,8 +99,9 @@ struct Rounded {
         std::memcpy(numbers, &whole, sizeof(whole));
         for (int64_t i = 0; i < kLanes; i += 4, to += 2 * step) {
           for (int64_t j = 0; j < 4; ++j) all += numbers[i + j];
-          // of four weights of 8 bits the first and the third are unpacked together
-          const int32_t second = numbers[i + (kBits == 8 ? 2 : 1)], third = numbers[i + (kBits == 8 ? 1 : 2)];
+          // of four weights of 8 bits the first and the third are unpacked together, but for a single row
+          const bool is_crossed = kBits == 8 && rows > 1;
+          const int32_t second = numbers[i + (is_crossed ? 2 : 1)], third = numbers[i + (is_crossed ? 1 : 2)];
           to[0] = (numbers[i] & 0xffff) | second << 16;
           to[step] = (third & 0xffff) | numbers[i + 3] << 16;
         }
@@ -100,43 +114,43 @@ struct Rounded {
   static constexpr int32_t kRounderBits = 0x4b400000;
 };
 
-// Words of packed weights, one of each of kWords rows, as pairs of 16-bit integers: of 8 bits two words of pairs, the first and the third
+// Words of packed weights, one of each of kLanes rows, as pairs of 16-bit integers: of 8 bits two words of pairs, the first and the third
 // column, then the others; of 4 bits four, `plane` words of pairs apart.
 template <int kBits>
-inline void unpack_words(WordLanes words, int64_t plane, int32_t* to) {
+inline void unpack_words(Ints words, int64_t plane, int32_t* to) {
   if constexpr (kBits == 8) {
-    const HalfLanes halves = (HalfLanes)words;
-    store_words((WordLanes)(halves << 8 >> 8), to);
-    store_words((WordLanes)(halves >> 8), to + kWords);
+    const Pairs halves = (Pairs)words;
+    store_words((Ints)(halves << 8 >> 8), to);
+    store_words((Ints)(halves >> 8), to + kLanes);
   } else {
-    const WordLanes nibbles = WordLanes{} + 0x000f000f;
-    for (int64_t p = 0; p < 4; ++p) store_words((words >> static_cast<int>(4 * p)) & nibbles, to + p * plane * kWords);
+    const Ints nibbles = Ints{} + 0x000f000f;
+    for (int64_t p = 0; p < 4; ++p) store_words((words >> static_cast<int>(4 * p)) & nibbles, to + p * plane * kLanes);
   }
 }
 
-// Columns `from` to `from + depth` of up to kWords rows of the weight, as pairs of 16-bit integers, [depth / 2][kWords] words. Rows that
+// Columns `from` to `from + depth` of up to kLanes rows of the weight, as pairs of 16-bit integers, [depth / 2][kLanes] words. Rows that
 // are not there are 0. `next`: bytes from a row to one that is read soon after.
 template <int kBits>
 void unpack(const uint8_t* rows, int64_t row_bytes, int64_t count, int64_t from, int64_t depth, int64_t group, int64_t next, int32_t* to) {
   const int64_t words = depth * kBits / 32, plane = group * kBits / 32;  // words of a row, and of a group
   const uint8_t* start = rows + from * kBits / 8;
-  const auto place = [&](int64_t word) { return to + (kBits == 8 ? 2 * word : word / plane * plane * 4 + word % plane) * kWords; };
-  constexpr int64_t kStep = kBits == 8 ? 2 * kWords : kWords;
-  for (int64_t word = 0; word < words; word += kWords) {
-    const int64_t here = std::min(kWords, words - word);
-    WordLanes lanes[kWords];
-    if (count == kWords && here == kWords) {
+  const auto place = [&](int64_t word) { return to + (kBits == 8 ? 2 * word : word / plane * plane * 4 + word % plane) * kLanes; };
+  constexpr int64_t kStep = kBits == 8 ? 2 * kLanes : kLanes;
+  for (int64_t word = 0; word < words; word += kLanes) {
+    const int64_t here = std::min(kLanes, words - word);
+    Ints lanes[kLanes];
+    if (count == kLanes && here == kLanes) {
       const uint8_t* at = start + 4 * word;
-      HFAX_UNROLL for (int64_t r = 0; r < kWords; ++r) lanes[r] = load_words(at + r * row_bytes);
+      HFAX_UNROLL for (int64_t r = 0; r < kLanes; ++r) lanes[r] = load_words(at + r * row_bytes);
       if (word * 4 % 64 == 0)
-        for (int64_t r = 0; r < kWords; ++r) __builtin_prefetch(at + r * row_bytes + next);
+        for (int64_t r = 0; r < kLanes; ++r) __builtin_prefetch(at + r * row_bytes + next);
       turn(lanes);
       int32_t* to_words = place(word);
-      HFAX_UNROLL for (int64_t i = 0; i < kWords; ++i) unpack_words<kBits>(lanes[i], plane, to_words + i * kStep);
+      HFAX_UNROLL for (int64_t i = 0; i < kLanes; ++i) unpack_words<kBits>(lanes[i], plane, to_words + i * kStep);
     } else {
-      int32_t some[kWords * kWords] = {};
-      for (int64_t r = 0; r < count; ++r) std::memcpy(some + r * kWords, start + r * row_bytes + 4 * word, 4 * here);
-      for (int64_t r = 0; r < kWords; ++r) lanes[r] = load_words(some + r * kWords);
+      int32_t some[kLanes * kLanes] = {};
+      for (int64_t r = 0; r < count; ++r) std::memcpy(some + r * kLanes, start + r * row_bytes + 4 * word, 4 * here);
+      for (int64_t r = 0; r < kLanes; ++r) lanes[r] = load_words(some + r * kLanes);
       turn(lanes);
       for (int64_t i = 0; i < here; ++i) unpack_words<kBits>(lanes[i], plane, place(word + i));
     }
@@ -149,30 +163,30 @@ template <int R, int V>
 inline void add_group(const int32_t* x, const float* scale, const int32_t* offset, int64_t groups, const int32_t* weight, int64_t panel, const float* weight_scale,
                       int64_t pairs, bool is_first, float* sums) {
   constexpr int kChains = R * V >= 8 ? 1 : R * V >= 4 ? 2 : 4;
-  WordLanes total[kChains][R][V];
+  Ints total[kChains][R][V];
   HFAX_UNROLL for (int r = 0; r < R; ++r) {
     HFAX_UNROLL for (int v = 0; v < V; ++v) {
-      total[0][r][v] = WordLanes{} + offset[r * groups];
-      HFAX_UNROLL for (int c = 1; c < kChains; ++c) total[c][r][v] = WordLanes{};
+      total[0][r][v] = Ints{} + offset[r * groups];
+      HFAX_UNROLL for (int c = 1; c < kChains; ++c) total[c][r][v] = Ints{};
     }
   }
   for (int64_t k = 0; k < pairs; k += kChains) {
     HFAX_UNROLL for (int c = 0; c < kChains; ++c) {
-      WordLanes w[V];
-      HFAX_UNROLL for (int v = 0; v < V; ++v) w[v] = load_words(weight + v * panel + (k + c) * kWords);
+      Ints w[V];
+      HFAX_UNROLL for (int v = 0; v < V; ++v) w[v] = load_words(weight + v * panel + (k + c) * kLanes);
       HFAX_UNROLL for (int r = 0; r < R; ++r) {
-        const WordLanes both = WordLanes{} + x[(k + c) * R + r];
+        const Ints both = Ints{} + x[(k + c) * R + r];
         HFAX_UNROLL for (int v = 0; v < V; ++v) total[c][r][v] = add_pairs(total[c][r][v], both, w[v]);
       }
     }
   }
   HFAX_UNROLL for (int r = 0; r < R; ++r) {
     HFAX_UNROLL for (int v = 0; v < V; ++v) {
-      WordLanes all = total[0][r][v];
+      Ints all = total[0][r][v];
       HFAX_UNROLL for (int c = 1; c < kChains; ++c) all += total[c][r][v];
-      float* sum = sums + (r * V + v) * kWords;
-      const FloatLanes by = load_lanes(weight_scale + v * kWords) * scale[r * groups];
-      store_all(fused(__builtin_convertvector(all, FloatLanes), by, is_first ? FloatLanes{} : load_lanes(sum)), sum);
+      float* sum = sums + (r * V + v) * kLanes;
+      const Floats by = load(weight_scale + v * kLanes) * scale[r * groups];
+      store_floats(fused(__builtin_convertvector(all, Floats), by, is_first ? Floats{} : load(sum)), sum);
     }
   }
 }
@@ -190,10 +204,40 @@ void add_rows(int64_t count, const int32_t* x, const float* scale, const int32_t
   }
 }
 
+// The first `count` of 16-bit numbers as a vector, the others 0.
+inline Ints load_halves(const Bf16* p, int64_t count) {
+  if (count >= 2 * kLanes) return load_words(p);
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  return (Ints)_mm512_maskz_loadu_epi16((1u << count) - 1, p);
+#else
+  Bf16 some[2 * kLanes] = {};
+  for (int64_t i = 0; i < count; ++i) some[i] = p[i];
+  return load_words(some);
+#endif
+}
+
+// The scales of kLanes rows of the weight, or of `count` of them, for `groups` groups from `from` on: [groups][kLanes].
+template <int kBits>
+void gather_scales(const Packed<kBits>& weight, int64_t row, int64_t count, int64_t from, int64_t groups, float* to, int64_t stride) {
+  const int64_t all = weight.groups();
+  for (int64_t g = 0; g < groups; g += 2 * kLanes) {
+    const int64_t here = std::min(2 * kLanes, groups - g);
+    const Bf16* at = weight.scale + row * all + from + g;
+    Ints words[kLanes];
+    if (count == kLanes) {
+      HFAX_UNROLL for (int64_t r = 0; r < kLanes; ++r) words[r] = load_halves(at + r * all, here);
+    } else {
+      for (int64_t r = 0; r < kLanes; ++r) words[r] = r < count ? load_halves(at + r * all, here) : Ints{};
+    }
+    turn(words);
+    for (int64_t i = 0; i < here; ++i) store_words(i % 2 ? words[i / 2] & (Ints{} - 0x10000) : words[i / 2] << 16, to + (g + i) * stride);
+  }
+}
+
 struct PackedScratch {
-  alignas(64) int32_t weight[kPanel * kBlockDepth / 2 * kWords];
-  alignas(64) float scale[kBlockDepth / 32 * kPanel * kWords];
-  alignas(64) float sums[kRowsTogether * kPanel * kWords];
+  alignas(64) int32_t weight[kPanel * kBlockDepth / 2 * kLanes];
+  alignas(64) float scale[kBlockDepth / 32 * kPanel * kLanes];
+  alignas(64) float sums[kRowsTogether * kPanel * kLanes];
 };
 
 inline PackedScratch& packed_scratch() {
@@ -207,42 +251,116 @@ template <int V, int kBits, typename Out>
 void multiply_panel(const Rounded& x, const Packed<kBits>& weight, int64_t first, int64_t count, Out* out, int64_t num_columns) {
   PackedScratch& scratch = packed_scratch();
   const int64_t group = weight.group, groups = weight.groups(), row_bytes = weight.bytes_per_row();
-  const int64_t depth = std::max(group, kBlockDepth / group * group), panel = depth / 2 * kWords;
+  const int64_t depth = std::max(group, kBlockDepth / group * group), panel = depth / 2 * kLanes;
   for (int64_t begin = 0; begin < x.rows; begin += kRowsTogether) {
     const int64_t end = std::min(x.rows, begin + kRowsTogether);
     for (int64_t from = 0; from < weight.width; from += depth) {
       const int64_t here = std::min(depth, weight.width - from), groups_here = here / group;
       // the same rows' next columns, or the first of the rows to come
-      const int64_t next = (from + depth < weight.width ? depth : V * kWords * weight.width - from) * kBits / 8;
+      const int64_t next = (from + depth < weight.width ? depth : V * kLanes * weight.width - from) * kBits / 8;
       for (int64_t v = 0; v < V; ++v) {
-        const int64_t row = first + v * kWords, lanes = std::clamp<int64_t>(first + count - row, 0, kWords);
+        const int64_t row = first + v * kLanes, lanes = std::clamp<int64_t>(first + count - row, 0, kLanes);
         unpack<kBits>(weight.values + row * row_bytes, row_bytes, lanes, from, here, group, next, scratch.weight + v * panel);
-        for (int64_t g = 0; g < groups_here; ++g)
-          for (int64_t i = 0; i < kWords; ++i)
-            scratch.scale[(g * V + v) * kWords + i] = i < lanes ? to_float(weight.scale[(row + i) * groups + from / group + g]) : 0.0f;
+        gather_scales(weight, row, lanes, from / group, groups_here, scratch.scale + v * kLanes, V * kLanes);
       }
       for (int64_t g = 0; g < groups_here; ++g) {
         for (int64_t row = begin; row < end; row += kBlockRows) {
           const int64_t block = x.rows_of_block(row), at = row * groups + from / group + g;
           add_rows<V>(block, x.block(row) + (from + g * group) / 2 * block, x.scale.data() + at, x.offset.data() + at, groups,
-                      scratch.weight + g * group / 2 * kWords, panel, scratch.scale + g * V * kWords, group / 2, from + g == 0,
-                      scratch.sums + (row - begin) * V * kWords);
+                      scratch.weight + g * group / 2 * kLanes, panel, scratch.scale + g * V * kLanes, group / 2, from + g == 0,
+                      scratch.sums + (row - begin) * V * kLanes);
         }
       }
     }
     for (int64_t row = begin; row < end; ++row)
-      for (int64_t i = 0; i < count; ++i) store(scratch.sums[(row - begin) * V * kWords + i], out + row * num_columns + first + i);
+      for (int64_t i = 0; i < count; ++i) store(scratch.sums[(row - begin) * V * kLanes + i], out + row * num_columns + first + i);
   }
+}
+
+// The part of one group of a row of the weight in its product with one row of activations, by lanes. kGroup: its columns, 0 for `group`.
+template <int kBits, int64_t kGroup>
+inline Ints add_row(const uint8_t* weight, const int32_t* x, int64_t group) {
+  const int64_t columns = kGroup ? kGroup : group;
+  if constexpr (kBits == 8) {
+    Ints sums[4] = {};
+    HFAX_UNROLL for (int64_t k = 0; k < columns / 2; k += kLanes) {
+      Ints& sum = sums[k / kLanes % 4];
+      sum = add_pairs(sum, load_bytes(weight + 2 * k), load_words(x + k));
+    }
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  } else {
+    typedef uint16_t UnsignedPairs __attribute__((vector_size(kLanes * 4)));
+    Ints all = {};
+    for (int64_t k = 0; k < columns; k += 128, weight += 64, x += 64) {
+      Ints sums[4] = {};  // of four bits each, where they stand in their words: the second's are 16 times as large, the third's 256
+      HFAX_UNROLL for (int64_t i = 0; i < 16; i += kLanes) {
+        const Ints words = load_words(weight + 4 * i);
+        sums[0] = add_pairs(sums[0], words & (Ints{} + 0x000f000f), load_words(x + i));
+        sums[1] = add_pairs(sums[1], words & (Ints{} + 0x00f000f0), load_words(x + 16 + i));
+        sums[2] = add_pairs(sums[2], words & (Ints{} + 0x0f000f00), load_words(x + 32 + i));
+        sums[3] = add_pairs(sums[3], (Ints)((UnsignedPairs)words >> 12), load_words(x + 48 + i));
+      }
+      all += (sums[0] + (sums[1] >> 4)) + ((sums[2] >> 8) + sums[3]);
+    }
+    return all;
+  }
+}
+
+constexpr int64_t kGroupsTogether = 32;
+constexpr int64_t kAhead = 4096;  // bytes
+
+// The results of one row of activations for `count` rows of the weight, at most kLanes, of which four are read at a time: memory is
+// fastest in few streams. The same numbers as `multiply_panel` gives.
+template <int kBits, int64_t kGroup, typename Out>
+void multiply_row(const Rounded& x, const Packed<kBits>& weight, int64_t first, int64_t count, Out* out) {
+  const int64_t group = kGroup ? kGroup : weight.group, groups = weight.groups(), bytes = group * kBits / 8, row_bytes = weight.bytes_per_row();
+  Ints quarters[kGroupsTogether][kLanes / 4];
+  float scales[kGroupsTogether * kLanes];
+  Floats results = {};
+  for (int64_t from = 0; from < groups; from += kGroupsTogether) {
+    const int64_t here = std::min(kGroupsTogether, groups - from);
+    gather_scales(weight, first, count, from, here, scales, kLanes);
+    // those of the rows to come: nothing else would ask for them before they are needed
+    const auto* next_scales = reinterpret_cast<const uint8_t*>(weight.scale + (first + kLanes) * groups);
+    for (int64_t line = 0; line < kLanes * here * 2; line += 64) __builtin_prefetch(next_scales + line);
+    for (int64_t r = 0; r < kLanes; r += 4) {
+      const uint8_t* rows[4];
+      // rows that are not there are read as the last one, and not stored
+      for (int64_t i = 0; i < 4; ++i) rows[i] = weight.values + (first + std::min(r + i, count - 1)) * row_bytes + from * bytes;
+      const int32_t* pairs = x.pairs.data() + from * (group / 2);
+      for (int64_t g = 0; g < here; ++g, pairs += group / 2) {
+        Ints sums[4];
+        HFAX_UNROLL for (int64_t i = 0; i < 4; ++i) {
+          const uint8_t* at = rows[i] + g * bytes;
+          __builtin_prefetch(at + kAhead);
+          if (kBits == 8) __builtin_prefetch(at + kAhead + 64);
+          sums[i] = add_row<kBits, kGroup>(at, pairs, group);
+        }
+        quarters[g][r / 4] = quarters_of(sums[0], sums[1], sums[2], sums[3]);
+      }
+    }
+    for (int64_t g = 0; g < here; ++g) {
+      const Ints all = totals_of(quarters[g]) + x.offset[from + g];
+      results = fused(__builtin_convertvector(all, Floats), load(scales + g * kLanes) * x.scale[from + g], results);
+    }
+  }
+  for (int64_t i = 0; i < count; ++i) store(results[i], out + first + i);
 }
 
 // The results of all rows for rows `begin` to `end` of the weight.
 template <int kBits, typename Out>
 void multiply_packed(const Rounded& x, const Packed<kBits>& weight, int64_t begin, int64_t end, Out* out, int64_t num_columns) {
-  // one row's block of the weight is small enough for the nearest cache if it is one vector wide
-  const int64_t step = x.rows == 1 ? kWords : kPanel * kWords;
-  for (int64_t first = begin; first < end; first += step) {
-    const int64_t count = std::min(step, end - first);
-    if (count <= kWords) {
+  if (x.rows == 1) {
+    for (int64_t first = begin; first < end; first += kLanes) {
+      const int64_t count = std::min(kLanes, end - first);
+      weight.group == 128 ? multiply_row<kBits, 128>(x, weight, first, count, out) : multiply_row<kBits, 0>(x, weight, first, count, out);
+    }
+    return;
+  }
+  constexpr int64_t kStep = kPanel * kLanes;
+  for (int64_t first = begin; first < end; first += kStep) {
+    const int64_t count = std::min(kStep, end - first);
+    if (count <= kLanes) {
       multiply_panel<1>(x, weight, first, count, out, num_columns);
     } else {
       multiply_panel<kPanel>(x, weight, first, count, out, num_columns);
@@ -253,7 +371,7 @@ void multiply_packed(const Rounded& x, const Packed<kBits>& weight, int64_t begi
 // Rows of the weight that a thread takes at a time.
 template <int kBits>
 int64_t packed_chunk(const Packed<kBits>& weight) {
-  constexpr int64_t kStep = kPanel * kWords;
+  constexpr int64_t kStep = kPanel * kLanes;
   return std::max(kStep, kPackedChunk / std::max<int64_t>(weight.bytes_per_row(), 1) / kStep * kStep);
 }
 

@@ -132,8 +132,7 @@ ffi::Error prompt_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> query, 
         store_some(scores, kLanes, row + c);
         highest = highest > scores ? highest : scores;
       }
-      float top = highest[0];
-      for (int64_t lane = 1; lane < kLanes; ++lane) top = std::max(top, highest[lane]);
+      const float top = highest_of(highest);
       Floats sum{};
       for (int64_t c = 0; c < keys; c += kLanes) {
         const Floats share = top > -1e29f ? exponential(load(row + c) - top) : Floats{};
