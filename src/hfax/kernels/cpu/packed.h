@@ -307,7 +307,7 @@ inline Ints add_row(const uint8_t* weight, const int32_t* x, int64_t group) {
 }
 
 constexpr int64_t kGroupsTogether = 32;
-constexpr int64_t kAhead = 4096;  // bytes
+constexpr int64_t kAhead = 8192;  // bytes
 
 // The results of one row of activations for `count` rows of the weight, at most kLanes, of which four are read at a time: memory is
 // fastest in few streams. The same numbers as `multiply_panel` gives.
