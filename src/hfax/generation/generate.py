@@ -16,7 +16,6 @@ import numpy as np
 from hfax.generation.decoding import LoopSpec, State, advance, start
 from hfax.generation.generation_request import GenerationOptions, Prompts
 from hfax.generation.host_loop import Progress
-from hfax.generation.host_loop import Streamer as Streamer
 from hfax.generation.sampling_config import make_sampling_spec
 from hfax.generation.speculation import advance_with_drafts
 from hfax.launch.together import agree

@@ -23,7 +23,8 @@ from hfax.backends.jax.generating import call_own_generate, open_request, parts_
 from hfax.backends.jax.mapping import map_dataset
 from hfax.backends.jax.warming import compile_generation, reject_other_inputs
 from hfax.backends.jax.weights import as_state_dict, cast, count_numbers, quantization_of, replaced
-from hfax.generation.generate import GenerationLoop, Streamer
+from hfax.generation.generate import GenerationLoop
+from hfax.generation.host_loop import Streamer
 from hfax.generation.overrides import has_own_generate
 from hfax.generation.warm_up import WarmedUp
 from hfax.launch.driven import drive
