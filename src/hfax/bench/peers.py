@@ -1,12 +1,11 @@
 """Peers to compare with: transformers in two modes, and the plain torchax recipe.
 
-Decode time is the time of a full generate call minus that of a short one, so it includes the per-step overhead of a user's call.
+Decode time runs from the second token of a generate call to its last, so it includes the per-step overhead of a user's call.
 """
 
 from __future__ import annotations
 
 import copy
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +13,13 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.generation.streamers import BaseStreamer
 
 from hfax.bench.spec import Case, SubjectKind, SubjectSpec, random_prompt
 
-_ENOUGH_S, _MOST_PAIRS = 1.0, 9
-"""Medians are taken over calls of at least this many seconds in total, and at most this many pairs of calls."""
 Run = Callable[[], tuple[float, list[int]]]
+Note = Callable[[int], None]
+"""Takes the number of tokens of each sequence that have been computed since the last call."""
 
 
 def _load(spec: SubjectSpec) -> Any:
@@ -54,35 +54,29 @@ class _Peer:
         ids = random_prompt(case.batch_size, case.context, vocab_size, repeats=case.repeats)
         return torch.from_numpy(ids).to(self.model.device)
 
-    def generate(self, case: Case, ids: torch.Tensor) -> Callable[[int], list[int]]:
-        """Return a function that generates a number of tokens and returns the first sequence's."""
+    def generate(self, case: Case, ids: torch.Tensor) -> Callable[[int, Note], list[int]]:
+        """Return a function that generates a number of tokens, notes those it waited for, and returns the first sequence's."""
         raise NotImplementedError
 
     def prepare(self, case: Case) -> Run:
         """Implements `Subject`."""
         generate = self.generate(case, self._prompt(case))
 
-        def timed(tokens: int) -> tuple[float, list[int]]:
+        def prefill() -> tuple[float, list[int]]:
             _synchronize()
             start = time.perf_counter()
-            written = generate(tokens)
+            written = generate(1, lambda _: None)
             _synchronize()
             return time.perf_counter() - start, written
 
-        def run() -> tuple[float, list[int]]:
-            if case.kind == "prefill":
-                return timed(1)
-            short, whole, written = [], [], []
-            while not whole or (sum(whole) < _ENOUGH_S and len(whole) < _MOST_PAIRS):
-                short.append(timed(2)[0])
-                seconds, written = timed(2 + case.tokens)
-                whole.append(seconds)
-            difference = statistics.median(whole) - statistics.median(short)
-            if difference <= 0:
-                raise RuntimeError("all tokens took no longer than the first two: too much noise to measure")
-            return difference, written
+        def decode() -> tuple[float, list[int]]:
+            times: list[tuple[float, int]] = []  # when tokens were there, and how many were then
+            written = generate(2 + case.tokens, lambda count: times.append((time.perf_counter(), count)))
+            (start, _), *later = times[1:]
+            return (later[-1][0] - start) * case.tokens / sum(count for _, count in later), written
 
-        generate(4)
+        run = prefill if case.kind == "prefill" else decode
+        generate(4, lambda _: None)
         run()
         return run
 
@@ -92,17 +86,35 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
+class _Steps(BaseStreamer):
+    """Notes the tokens of each step of `generate`, which puts the prompt first."""
+
+    def __init__(self, note: Note) -> None:
+        self._note, self._prompt_is_next = note, True
+
+    def put(self, value: torch.Tensor) -> None:
+        """Implements `BaseStreamer`: (batch,) of a step, or (1, tokens) of an assisted one."""
+        if not self._prompt_is_next:
+            self._note(value.shape[1] if value.ndim > 1 else 1)
+        self._prompt_is_next = False
+
+    def end(self) -> None:
+        """Implements `BaseStreamer`."""
+
+
 class Eager(_Peer):
     """transformers in eager mode."""
 
-    def generate(self, case: Case, ids: torch.Tensor, **options: Any) -> Callable[[int], list[int]]:
+    def generate(self, case: Case, ids: torch.Tensor, **options: Any) -> Callable[[int, Note], list[int]]:
         """Implements `_Peer`."""
         mask = torch.ones_like(ids)
         if case.draft_tokens:
             options["prompt_lookup_num_tokens"] = case.draft_tokens
 
-        def write(new_tokens: int) -> list[int]:
-            out = self.model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, **options)
+        def write(new_tokens: int, note: Note) -> list[int]:
+            out = self.model.generate(
+                ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, streamer=_Steps(note), **options
+            )
             return out[0, ids.shape[1] :].tolist()
 
         return write
@@ -111,7 +123,7 @@ class Eager(_Peer):
 class Static(Eager):
     """transformers with its static cache and decoding steps compiled by torch.compile."""
 
-    def generate(self, case: Case, ids: torch.Tensor, **options: Any) -> Callable[[int], list[int]]:
+    def generate(self, case: Case, ids: torch.Tensor, **options: Any) -> Callable[[int, Note], list[int]]:
         """Implements `_Peer`."""
         # transformers compiles only on accelerators by default; _compile_all_devices overrides this. max_cache_len keeps the cache
         # shape fixed for calls of any length.
@@ -137,7 +149,7 @@ class Recipe(_Peer):
         self.model = self.model.cpu()
         self._weights, self._call = torchax.extract_jax(self.model)
 
-    def generate(self, case: Case, ids: torch.Tensor) -> Callable[[int], list[int]]:
+    def generate(self, case: Case, ids: torch.Tensor) -> Callable[[int, Note], list[int]]:
         """Implements `_Peer`."""
         import jax
         import jax.numpy as jnp
@@ -156,7 +168,7 @@ class Recipe(_Peer):
         prompt = jnp.array(ids.numpy(), jnp.int32)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
-        def write(new_tokens: int) -> list[int]:
+        def write(new_tokens: int, note: Note) -> list[int]:
             zeros = jnp.zeros((case.batch_size, config.num_key_value_heads, capacity, head_dim), dtype)
             cache = make_cache([zeros, zeros, jnp.int32(0)] * config.num_hidden_layers)
             positions = jnp.broadcast_to(jnp.arange(case.context)[None], prompt.shape)
@@ -165,6 +177,12 @@ class Recipe(_Peer):
             for position in range(case.context, case.context + new_tokens - 1):
                 token, cache = step(weights, token, jnp.full((case.batch_size, 1), position), cache)
                 written.append(token)
+                if len(written) == 2:  # steps are dispatched ahead, so only the first two and all are waited for
+                    token.block_until_ready()
+                    note(1)
+                    note(1)
+            token.block_until_ready()
+            note(len(written) - 2)
             return [int(each[0, 0]) for each in written]
 
         return write
