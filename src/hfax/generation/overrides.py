@@ -81,7 +81,7 @@ def run_own_generate(
         return host.generate(*(() if prompt is None else (prompt,)), **options)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _host_class(cls: type) -> type:
     """A subclass in which `super().generate` in every transformers class is `_GeneralGeneration.generate`."""
 

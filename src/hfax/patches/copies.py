@@ -77,7 +77,7 @@ def _read(function: Any) -> _Reading | None:
     return _read_code(function.__code__) if isinstance(function, types.FunctionType) else None
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _read_code(code: types.CodeType) -> _Reading | None:
     try:
         source = textwrap.dedent(inspect.getsource(code))

@@ -95,7 +95,7 @@ def _keys(typed_dict: Any) -> Iterator[str]:
         yield from _keys(base)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _taken_by_source(place: str) -> tuple[frozenset[str], frozenset[str]]:
     """Names that a module's code reads from its `kwargs`, and the name prefixes it looks for."""
     try:

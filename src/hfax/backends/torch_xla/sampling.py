@@ -32,7 +32,7 @@ def check_supported(spec: SamplingSpec) -> None:
     if lacking:
         raise UnsupportedOptionError(
             f"The backend torch_xla does not support {', '.join(lacking)}.",
-            "It implements only the most common logits processors.",
+            "These have no implementation on it.",
             'Remove the option, or use backend="jax", which supports it.',
         )
 
