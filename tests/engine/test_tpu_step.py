@@ -12,7 +12,8 @@ from tiny_models import TPU_SIZES, tiny_llama_config
 
 from hfax.kernels import pool, target
 from hfax.kernels.rows import Rows
-from hfax.planning.topology import plan_over, topology_devices
+from hfax.parallelism import plan_over
+from hfax.planning.devices import topology_devices
 from hfax.sharding.mesh import make_mesh
 from hfax.tracing.abstract import open_skeleton, without_weights
 

@@ -131,9 +131,15 @@ def _check(model: JaxModel) -> None:
 
 def _layout_of(model: JaxModel, topology: str, parallelism: Any) -> Layout:
     """The layout on a topology's devices, without hardware."""
-    from hfax.planning.topology import topology_devices
+    from hfax.planning.devices import topology_devices
 
     devices = topology_devices(topology)
+    if devices[0].platform == "gpu":
+        raise UnsupportedOptionError(
+            f"export() cannot make programs for {topology!r}.",
+            "XLA chooses a GPU program's tile sizes by running candidates on the device.",
+            "Export on a machine with that GPU, without topology=.",
+        )
     # a mesh even for one device: it tells Pallas the target chip
     mesh = make_mesh(parallelism, model.config, devices)
     return Layout.of(plan_over(model.skeleton, mesh, model.quantization))  # pyright: ignore[reportArgumentType]

@@ -78,6 +78,19 @@ def choose(way: str) -> None:
         target.chosen.add(way)
 
 
+def is_described(device: jax.Device) -> bool:
+    """Whether the device is a topology's, for which programs can be compiled but not run."""
+    return type(device.client).__name__ == "CompileOnlyPyClient"
+
+
+def compiler_options(device: jax.Device) -> dict[str, str] | None:
+    """XLA options of a program for the device; None: the defaults.
+
+    On a described GPU nothing can be tuned: XLA would run candidates on the device.
+    """
+    return {"xla_gpu_autotune_level": "0"} if device.platform == "gpu" and is_described(device) else None
+
+
 @contextlib.contextmanager
 def plainly() -> Iterator[None]:
     """Within the block the target is unknown, so everything uses plain JAX."""

@@ -56,6 +56,11 @@ def embedding(
 
 
 def _rows(weight: jax.Array, index: jax.Array) -> jax.Array:
+    if where.mesh() is not None and index.size == 1:
+        # XLA makes the gather of a single row a dynamic-slice, and for that it gathers a table that is split by rows; of two
+        # rows, each device looks up those in its own part, and their sum is an all-reduce of the activations
+        twice = jnp.broadcast_to(index.reshape(1), (2,))
+        return jnp.take(weight, twice, axis=0, mode="clip")[0].reshape(*index.shape, *weight.shape[1:])
     return jnp.take(weight, index, axis=0, mode="clip")
 
 

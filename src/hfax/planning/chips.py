@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 
 from hfax.errors import InvalidInputError
@@ -31,6 +32,7 @@ class Chip:
 
 _GOOGLE = "Google's documentation of Cloud TPU"
 _NVIDIA = "NVIDIA's data sheet; dense operations, NVLink"
+_NVIDIA_PCIE = "NVIDIA's data sheet; dense operations, PCI Express 4.0 x16"
 _GB, _GIB = 10**9, 1 << 30
 
 CHIPS = {
@@ -50,24 +52,29 @@ CHIPS = {
         ("h100", 80 * _GB, 3350, 989, 450, _NVIDIA),
         ("h200", 141 * _GB, 4800, 989, 450, _NVIDIA),
         ("b200", 180 * _GB, 7700, 2250, 900, _NVIDIA),
+        ("l4", 24 * _GB, 300, 121, 32, _NVIDIA_PCIE),
+        ("rtx4090", 24 * _GB, 1008, 165, 32, _NVIDIA_PCIE),
     )
 }
 TPUS = ("v5e", "v5p", "v6e")
+GPUS = ("a100", "h100", "h200", "b200", "l4", "rtx4090")
+_ALIASES = {"a100-80gb": "a100", "h100-80gb": "h100"}
 
 
 def chip_of(name: str) -> Chip:
     """The chip of a topology ("v5e:2x4") or of a kind and a count ("h100:8"); "cpu:8" is this host's memory in eight parts.
 
     Raises:
-        InvalidInputError: an unknown chip.
+        InvalidInputError: an unknown chip, or an invalid count.
     """
     kind = name.partition(":")[0].lower()
+    kind = _ALIASES.get(kind, kind)
     if kind == "cpu":
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         source = "this host's memory"
         return Chip(
             name=kind,
-            memory_bytes=total // count_of(name),
+            memory_bytes=total // math.prod(sizes_of(name)),
             bandwidth=0,
             operations=0,
             interconnect=0,
@@ -92,6 +99,8 @@ _KINDS = {
     "h100": "h100",
     "a100": "a100",
     "b200": "b200",
+    "nvidia l4": "l4",
+    "rtx 4090": "rtx4090",
 }
 """Substring of JAX's device kind to chip name; the first match wins."""
 
@@ -101,17 +110,18 @@ def chip_of_kind(device_kind: str) -> Chip | None:
     return next((CHIPS[name] for part, name in _KINDS.items() if part in device_kind.lower()), None)
 
 
-def count_of(name: str) -> int:
-    """The device count in a name such as "h100:8".
+def sizes_of(name: str) -> tuple[int, ...]:
+    """The sizes in a name such as "v5e:2x4" or "h100:2x8"; their product is the number of devices.
 
     Raises:
-        InvalidInputError: the count is invalid.
+        InvalidInputError: the sizes are invalid.
     """
-    count = name.partition(":")[2] or "1"
-    if not count.isdigit() or int(count) < 1:
+    sizes = (name.partition(":")[2] or "1").split("x")
+    is_grid = name.partition(":")[0].lower() in TPUS
+    if not all(size.isdigit() and int(size) > 0 for size in sizes) or len(sizes) > (3 if is_grid else 2):
         raise InvalidInputError(
             f"{name!r} has no valid device count.",
-            "Non-TPU devices are planned by kind and count.",
-            "Pass a name such as h100:8 or cpu:8.",
+            "TPUs are named by kind and topology, other devices by kind and count, or hosts and devices of each.",
+            "Pass a name such as v5e:2x4, h100:8, h100:2x8 or cpu:8.",
         )
-    return int(count)
+    return tuple(int(size) for size in sizes)

@@ -2,8 +2,8 @@
 
 Turns a config, a machine ("v5e:2x4", "h100:8") and a request shape into a `Plan`: the best mesh, bytes per device, the largest
 batch and context that fit, and speed limits from published chip figures. Weights and cache are counted from the model's structure
-and the sharding plan; for TPUs both programs are compiled with the real compiler, which reports temporaries and communication.
-The devices are not needed.
+and the sharding plan; for TPUs and GPUs both programs are compiled with the real compiler, which reports temporaries and
+communication. The devices are not needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from hfax.kernels.constraints import cache_spec
 from hfax.load.quantize import Quantization
 from hfax.load.skeleton import Skeleton
 from hfax.parallelism import plan_over
-from hfax.planning.chips import TPUS, Chip, chip_of, count_of
+from hfax.planning.chips import Chip, chip_of
+from hfax.planning.devices import devices_of
 from hfax.planning.operations import operations_per_token, used_numbers
 from hfax.sharding.mesh import DATA, EXPERT, HEAD_AXES, TENSOR, attention_heads, fitting_sizes, make_mesh, size_of
 from hfax.sharding.partition import ShardingPlan
@@ -127,13 +128,13 @@ def make_plans(
     Args:
         name: model name for the table.
         config: config of a decoder-only model.
-        machines: TPU topologies ("v5e:2x4") or GPU kinds with a count ("h100:8").
+        machines: TPU topologies ("v5e:2x4"), or GPU kinds with a count ("h100:8") or hosts and a count ("h100:2x8").
         batches: batch sizes to plan for.
         context: final tokens per sequence.
         prompt: prompt tokens per sequence; None: 512, or half of a shorter context.
         quantization: weight quantization.
         mesh: mesh sizes by axis; None: the fastest by estimate.
-        compiles: compile with the TPU compiler; otherwise only estimate.
+        compiles: compile with the machine's compiler, if it is installed; otherwise only estimate.
 
     Raises:
         UnsupportedOptionError: the model does not generate from token ids alone.
@@ -146,7 +147,7 @@ def make_plans(
             "A plan needs at least one sequence, and a prompt shorter than the context.",
             "Change --batch, --context or --prompt.",
         )
-    found = [(machine, chip_of(machine), *devices_of(machine)) for machine in machines]
+    found = [(machine, chip_of(machine), *devices_of(machine, compiles)) for machine in machines]
     model = _read(name, config, quantization, context)
     for machine, chip, devices, problem in found:
         for batch in batches:
@@ -211,7 +212,7 @@ def _plan(
 
     sizes, plan, limits = max(ranked, key=merit)
     programs: list[Any] = []
-    if compiles and not problem and chip.name in TPUS:
+    if compiles and not problem:
         from hfax.planning.topology import compile_programs
 
         try:
@@ -346,21 +347,3 @@ def _largest(fits: Any, most: int) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
-
-
-def devices_of(machine: str) -> tuple[list[Any], str]:
-    """The machine's devices (stand-ins without a compiler), and why nothing is compiled, or ""."""
-    if chip_of(machine).name in TPUS:
-        from hfax.planning.topology import topology_devices
-
-        return topology_devices(machine), ""
-    return [_StandIn(i) for i in range(count_of(machine))], "only TPU topologies are compiled; memory is estimated"
-
-
-class _StandIn:
-    """A placeholder for a device in a mesh."""
-
-    platform = "gpu"
-
-    def __init__(self, index: int) -> None:
-        self.id = index

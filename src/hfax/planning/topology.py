@@ -1,35 +1,33 @@
-"""Ahead-of-time compilation for absent TPUs: the real compiler, a topology description, no weights.
+"""Ahead-of-time compilation for absent TPUs and GPUs: the real compiler, a topology description, no weights.
 
-Turns a config, a topology ("v5e:2x4") and a request shape into compiled prefill and decode programs and the compiler's reports.
-Requires libtpu (`hfax[tpu]`) but no TPU.
+Turns a config, a topology ("v5e:2x4", "h100:8") and a request shape into compiled prefill and decode programs and the compiler's
+reports. Requires the compiler (`hfax[tpu]`, `hfax[plan-gpu]`) but no device.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import os
 import re
 import time
+from collections import Counter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from transformers import GenerationConfig, PretrainedConfig
 
-from hfax.errors import BackendNotAvailableError
 from hfax.generation.decoding import LoopSpec, advance, start
 from hfax.generation.sampling_config import make_sampling_spec
 from hfax.kernels.constraints import cache_spec
 from hfax.kernels.quantized import QuantizedArray
-from hfax.kernels.target import compiling_for
+from hfax.kernels.target import compiler_options, compiling_for
 from hfax.load.quantize import Quantization, bits_and_group, weights_to_quantize
 from hfax.load.skeleton import Skeleton
 from hfax.parallelism import plan_over
+from hfax.planning.devices import topology_devices
 from hfax.sharding.mesh import batch_axes, make_mesh
 from hfax.sharding.partition import ShardingPlan
 from hfax.tracing.abstract import open_skeleton, without_weights
@@ -42,10 +40,10 @@ class CompiledProgram:
     Args:
         name: "prefill" or "decode".
         trace_seconds: tracing time.
-        compile_seconds: TPU compile time.
+        compile_seconds: compile time.
         argument_bytes: argument size per device.
         temporary_bytes: temporaries per device, without arguments and results.
-        kernels: number of calls of each Pallas kernel.
+        kernels: number of calls of each Pallas kernel, by its name.
         large_copies: copies of arrays of 1 MiB or more in main memory.
         collectives: count of each kind of collective in the HLO.
         collective_bytes: bytes that a device receives from collectives in one pass over the HLO.
@@ -79,14 +77,14 @@ def compile_for(
 
     Args:
         config: config of a decoder-only model.
-        topology: TPU topology, such as "v5e:2x4" or "v6e:2x2".
+        topology: such as "v5e:2x4", "v6e:2x2", "h100:8".
         batch_size: number of concurrent sequences.
         prompt_length: prompt length, in tokens, including padding.
         capacity: cache capacity, in tokens.
         quantization: weight quantization.
 
     Raises:
-        BackendNotAvailableError: libtpu is not installed, or the topology is unknown.
+        BackendNotAvailableError: the compiler is not installed, or the topology is unknown.
         InvalidInputError: the number of heads is not divisible by the number of devices.
     """
     devices = topology_devices(topology)
@@ -107,6 +105,7 @@ def compile_programs(
 ) -> list[CompiledProgram]:
     """Like `compile_for`, on a sharding plan's mesh, with devices such as those from `topology_devices`."""
     mesh, config = plan.mesh, skeleton.module.config
+    device = mesh.devices.flat[0]
     model, weights = without_weights(skeleton)
 
     def on_devices(shape: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
@@ -168,7 +167,7 @@ def compile_programs(
         return advance(model, spec, params, state, {}, request, limit)
 
     begin = time.perf_counter()
-    with compiling_for("tpu", mesh=mesh, chosen=(chosen := set[str]())):
+    with compiling_for(device, mesh=mesh, chosen=(chosen := set[str]())):
         shapes = jax.eval_shape(run_prompt, params, inputs, request)
     prompt_seconds = time.perf_counter() - begin
     shardings = state_shardings(shapes)
@@ -181,40 +180,8 @@ def compile_programs(
         _lower("prefill", prefill, (params, inputs, request), mesh, traced_s=prompt_seconds, chosen=chosen),
         _lower("decode", decode, (params, state, request, limit), mesh),
     ]
-    return [_compile(program) for program in lowered]  # libtpu crashes when two threads compile
-
-
-def topology_devices(topology: str) -> list[Any]:
-    """Device descriptions of a topology; no hardware needed. Up to eight v5e or v6e chips form one host, as on Google Cloud.
-
-    Raises:
-        BackendNotAvailableError: libtpu is not installed, or the topology is unknown.
-    """
-    if jax.default_backend() != "tpu":  # otherwise libtpu searches for a TPU and warns
-        for name, value in _NO_TPU.items():
-            os.environ.setdefault(name, value)
-    try:
-        described = topologies.get_topology_desc(platform="tpu", topology_name=topology, **_host_of(topology))
-        return list(described.devices)
-    except Exception as error:  # jaxlib raises several unrelated classes here
-        raise BackendNotAvailableError(
-            f"Cannot compile for the topology {topology!r}.",
-            str(error).splitlines()[0],
-            "Install hfax[tpu] (libtpu compiles without a TPU), and use a topology such as v5e:2x4 or v6e:2x2.",
-        ) from error
-
-
-def _host_of(topology: str) -> dict[str, tuple[int, ...]]:
-    """Chips per host, if different from libtpu's default of four."""
-    kind, _, shape = topology.partition(":")
-    sizes = [int(n) for n in shape.split("x") if n.isdigit()]
-    is_one_host = kind in ("v5e", "v6e") and math.prod(sizes) <= _CHIPS_OF_A_HOST
-    if sizes and (is_one_host or math.prod(sizes) == 1):
-        return {"chips_per_host_bounds": (*sizes, 1, 1)[:3]}
-    return {}
-
-
-_CHIPS_OF_A_HOST = 8
+    options = compiler_options(device)
+    return [_compile(program, options) for program in lowered]  # libtpu crashes when two threads compile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,21 +202,16 @@ def _lower(
     chosen: set[str] | None = None,
 ) -> _Lowered:
     begin = time.perf_counter()
-    with compiling_for("tpu", mesh=mesh, chosen=chosen) as where:
+    with compiling_for(mesh.devices.flat[0], mesh=mesh, chosen=chosen) as where:
         lowered = function.lower(*args)
     return _Lowered(name, lowered, traced_s + time.perf_counter() - begin, tuple(sorted(where.chosen)))
 
 
-def _compile(program: _Lowered) -> CompiledProgram:
+def _compile(program: _Lowered, options: dict[str, str] | None) -> CompiledProgram:
     begin = time.perf_counter()
-    compiled = program.lowered.compile()
+    compiled = program.lowered.compile(compiler_options=options)
     seconds = time.perf_counter() - begin
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    kernels: dict[str, int] = {}
-    for line in text.splitlines():
-        if 'custom_call_target="tpu_custom_call"' in line:
-            kernel = line.partition(" = ")[0].strip().removeprefix("ROOT ").lstrip("%").rstrip(".0123456789")
-            kernels[kernel] = kernels.get(kernel, 0) + 1
     names = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
     collectives = {n: len(re.findall(rf" {n}(?:-start)?\(", text)) for n in names}
     return CompiledProgram(
@@ -258,7 +220,7 @@ def _compile(program: _Lowered) -> CompiledProgram:
         compile_seconds=seconds,
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        kernels=kernels,
+        kernels=_kernels(text),
         large_copies=tuple(_large_copies(text)),
         collectives={n: c for n, c in collectives.items() if c},
         collective_bytes=sum(_result_bytes(line) for line in text.splitlines() if _COLLECTIVE.search(line)),
@@ -267,13 +229,20 @@ def _compile(program: _Lowered) -> CompiledProgram:
     )
 
 
-_NO_TPU = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile at once
-}
-"""libtpu environment on machines without a TPU."""
+_TRITON = "__gpu$xla.gpu.triton"
+
+
+def _kernels(text: str) -> dict[str, int]:
+    """How often each Pallas kernel is called."""
+    names = []
+    for line in text.splitlines():
+        if 'custom_call_target="tpu_custom_call"' in line:
+            names.append(line.partition(" = ")[0].strip().removeprefix("ROOT ").lstrip("%").rstrip(".0123456789"))
+        elif _TRITON in line and (found := re.search(r'[{,] ?name = "([^"]+)"', line)) is not None:
+            names.append(found.group(1))
+    return dict(Counter(names))
+
+
 _COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
 
 

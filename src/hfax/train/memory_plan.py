@@ -20,9 +20,10 @@ from hfax.backends.jax.model import JaxModel
 from hfax.errors import HfaxError, InvalidInputError, UnsupportedOptionError
 from hfax.lora.config import LoraConfig
 from hfax.parallelism import plan_over
-from hfax.planning.chips import TPUS, Chip, chip_of
+from hfax.planning.chips import Chip, chip_of
+from hfax.planning.devices import devices_of
 from hfax.planning.operations import operations_per_token
-from hfax.planning.plan import USABLE, devices_of
+from hfax.planning.plan import USABLE
 from hfax.sharding.layout import Layout
 from hfax.sharding.mesh import FSDP, TENSOR, attention_heads, make_mesh
 from hfax.train.step import TrainStep
@@ -101,7 +102,7 @@ def make_train_plans(
         rows: rows per step.
         length: row length, in tokens.
         mesh: mesh sizes by axis; None: fsdp over as many devices as divide the rows, tensor over the rest.
-        compiles: compile with the TPU compiler; otherwise only estimate.
+        compiles: compile with the machine's compiler, if it is installed; otherwise only estimate.
 
     Raises:
         UnsupportedOptionError: not a decoder of token ids.
@@ -114,7 +115,7 @@ def make_train_plans(
             "Change --batch, --context or --train.",
         )
     for machine in machines:
-        chip, (devices, problem) = chip_of(machine), devices_of(machine)
+        chip, (devices, problem) = chip_of(machine), devices_of(machine, compiles)
         for kind in kinds:
             yield _plan(name, config, machine, chip, devices, problem, kind, rows, length, mesh, compiles)
 
@@ -142,10 +143,11 @@ def _plan(
     frozen_bytes = _bytes({n: a for n, a in model.params.items() if n not in set(step.trainable)})
     temporary, compile_s = _arithmetic(model, state, rows, length), None
     room = int(chip.memory_bytes * USABLE)
+    is_compiled = compiles and not problem
     is_hopeless = state_bytes + frozen_bytes + temporary > room
-    if compiles and not problem and chip.name in TPUS and is_hopeless:
+    if is_compiled and is_hopeless:
         problem = "not compiled: what the arithmetic counts alone does not fit"
-    elif compiles and not problem and chip.name in TPUS:
+    elif is_compiled:
         ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
         begin = time.perf_counter()
         try:
@@ -157,7 +159,7 @@ def _plan(
             problem = error.why
         except jax.errors.JaxRuntimeError as error:  # raised when the program does not fit
             problem = str(error).splitlines()[0]
-    doubts = compile_s is None and compiles and bool(problem) and chip.name in TPUS
+    doubts = is_compiled and compile_s is None
     operations = rows * length * (3 * operations_per_token(model.skeleton) + 2 * trained)
     return TrainPlan(
         model=name,

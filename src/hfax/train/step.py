@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from hfax.backends.jax.model import JaxModel
 from hfax.errors import InvalidInputError, OutOfMemoryError, UnsupportedOptionError
 from hfax.kernels.quantized import QuantizedArray
-from hfax.kernels.target import compiling_for
+from hfax.kernels.target import compiler_options, compiling_for
 from hfax.lora.adapters import trained_names
 from hfax.phases import phase
 from hfax.sharding.mesh import batch_axes
@@ -341,7 +341,8 @@ class TrainStep:
         with phase("trace", name), compiling_for(device, mesh=mesh, pages=False, is_differentiated=True):
             lowered = function.lower(*args)
         with phase("compile", name), _explaining(f"the program of {name}"):
-            return lowered.compile(compiler_options=_CPU_OPTIONS if device.platform == "cpu" else None)
+            options = _CPU_OPTIONS if device.platform == "cpu" else compiler_options(device)
+            return lowered.compile(compiler_options=options)
 
 
 def make_train_step(
