@@ -12,7 +12,7 @@ PIP_TORCH_XLA := .venv-torch_xla/bin/python -m pip --disable-pip-version-check
 # OpenMP's threads wait busily for each other, which costs more than they bring where every core has a worker.
 PYTEST = OMP_NUM_THREADS=1 JAX_PLATFORMS=cpu HFAX_TESTS_HOME=build/hfax .venv/bin/python -m pytest --junitxml=build/tests/$@.xml -n $(WORKERS) --dist worksteal
 EIGHT_DEVICES := XLA_FLAGS='--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
-JOBS := test-torch_xla test-tpu_compile test-multiprocess test-browser test-sweep
+JOBS := test-torch_xla test-tpu_compile test-gpu_compile test-multiprocess test-browser test-sweep
 
 .PHONY: run test test-sharding lint check test-all test-jobs $(JOBS) test-asan clean chromium
 
@@ -43,6 +43,10 @@ test-jobs: $(JOBS)
 
 test-tpu_compile: .venv/.test
 	$(PYTEST) -m tpu_compile
+
+# JAX's CUDA plugin lies beside the environment: in it, JAX would search for a GPU in every other test.
+test-gpu_compile: .venv/.test build/gpu-compiler
+	PYTHONPATH=build/gpu-compiler $(PYTEST) -m gpu_compile
 
 test-multiprocess: .venv/.test-multiprocess
 	$(PYTEST) -m multiprocess
@@ -97,6 +101,13 @@ clean:
 .venv/.lint .venv/.test-multiprocess .venv/.test-browser .venv/.test-sweep: .venv/.%: .venv/.test
 	$(PIP) install -e '.[cpu,$*]'
 	touch $@
+
+build/gpu-compiler: | .venv/.test
+	@echo "Installing XLA's GPU compiler (400 MB)."
+	rm -rf $@ $@.part
+	version=$$(.venv/bin/python -c "import importlib.metadata; print(importlib.metadata.version('jax'))") && \
+		$(PIP) install --no-deps --target $@.part jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version
+	mv $@.part $@
 
 # torch_xla needs exactly the torch that it was built against, so it has an environment of its own (7 GB).
 .venv-torch_xla/bin/python:

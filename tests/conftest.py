@@ -53,6 +53,11 @@ def tpu_compiler() -> None:
     """libtpu: for claims about what it makes of a program."""
 
 
+@pytest.fixture
+def gpu_compiler() -> None:
+    """JAX's CUDA plugin: for claims about what XLA's GPU compiler makes of a program."""
+
+
 def _has_cpp_compiler() -> bool:
     from hfax.kernels.cpu import library
 
@@ -62,6 +67,7 @@ def _has_cpp_compiler() -> bool:
 _AVAILABLE: dict[str, Callable[[], bool]] = {
     "cpu_kernels": _has_cpp_compiler,
     "tpu_compiler": lambda: importlib.util.find_spec("libtpu") is not None,  # its wheels are for Linux on x86-64
+    "gpu_compiler": lambda: importlib.util.find_spec("jax_cuda13_plugin") is not None,
 }
 """By fixture: whether this machine has the compiler that its tests are about."""
 

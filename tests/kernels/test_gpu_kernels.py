@@ -1,16 +1,23 @@
-"""Attention as GPUs compute it, here by XLA, which takes the same arguments as cuDNN; no GPU is needed, and none is tested."""
+"""The kernels of GPUs without one: Triton kernels interpreted, cuDNN's attention by XLA, which takes the same arguments.
+
+What XLA's GPU compiler makes of them is in tests/planning/test_gpu_topology.py.
+"""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from hfax.kernels.attention import Causal, Mask, attention, causal_positions
 from hfax.kernels.gpu import attention as kernels
-from hfax.kernels.gpu.attention import fits, fits_step, prompt_attention, step_attention, step_attention_works
+from hfax.kernels.gpu import flash, quantized
+from hfax.kernels.gpu.attention import fits, fits_step, prompt_attention, step_attention
 from hfax.kernels.target import compiling_for
+from hfax.load.quantize import quantize
 
 
 def normal(*shape, seed=0, dtype=jnp.float32):
@@ -53,17 +60,18 @@ def a_step(capacity=1024, width=64, dtype=jnp.bfloat16):
 def test_a_step_reads_what_it_sees():
     query, key, value, mask = a_step()
     expected, _ = attention(query, key, value, mask, scale=0.3)
+    assert expected.dtype == query.dtype
     # what is not seen may be anything
     hidden = jnp.where(mask[:, :, 0, :, None], 0.0, jnp.inf).astype(key.dtype)
     far = jnp.arange(1024)[:, None] >= 896  # parts that have nothing to see are not even read
     got = step_attention(query, key + jnp.where(far, hidden, 0), value, mask, scale=0.3, interpret=True)
+    assert got.dtype == query.dtype  # of several chunks, JAX's kernel gives float32
     np.testing.assert_allclose(got.astype(jnp.float32), expected.astype(jnp.float32), atol=2.0**-6)
 
 
 def test_the_steps_that_the_triton_kernel_takes():
     long = a_step(capacity=32768)
     assert fits_step(*long)
-    assert not fits_step(*a_step())  # short
     assert not fits_step(*a_step(capacity=32768 + 64))
     assert not fits_step(*a_step(capacity=32768, width=96))
     assert not fits_step(*a_step(capacity=32768, dtype=jnp.float32))
@@ -78,32 +86,108 @@ def test_the_triton_kernel_lowers_for_a_gpu():
     assert "xla.gpu.triton" in lowered.as_text()
 
 
-def test_without_a_gpu_the_triton_kernel_is_not_tried():
-    assert not step_attention_works()
+@pytest.mark.parametrize(
+    ("length", "widths", "window", "softcap", "padding", "has_sinks"),
+    [
+        (40, (64, 64), None, None, None, False),
+        (200, (128, 128), 50, None, [0, 130], False),
+        (100, (80, 80), None, 20.0, [3, 99], False),
+        (130, (64, 64), 8, None, None, True),
+        (70, (192, 128), None, None, [0, 5], True),
+        (65, (256, 256), None, 5.0, None, False),
+    ],
+)
+def test_prompts_by_the_triton_kernel(length, widths, window, softcap, padding, has_sinks):
+    width, value_dim = widths
+    shapes = ((2, 4, length, width), (2, 2, length, width), (2, 2, length, value_dim))
+    query, key, value = (normal(*shape, seed=n, dtype=jnp.bfloat16) for n, shape in enumerate(shapes))
+    assert flash.fits(query, key, value)
+    sinks = normal(4) if has_sinks else None
+    rows, columns = jnp.arange(length)[:, None], jnp.arange(length)
+    seen = (columns <= rows) & (columns > rows - (window or length))
+    is_real = None if padding is None else jnp.arange(length)[None] >= jnp.array(padding)[:, None]
+    real = 1 if is_real is None else is_real[:, :, None, None]
+    seen = jnp.broadcast_to(seen, (2, 1, length, length)) & (True if is_real is None else is_real[:, None, None, :])
+    exact = [array.astype(jnp.float32) for array in (query, key, value)]
+    expected, _ = attention(*exact, seen, scale=0.2, softcap=softcap, sinks=sinks)
+    options = {"scale": 0.2, "window": window, "softcap": softcap}
+    got = flash.flash_attention(query, key, value, is_real, sinks, **options, interpret=True)
+    assert got.dtype == query.dtype
+    np.testing.assert_allclose(got.astype(jnp.float32) * real, expected * real, atol=2.0**-6)
 
 
-@pytest.mark.parametrize(("change", "works"), [(None, False), ("interpreted", True), ("wrong", False)])
-def test_the_triton_kernel_is_tried_where_there_is_a_gpu(monkeypatch, caplog, change, works):
-    """Within a trace, as programs ask; a kernel that fails, as here without a GPU, or that gives other numbers is left out."""
-    monkeypatch.setattr(kernels, "is_there", lambda: True)
-    interpreted = functools.partial(step_attention, interpret=True)
+@pytest.mark.parametrize("rows", [1, 2, 17, 128])
+@pytest.mark.parametrize(("shape", "bits"), [((64, 256), 8), ((48, 384), 8), ((64, 256), 4), ((128, 1024), 4)])
+def test_packed_weights_by_the_triton_kernel(rows, shape, bits):
+    weight = torch.from_numpy(np.random.default_rng(0).standard_normal(shape, np.float32))
+    packed = quantize(weight, f"int{bits}", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    assert quantized.fits(rows, packed.shape, bits, packed.group)
+    x = normal(rows, shape[1], dtype=jnp.bfloat16)
+    got = quantized.linear(x, packed.values, packed.scale, bits=bits, out_dtype=jnp.float32, interpret=True)
+    scale = np.repeat(np.asarray(packed.scale, np.float64), packed.group, axis=1)
+    expected = np.asarray(x, np.float64) @ (np.asarray(packed.integers(), np.float64) * scale).T
+    np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_products_that_the_kernel_of_packed_weights_does_not_take():
+    assert quantized.fits(128, (64, 256), 4, 128)
+    assert not quantized.fits(129, (64, 256), 4, 128)
+    assert not quantized.fits(1, (64, 256), 8, 64)
+    assert not quantized.fits(1, (72, 256), 8, 128)
+    with pytest.raises(ValueError, match="no kernel for 129 rows"):
+        quantized.linear(
+            jnp.zeros((129, 256), jnp.bfloat16),
+            jnp.zeros((64, 256), jnp.int8),
+            jnp.ones((64, 2), jnp.bfloat16),
+            bits=8,
+            out_dtype=jnp.float32,
+        )
+
+
+TRIALS = {
+    "step": (kernels, "step_attention", kernels.step_attention_works),
+    "prompt": (flash, "flash_attention", flash.works),
+    "packed": (quantized, "linear", quantized.works),
+}
+
+
+@pytest.mark.parametrize(("change", "works"), [("none", False), ("interpreted", True), ("wrong", False)])
+@pytest.mark.parametrize("kernel", TRIALS)
+def test_kernels_are_tried_before_programs_use_them(monkeypatch, caplog, kernel, change, works):
+    """Within a trace, as programs ask; a kernel that fails, as here without a GPU, or that gives other values is left out."""
+    module, name, trial = TRIALS[kernel]
+    interpreted = functools.partial(getattr(module, name), interpret=True)
     if change == "interpreted":
-        monkeypatch.setattr(kernels, "step_attention", interpreted)
+        monkeypatch.setattr(module, name, interpreted)
     elif change == "wrong":
-        monkeypatch.setattr(kernels, "step_attention", lambda *args, **kwargs: interpreted(*args, **kwargs) * 1.5)
+        monkeypatch.setattr(module, name, lambda *args, **kwargs: interpreted(*args, **kwargs) * 1.5)
     found = []
-    step_attention_works.cache_clear()
+    trial.cache_clear()
     try:
-        jax.jit(lambda x: found.append(step_attention_works()) or x)(1.0)
+        jax.jit(lambda x: found.append(trial()) or x)(1.0)
     finally:
-        step_attention_works.cache_clear()
+        trial.cache_clear()
     assert found == [works]
     assert bool(caplog.records) != works
 
 
-def test_a_program_for_a_gpu_that_is_not_there_is_plain():
+DESCRIBED = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", client=type("CompileOnlyPyClient", (), {})())
+
+
+@pytest.mark.parametrize(
+    ("device", "has_kernel"),
+    [
+        (DESCRIBED, True),
+        (SimpleNamespace(platform="rocm", device_kind="AMD Instinct MI300X", client=DESCRIBED.client), False),
+        (SimpleNamespace(platform="gpu", device_kind="Tesla V100", client=None, compute_capability="7.0"), False),
+        (SimpleNamespace(platform="gpu", device_kind="NVIDIA V100", client=None, compute_capability="7.0"), False),
+        ("gpu", False),
+    ],
+    ids=["nvidia", "amd", "old", "old nvidia", "unknown"],
+)
+def test_the_target_decides_not_this_machine(device, has_kernel):
     query = normal(1, 2, 8, 16, dtype=jnp.bfloat16)
     mask = Mask(array=causal_positions(8, 8), causal=Causal(window=None, is_real=None))
-    with compiling_for("gpu") as where:
-        attention(query, query, query, mask, scale=1.0)
-    assert not [way for way in where.chosen if "cuDNN" in way]
+    with compiling_for(device) as where:
+        jax.eval_shape(lambda q: attention(q, q, q, mask, scale=1.0)[0], query)
+    assert ("attention: Triton kernel, prompts" in where.chosen) == has_kernel

@@ -36,7 +36,7 @@ def plan(
             "--machines",
             "--topology",
             "--devices",
-            help="TPU topologies, or GPUs or host CPU devices as kind:count; comma-separated.",
+            help="TPU topologies such as v5e:2x4, GPUs as kind:count or kind:hostsxcount, or cpu:count; comma-separated.",
         ),
     ] = "v5e:2x4,v6e:2x4",
     batch: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1",
@@ -52,9 +52,7 @@ def plan(
         str | None,
         typer.Option(help="Plan fine-tuning with --batch rows of --context tokens: full, lora, or full,lora."),
     ] = None,
-    no_compile: Annotated[
-        bool, typer.Option("--no-compile", help="Estimate without the TPU compiler: takes seconds, not minutes.")
-    ] = False,
+    no_compile: Annotated[bool, typer.Option("--no-compile", help="Estimate without the machines' compilers.")] = False,
     json_file: Annotated[
         Path | None, typer.Option(help="Write the plans to this JSON file, for from_pretrained(plan=…).")
     ] = None,
@@ -63,10 +61,13 @@ def plan(
     json_output: model_options.JsonOption = False,
     verbose: model_options.VerboseOption = False,
 ) -> None:
-    """Estimate memory, mesh and best-case speed; for TPUs with the real compiler. Loads no weights."""
+    """Estimate memory, mesh and best-case speed; for TPUs and GPUs with the real compilers. Loads no weights."""
     with reporting(verbose):
+        import jax
         from rich.console import Console
 
+        if jax.config.jax_platforms is None:  # type: ignore[attr-defined]
+            jax.config.update("jax_platforms", "cpu")  # no device is needed: plugins do not search for theirs
         from hfax.load.config import read_any_config
         from hfax.load.quantize import check_name
         from hfax.planning.plan import ASSUMPTIONS, make_plans

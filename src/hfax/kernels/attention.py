@@ -8,16 +8,19 @@ the backend registers them with transformers' attention interface. They do not k
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from hfax.kernels import online_softmax, target
 from hfax.kernels.cpu import calls, library
 from hfax.kernels.online_softmax import OnlineSoftmax
 from hfax.kernels.paged import JointPages, Pages, SeparatePages
+from hfax.sharding.mesh import HEAD_AXES, TENSOR, batch_axes
 
 _MASKED = -1e30
 """Replaces minus infinity in scores: its exp() is 0, and fully masked rows stay finite."""
@@ -130,18 +133,9 @@ def attention(
         on_tpu = _on_tpu(query, key, value, given.causal, pages, scale=scale, softcap=softcap)
         if on_tpu is not None:
             return on_tpu, probabilities
-    if given.causal is not None and sinks is None and softcap is None and target.is_for("gpu"):
-        from hfax.kernels.gpu import attention as kernels
-
-        if kernels.fits(query, key, value) and kernels.is_there():
-            target.choose("attention: cuDNN, prompts")
-            causal = given.causal
-            out = kernels.prompt_attention(query, key, value, causal.is_real, scale=scale, window=causal.window)
-            return out, probabilities
-        is_alone = target.mesh() is None and not target.is_differentiated()
-        if is_alone and kernels.fits_step(query, key, value, given.array) and kernels.step_attention_works():
-            target.choose("attention: Triton kernel, reads the live part of the cache")
-            return kernels.step_attention(query, key, value, given.array, scale=scale), probabilities
+    on_gpu = _on_gpu(query, key, value, given, scale=scale, softcap=softcap, sinks=sinks)
+    if on_gpu is not None:
+        return on_gpu, probabilities
     if _has_kernel(query, key, value, given.array):
         target.choose("attention: C++ kernel, reads the keys that are seen")
         seen = jnp.broadcast_to(given.array, (*given.array.shape[:2], query.shape[2], key.shape[2]))
@@ -184,6 +178,71 @@ def _on_tpu(
         is_real = jnp.ones((query.shape[0], query.shape[2]), jnp.int32) if mask.is_real is None else mask.is_real
         return kernels.splash_attention(query, key, value, is_real, **options)
     return None
+
+
+def _on_gpu(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: Mask,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: jax.Array | None,
+) -> jax.Array | None:
+    """By cuDNN or a Triton kernel; None if none supports these shapes, or the program is not for an NVIDIA GPU."""
+    if (gpu := target.nvidia_gpu()) is None or (causal := mask.causal) is None:
+        return None
+    from hfax.kernels.gpu import attention as kernels
+    from hfax.kernels.gpu import flash
+
+    is_described, is_plain = target.is_described(gpu), softcap is None and sinks is None
+    if not is_described and is_plain and kernels.fits(query, key, value):
+        target.choose("attention: cuDNN, prompts")
+        return kernels.prompt_attention(query, key, value, causal.is_real, scale=scale, window=causal.window)
+    shards, kv_shards = target.head_shards()
+    if target.is_differentiated() or query.shape[1] % shards or key.shape[1] % kv_shards:
+        return None
+    if flash.fits(query, key, value) and (is_described or flash.works()):
+        target.choose("attention: Triton kernel, prompts")
+        options: dict[str, Any] = {"scale": scale, "window": causal.window, "softcap": softcap}
+        call = functools.partial(flash.flash_attention, **options)
+        return _by_heads(call, query, key, value, causal.is_real, sinks)
+    local = key.size // kv_shards * key.dtype.itemsize
+    fits_step = is_plain and kernels.fits_step(query, key, value, mask.array) and local >= kernels.MIN_CACHE_BYTES
+    if fits_step and (is_described or kernels.step_attention_works()):
+        target.choose("attention: Triton kernel, reads the live part of the cache")
+        call = functools.partial(kernels.step_attention, scale=scale)
+        return _by_heads(call, query, key, value, mask.array)
+    return None
+
+
+def _by_heads(
+    call: Callable[..., jax.Array],
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    by_row: jax.Array | None,
+    by_head: jax.Array | None = None,
+) -> jax.Array:
+    """The call's result, [batch, queries, heads, head_dim]; under a mesh each device computes its own rows and heads.
+
+    Args:
+        call: a kernel for one device.
+        query: as in `attention`.
+        key: as in `attention`.
+        value: as in `attention`.
+        by_row: its fourth argument, [batch, ...].
+        by_head: its fifth argument, [heads].
+    """
+    rest = (by_row,) if by_head is None else (by_row, by_head)
+    if (mesh := target.mesh()) is None:
+        return call(query, key, value, *rest)
+    rows = batch_axes(mesh, query.shape[0])
+    of_key = P(rows, TENSOR, None, None)
+    specs = (P(rows, HEAD_AXES, None, None), of_key, of_key, P(rows), P(HEAD_AXES))[: 3 + len(rest)]
+    out = P(rows, None, HEAD_AXES, None)
+    return jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)(query, key, value, *rest)
 
 
 def _fits_prompt_kernel(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> bool:

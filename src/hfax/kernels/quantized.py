@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -106,9 +107,9 @@ def linear(x: jax.Array, weight: QuantizedArray, bias: jax.Array | None = None) 
         multiply = calls.linear_int8 if weight.bits == 8 else calls.linear_int4
         out_dtype = x.dtype if bias is None else jnp.dtype(jnp.float32)
         out = multiply(x.reshape(rows, -1), weight.values, weight.scale, out_dtype).reshape(*x.shape[:-1], -1)
-    elif (specs := _tpu_specs(x, weight)) is not None:
+    elif (found := _pallas_kernel(x, weight)) is not None:
         target.choose(f"linear: Pallas kernel (int{weight.bits} weights)")
-        out = _on_tpu(x, weight, *specs)
+        out = _by_kernel(x, weight, *found)
     else:
         target.choose(f"linear: int{weight.bits} weights made numbers, then XLA's matrix product")
         numbers = weight.dequantize().astype(x.dtype)
@@ -128,9 +129,19 @@ def without_batch_axes(spec: P | None, ndim: int) -> P:
     return P(*(kept(axes) for axes in entries))
 
 
-def _tpu_specs(x: jax.Array, weight: QuantizedArray) -> tuple[P, P] | None:
-    """Shardings of activations and weight for the Pallas kernel; None if it does not support this program or these shapes."""
-    if not target.is_for("tpu") or target.is_differentiated() or x.dtype != jnp.bfloat16 or weight.ndim != 2:
+def _pallas_kernel(x: jax.Array, weight: QuantizedArray) -> tuple[Any, P, P] | None:
+    """The target's module of kernels, and the shardings of activations and weight for it; None if it does not support this
+    program or these shapes."""
+    if target.is_differentiated() or x.dtype != jnp.bfloat16 or weight.ndim != 2:
+        return None
+    if target.is_for("tpu"):
+        from hfax.kernels.tpu import quantized as kernels  # Pallas takes a second to import
+    elif (gpu := target.nvidia_gpu()) is not None:
+        from hfax.kernels.gpu import quantized as kernels
+
+        if not target.is_described(gpu) and not kernels.works():
+            return None
+    else:
         return None
     mesh = target.mesh()
     of_x, of_weight = P(*[None] * x.ndim), P(None, None)
@@ -139,17 +150,14 @@ def _tpu_specs(x: jax.Array, weight: QuantizedArray) -> tuple[P, P] | None:
             return None
         of_weight = without_batch_axes(weight.spec, 2)
         of_x = P(batch_axes(mesh, x.shape[0]), *of_x[1:-1], of_weight[1]) if x.ndim > 1 else P(of_weight[1])
-    from hfax.kernels.tpu import quantized as kernels  # Pallas for TPU takes a second to import
-
     parts = [1 if mesh is None else size_of(mesh, axes) for axes in (*of_weight, of_x[0] if x.ndim > 1 else None)]
     shape = (weight.shape[0] // parts[0], weight.shape[1] // parts[1])
     rows = math.prod(x.shape[:-1]) // parts[2]
-    return (of_x, of_weight) if kernels.fits(rows, shape, weight.bits, weight.group) else None
+    return (kernels, of_x, of_weight) if kernels.fits(rows, shape, weight.bits, weight.group) else None
 
 
-def _on_tpu(x: jax.Array, weight: QuantizedArray, of_x: P, of_weight: P) -> jax.Array:
+def _by_kernel(x: jax.Array, weight: QuantizedArray, kernels: Any, of_x: P, of_weight: P) -> jax.Array:
     """Each device multiplies its own shard; partial sums of a row are added in float32."""
-    from hfax.kernels.tpu import quantized as kernels
 
     def local(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
         flat = x.reshape(-1, x.shape[-1])

@@ -22,6 +22,7 @@ class Target:
 
     Args:
         platform: "cpu", "gpu" or "tpu".
+        device: a device of the program, possibly described by a topology; None: only the platform is known.
         mesh: the devices, with the axes of `hfax.sharding.mesh`; None: one device.
         pages: caches are paged, in the layout of the TPU kernels.
         is_differentiated: the program is differentiated, so kernels without gradients are excluded.
@@ -30,6 +31,7 @@ class Target:
     """
 
     platform: str
+    device: jax.Device | None = None
     mesh: jax.sharding.Mesh | None = None
     pages: bool = False
     is_differentiated: bool = False
@@ -37,6 +39,8 @@ class Target:
     chosen: set[str] = dataclasses.field(default_factory=set, compare=False)
 
 
+_TRITON_CAPABILITY = 8.0
+"""bfloat16 on tensor cores."""
 _target: ContextVar[Target | None] = ContextVar("hfax_target", default=None)
 
 
@@ -48,6 +52,14 @@ def current() -> Target | None:
 def is_for(platform: str) -> bool:
     """Whether the current trace is for a program on that platform."""
     return (target := _target.get()) is not None and target.platform == platform
+
+
+def nvidia_gpu() -> jax.Device | None:
+    """The NVIDIA GPU, there or described, that the current trace's program is for, if it can run hfax's Triton kernels."""
+    device = None if (target := _target.get()) is None or target.platform != "gpu" else target.device
+    if device is None or "nvidia" not in device.device_kind.lower():
+        return None
+    return device if is_described(device) or float(device.compute_capability) >= _TRITON_CAPABILITY else None
 
 
 def is_differentiated() -> bool:
@@ -122,9 +134,11 @@ def compiling_for(
         chosen: as in `Target`.
     """
     platform = device if isinstance(device, str) else device.platform
+    device = None if isinstance(device, str) else device
     platform = "gpu" if platform in ("cuda", "rocm") else platform
     target = Target(
         platform=platform,
+        device=device,
         mesh=mesh,
         pages=platform == "tpu" if pages is None else pages,
         is_differentiated=is_differentiated,

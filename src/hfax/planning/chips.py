@@ -58,7 +58,15 @@ CHIPS = {
 }
 TPUS = ("v5e", "v5p", "v6e")
 GPUS = ("a100", "h100", "h200", "b200", "l4", "rtx4090")
+_NUM_SIZES = {"v5e": (2, 2), "v6e": (2, 2), "v5p": (3, 3)}
+"""How many sizes a topology has."""
 _ALIASES = {"a100-80gb": "a100", "h100-80gb": "h100"}
+
+
+def kind_of(name: str) -> str:
+    """The kind of a machine's devices, such as "v5e" of "v5e:2x4"; not necessarily a known one."""
+    kind = name.partition(":")[0].lower()
+    return _ALIASES.get(kind, kind)
 
 
 def chip_of(name: str) -> Chip:
@@ -67,8 +75,7 @@ def chip_of(name: str) -> Chip:
     Raises:
         InvalidInputError: an unknown chip, or an invalid count.
     """
-    kind = name.partition(":")[0].lower()
-    kind = _ALIASES.get(kind, kind)
+    kind = kind_of(name)
     if kind == "cpu":
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         source = "this host's memory"
@@ -117,11 +124,11 @@ def sizes_of(name: str) -> tuple[int, ...]:
         InvalidInputError: the sizes are invalid.
     """
     sizes = (name.partition(":")[2] or "1").split("x")
-    is_grid = name.partition(":")[0].lower() in TPUS
-    if not all(size.isdigit() and int(size) > 0 for size in sizes) or len(sizes) > (3 if is_grid else 2):
+    fewest, most = _NUM_SIZES.get(kind_of(name), (1, 2))
+    if not all(size.isdigit() and int(size) > 0 for size in sizes) or not fewest <= len(sizes) <= most:
         raise InvalidInputError(
             f"{name!r} has no valid device count.",
             "TPUs are named by kind and topology, other devices by kind and count, or hosts and devices of each.",
-            "Pass a name such as v5e:2x4, h100:8, h100:2x8 or cpu:8.",
+            "Pass a name such as v5e:2x4, v5p:2x2x2, h100:8, h100:2x8 or cpu:8.",
         )
     return tuple(int(size) for size in sizes)

@@ -18,7 +18,7 @@ import jax
 from jax.experimental import topologies
 
 from hfax.errors import BackendNotAvailableError
-from hfax.planning.chips import GPUS, TPUS, chip_of, sizes_of
+from hfax.planning.chips import GPUS, TPUS, chip_of, kind_of, sizes_of
 
 _CHIPS_OF_A_HOST = 8
 _NO_TPU = {
@@ -39,12 +39,12 @@ def topology_devices(topology: str) -> list[Any]:
     Raises:
         BackendNotAvailableError: the compiler is not installed, or the topology is unknown.
     """
-    kind = topology.partition(":")[0].lower()
     if (missing := missing_compiler(topology)) is not None:
         raise BackendNotAvailableError(f"Cannot compile for the topology {topology!r}.", *missing)
-    if kind in GPUS:
+    if kind_of(topology) in GPUS:
         hosts, count = (1, *sizes_of(topology))[-2:]
-        config, shape = _gpu_target(chip_of(topology).name), f"1x{hosts}x{count}"
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # the compiler needs none of NVIDIA's libraries
+        config, shape = _gpu_target(kind_of(topology)), f"1x{hosts}x{count}"
         name, platform, options = topology, "cuda", {"target_config": config, "topology": shape}
     else:
         if jax.default_backend() != "tpu":  # otherwise libtpu searches for a TPU and warns
@@ -53,6 +53,12 @@ def topology_devices(topology: str) -> list[Any]:
         name, platform, options = topology, "tpu", _host_of(topology)
     try:
         return list(topologies.get_topology_desc(name, platform, **options).devices)
+    except NotImplementedError as error:
+        raise BackendNotAvailableError(
+            f"Cannot compile for the topology {topology!r}.",
+            "JAX has started in this process without its CUDA plugin.",
+            "Set JAX_PLATFORMS=cpu before JAX starts.",
+        ) from error
     except Exception as error:  # jaxlib raises several unrelated classes here
         raise BackendNotAvailableError(
             f"Cannot compile for the topology {topology!r}.",
@@ -63,7 +69,7 @@ def topology_devices(topology: str) -> list[Any]:
 
 def missing_compiler(machine: str) -> tuple[str, str] | None:
     """Why a machine's compiler is not there, and what to do; None if it is, or the machine is no known accelerator."""
-    kind = machine.partition(":")[0].lower()
+    kind = kind_of(machine)
     if kind in GPUS and find_spec("jax_cuda13_plugin") is None and find_spec("jax_cuda12_plugin") is None:
         return "XLA's GPU compiler is in JAX's CUDA plugin, which is not installed.", "Install hfax[plan-gpu]."
     if kind in TPUS and find_spec("libtpu") is None:
@@ -96,12 +102,15 @@ def devices_of(machine: str, compiles: bool = True) -> tuple[list[Any], str]:
 class _Placeholder:
     """A device of a mesh for which nothing is compiled."""
 
-    def __init__(self, index: int, platform: str) -> None:
-        self.id, self.platform = index, platform
+    process_index, slice_index = 0, 0
+
+    def __init__(self, index: int, platform: str, kind: str) -> None:
+        self.id, self.platform, self.device_kind = index, platform, kind
 
 
 def _placeholders(machine: str, platform: str) -> list[Any]:
-    return [_Placeholder(index, platform) for index in range(math.prod(sizes_of(machine)))]
+    kind = chip_of(machine).name
+    return [_Placeholder(index, platform, kind) for index in range(math.prod(sizes_of(machine)))]
 
 
 def _host_of(topology: str) -> dict[str, tuple[int, ...]]:

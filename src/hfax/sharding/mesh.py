@@ -189,7 +189,7 @@ def _checked_sizes(given: Mapping[str, int]) -> dict[str, int]:
 
 def _grid(devices: list[Any], shape: list[int]) -> np.ndarray:
     """The devices in an order that keeps neighbours along the last axes close together on a TPU."""
-    if devices and devices[0].platform == "tpu":
+    if devices and devices[0].platform == "tpu" and hasattr(devices[0], "coords"):
         from jax.experimental import mesh_utils
 
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)

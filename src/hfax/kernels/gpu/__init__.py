@@ -1,1 +1,1 @@
-"""GPU kernels that ship with JAX."""
+"""GPU kernels: cuDNN's and JAX's, and hfax's own in Triton."""

@@ -1,10 +1,11 @@
-"""Prefill and decoding programs of large shapes, compiled by the real TPU compiler for chips that are not there.
+"""Prefill and decoding programs of large shapes, compiled by the real compilers for TPUs and GPUs that are not there.
 
-    python benchmarks/tpu_compile.py --json-file benchmarks/results/tpu-compile.json      # some minutes; needs hfax[tpu]
+    python benchmarks/compile_ahead.py --kind tpu --json-file benchmarks/results/compile-ahead-tpu.json      # needs hfax[tpu]
+    python benchmarks/compile_ahead.py --kind gpu --json-file benchmarks/results/compile-ahead-gpu.json      # needs hfax[plan-gpu]
 
-Llama-3-8B on v5e:2x4, Qwen3-30B-A3B and Gemma 3 12B on v6e:2x2, tensor-parallel over all chips, bfloat16, and Llama-3-8B with
-packed weights on one chip of v5e; batch 1, a prompt of 512 tokens, a cache of 2,048. Prints seconds, memory a device, Pallas
-kernels, collectives, and copies of a megabyte or more.
+Llama-3-8B, Qwen3-30B-A3B and Gemma 3 12B, tensor-parallel over all devices, bfloat16 or packed, batch 1: on TPU a prompt of 512
+tokens and a cache of 2,048, on GPU 2,048 and 8,192. Prints seconds, memory a device, Pallas kernels, collectives and what a
+device receives from them, and copies of a megabyte or more. Takes some minutes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import transformers
 
+from hfax.planning.chips import GPUS, kind_of
 from hfax.planning.topology import compile_for
 
 LLAMA = transformers.LlamaConfig(
@@ -50,6 +52,20 @@ QWEN = transformers.Qwen3MoeConfig(
     max_position_embeddings=40960,
     dtype="bfloat16",
 )
+GEMMA = transformers.Gemma3TextConfig(
+    architectures=["Gemma3ForCausalLM"],
+    vocab_size=262208,
+    hidden_size=3840,
+    intermediate_size=15360,
+    num_hidden_layers=48,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=256,
+    sliding_window=1024,
+    query_pre_attn_scalar=256,
+    max_position_embeddings=131072,
+    dtype="bfloat16",
+)
 SHAPES: dict[str, tuple[str, Any, Any]] = {  # topology, quantization, config
     "llama-3-8b": ("v5e:2x4", None, LLAMA),
     "llama-3-8b-int8": ("v5e:1x1", "int8", LLAMA),
@@ -59,44 +75,46 @@ SHAPES: dict[str, tuple[str, Any, Any]] = {  # topology, quantization, config
     "qwen3-30b-a3b": ("v6e:2x2", None, QWEN),
     "qwen3-30b-a3b-int8": ("v6e:2x2", "int8", QWEN),
     "qwen3-30b-a3b-int4": ("v6e:2x2", "int4", QWEN),
-    "gemma-3-12b": (
-        "v6e:2x2",
-        None,
-        transformers.Gemma3TextConfig(
-            architectures=["Gemma3ForCausalLM"],
-            vocab_size=262208,
-            hidden_size=3840,
-            intermediate_size=15360,
-            num_hidden_layers=48,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            head_dim=256,
-            sliding_window=1024,
-            query_pre_attn_scalar=256,
-            max_position_embeddings=131072,
-            dtype="bfloat16",
-        ),
-    ),
+    "gemma-3-12b": ("v6e:2x2", None, GEMMA),
+    "llama-3-8b-h100": ("h100:1", None, LLAMA),
+    "llama-3-8b-8-h100": ("h100:8", None, LLAMA),
+    "llama-3-8b-int8-h100": ("h100:1", "int8", LLAMA),
+    "llama-3-8b-int4-h100": ("h100:1", "int4", LLAMA),
+    "llama-3-8b-int4-l4": ("l4:1", "int4", LLAMA),
+    "llama-3-8b-16-b200": ("b200:2x8", None, LLAMA),
+    "gemma-3-12b-2-h100": ("h100:2", None, GEMMA),
+    "qwen3-30b-a3b-4-h100": ("h100:4", None, QWEN),
 }
+
+
+def _is_gpu(topology: str) -> bool:
+    return kind_of(topology) in GPUS
 
 
 def main() -> None:
     """Compile and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument(
+        "--kind", choices=["tpu", "gpu"], default="tpu", help="whose shapes, unless --shapes names some"
+    )
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES)
     parser.add_argument("--json-file", type=Path)
     options = parser.parse_args()
     found = {}
-    for name in options.shapes:
+    for name in options.shapes or [
+        name for name, shape in SHAPES.items() if _is_gpu(shape[0]) == (options.kind == "gpu")
+    ]:
         topology, quantization, config = SHAPES[name]
-        for program in compile_for(config, topology, quantization=quantization):
+        sizes = {"prompt_length": 2048, "capacity": 8192} if _is_gpu(topology) else {}
+        for program in compile_for(config, topology, quantization=quantization, **sizes):
             facts = {k: v for k, v in dataclasses.asdict(program).items() if k != "text"}
             found[f"{name} {topology} {program.name}"] = facts
+            sent = f"{program.collectives} of {program.collective_bytes / 1e6:.2f} MB"
             print(
                 f"{name} {topology} {program.name}: trace {program.trace_seconds:.1f} s, compile {program.compile_seconds:.1f} s, "
                 f"{program.argument_bytes / 1e9:.2f} GB of arguments and {program.temporary_bytes / 1e6:.1f} MB of temporaries "
                 f"a device ({program.temporary_bytes / program.argument_bytes:.2%}), kernels {program.kernels}, "
-                f"collectives {program.collectives}, large copies {list(program.large_copies)}",
+                f"collectives {sent}, large copies {list(program.large_copies)}",
                 flush=True,
             )
     if options.json_file:

@@ -1,0 +1,172 @@
+"""Matrix products of few rows with 8-bit and 4-bit weights on NVIDIA GPUs, by Triton kernels that read only the integers.
+
+XLA alone writes the dequantized weight to memory first, and reads it again. That pays when many rows share it: above `_MAX_ROWS`
+rows, XLA's matrix product of the dequantized weight is used.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from hfax.kernels.gpu.trial import agrees
+
+_GROUP = 128
+"""Columns that share a scale."""
+_MAX_ROWS = 128
+_MIN_DOT_ROWS = 16
+"""Rows of x of the smallest matrix product of a GPU's tensor cores."""
+_TILE = 4096
+"""Elements of a single row's tile of products: 32 for each of 128 threads."""
+
+
+def fits(rows: int, shape: tuple[int, ...], bits: int, group: int) -> bool:
+    """Whether the kernel supports this number of rows and a weight of this shape, [out, in], on one device."""
+    return (
+        0 < rows <= _MAX_ROWS
+        and len(shape) == 2
+        and bits in (4, 8)
+        and group == _GROUP
+        and shape[0] % _MIN_DOT_ROWS == 0
+        and shape[1] % _GROUP == 0
+    )
+
+
+@functools.cache
+def works() -> bool:
+    """Whether the kernels give the right values on this process's GPU; tested once, on small weights."""
+    return agrees("of packed weights", _trial, 1e-3, "packed weights are dequantized for each product")
+
+
+def _trial() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    scale = jnp.asarray(rng.uniform(0.5, 1.0, (64, 2)), jnp.bfloat16)
+    got, expected = [], []
+    for bits, rows in ((8, 1), (8, 3), (4, 1), (4, 3)):
+        x = jnp.asarray(rng.standard_normal((rows, 256)), jnp.bfloat16)
+        values = jnp.asarray(rng.integers(0, 255, (64, 32 * bits)), jnp.uint8)
+        values = values.astype(jnp.int8) if bits == 8 else values
+        numbers = np.asarray(_integers(values, bits), np.float64) * np.repeat(np.asarray(scale, np.float64), 128, 1)
+        got.append(np.asarray(linear(x, values, scale, bits=bits, out_dtype=jnp.float32)).ravel())
+        expected.append((np.asarray(x, np.float64) @ numbers.T).ravel())
+    return np.concatenate(got), np.concatenate(expected)
+
+
+def _integers(values: jax.Array, bits: int) -> jax.Array:
+    """[out, in] int8 from [out, in] int8, or from words as in `_words`."""
+    if bits == 8:
+        return values
+    words = _words(values)
+    planes = [(words >> (4 * plane)) & 15 for plane in range(4)]
+    return (jnp.concatenate(planes, axis=-1).astype(jnp.int8) - 8).reshape(values.shape[0], -1)
+
+
+def _words(values: jax.Array) -> jax.Array:
+    """[out, groups, 32] uint16 of 4-bit weights: word i of a group holds its columns i, 32 + i, 64 + i and 96 + i."""
+    pairs = values.reshape(values.shape[0], -1, 32, 2)
+    return jax.lax.bitcast_convert_type(pairs, jnp.uint16)
+
+
+@functools.partial(jax.jit, static_argnames=("bits", "out_dtype", "interpret"))  # a kernel is traced once per shape
+def linear(
+    x: jax.Array, values: jax.Array, scale: jax.Array, *, bits: int, out_dtype: Any, interpret: bool = False
+) -> jax.Array:
+    """`x @ weight.T` with float32 accumulation, for shapes supported according to `fits`.
+
+    Integers are multiplied exactly; each group's sum is scaled in float32.
+
+    Args:
+        x: [rows, in_features] bfloat16 or float16.
+        values: as in `hfax.kernels.quantized.QuantizedArray`.
+        scale: [out_features, in_features / 128] bfloat16.
+        bits: 8 or 4.
+        out_dtype: dtype of the result.
+        interpret: run the kernel in interpret mode, for tests.
+
+    Returns:
+        [rows, out_features].
+    """
+    rows, width = x.shape
+    out_features, groups = scale.shape
+    if not fits(rows, (out_features, width), bits, width // groups):
+        raise ValueError(f"no kernel for {rows} rows and a weight [{out_features}, {width}]; ask `fits` first")
+    planes = 1 if bits == 8 else 4
+    weight = values.reshape(out_features, groups, _GROUP) if bits == 8 else _words(values)
+    lanes = _GROUP // planes
+    if rows == 1:
+        step = math.gcd(groups, 8)  # groups per iteration
+        columns = _divisor(out_features, max(4, _TILE // (step * lanes)))
+        kernel = functools.partial(_multiply_row, planes=planes, step=step)
+        count, warps, stages = 1, 4, 4
+    else:
+        count = max(_MIN_DOT_ROWS, 1 << (rows - 1).bit_length())
+        columns = _divisor(out_features, 64)
+        kernel = functools.partial(_multiply_rows, planes=planes)
+        x, warps = jnp.pad(x, ((0, count - rows), (0, 0))), 4 if count < 64 else 8
+        stages = 4 if count < 64 else 2  # shared memory of compute capability 8.9 holds two of 128 rows
+    x = x.reshape(count, groups, planes, lanes)
+    out = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((count, out_features), out_dtype),
+        grid=(out_features // columns,),
+        in_specs=[
+            pl.BlockSpec(x.shape, lambda i: (0, 0, 0, 0)),
+            pl.BlockSpec((columns, groups, lanes), lambda i: (i, 0, 0)),
+            pl.BlockSpec((columns, groups), lambda i: (i, 0)),
+        ],
+        out_specs=pl.BlockSpec((count, columns), lambda i: (0, i)),
+        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
+        interpret=interpret,
+        name=f"int{bits}_linear",
+    )(x, weight, scale)
+    return out[:rows]
+
+
+def _divisor(size: int, most: int) -> int:
+    """The largest power of two up to `most` that divides `size`."""
+    return min(math.gcd(size, 1 << 30), 1 << (most.bit_length() - 1))
+
+
+def _plane(weight: jax.Array, plane: int, planes: int) -> jax.Array:
+    """The signed integers of one plane of words; of 8-bit weights, which have one plane, the weights."""
+    if planes == 1:
+        return weight
+    return ((weight >> (4 * plane)) & 15).astype(jnp.int32) - 8
+
+
+def _multiply_row(x_ref: Any, weight_ref: Any, scale_ref: Any, out_ref: Any, *, planes: int, step: int) -> None:
+    """One row of x with a block of the weight's rows, in tiles of [weight rows, groups, lanes]."""
+    columns, groups, lanes = weight_ref.shape
+
+    def add(index: Any, sums: jax.Array) -> jax.Array:
+        part = pl.ds(index * step, step)
+        weight, scale = weight_ref[:, part, :], scale_ref[:, part].astype(jnp.float32)
+        for plane in range(planes):
+            numbers = _plane(weight, plane, planes).astype(jnp.float32) * scale[:, :, None]
+            sums += numbers * x_ref[0, part, plane, :].astype(jnp.float32)[None]
+        return sums
+
+    sums = jax.lax.fori_loop(0, groups // step, add, jnp.zeros((columns, step, lanes), jnp.float32))
+    out_ref[0, :] = sums.sum(axis=2).sum(axis=1).astype(out_ref.dtype)
+
+
+def _multiply_rows(x_ref: Any, weight_ref: Any, scale_ref: Any, out_ref: Any, *, planes: int) -> None:
+    """Rows of x with a block of the weight's rows, a group at a time on tensor cores."""
+    count, (columns, groups, _) = x_ref.shape[0], weight_ref.shape
+
+    def add(group: Any, sums: jax.Array) -> jax.Array:
+        weight, part = weight_ref[:, group, :], jnp.zeros((count, columns), jnp.float32)
+        for plane in range(planes):
+            numbers = _plane(weight, plane, planes).astype(x_ref.dtype)
+            part += triton.dot(x_ref[:, group, plane, :], numbers, trans_b=True)
+        return sums + part * scale_ref[:, group].astype(jnp.float32)[None]
+
+    sums = jax.lax.fori_loop(0, groups, add, jnp.zeros((count, columns), jnp.float32))
+    out_ref[...] = sums.astype(out_ref.dtype)

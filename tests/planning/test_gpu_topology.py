@@ -1,0 +1,120 @@
+"""Programs compiled by XLA's GPU compiler, for machines that are not there."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transformers
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from hfax import export
+from hfax.errors import BackendNotAvailableError, UnsupportedOptionError
+from hfax.kernels.gpu import flash, quantized
+from hfax.kernels.target import compiler_options
+from hfax.planning.devices import topology_devices
+from hfax.planning.plan import make_plans
+from hfax.planning.topology import compile_for
+from hfax.train.memory_plan import make_train_plans
+
+pytestmark = [pytest.mark.gpu_compile, pytest.mark.usefixtures("gpu_compiler")]
+
+WIDTHS = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+LLAMA = transformers.LlamaConfig(  # Llama-3-8B with two layers
+    architectures=["LlamaForCausalLM"], vocab_size=128256, num_hidden_layers=2, dtype="bfloat16", **WIDTHS
+)
+SIZES = {"prompt_length": 2048, "capacity": 65536}
+MB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("machine", "batch_size"),
+    [
+        ("h100:1", 1),
+        ("h100:8", 1),
+        ("h100:8", 8),
+        ("h100:2x8", 1),
+        ("h200:8", 1),
+        ("a100-80gb:8", 1),
+        ("b200:8", 1),
+        ("l4:1", 8),
+        ("rtx4090:1", 1),
+    ],
+)
+def test_programs_read_weights_once_and_send_activations_alone(machine, batch_size):
+    prefill, decode = compile_for(LLAMA, machine, batch_size=batch_size, **SIZES)
+    assert prefill.kernels == {"flash_attention": 2}
+    assert decode.kernels == {"mha_forward": 2}
+    assert prefill.large_copies == decode.large_copies == ()
+    assert decode.temporary_bytes < 16 * MB
+    # two of each layer, one of the embeddings, one of the best logits
+    messages = 2 * 2 + 2
+    assert not {"all-gather", "all-to-all", "collective-permute"} & decode.collectives.keys()
+    assert decode.collective_bytes <= messages * max(2, batch_size) * 4096 * 4
+    assert (sum(decode.collectives.values()) > 0) == (not machine.endswith(":1"))
+
+
+@pytest.mark.parametrize(
+    ("machine", "quantization"),
+    [("h100:1", "int8"), ("h100:1", "int4"), ("h100:8", "int4"), ("a100:1", "int4"), ("b200:1", "int8")],
+)
+def test_packed_weights_are_not_written_as_numbers_for_each_token(machine, quantization):
+    _, decode = compile_for(LLAMA, machine, quantization=quantization, **SIZES)
+    assert decode.kernels == {f"{quantization}_linear": 7 * 2 + 1, "mha_forward": 2}
+    assert decode.temporary_bytes < 16 * MB
+    assert not [way for way in decode.chosen if "made numbers" in way]
+
+
+def compiled(machine, function, *arguments):
+    """The function's program for one GPU, given arguments' shapes and dtypes."""
+    mesh = Mesh(np.array(topology_devices(machine)), ("one",))
+    everywhere = NamedSharding(mesh, P())
+    described = [jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere) for shape, dtype in arguments]
+    return jax.jit(function).lower(*described).compile(compiler_options=compiler_options(mesh.devices.flat[0]))
+
+
+@pytest.mark.parametrize("machine", ["a100:1", "l4:1", "h100:1", "b200:1"])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("rows", [1, 2, 128])
+def test_the_kernel_of_packed_weights_compiles_for_each_generation(machine, bits, rows):
+    multiply = functools.partial(quantized.linear, bits=bits, out_dtype=jnp.float32)
+    values = ((512, 128 * bits), jnp.int8 if bits == 8 else jnp.uint8)
+    program = compiled(machine, multiply, ((rows, 1024), jnp.bfloat16), values, ((512, 8), jnp.bfloat16))
+    assert "xla.gpu.triton" in program.as_text()
+
+
+@pytest.mark.parametrize("machine", ["a100:1", "l4:1", "h100:1", "b200:1"])
+@pytest.mark.parametrize(
+    ("width", "options"), [(64, {"window": 100}), (80, {}), (128, {"softcap": 30.0}), (192, {}), (256, {})]
+)
+def test_the_kernel_of_prompts_compiles_for_each_generation(machine, width, options):
+    attend = functools.partial(flash.flash_attention, scale=0.1, **options)
+    query, key = (((1, heads, 500, width), jnp.bfloat16) for heads in (4, 2))
+    program = compiled(machine, attend, query, key, key, ((1, 500), jnp.int32), ((4,), jnp.float32))
+    assert "xla.gpu.triton" in program.as_text()
+
+
+def test_a_plan_is_compiled():
+    (plan,) = make_plans("llama", LLAMA, ["h100:8"], context=65536)
+    assert (plan.problem, plan.mesh) == ("", {"tensor": 8})
+    assert 0 < plan.temporary_bytes < plan.weight_bytes
+    assert plan.collectives["decode"]["all-reduce"] >= 2 * 2 + 1
+
+
+def test_a_plan_of_training_is_compiled():
+    (plan,) = make_train_plans("llama", LLAMA, ["h100:8"], kinds=("lora",), rows=8, length=512)
+    assert plan.problem == ""
+    assert plan.compile_s > 0
+
+
+def test_programs_are_not_exported_for_a_gpu_that_is_not_there(hfax_llama, tmp_path):
+    with pytest.raises(UnsupportedOptionError, match="h100:1"):
+        export(hfax_llama, tmp_path / "bundle", topology="h100:1")
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_more_gpus_than_a_topology_can_have_are_an_error():
+    with pytest.raises(BackendNotAvailableError, match="h100:99999999999"):
+        compile_for(LLAMA, "h100:99999999999")
