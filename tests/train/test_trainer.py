@@ -178,7 +178,9 @@ from hfax import AutoModelForTPU, HfaxError, Trainer, TrainingArguments
 from train.small_models import rows
 model = AutoModelForTPU.from_pretrained(sys.argv[2])
 def run(steps):
-    arguments = TrainingArguments(output_dir=sys.argv[3], max_steps=steps, per_device_train_batch_size=4, save_steps=2)
+    arguments = TrainingArguments(
+        output_dir=sys.argv[3], max_steps=steps, per_device_train_batch_size=4, save_steps=2, lr_scheduler_type="constant"
+    )
     return Trainer(model, arguments, rows("llama", 40)).train(resume_from_checkpoint=True)
 run(4)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
@@ -197,8 +199,16 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert "could not be written" in done.stdout, done.stdout + done.stderr
     assert "step 4 is still there" in done.stdout
+    assert done.stderr == ""  # orbax's stack traces were hundreds of lines
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["2", "4"]
     _, model = make("llama", tmp_path / "model")
-    arguments = TrainingArguments(output_dir=tmp_path / "run", max_steps=6, per_device_train_batch_size=4, save_steps=2)
+    arguments = TrainingArguments(
+        output_dir=tmp_path / "run",
+        max_steps=6,
+        per_device_train_batch_size=4,
+        save_steps=2,
+        lr_scheduler_type="constant",
+    )
     assert Trainer(model, arguments, rows("llama", 40)).resume()["steps"] == 6
 
 
@@ -308,18 +318,3 @@ def test_metrics_go_to_tensorboard(tmp_path):
     events = EventAccumulator(str(tmp_path / "run" / "runs"))
     events.Reload()
     np.testing.assert_allclose([e.value for e in events.Scalars("loss")], losses_of(tmp_path / "run"), rtol=1e-6)
-
-
-def test_schedules_are_those_of_transformers(tmp_path):
-    from transformers import get_scheduler
-
-    for kind in ("linear", "cosine", "constant"):
-        arguments = TrainingArguments(output_dir=tmp_path, warmup_steps=3, lr_scheduler_type=kind, learning_rate=0.1)
-        rate = arguments.schedule(12)
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-        name = "constant_with_warmup" if kind == "constant" else kind
-        plain = get_scheduler(name, optimizer, num_warmup_steps=3, num_training_steps=12)
-        for step in range(12):
-            assert float(rate(step)) == pytest.approx(plain.get_last_lr()[0], abs=1e-7), (kind, step)
-            optimizer.step()
-            plain.step()
