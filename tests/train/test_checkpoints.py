@@ -6,6 +6,8 @@ import json
 import logging
 import re
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import optax
@@ -136,6 +138,46 @@ def test_without_a_whole_checkpoint_nothing_is_resumed_or_moved(folder, run):
         trainer(folder, run).resume()
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["2", "4", "6"]
     assert not (run / "damaged_checkpoints").exists()
+
+
+TWO_PROCESSES = """
+import json, sys
+import jax
+from hfax import AutoModelForTPU, Trainer, TrainingArguments
+
+folder, out, data = sys.argv[1:]
+model = AutoModelForTPU.from_pretrained(folder, parallelism={"fsdp": 8})
+arguments = TrainingArguments(
+    f"{out}/run", max_steps=6, per_device_train_batch_size=1, save_steps=2, save_total_limit=None, report_to="none", logging_steps=1
+)
+trainer = Trainer(model, arguments, json.load(open(data)))
+metrics = trainer.train(resume_from_checkpoint=True)
+json.dump(metrics["loss"], open(f"{out}/loss.{jax.process_index()}", "w"))
+"""
+
+
+@pytest.mark.multiprocess
+def test_two_processes_write_one_manifest_and_pass_over_a_damaged_checkpoint_together(folder, tmp_path):
+    script, data = tmp_path / "script.py", tmp_path / "data.json"
+    script.write_text(TWO_PROCESSES)
+    data.write_text(json.dumps(rows("llama", 40)))
+
+    def run():
+        arguments = ["launch", "--local", "2", "--cpu-devices", "4", script, folder, tmp_path, data]
+        command = [sys.executable, "-c", "from hfax.cli.app import main; main()", *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stderr, [json.loads((tmp_path / f"loss.{i}").read_text()) for i in range(2)]
+
+    _, first = run()
+    checkpoint = tmp_path / "run" / "checkpoints" / "6"
+    manifest = json.loads((checkpoint / MANIFEST_NAME).read_text())["files"]
+    assert {"state/ocdbt.process_0/manifest.ocdbt", "state/ocdbt.process_1/manifest.ocdbt"} <= set(manifest)
+    zero(checkpoint)
+    errors, again = run()
+    assert "step 6 is damaged" in errors
+    assert again == first
+    assert first[0] == first[1]
 
 
 ONE_MORE = [*rows("llama", 40), *rows("llama", 1, seed=9)]

@@ -48,8 +48,8 @@ class TrainingArguments:
         gradient_checkpointing: keep only each layer's input and recompute the layer in the backward pass.
         dropout: False disables dropout, regardless of the config.
         logging_steps: steps between logged metrics.
-        eval_strategy: when the evaluation data set is evaluated: "no", "steps" (every `eval_steps`, by default every
-            `logging_steps`) or "epoch", as in transformers; None: every `eval_steps` or else after each epoch, and at the end.
+        eval_strategy: when the evaluation data set is evaluated, as in transformers: "no", "steps" (every `eval_steps`, by default
+            every `logging_steps`, and at the end) or "epoch"; None: "steps" if `eval_steps` is given, else "epoch".
         eval_steps: steps between evaluations.
         save_strategy: when checkpoints are written: "no", "steps" (every `save_steps`, by default 500, and at the end) or
             "epoch", as in transformers; None: every `save_steps`, if given, and at the end.

@@ -65,12 +65,12 @@ class Occasions:
 
 
 def evaluations(arguments: Any, steps_per_epoch: int | None) -> Occasions:
-    """When a run with `TrainingArguments` is evaluated; a data set without length has one epoch."""
+    """When a run with `TrainingArguments` is evaluated; a data set without length has no epochs."""
     match arguments.eval_strategy:
         case "no":
             return Occasions(every=None, at_end=False)
         case "steps":
-            return Occasions(every=arguments.eval_steps or arguments.logging_steps, at_end=False)
+            return Occasions(every=arguments.eval_steps or arguments.logging_steps, at_end=True)
         case _:
             return Occasions(every=arguments.eval_steps or steps_per_epoch, at_end=True)
 
