@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import Trainer as PlainTrainer
 from transformers import TrainingArguments as PlainArguments
+from transformers.trainer_pt_utils import LabelSmoother
 
 from hfax import HfaxError, InvalidInputError, Trainer, TrainingArguments, UnsupportedOptionError
 from hfax.train.data import BatchOrder, PaddingCollator, pack
@@ -75,6 +76,30 @@ def test_losses_are_those_of_transformers_trainer(kind, tmp_path):
     assert len(found) == len(expected) == STEPS
     np.testing.assert_allclose(found, expected, atol=1e-4)
     assert found[-1] < found[0]
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' and torch's own
+def test_smoothed_losses_are_those_of_transformers_trainer(tmp_path):
+    """In training with parts of uneven numbers of labels, and in evaluation."""
+    plain, model = make("llama", tmp_path / "model")
+    data = rows("llama", BATCH * 8)
+    for number, row in enumerate(data):
+        row["labels"] = [-100] * (number % 9) + row["labels"][number % 9 :]
+    options = {"label_smoothing_factor": 0.2, "gradient_accumulation_steps": 2, "max_steps": 6}
+    expected = plain_losses(plain, data, tmp_path / "plain", **options)
+    found = own_losses(model, data, tmp_path / "own", **options)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    smoother = LabelSmoother(epsilon=0.2)
+    with torch.no_grad():
+        logits = plain.eval()(input_ids=torch.tensor([row["input_ids"] for row in data])).logits
+        loss = smoother({"logits": logits}, torch.tensor([row["labels"] for row in data]), shift_labels=True)
+    arguments = TrainingArguments(tmp_path / "again", per_device_eval_batch_size=3, label_smoothing_factor=0.2)
+    assert Trainer(model, arguments, data, data).evaluate()["eval_loss"] == pytest.approx(loss.item(), abs=1e-4)
+    with pytest.raises(InvalidInputError, match="does not go with a loss of your own"):
+        Trainer(model, arguments, data, loss=lambda apply, batch: apply(**batch).loss)
+    no_labels = PaddingCollator(columns=("input_ids",), is_causal=False)
+    with pytest.raises(InvalidInputError, match="needs labels that are classes"):
+        Trainer(model, arguments, data, data_collator=no_labels).train()
 
 
 @pytest.mark.sweep

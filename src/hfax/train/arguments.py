@@ -45,6 +45,7 @@ class TrainingArguments:
         adam_beta2: AdamW beta2.
         adam_epsilon: AdamW epsilon.
         max_grad_norm: maximum gradient norm for clipping; None: no clipping.
+        label_smoothing_factor: probability of each label that is spread over all classes, in training and in evaluation.
         gradient_checkpointing: keep only each layer's input and recompute the layer in the backward pass.
         dropout: False disables dropout, regardless of the config.
         logging_steps: steps between logged metrics.
@@ -92,6 +93,7 @@ class TrainingArguments:
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
     max_grad_norm: float | None = 1.0
+    label_smoothing_factor: float = 0.0
     gradient_checkpointing: bool = False
     dropout: bool = True
     logging_steps: int = 10

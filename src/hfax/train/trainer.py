@@ -17,6 +17,7 @@ from hfax.sharding.mesh import BATCH_AXES, size_of
 from hfax.train.arguments import TrainingArguments
 from hfax.train.checkpoints import Checkpoints
 from hfax.train.data import BatchOrder, Collator, PackedCollator, PaddingCollator, in_batches
+from hfax.train.label_smoothing import SmoothedTrainStep
 from hfax.train.logs import MetricsLog
 from hfax.train.losses import Loss
 from hfax.train.occasions import BestEvaluation, evaluations, saves
@@ -85,15 +86,7 @@ class Trainer:
             self._order = BatchOrder(train_dataset, self._rows_per_step(), args.seed, args.shuffle)
         self._total = self._count_steps()
         self._rate = None if optimizer is not None else args.schedule(self._total)
-        self._step = TrainStep(
-            model,
-            optimizer or args.optimizer(self._total),
-            loss,
-            trainable=trainable,
-            gradient_accumulation_steps=args.gradient_accumulation_steps,
-            remat=args.gradient_checkpointing,
-            dropout=args.dropout,
-        )
+        self._step = self._make_step(optimizer or args.optimizer(self._total), trainable)
         self.state: TrainState | None = None
         self._best = BestEvaluation(args.metric_for_best_model, args.greater_is_better)
 
@@ -230,7 +223,7 @@ class Trainer:
         args, adapters = self.args, self.model.active_adapters()
         return {
             **({} if self._rate is None else args.shape(self._total)),
-            **{name: getattr(args, name) for name in ("seed", "shuffle", "dropout")},
+            **{name: getattr(args, name) for name in ("seed", "shuffle", "dropout", "label_smoothing_factor")},
             "rows_per_step": self._rows_per_step(),
             "train_dataset": fingerprint(self.train_dataset, self._first),
             "data_collator": self._collate,
@@ -238,6 +231,24 @@ class Trainer:
             "dtype": str(self.model.dtype),
             "adapter": self.model.adapters.configs[adapters[0]] if adapters else None,
         }
+
+    def _make_step(self, optimizer: optax.GradientTransformation, trainable: Trainable) -> TrainStep:
+        args = self.args
+        options: dict[str, Any] = {
+            "trainable": trainable,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "remat": args.gradient_checkpointing,
+            "dropout": args.dropout,
+        }
+        if not args.label_smoothing_factor:
+            return TrainStep(self.model, optimizer, self._loss, **options)
+        if self._loss is not None:
+            raise InvalidInputError(
+                f"label_smoothing_factor={args.label_smoothing_factor} does not go with a loss of your own.",
+                "Smoothing is part of the loss.",
+                "Smooth the labels in the loss, or leave one of them out.",
+            )
+        return SmoothedTrainStep(self.model, optimizer, factor=args.label_smoothing_factor, **options)
 
     def _rows_per_step(self) -> int:
         args = self.args
