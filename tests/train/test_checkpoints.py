@@ -191,6 +191,8 @@ ONE_MORE = [*rows("llama", 40), *rows("llama", 1, seed=9)]
         ({"learning_rate": 1e-3}, r"learning_rate was 0\.01 and is now 0\.001"),
         ({"seed": 1}, "seed was 42 and is now 1"),
         ({"shuffle": False}, "shuffle was true and is now false"),
+        ({"group_by_length": True}, "group_by_length was false and is now true"),
+        ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor was 0\.0 and is now 0\.1"),
         ({"dropout": False}, "dropout was true and is now false"),
         ({"adam_beta1": 0.8}, r"adam_beta1 was 0\.9 and is now 0\.8"),
         ({"adam_beta2": 0.8}, r"adam_beta2 was 0\.999 and is now 0\.8"),

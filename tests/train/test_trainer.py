@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -16,10 +17,10 @@ import pytest
 import torch
 from transformers import Trainer as PlainTrainer
 from transformers import TrainingArguments as PlainArguments
-from transformers.trainer_pt_utils import LabelSmoother
+from transformers.trainer_pt_utils import LabelSmoother, get_length_grouped_indices
 
 from hfax import HfaxError, InvalidInputError, Trainer, TrainingArguments, UnsupportedOptionError
-from hfax.train.data import BatchOrder, PaddingCollator, pack
+from hfax.train.data import BatchOrder, PaddingCollator, grouped_by_length, pack
 
 from .small_models import make, rows
 
@@ -326,6 +327,40 @@ def test_the_order_of_rows_depends_on_the_seed_and_step_alone():
     assert all_steps != [rows for _, rows in islice(order(2).after(0), 9)]
     for epoch in range(3):
         assert len({row for rows in all_steps[3 * epoch : 3 * epoch + 3] for row in rows}) == 9
+
+
+@pytest.mark.parametrize("count", [3, 50, 1000])
+def test_rows_are_grouped_by_length_as_in_transformers(count):
+    lengths = np.random.default_rng(0).integers(1, 60, count)
+    shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(3)).numpy()
+    expected = get_length_grouped_indices(lengths.tolist(), 4, generator=torch.Generator().manual_seed(3))
+    assert grouped_by_length(shuffled, lengths, 4).tolist() == expected
+
+
+def test_steps_of_grouped_rows_have_similar_lengths_and_resume(tmp_path):
+    data = [{"input_ids": [1] * n} for n in np.random.default_rng(0).integers(1, 60, 80)]
+    order = BatchOrder(data, 4, 1, True, group_by_length=True)
+    steps = [[len(row["input_ids"]) for row in found] for _, found in itertools.islice(order.after(0), 40)]
+    assert [[len(row["input_ids"]) for row in found] for _, found in itertools.islice(order.after(13), 27)] == steps[
+        13:
+    ]
+    alone = BatchOrder(data, 4, 1, True)
+    spread = lambda found: np.mean([max(step) - min(step) for step in found])  # noqa: E731
+    mixed = [[len(row["input_ids"]) for row in found] for _, found in itertools.islice(alone.after(0), 40)]
+    assert spread(steps) < spread(mixed) / 2
+    for epoch in (steps[:20], steps[20:]):
+        assert sorted(n for step in epoch for n in step) == sorted(len(row["input_ids"]) for row in data)
+    with pytest.raises(InvalidInputError, match="needs the lengths of all rows"):
+        BatchOrder(iter(data), 4, 1, True, group_by_length=True)
+    with pytest.raises(InvalidInputError, match="does not go with shuffle=False"):
+        TrainingArguments(tmp_path, group_by_length=True, shuffle=False)
+    _, model = make("llama", tmp_path / "model")
+    arguments = TrainingArguments(tmp_path / "run", group_by_length=True, max_steps=1, per_device_train_batch_size=4)
+    lengths = []
+    collate = lambda found: lengths.append([len(row["input_ids"]) for row in found]) or PaddingCollator()(found)  # noqa: E731
+    Trainer(model, arguments, data, data_collator=collate).train()
+    [(_, first)] = itertools.islice(BatchOrder(data, 4, 42, True, group_by_length=True).after(0), 1)
+    assert lengths == [[len(row["input_ids"]) for row in first]]
 
 
 def test_metrics_go_to_tensorboard(tmp_path):

@@ -63,6 +63,7 @@ class TrainingArguments:
         early_stopping_patience: stop after this many evaluations without a better one; None: never.
         seed: seed for shuffling and dropout.
         shuffle: reshuffle rows each epoch.
+        group_by_length: put shuffled rows of similar length into a step, which needs less padding.
         report_to: "jsonl" (metrics.jsonl) and "tensorboard" (runs/): one, several, "all" or "none".
         progress: show a progress bar if stderr is a terminal.
     """
@@ -108,6 +109,7 @@ class TrainingArguments:
     early_stopping_patience: int | None = None
     seed: int = 42
     shuffle: bool = True
+    group_by_length: bool = False
     report_to: str | tuple[str, ...] = ("jsonl",)
     progress: bool = True
 
@@ -132,6 +134,12 @@ class TrainingArguments:
                 'lr_scheduler_type="constant" has no warm-up.',
                 "transformers' schedule of this name ignores warmup_steps.",
                 'Pass lr_scheduler_type="constant_with_warmup", or no warm-up.',
+            )
+        if self.group_by_length and not self.shuffle:
+            raise InvalidInputError(
+                "group_by_length=True does not go with shuffle=False.",
+                "Rows of similar length are put together, so the order of the data is not kept.",
+                "Leave one of them out.",
             )
         words: dict[str, tuple[str, ...]] = {"all": _REPORTERS, "none": ()}
         given = words.get(self.report_to, (self.report_to,)) if isinstance(self.report_to, str) else self.report_to

@@ -83,7 +83,9 @@ class Trainer:
             check_packing(model)
         self._order: BatchOrder | None = None
         if train_dataset is not None:
-            self._order = BatchOrder(train_dataset, self._rows_per_step(), args.seed, args.shuffle)
+            self._order = BatchOrder(
+                train_dataset, self._rows_per_step(), args.seed, args.shuffle, group_by_length=args.group_by_length
+            )
         self._total = self._count_steps()
         self._rate = None if optimizer is not None else args.schedule(self._total)
         self._step = self._make_step(optimizer or args.optimizer(self._total), trainable)
@@ -223,7 +225,10 @@ class Trainer:
         args, adapters = self.args, self.model.active_adapters()
         return {
             **({} if self._rate is None else args.shape(self._total)),
-            **{name: getattr(args, name) for name in ("seed", "shuffle", "dropout", "label_smoothing_factor")},
+            **{
+                name: getattr(args, name)
+                for name in ("seed", "shuffle", "group_by_length", "dropout", "label_smoothing_factor")
+            },
             "rows_per_step": self._rows_per_step(),
             "train_dataset": fingerprint(self.train_dataset, self._first),
             "data_collator": self._collate,
