@@ -91,6 +91,7 @@ BEFORE = {
         text for _, text in command_lines("CONTRIBUTING.md") if text.startswith("mkdir xglm")
     ),
     "hfax train sft.yaml --resume": "hfax train sft.yaml",
+    "hfax train sft.yaml --resume --accept-change learning_rate": "hfax train sft.yaml",
     "hfax convert ./model ./for-flax --to flax": "hfax convert owner/flax-model ./model",
     "hfax convert ./model ./parts --to orbax": "hfax convert owner/flax-model ./model",
     "hfax chat Qwen/Qwen3-0.6B --history talk.json": r"printf 'Hello\n/save talk.json\n' | hfax chat demo",

@@ -76,10 +76,25 @@ def test_an_adapter_is_trained_evaluated_and_saved_for_peft(write, tmp_path, cap
 
 
 def test_a_run_goes_on_and_the_whole_model_is_saved(write, tmp_path, capsys):
-    assert run(["train", write(max_steps=2, packing=True, per_device_train_batch_size=1)]) == 0
-    assert run(["train", write(max_steps=4, packing=True, per_device_train_batch_size=1)]) == 1
+    assert (
+        run(["train", write(max_steps=2, packing=True, per_device_train_batch_size=1, lr_scheduler_type="constant")])
+        == 0
+    )
+    assert (
+        run(["train", write(max_steps=4, packing=True, per_device_train_batch_size=1, lr_scheduler_type="constant")])
+        == 1
+    )
     assert "has a checkpoint of step 2" in capsys.readouterr().err
-    assert run(["train", write(max_steps=4, packing=True, per_device_train_batch_size=1), "--resume"]) == 0
+    assert (
+        run(
+            [
+                "train",
+                write(max_steps=4, packing=True, per_device_train_batch_size=1, lr_scheduler_type="constant"),
+                "--resume",
+            ]
+        )
+        == 0
+    )
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
     assert "saved to" in capsys.readouterr().out
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").num_parameters() > 1000
@@ -103,6 +118,8 @@ def test_data_sets_on_disk_are_read(write, tmp_path):
     [
         ({"learning_rates": 1}, "has an unknown field 'learning_rates'"),
         ({"lora": {"rank": 4}}, "has an unknown field 'lora.rank'"),
+        ({"optim": "adamw_torch"}, "TrainingArguments() does not take optim. Why: The optimizer is an object of optax"),
+        ({"lr_scheduler_type": "cosin"}, "lr_scheduler_type: Input should be 'linear', 'cosine'"),
         ({"max_steps": "many"}, "max_steps: Input should be a valid integer"),
         ({"model": None}, "model: "),
         ({"train_data": "/nowhere/rows.jsonl"}, "No data found at"),
@@ -115,7 +132,17 @@ def test_data_sets_on_disk_are_read(write, tmp_path):
 )
 def test_what_is_wrong_is_said(fields, words, write, capsys):
     assert run(["train", write(**fields)]) == 1
-    assert words in capsys.readouterr().err.replace("\n", " ")
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_changed_recipe_is_resumed_if_the_change_is_accepted(write, capsys):
+    assert run(["train", write(max_steps=1)]) == 0
+    changed = write(max_steps=2, seed=1)
+    assert run(["train", changed, "--resume"]) == 1
+    assert "--accept-change max_steps" in capsys.readouterr().err
+    assert run(["train", changed, "--accept-change", "seed"]) == 1
+    assert "without --resume" in capsys.readouterr().err
+    assert run(["train", changed, "--resume", "--accept-change", "seed", "--accept-change", "max_steps"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,16 @@ MARKED = (
     "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}"
     "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
 )
-FORGETFUL = (
-    "{% for m in messages %}{{ '<' + m['role'] + '>' }}"
-    "{% if loop.last or m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+QWEN = (
+    "{% set ns = namespace(last=0) %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}"
+    "{% if m['role'] == 'assistant' %}{{ '<a>\\n' }}[[{% if loop.index0 > ns.last %}"
+    "{{ '<think>' + m['think'] | default('') + '</think>\\n' }}{% endif %}{{ m['content'] + '</a>' }}]]"
+    "{% else %}{{ '<' + m['role'][0] + '>' + m['content'] + '</' + m['role'][0] + '>' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<a>\\n' }}{% endif %}"
 )
+"""Like Qwen3's: thoughts are written after the last question only. [[ and ]] are where {% generation %} would be."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +50,7 @@ def learned(tokenizer, ids, labels):
 
 
 def test_only_the_assistants_turns_are_learned_each_to_its_end(tokenizer):
-    ids, labels = conversation(MESSAGES, tokenizer)
+    [(ids, labels)] = conversation(MESSAGES, tokenizer)
     whole = tokenizer.apply_chat_template(MESSAGES, tokenize=True, return_dict=True)["input_ids"]
     assert ids == list(whole)
     text = learned(tokenizer, ids, labels)
@@ -64,17 +69,54 @@ def test_only_the_assistants_turns_are_learned_each_to_its_end(tokenizer):
 def test_templates_that_mark_what_is_generated_say_it_themselves(tokenizer):
     marked = copy.deepcopy(tokenizer)
     marked.chat_template = MARKED
-    ids, labels = conversation(MESSAGES, marked)
+    [(ids, labels)] = conversation(MESSAGES, marked)
     assert learned(marked, ids, labels).replace(" ", "") == "Asequence.Amapping."
 
 
-def test_templates_that_rewrite_earlier_turns_are_refused(tokenizer):
-    forgetful = copy.deepcopy(tokenizer)
-    forgetful.chat_template = FORGETFUL
-    with pytest.raises(InvalidInputError, match="renders the first 2 messages differently"):
-        conversation(MESSAGES, forgetful)
-    ids, labels = conversation(MESSAGES[:2], forgetful)
-    assert "A sequence." in learned(forgetful, ids, labels)
+USER, THINKING, PLAIN = "<u>{}</u>", "<a>\n<think>{}</think>\n{}</a>", "<a>\n{}</a>"
+"""What `QWEN` writes for a user's turn, for an assistant's after the last user's, and for an earlier one."""
+
+
+@pytest.mark.parametrize("marks", [False, True])
+def test_each_turn_is_learned_after_the_past_that_it_is_generated_after(tokenizer, marks):
+    """Templates like Qwen3's, which leave out the <think> blocks of earlier turns, were refused."""
+    rewriting = copy.deepcopy(tokenizer)
+    template = QWEN.replace("[[", "{% generation %}").replace("]]", "{% endgeneration %}") if marks else QWEN
+    rewriting.chat_template = template.replace("[[", "").replace("]]", "")
+    messages = [
+        {"role": "user", "content": "add"},
+        {"role": "assistant", "think": "easy", "content": "call it"},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "think": "seen", "content": "it is 3"},
+        {"role": "user", "content": "sure?"},
+        {"role": "assistant", "think": "hm", "content": "yes"},
+    ]
+    first = USER.format("add") + THINKING.format("easy", "call it") + "<t>3</t>"
+    second = THINKING.format("seen", "it is 3")
+    rewritten = USER.format("add") + PLAIN.format("call it") + "<t>3</t>" + PLAIN.format("it is 3")
+    third = rewritten + USER.format("sure?") + THINKING.format("hm", "yes")
+    expected = [
+        (first + second, "<think>easy</think>\ncall it</a><think>seen</think>\nit is 3</a>"),
+        (third, "<think>hm</think>\nyes</a>"),
+    ]
+    found = conversation(messages, rewriting)
+    assert [(rewriting.decode(ids), learned(rewriting, ids, labels)) for ids, labels in found] == expected
+    assert len(tokenize_rows([{"messages": messages}], rewriting, max_length=512)) == 2
+    # as generate() would be asked for the last turn
+    asked = rewriting.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
+    ids, labels = found[1]
+    assert (ids[: len(asked)], set(labels[: len(asked)])) == (list(asked), {-100})
+    assert labels[len(asked) :] == ids[len(asked) :]
+
+
+def test_a_turn_that_does_not_follow_its_generation_prompt_is_refused(tokenizer):
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = (
+        QWEN.replace("[[", "").replace("]]", "").replace("'<a>\\n' }}{% endif %}", "'<a><think>' }}{% endif %}")
+    )
+    assert other.chat_template != QWEN
+    with pytest.raises(InvalidInputError, match="message 2 not after its generation prompt"):
+        conversation(MESSAGES, other)
 
 
 def test_prompts_and_completions_and_texts(tokenizer):

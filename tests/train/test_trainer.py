@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -16,9 +17,10 @@ import pytest
 import torch
 from transformers import Trainer as PlainTrainer
 from transformers import TrainingArguments as PlainArguments
+from transformers.trainer_pt_utils import LabelSmoother, get_length_grouped_indices
 
 from hfax import HfaxError, InvalidInputError, Trainer, TrainingArguments, UnsupportedOptionError
-from hfax.train.data import BatchOrder, PaddingCollator, pack
+from hfax.train.data import BatchOrder, PaddingCollator, grouped_by_length, pack
 
 from .small_models import make, rows
 
@@ -75,6 +77,30 @@ def test_losses_are_those_of_transformers_trainer(kind, tmp_path):
     assert len(found) == len(expected) == STEPS
     np.testing.assert_allclose(found, expected, atol=1e-4)
     assert found[-1] < found[0]
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' and torch's own
+def test_smoothed_losses_are_those_of_transformers_trainer(tmp_path):
+    """In training with parts of uneven numbers of labels, and in evaluation."""
+    plain, model = make("llama", tmp_path / "model")
+    data = rows("llama", BATCH * 8)
+    for number, row in enumerate(data):
+        row["labels"] = [-100] * (number % 9) + row["labels"][number % 9 :]
+    options = {"label_smoothing_factor": 0.2, "gradient_accumulation_steps": 2, "max_steps": 6}
+    expected = plain_losses(plain, data, tmp_path / "plain", **options)
+    found = own_losses(model, data, tmp_path / "own", **options)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    smoother = LabelSmoother(epsilon=0.2)
+    with torch.no_grad():
+        logits = plain.eval()(input_ids=torch.tensor([row["input_ids"] for row in data])).logits
+        loss = smoother({"logits": logits}, torch.tensor([row["labels"] for row in data]), shift_labels=True)
+    arguments = TrainingArguments(tmp_path / "again", per_device_eval_batch_size=3, label_smoothing_factor=0.2)
+    assert Trainer(model, arguments, data, data).evaluate()["eval_loss"] == pytest.approx(loss.item(), abs=1e-4)
+    with pytest.raises(InvalidInputError, match="does not go with a loss of your own"):
+        Trainer(model, arguments, data, loss=lambda apply, batch: apply(**batch).loss)
+    no_labels = PaddingCollator(columns=("input_ids",), is_causal=False)
+    with pytest.raises(InvalidInputError, match="needs labels that are classes"):
+        Trainer(model, arguments, data, data_collator=no_labels).train()
 
 
 @pytest.mark.sweep
@@ -178,7 +204,9 @@ from hfax import AutoModelForTPU, HfaxError, Trainer, TrainingArguments
 from train.small_models import rows
 model = AutoModelForTPU.from_pretrained(sys.argv[2])
 def run(steps):
-    arguments = TrainingArguments(output_dir=sys.argv[3], max_steps=steps, per_device_train_batch_size=4, save_steps=2)
+    arguments = TrainingArguments(
+        output_dir=sys.argv[3], max_steps=steps, per_device_train_batch_size=4, save_steps=2, lr_scheduler_type="constant"
+    )
     return Trainer(model, arguments, rows("llama", 40)).train(resume_from_checkpoint=True)
 run(4)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
@@ -197,8 +225,16 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert "could not be written" in done.stdout, done.stdout + done.stderr
     assert "step 4 is still there" in done.stdout
+    assert done.stderr == ""  # orbax's stack traces were hundreds of lines
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["2", "4"]
     _, model = make("llama", tmp_path / "model")
-    arguments = TrainingArguments(output_dir=tmp_path / "run", max_steps=6, per_device_train_batch_size=4, save_steps=2)
+    arguments = TrainingArguments(
+        output_dir=tmp_path / "run",
+        max_steps=6,
+        per_device_train_batch_size=4,
+        save_steps=2,
+        lr_scheduler_type="constant",
+    )
     assert Trainer(model, arguments, rows("llama", 40)).resume()["steps"] == 6
 
 
@@ -293,6 +329,40 @@ def test_the_order_of_rows_depends_on_the_seed_and_step_alone():
         assert len({row for rows in all_steps[3 * epoch : 3 * epoch + 3] for row in rows}) == 9
 
 
+@pytest.mark.parametrize("count", [3, 50, 1000])
+def test_rows_are_grouped_by_length_as_in_transformers(count):
+    lengths = np.random.default_rng(0).integers(1, 60, count)
+    shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(3)).numpy()
+    expected = get_length_grouped_indices(lengths.tolist(), 4, generator=torch.Generator().manual_seed(3))
+    assert grouped_by_length(shuffled, lengths, 4).tolist() == expected
+
+
+def test_steps_of_grouped_rows_have_similar_lengths_and_resume(tmp_path):
+    data = [{"input_ids": [1] * n} for n in np.random.default_rng(0).integers(1, 60, 80)]
+    order = BatchOrder(data, 4, 1, True, group_by_length=True)
+    steps = [[len(row["input_ids"]) for row in found] for _, found in itertools.islice(order.after(0), 40)]
+    assert [[len(row["input_ids"]) for row in found] for _, found in itertools.islice(order.after(13), 27)] == steps[
+        13:
+    ]
+    alone = BatchOrder(data, 4, 1, True)
+    spread = lambda found: np.mean([max(step) - min(step) for step in found])  # noqa: E731
+    mixed = [[len(row["input_ids"]) for row in found] for _, found in itertools.islice(alone.after(0), 40)]
+    assert spread(steps) < spread(mixed) / 2
+    for epoch in (steps[:20], steps[20:]):
+        assert sorted(n for step in epoch for n in step) == sorted(len(row["input_ids"]) for row in data)
+    with pytest.raises(InvalidInputError, match="needs the lengths of all rows"):
+        BatchOrder(iter(data), 4, 1, True, group_by_length=True)
+    with pytest.raises(InvalidInputError, match="does not go with shuffle=False"):
+        TrainingArguments(tmp_path, group_by_length=True, shuffle=False)
+    _, model = make("llama", tmp_path / "model")
+    arguments = TrainingArguments(tmp_path / "run", group_by_length=True, max_steps=1, per_device_train_batch_size=4)
+    lengths = []
+    collate = lambda found: lengths.append([len(row["input_ids"]) for row in found]) or PaddingCollator()(found)  # noqa: E731
+    Trainer(model, arguments, data, data_collator=collate).train()
+    [(_, first)] = itertools.islice(BatchOrder(data, 4, 42, True, group_by_length=True).after(0), 1)
+    assert lengths == [[len(row["input_ids"]) for row in first]]
+
+
 def test_metrics_go_to_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -308,18 +378,3 @@ def test_metrics_go_to_tensorboard(tmp_path):
     events = EventAccumulator(str(tmp_path / "run" / "runs"))
     events.Reload()
     np.testing.assert_allclose([e.value for e in events.Scalars("loss")], losses_of(tmp_path / "run"), rtol=1e-6)
-
-
-def test_schedules_are_those_of_transformers(tmp_path):
-    from transformers import get_scheduler
-
-    for kind in ("linear", "cosine", "constant"):
-        arguments = TrainingArguments(output_dir=tmp_path, warmup_steps=3, lr_scheduler_type=kind, learning_rate=0.1)
-        rate = arguments.schedule(12)
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-        name = "constant_with_warmup" if kind == "constant" else kind
-        plain = get_scheduler(name, optimizer, num_warmup_steps=3, num_training_steps=12)
-        for step in range(12):
-            assert float(rate(step)) == pytest.approx(plain.get_last_lr()[0], abs=1e-7), (kind, step)
-            optimizer.step()
-            plain.step()

@@ -11,6 +11,7 @@ import typer
 from hfax.cli import model_options
 from hfax.cli.error_display import make_console, reporting
 from hfax.cli.phase_display import PhaseDisplay
+from hfax.errors import InvalidInputError
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -32,6 +33,14 @@ def train(
         Path, typer.Argument(metavar="CONFIG.yaml", help="Recipe file; docs/training.md describes its fields.")
     ],
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint in output_dir.")] = False,
+    accept_change: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--accept-change",
+            metavar="FIELD",
+            help="With --resume: a field that may differ from the run to resume, though it changes the losses; repeatable.",
+        ),
+    ] = None,
     json_output: model_options.JsonOption = False,
     verbose: model_options.VerboseOption = False,
 ) -> None:
@@ -39,10 +48,16 @@ def train(
     with reporting(verbose):
         from hfax.train.recipe import read_recipe, run_recipe
 
+        if accept_change and not resume:
+            raise InvalidInputError(
+                "--accept-change is given without --resume.", "Only a run that is resumed is compared.", "Add --resume."
+            )
         recipe = read_recipe(config)
         phases = PhaseDisplay(make_console())
         with phases.following("reading"):  # from then on the progress bar owns the terminal
-            _, metrics, folder = run_recipe(recipe, resume=resume, on_start=phases.answering)
+            _, metrics, folder = run_recipe(
+                recipe, resume=resume, accept_changes=accept_change or (), on_start=phases.answering
+            )
         if json_output:
             typer.echo(json.dumps({**metrics, "saved_to": str(folder)}))
             return

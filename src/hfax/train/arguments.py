@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import jax.numpy as jnp
 import optax
 
 from hfax.errors import InvalidInputError
 from hfax.known_words import reject_arguments
+from hfax.train.argument_values import check_values
+from hfax.train.occasions import check_strategies
+from hfax.train.schedules import check_schedule, depends_on_end, make_schedule
 
 _REPORTERS = ("jsonl", "tensorboard")
 _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)", re.IGNORECASE)
@@ -32,22 +35,35 @@ class TrainingArguments:
         per_device_eval_batch_size: rows per shard in evaluation; None: `per_device_train_batch_size`.
         gradient_accumulation_steps: forward passes per step.
         learning_rate: peak learning rate.
-        lr_scheduler_type: decay after warm-up: "linear" or "cosine" to 0, or "constant".
-        warmup_steps: number of steps over which the learning rate rises from 0.
+        lr_scheduler_type: schedule of the learning rate, as in transformers: "linear", "cosine", "cosine_with_restarts",
+            "polynomial", "constant", "constant_with_warmup", "inverse_sqrt" or "warmup_stable_decay".
+        lr_scheduler_kwargs: the schedule's options, as in transformers.
+        warmup_steps: number of steps over which the learning rate rises from 0; below 1: their share of all steps.
+        warmup_ratio: share of all steps over which it rises, in place of `warmup_steps`.
         weight_decay: AdamW weight decay; not applied to biases and norms.
         adam_beta1: AdamW beta1.
         adam_beta2: AdamW beta2.
         adam_epsilon: AdamW epsilon.
         max_grad_norm: maximum gradient norm for clipping; None: no clipping.
+        label_smoothing_factor: probability of each label that is spread over all classes, in training and in evaluation.
         gradient_checkpointing: keep only each layer's input and recompute the layer in the backward pass.
         dropout: False disables dropout, regardless of the config.
         logging_steps: steps between logged metrics.
-        eval_steps: steps between evaluations; None: after each epoch, if there is an evaluation data set.
-        save_steps: steps between checkpoints; None: only at the end.
-        save_total_limit: number of latest checkpoints to keep; None: all.
-        early_stopping_patience: stop after this many evaluations without a lower loss; None: never.
+        eval_strategy: when the evaluation data set is evaluated, as in transformers: "no", "steps" (every `eval_steps`, by default
+            every `logging_steps`, and at the end) or "epoch"; None: "steps" if `eval_steps` is given, else "epoch".
+        eval_steps: steps between evaluations.
+        save_strategy: when checkpoints are written: "no", "steps" (every `save_steps`, by default 500, and at the end) or
+            "epoch", as in transformers; None: every `save_steps`, if given, and at the end.
+        save_steps: steps between checkpoints.
+        save_total_limit: number of latest checkpoints to keep, beside that of the best model; None: all.
+        load_best_model_at_end: train to the end, and then load the weights of the best evaluation, which has a checkpoint.
+        metric_for_best_model: what evaluations are compared by, here and for `early_stopping_patience`: "loss", or another
+            metric of `Trainer.evaluate`, with or without "eval_".
+        greater_is_better: whether larger values of it are better; None: unless it is a loss or the perplexity.
+        early_stopping_patience: stop after this many evaluations without a better one; None: never.
         seed: seed for shuffling and dropout.
         shuffle: reshuffle rows each epoch.
+        group_by_length: put shuffled rows of similar length into a step, which needs less padding.
         report_to: "jsonl" (metrics.jsonl) and "tensorboard" (runs/): one, several, "all" or "none".
         progress: show a progress bar if stderr is a terminal.
     """
@@ -60,22 +76,40 @@ class TrainingArguments:
     per_device_eval_batch_size: int | None = None
     gradient_accumulation_steps: int = 1
     learning_rate: float = 5e-5
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
-    warmup_steps: int = 0
+    lr_scheduler_type: Literal[
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
+        "warmup_stable_decay",
+    ] = "linear"
+    lr_scheduler_kwargs: dict[str, Any] | None = None
+    warmup_steps: float = 0
+    warmup_ratio: float | None = None
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
     max_grad_norm: float | None = 1.0
+    label_smoothing_factor: float = 0.0
     gradient_checkpointing: bool = False
     dropout: bool = True
     logging_steps: int = 10
+    eval_strategy: Literal["no", "steps", "epoch"] | None = None
     eval_steps: int | None = None
+    save_strategy: Literal["no", "steps", "epoch"] | None = None
     save_steps: int | None = None
     save_total_limit: int | None = 2
+    load_best_model_at_end: bool = False
+    metric_for_best_model: str = "loss"
+    greater_is_better: bool | None = None
     early_stopping_patience: int | None = None
     seed: int = 42
     shuffle: bool = True
+    group_by_length: bool = False
     report_to: str | tuple[str, ...] = ("jsonl",)
     progress: bool = True
 
@@ -86,16 +120,26 @@ class TrainingArguments:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        positive = ("num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "logging_steps")
-        optional = ("max_steps", "per_device_eval_batch_size", "eval_steps", "save_steps", "save_total_limit")
-        wrong = [n for n in positive if getattr(self, n) < 1]
-        wrong += [n for n in optional if getattr(self, n) is not None and getattr(self, n) < 1]
-        wrong += [n for n in ("warmup_steps", "learning_rate", "weight_decay") if getattr(self, n) < 0]
-        if wrong:
+        check_values(self)
+        check_schedule(self.lr_scheduler_type, self.lr_scheduler_kwargs or {}, self.learning_rate)
+        check_strategies(self)
+        if self.warmup_ratio is not None and self.warmup_steps:
             raise InvalidInputError(
-                f"{wrong[0]}={getattr(self, wrong[0])} is too small.",
-                "Counts must be at least 1; rates must not be negative.",
-                f"Pass a larger {wrong[0]}.",
+                f"warmup_ratio={self.warmup_ratio} and warmup_steps={self.warmup_steps} are both given.",
+                "Both say how long the learning rate rises.",
+                "Pass one of them.",
+            )
+        if self.lr_scheduler_type == "constant" and (self.warmup_ratio or self.warmup_steps):
+            raise InvalidInputError(
+                'lr_scheduler_type="constant" has no warm-up.',
+                "transformers' schedule of this name ignores warmup_steps.",
+                'Pass lr_scheduler_type="constant_with_warmup", or no warm-up.',
+            )
+        if self.group_by_length and not self.shuffle:
+            raise InvalidInputError(
+                "group_by_length=True does not go with shuffle=False.",
+                "Rows of similar length are put together, so the order of the data is not kept.",
+                "Leave one of them out.",
             )
         words: dict[str, tuple[str, ...]] = {"all": _REPORTERS, "none": ()}
         given = words.get(self.report_to, (self.report_to,)) if isinstance(self.report_to, str) else self.report_to
@@ -107,21 +151,33 @@ class TrainingArguments:
             )
         object.__setattr__(self, "report_to", tuple(given))
 
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """Steps of the warm-up in a run of `num_training_steps`, as in transformers."""
+        share = self.warmup_steps if self.warmup_ratio is None else self.warmup_ratio
+        is_count = self.warmup_ratio is None and share >= 1
+        return int(share) if is_count else math.ceil(num_training_steps * share)
+
     def schedule(self, steps: int) -> Callable[[Any], Any]:
         """Learning rate schedule over `steps` steps, as in transformers' schedulers."""
+        return make_schedule(
+            self.lr_scheduler_type,
+            self.lr_scheduler_kwargs or {},
+            peak=self.learning_rate,
+            warmup_steps=self.get_warmup_steps(steps),
+            total_steps=steps,
+        )
 
-        def rate(step: Any) -> Any:
-            warm = step / max(self.warmup_steps, 1)
-            done = (step - self.warmup_steps) / max(steps - self.warmup_steps, 1)
-            done = jnp.clip(done, 0.0, 1.0)
-            fall = {
-                "linear": 1.0 - done,
-                "cosine": 0.5 * (1.0 + jnp.cos(jnp.pi * done)),
-                "constant": jnp.ones_like(done),
-            }[self.lr_scheduler_type]
-            return self.learning_rate * jnp.where(step < self.warmup_steps, warm, fall)
-
-        return rate
+    def shape(self, steps: int) -> dict[str, Any]:
+        """The options that shape the losses of a run of `steps` steps with the optimizer that they configure."""
+        names = ("learning_rate", "lr_scheduler_type", "weight_decay", "max_grad_norm")
+        moments = ("adam_beta1", "adam_beta2", "adam_epsilon")
+        options = self.lr_scheduler_kwargs or {}
+        return {
+            **{name: getattr(self, name) for name in (*names, *moments)},
+            "lr_scheduler_kwargs": options,
+            "warmup_steps": self.get_warmup_steps(steps),
+            **({"max_steps": steps} if depends_on_end(self.lr_scheduler_type, options) else {}),
+        }
 
     def optimizer(self, steps: int) -> optax.GradientTransformation:
         """AdamW with the schedule for `steps` steps, after gradient clipping."""

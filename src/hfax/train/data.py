@@ -159,12 +159,15 @@ class BatchOrder:
         rows_per_step: rows per step.
         seed: shuffle seed.
         shuffle: reshuffle each epoch; otherwise keep the data order. Iterables are never shuffled.
+        group_by_length: put shuffled rows of similar length into a step, which needs less padding. Reads all rows once.
 
     Raises:
-        InvalidInputError: fewer rows than one step needs.
+        InvalidInputError: fewer rows than one step needs, or rows to group that have no length.
     """
 
-    def __init__(self, dataset: Any, rows_per_step: int, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, dataset: Any, rows_per_step: int, seed: int, shuffle: bool, *, group_by_length: bool = False
+    ) -> None:
         self._dataset = dataset
         self._rows = rows_per_step
         self._seed, self._shuffle = seed, shuffle
@@ -176,6 +179,7 @@ class BatchOrder:
                 "A step reads per_device_train_batch_size rows per device, gradient_accumulation_steps times.",
                 "Use a smaller batch or more data.",
             )
+        self._lengths = self._lengths_of_rows() if group_by_length else None
 
     def after(self, steps: int) -> Iterator[tuple[int, list[Row]]]:
         """Yield epoch and rows of each step after the first `steps`, indefinitely.
@@ -191,10 +195,21 @@ class BatchOrder:
             order = np.arange(self.length or 0)
             if self._shuffle:
                 order = np.random.default_rng([self._seed, epoch]).permutation(order)
+            if self._lengths is not None:
+                order = grouped_by_length(order, self._lengths, self._rows)
             for step in range(skip, self.steps_per_epoch):
                 picked = order[step * self._rows : (step + 1) * self._rows]
                 yield epoch, [self._dataset[int(i)] for i in picked]
             epoch, skip = epoch + 1, 0
+
+    def _lengths_of_rows(self) -> np.ndarray:
+        if self.length is None or "input_ids" not in self._dataset[0]:
+            raise InvalidInputError(
+                "group_by_length needs the lengths of all rows.",
+                "The data set has no length." if self.length is None else "Its rows have no input_ids.",
+                "Pass a list or a data set of tokenized rows, or leave group_by_length out.",
+            )
+        return np.array([len(self._dataset[i]["input_ids"]) for i in range(self.length)])
 
     def _of_iterable(self, skip: int) -> Iterator[tuple[int, list[Row]]]:
         epoch, seen = 0, 0
@@ -215,6 +230,25 @@ class BatchOrder:
                     "Pass a list, a data set, or a re-iterable.",
                 )
             epoch += 1
+
+
+def grouped_by_length(order: np.ndarray, lengths: np.ndarray, rows_per_step: int) -> np.ndarray:
+    """Sort each run of up to 50 steps by length, longest first, as in transformers.
+
+    Args:
+        order: row numbers, shuffled.
+        lengths: length by row number.
+        rows_per_step: rows per step.
+
+    Returns:
+        The row numbers; the longest row of all comes first, so that a step that does not fit in memory fails at once.
+    """
+    size = rows_per_step * max(min(len(order) // (rows_per_step * 4), 50), 1)
+    runs = [order[i : i + size] for i in range(0, len(order), size)]
+    runs = [run[np.argsort(-lengths[run], kind="stable")] for run in runs]
+    longest = runs[int(np.argmax([lengths[run[0]] for run in runs]))]
+    runs[0][0], longest[0] = longest[0], runs[0][0]
+    return np.concatenate(runs)
 
 
 def in_batches(dataset: Any, size: int) -> Iterator[list[Row]]:

@@ -9,6 +9,8 @@ from typing import Any
 from hfax.errors import InvalidInputError
 from hfax.train.losses import IGNORED
 
+Example = tuple[list[int], list[int]]
+"""Token ids and labels of a text."""
 _HAS_GENERATION = re.compile(r"\{%-?\s*generation\b")
 _FORMS = '{"text": …}, {"prompt": …, "completion": …} or {"messages": [{"role": …, "content": …}, …]}'
 
@@ -23,17 +25,18 @@ def tokenize_rows(rows: Iterable[Mapping[str, Any]], tokenizer: Any, *, max_leng
         max_length: maximum row length, in tokens; longer rows are truncated.
 
     Returns:
-        Rows with `input_ids` and `labels`, -100 where no loss is computed. Rows left without labels are dropped.
+        Rows with `input_ids` and `labels`, -100 where no loss is computed. Rows left without labels are dropped. A conversation
+        gives several rows if its chat template rewrites earlier turns, see `conversation`.
 
     Raises:
         InvalidInputError: an unknown format, no chat template, or a template where assistant turns cannot be located.
     """
     found = []
     for number, row in enumerate(rows, start=1):
-        ids, labels = _tokenize(row, tokenizer, number)
-        ids, labels = ids[:max_length], labels[:max_length]
-        if any(label != IGNORED for label in labels[1:]):
-            found.append({"input_ids": ids, "labels": labels})
+        for ids, labels in _tokenize(row, tokenizer, number):
+            ids, labels = ids[:max_length], labels[:max_length]
+            if any(label != IGNORED for label in labels[1:]):
+                found.append({"input_ids": ids, "labels": labels})
     if not found:
         raise InvalidInputError(
             "No row has labels.",
@@ -43,10 +46,10 @@ def tokenize_rows(rows: Iterable[Mapping[str, Any]], tokenizer: Any, *, max_leng
     return found
 
 
-def _tokenize(row: Mapping[str, Any], tokenizer: Any, number: int) -> tuple[list[int], list[int]]:
+def _tokenize(row: Mapping[str, Any], tokenizer: Any, number: int) -> list[Example]:
     if "input_ids" in row:
         ids = list(row["input_ids"])
-        return ids, list(row.get("labels") or ids)
+        return [(ids, list(row.get("labels") or ids))]
     if isinstance(messages := row.get("messages"), Sequence) and messages:
         return conversation(messages, tokenizer, row.get("tools"))
     if "prompt" in row and "completion" in row:
@@ -55,11 +58,11 @@ def _tokenize(row: Mapping[str, Any], tokenizer: Any, number: int) -> tuple[list
         before = tokenizer(row["prompt"]).input_ids
         after = tokenizer(row["completion"], add_special_tokens=False).input_ids
         ids = [*_without_end(before, tokenizer), *after, *_end(tokenizer)]
-        return ids, [*[IGNORED] * (len(ids) - len(after) - len(_end(tokenizer))), *after, *_end(tokenizer)]
+        return [(ids, [*[IGNORED] * (len(ids) - len(after) - len(_end(tokenizer))), *after, *_end(tokenizer)])]
     if isinstance(text := row.get("text"), str):
         ids = tokenizer(text).input_ids
         ids = [*_without_end(ids, tokenizer), *_end(tokenizer)]
-        return ids, list(ids)
+        return [(ids, list(ids))]
     raise InvalidInputError(
         f"Row {number} has an unknown format.",
         f"Its columns are {', '.join(map(str, row)) or 'none'}.",
@@ -67,17 +70,24 @@ def _tokenize(row: Mapping[str, Any], tokenizer: Any, number: int) -> tuple[list
     )
 
 
-def conversation(
-    messages: Sequence[Mapping[str, Any]], tokenizer: Any, tools: Any = None
-) -> tuple[list[int], list[int]]:
+def conversation(messages: Sequence[Mapping[str, Any]], tokenizer: Any, tools: Any = None) -> list[Example]:
     """Token ids of a conversation, and labels for assistant turns only.
 
-    If the template marks generated text ({% generation %}), that mask is used. Otherwise an assistant turn is what follows the
-    rendered generation prompt.
+    An assistant turn is what the template marks as generated ({% generation %}), or else what follows the rendered generation
+    prompt. Each turn is trained after the past that the template renders for it, as in generation. Templates such as Qwen3's
+    rewrite earlier turns once later ones follow (they drop <think> blocks); the turns then need several texts.
+
+    Args:
+        messages: the conversation.
+        tokenizer: has the chat template.
+        tools: tools for the template.
+
+    Returns:
+        Ids and labels of each text: one for all turns, or one more for each turn before which the past was rewritten.
 
     Raises:
-        InvalidInputError: no chat template, messages that it rejects, no assistant turn, or turns that change the rendering of
-            earlier ones.
+        InvalidInputError: no chat template, messages that it rejects, no assistant turn, or a turn that does not begin with the
+            template's generation prompt.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidInputError(
@@ -85,46 +95,66 @@ def conversation(
             "Messages need one to be rendered as text.",
             "Use a model with a chat template, set tokenizer.chat_template, or use prompt/completion rows.",
         )
-    template = tokenizer.get_chat_template(tools=tools)
-
-    def render(part: Sequence[Mapping[str, Any]], *, asks: bool = False) -> list[int]:
-        try:
-            found = tokenizer.apply_chat_template(
-                list(part), tools=tools, add_generation_prompt=asks, tokenize=True, return_dict=True
-            )
-        except Exception as error:  # jinja2's, and whatever templates raise
-            raise InvalidInputError(
-                "The chat template rejected a conversation.",
-                f"{type(error).__name__}: {error}",
-                f"Check the role order that the template expects; found {', '.join(str(m.get('role')) for m in messages)}.",
-            ) from error
-        return list(found["input_ids"])
-
-    ids = render(messages)
-    if _HAS_GENERATION.search(template):
-        marked = tokenizer.apply_chat_template(
-            list(messages), tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        return ids, [i if m else IGNORED for i, m in zip(ids, marked["assistant_masks"], strict=True)]
-    labels = [IGNORED] * len(ids)
+    marks = _HAS_GENERATION.search(tokenizer.get_chat_template(tools=tools)) is not None
     turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-    for turn in turns:
-        before, through = render(messages[:turn], asks=True), render(messages[: turn + 1])
-        through = through if turn + 1 < len(messages) else ids
-        if ids[: len(before)] != before or ids[: len(through)] != through:
-            raise InvalidInputError(
-                f"The chat template renders the first {turn + 1} messages differently when more follow.",
-                "Assistant turns cannot be located in the tokens.",
-                "Use conversations with one assistant turn, or a template with {% generation %} around assistant turns.",
-            )
-        labels[len(before) : len(through)] = ids[len(before) : len(through)]
+    if not turns and marks:  # the template knows the assistant by another name
+        return [_rendered(messages, tokenizer, tools, marks=True)]
     if not turns:
         raise InvalidInputError(
             "A conversation has no assistant turn.",
             f"Its roles are {', '.join(str(m.get('role')) for m in messages)}.",
             'Use messages like {"role": "user" | "assistant" | "system", "content": …}.',
         )
-    return ids, labels
+    found: list[Example] = []
+    for turn in turns:
+        example = _turn(messages, turn, tokenizer, tools, marks)
+        if example is None and marks:  # what is generated is known all the same
+            return [_rendered(messages, tokenizer, tools, marks=True)]
+        if example is None:
+            raise InvalidInputError(
+                f"The chat template renders message {turn + 1} not after its generation prompt.",
+                "The assistant turn cannot be located in the tokens.",
+                "Use a template whose assistant turns begin with its generation prompt, or mark them with {% generation %}.",
+            )
+        ids, labels = example
+        if found and ids[: len(found[-1][0])] == found[-1][0]:  # the past is as it was trained: one text for both
+            earlier = found.pop()[1]
+            labels = [*earlier, *labels[len(earlier) :]]
+        found.append((ids, labels))
+    return found
+
+
+def _turn(messages: Sequence[Mapping[str, Any]], turn: int, tokenizer: Any, tools: Any, marks: bool) -> Example | None:
+    """The conversation up to an assistant turn, with labels for that turn only; None: it does not begin with its past."""
+    ids, labels = _rendered(messages[: turn + 1], tokenizer, tools, marks=marks)
+    past = _rendered(messages[:turn], tokenizer, tools, asks=not marks)[0] if turn or not marks else []
+    if ids[: len(past)] != past:
+        return None
+    return ids, [*[IGNORED] * len(past), *(labels if marks else ids)[len(past) :]]
+
+
+def _rendered(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Any, tools: Any, *, asks: bool = False, marks: bool = False
+) -> Example:
+    """Ids of messages, and labels where the template marks generated text."""
+    try:
+        found = tokenizer.apply_chat_template(
+            list(messages),
+            tools=tools,
+            add_generation_prompt=asks,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=marks,
+        )
+    except Exception as error:  # jinja2's, and whatever templates raise
+        raise InvalidInputError(
+            "The chat template rejected a conversation.",
+            f"{type(error).__name__}: {error}",
+            f"Check the role order that the template expects; found {', '.join(str(m.get('role')) for m in messages)}.",
+        ) from error
+    ids = list(found["input_ids"])
+    mask = found["assistant_masks"] if marks else [0] * len(ids)
+    return ids, [i if m else IGNORED for i, m in zip(ids, mask, strict=True)]
 
 
 def _end(tokenizer: Any) -> list[int]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hfax.errors import BackendNotAvailableError, InvalidInputError
+from hfax.known_words import has_word, reject_arguments
 from hfax.lora.config import LoraConfig
 from hfax.train.arguments import TrainingArguments
 from hfax.train.data import PackedCollator, PaddingCollator, pack
@@ -58,6 +59,7 @@ def read_recipe(path: Path) -> Recipe:
 
     Raises:
         InvalidInputError: no such file, invalid YAML, or an unknown, missing or mistyped field, which is named.
+        UnsupportedOptionError: a training option of transformers that hfax lacks; the message names the alternative.
     """
     try:
         import yaml
@@ -95,6 +97,8 @@ def _checked_names(given: dict[str, Any], path: Path) -> dict[str, Any]:
     of_adapters = {field.name for field in dataclasses.fields(LoraConfig)}
     unknown = [*sorted(set(given) - known), *(f"lora.{n}" for n in sorted(set(given.get("lora") or {}) - of_adapters))]
     if unknown:
+        if has_word("TrainingArguments", unknown[0]):
+            reject_arguments("TrainingArguments", unknown[:1], ())
         training = {field.name for field in dataclasses.fields(TrainingArguments)}
         raise InvalidInputError(
             f"{path} has an unknown field {unknown[0]!r}.",
@@ -157,13 +161,18 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def run_recipe(
-    recipe: Recipe, *, resume: bool = False, on_start: Callable[[], None] | None = None
+    recipe: Recipe,
+    *,
+    resume: bool = False,
+    accept_changes: Collection[str] = (),
+    on_start: Callable[[], None] | None = None,
 ) -> tuple[Trainer, dict[str, float], Path]:
     """Train and save the result.
 
     Args:
         recipe: the recipe.
-        resume: resume from the last checkpoint in `output_dir`.
+        resume: resume from the last whole checkpoint in `output_dir`.
+        accept_changes: see `Trainer.train`.
         on_start: called when everything is loaded and training starts.
 
     Returns:
@@ -207,7 +216,7 @@ def run_recipe(
     )
     if on_start is not None:
         on_start()
-    metrics = trainer.train(resume_from_checkpoint=resume)
+    metrics = trainer.train(resume_from_checkpoint=resume, accept_changes=accept_changes)
     if recipe.merge and recipe.lora is not None:
         model.merge_adapter()
     folder = trainer.save()

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import optax
 
 from hfax.backends.jax.model import JaxModel
-from hfax.errors import HfaxError, InvalidInputError
+from hfax.errors import CheckpointCorruptError, HfaxError, InvalidInputError
 from hfax.known_words import keywords, reject_arguments
 from hfax.sharding.mesh import BATCH_AXES, size_of
 from hfax.train.arguments import TrainingArguments
 from hfax.train.checkpoints import Checkpoints
 from hfax.train.data import BatchOrder, Collator, PackedCollator, PaddingCollator, in_batches
+from hfax.train.label_smoothing import SmoothedTrainStep
 from hfax.train.logs import MetricsLog
 from hfax.train.losses import Loss
+from hfax.train.occasions import BestEvaluation, evaluations, saves
 from hfax.train.packing import check_packing
+from hfax.train.resumption import check_unchanged, described, fingerprint
 from hfax.train.speed import Speed
 from hfax.train.step import Trainable, TrainState, TrainStep
 
@@ -67,56 +70,49 @@ class Trainer:
         **others: Any,
     ) -> None:
         reject_arguments("Trainer", others, keywords(Trainer.__init__))
+        _check_optimizer(optimizer)
         self.model, self.args = model, args
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._folder = Path(args.output_dir)
         self._num_parts = 1 if model.mesh is None else size_of(model.mesh, BATCH_AXES)
         """Number of data-parallel shards of the mesh."""
         first = next(iter(train_dataset if train_dataset is not None else eval_dataset or []), None)
+        self._first, self._loss = first, loss
         self._collate = data_collator or _choose_collator(model, first)
         if isinstance(self._collate, PackedCollator):
             check_packing(model)
         self._order: BatchOrder | None = None
         if train_dataset is not None:
-            rows = args.per_device_train_batch_size * self._num_parts * args.gradient_accumulation_steps
-            self._order = BatchOrder(train_dataset, rows, args.seed, args.shuffle)
+            self._order = BatchOrder(
+                train_dataset, self._rows_per_step(), args.seed, args.shuffle, group_by_length=args.group_by_length
+            )
         self._total = self._count_steps()
         self._rate = None if optimizer is not None else args.schedule(self._total)
-        self._step = TrainStep(
-            model,
-            optimizer or args.optimizer(self._total),
-            loss,
-            trainable=trainable,
-            gradient_accumulation_steps=args.gradient_accumulation_steps,
-            remat=args.gradient_checkpointing,
-            dropout=args.dropout,
-        )
+        self._step = self._make_step(optimizer or args.optimizer(self._total), trainable)
         self.state: TrainState | None = None
-        self._best: float | None = None
-        self._worse = 0
+        self._best = BestEvaluation(args.metric_for_best_model, args.greater_is_better)
 
-    def train(self, *, resume_from_checkpoint: bool = False) -> dict[str, float]:
+    def train(self, *, resume_from_checkpoint: bool = False, accept_changes: Collection[str] = ()) -> dict[str, float]:
         """Train to the end.
 
         Args:
-            resume_from_checkpoint: resume from the last complete checkpoint in `output_dir`, if any, with the same losses as an
+            resume_from_checkpoint: resume from the last whole checkpoint in `output_dir`, if any, with the same losses as an
                 uninterrupted run.
+            accept_changes: names of options that may differ from those of the run to resume, although they change its losses.
 
         Returns:
             The last metrics: "loss" and "grad_norm" of the last step, "eval_loss" if evaluated, and "steps".
 
         Raises:
-            InvalidInputError: rows lack required columns, or there are too few.
+            InvalidInputError: rows lack required columns, there are too few, or the run to resume had other options.
+            CheckpointCorruptError: every checkpoint is damaged.
             HfaxError: the loss was non-finite (weights and last checkpoint are from before that step), or a checkpoint could
                 not be written.
         """
-        if self._order is None:
-            raise InvalidInputError(
-                "There is no training data.", "No train_dataset was given.", "Pass train_dataset to Trainer."
-            )
+        self._check_start(resume_from_checkpoint, accept_changes)
         checkpoints = Checkpoints(self._folder, self.args.save_total_limit)
         try:
-            done = self._begin(checkpoints, resume_from_checkpoint)
+            done = self._begin(checkpoints, resume_from_checkpoint, accept_changes)
             log = MetricsLog(
                 self._folder, self.args.report_to, after=done, total=self._total, progress=self.args.progress
             )
@@ -129,9 +125,13 @@ class Trainer:
                 self._step.update_model(self.state)
             checkpoints.close()
 
-    def resume(self) -> dict[str, float]:
-        """Resume `train` from the last complete checkpoint."""
-        return self.train(resume_from_checkpoint=True)
+    def resume(self, *, accept_changes: Collection[str] = ()) -> dict[str, float]:
+        """Resume `train` from the last whole checkpoint.
+
+        Args:
+            accept_changes: see `train`.
+        """
+        return self.train(resume_from_checkpoint=True, accept_changes=accept_changes)
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
         """The mean loss over a data set, without dropout.
@@ -173,7 +173,31 @@ class Trainer:
 
     # The loop
 
-    def _begin(self, checkpoints: Checkpoints, resume: bool) -> int:
+    def _check_start(self, resume: Any, accepted: Collection[str]) -> None:
+        if self._order is None:
+            raise InvalidInputError(
+                "There is no training data.", "No train_dataset was given.", "Pass train_dataset to Trainer."
+            )
+        if self.eval_dataset is None and (
+            self.args.load_best_model_at_end or self.args.eval_strategy in ("steps", "epoch")
+        ):
+            raise InvalidInputError(
+                "There is no evaluation data.",
+                "eval_strategy and load_best_model_at_end evaluate the model.",
+                "Pass eval_dataset to Trainer, or leave them out.",
+            )
+        if not isinstance(resume, bool):
+            raise InvalidInputError(
+                f"resume_from_checkpoint={resume!r} is not True or False.",
+                "A run resumes from the last whole checkpoint of its own output_dir.",
+                "Pass True; or copy the checkpoint to output_dir/checkpoints.",
+            )
+        if isinstance(accepted, str):
+            raise InvalidInputError(
+                f"accept_changes={accepted!r} is a text.", "It takes several names.", f"Pass [{accepted!r}]."
+            )
+
+    def _begin(self, checkpoints: Checkpoints, resume: bool, accepted: Collection[str]) -> int:
         """Initialise or restore the state; returns the number of steps already taken."""
         latest = checkpoints.latest()
         if latest is not None and not resume:
@@ -182,16 +206,63 @@ class Trainer:
                 "A new run would mix its checkpoints with the earlier run's.",
                 "Resume it (trainer.resume(), hfax train --resume), or use another output_dir.",
             )
-        if latest is None:
-            self.state = self._step.init(self.args.seed)
-            return 0
-        self.state, run = checkpoints.restore(latest, self._step.described_state())
-        self._best, self._worse = run["best_eval_loss"], run["evaluations_without_better"]
-        logger.info("resuming training after step %d", latest)
-        return latest
+        self._shape = described(self._shape_of_run())
+        if resume and (whole := checkpoints.latest_whole()) is not None:
+            run = checkpoints.run_of(whole)
+            like = self._step.described_state()
+            checkpoints.check_shapes(whole, like)  # another model has a clearer error than its options
+            check_unchanged(run["shape"], self._shape, accepted)
+            self.state = checkpoints.restore(whole, like)
+            self._best.restore(run["best"])
+            checkpoints.best = self._best.step if self.args.load_best_model_at_end else None
+            logger.info("resuming training after step %d", whole)
+            return whole
+        self.state = self._step.init(self.args.seed)
+        return 0
+
+    def _shape_of_run(self) -> dict[str, Any]:
+        """What shapes the losses, by the name that a user knows it by."""
+        args, adapters = self.args, self.model.active_adapters()
+        return {
+            **({} if self._rate is None else args.shape(self._total)),
+            **{
+                name: getattr(args, name)
+                for name in ("seed", "shuffle", "group_by_length", "dropout", "label_smoothing_factor")
+            },
+            "rows_per_step": self._rows_per_step(),
+            "train_dataset": fingerprint(self.train_dataset, self._first),
+            "data_collator": self._collate,
+            "loss": self._loss,
+            "dtype": str(self.model.dtype),
+            "adapter": self.model.adapters.configs[adapters[0]] if adapters else None,
+        }
+
+    def _make_step(self, optimizer: optax.GradientTransformation, trainable: Trainable) -> TrainStep:
+        args = self.args
+        options: dict[str, Any] = {
+            "trainable": trainable,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "remat": args.gradient_checkpointing,
+            "dropout": args.dropout,
+        }
+        if not args.label_smoothing_factor:
+            return TrainStep(self.model, optimizer, self._loss, **options)
+        if self._loss is not None:
+            raise InvalidInputError(
+                f"label_smoothing_factor={args.label_smoothing_factor} does not go with a loss of your own.",
+                "Smoothing is part of the loss.",
+                "Smooth the labels in the loss, or leave one of them out.",
+            )
+        return SmoothedTrainStep(self.model, optimizer, factor=args.label_smoothing_factor, **options)
+
+    def _rows_per_step(self) -> int:
+        args = self.args
+        return args.per_device_train_batch_size * self._num_parts * args.gradient_accumulation_steps
 
     def _run(self, checkpoints: Checkpoints, log: MetricsLog, done: int) -> dict[str, float]:
         args, speed = self.args, Speed(self.model, self._step.trainable)
+        per_epoch = None if self._order is None else self._order.steps_per_epoch
+        evaluated, saved = evaluations(args, per_epoch), saves(args, per_epoch)
         last: dict[str, float] = {}
         held: dict[str, float] = {}
         losses: list[float] = []
@@ -221,19 +292,41 @@ class Trainer:
                 mean = {"loss": sum(losses) / len(losses)}  # over the steps since the last line
                 log.write(step, {**last, **mean, **rate, "epoch": epoch, **speed.read()})
                 losses.clear()
-            if self._is_evaluated(step, ends):
+            is_best = False
+            if self.eval_dataset is not None and evaluated.is_due(step, ends=ends):
                 settle()
                 held = self.evaluate()
                 log.write(step, held)
-                ends = self._is_enough(held["eval_loss"]) or ends
+                is_best = self._best.note(step, held) and args.load_best_model_at_end
+                ends = ends or self._best.worse >= (args.early_stopping_patience or math.inf)
                 speed.pause()
-            if ends or (args.save_steps is not None and step % args.save_steps == 0):
+            if is_best or saved.is_due(step, ends=ends):
                 settle()  # never save a step with a non-finite loss
-                checkpoints.save(state, {"best_eval_loss": self._best, "evaluations_without_better": self._worse})
+                checkpoints.best = self._best.step if args.load_best_model_at_end else None
+                checkpoints.save(state, {"best": self._best.state(), "shape": self._shape})
             if ends:
+                settle()
                 break
         checkpoints.wait()
+        if args.load_best_model_at_end:
+            self._load_best(checkpoints)
         return {**last, **held, "steps": step}
+
+    def _load_best(self, checkpoints: Checkpoints) -> None:
+        """Replace the last step's weights with those of the best evaluation."""
+        best, like = self._best.step, self._step.described_state()
+        if best is None or best == int(self._require_state().step):
+            return
+        if (damage := checkpoints.damage(best)) is not None:
+            raise CheckpointCorruptError(
+                f"The checkpoint of step {best}, which has the best model, is damaged.",
+                f"{damage[0].upper()}{damage[1:]}. The model has the weights of the last step.",
+                "Save these, or resume from an earlier checkpoint.",
+            )
+        self._step.update_model(self._require_state())
+        self.state = None  # two states may not fit on the device
+        self.state = checkpoints.restore(best, like)
+        logger.info("loaded the best model, of step %d", best)
 
     def _steps(self, done: int) -> Iterator[tuple[int, float, Any]]:
         assert self._order is not None
@@ -259,21 +352,6 @@ class Trainer:
             )
         return values
 
-    def _is_evaluated(self, step: int, ends: bool) -> bool:
-        if self.eval_dataset is None:
-            return False
-        every = self.args.eval_steps or (self._order.steps_per_epoch if self._order is not None else None)
-        return ends or (every is not None and step % every == 0)
-
-    def _is_enough(self, loss: float) -> bool:
-        """Whether early stopping applies: no improvement for `early_stopping_patience` evaluations."""
-        if self._best is None or loss < self._best:
-            self._best, self._worse = loss, 0
-        else:
-            self._worse += 1
-        patience = self.args.early_stopping_patience
-        return patience is not None and self._worse >= patience
-
     def _count_steps(self) -> int:
         if self.args.max_steps is not None:
             return self.args.max_steps
@@ -289,6 +367,16 @@ class Trainer:
     def _require_state(self) -> TrainState:
         assert self.state is not None
         return self.state
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise InvalidInputError(
+            f"optimizer={optimizer!r} is not an optimizer of optax.",
+            "An optimizer has the functions init and update; names are not looked up.",
+            "Pass one like optax.adamw(1e-4), adafactor, sgd, lion or lamb; or leave it out for AdamW with the options of "
+            "TrainingArguments.",
+        )
 
 
 def _choose_collator(model: JaxModel, row: Any) -> Collator:
