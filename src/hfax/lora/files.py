@@ -69,7 +69,11 @@ def read_adapter(folder: Path) -> dict[str, torch.Tensor]:
             f"An adapter folder has {CONFIG_NAME} and weights.",
             "Pass an adapter folder saved by PEFT or hfax.",
         )
-    named = {name.removeprefix(_PREFIX): tensor for name, tensor in stored.items()}
+    named = {
+        name.removeprefix(_PREFIX).replace(".base_layer.bias", ".bias"): tensor
+        for name, tensor in stored.items()
+        if ".original_module." not in name  # PEFT's copy of the base weight
+    }
     return {f"{n}.weight" if n.endswith("lora_magnitude_vector") else n: t for n, t in named.items()}
 
 
