@@ -172,7 +172,7 @@ def test_what_peft_or_hfax_cannot_adapt_is_refused(options, error, words, tmp_pa
 def test_quantized_experts_are_refused_and_their_absence_is_told(tmp_path, caplog):
     _, model = base(tmp_path / "base", MODELS["qwen3_moe"], quantization="int8")
     with pytest.raises(UnsupportedOptionError, match="is quantized"):
-        model.add_adapter(LoraConfig(r=2, target_parameters=["experts.down_proj"]))
+        model.add_adapter(LoraConfig(r=2, target_parameters=["experts.gate_up_proj"]))
     _, model = base(tmp_path / "gpt_oss", MODELS["gpt_oss"])
     with caplog.at_level(logging.WARNING):
         model.add_adapter(LoraConfig(r=2, target_modules="all-linear"))
