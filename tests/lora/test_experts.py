@@ -169,6 +169,13 @@ def test_what_peft_or_hfax_cannot_adapt_is_refused(options, error, words, tmp_pa
         model.add_adapter(LoraConfig(r=2, **options))
 
 
+def test_an_expression_without_experts_keeps_its_layers(tmp_path):
+    """PEFT 0.21 forgets them, and then adapts all layers; what it saved before still names some."""
+    _, model = base(tmp_path / "base", MODELS["qwen3_moe"])
+    model.add_adapter(LoraConfig(r=2, target_modules=r".*layers\.1\.self_attn\.q_proj"))
+    assert {n.partition(".lora_")[0] for n in model.params if ".lora_" in n} == {"model.layers.1.self_attn.q_proj"}
+
+
 def test_quantized_experts_are_refused_and_their_absence_is_told(tmp_path, caplog):
     _, model = base(tmp_path / "base", MODELS["qwen3_moe"], quantization="int8")
     with pytest.raises(UnsupportedOptionError, match="is quantized"):
@@ -176,4 +183,6 @@ def test_quantized_experts_are_refused_and_their_absence_is_told(tmp_path, caplo
     _, model = base(tmp_path / "gpt_oss", MODELS["gpt_oss"])
     with caplog.at_level(logging.WARNING):
         model.add_adapter(LoraConfig(r=2, target_modules="all-linear"))
+        model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], rank_pattern={"p_proj": 3}), "other")
     assert "adapts no experts, as in PEFT: model.layers.0.mlp.experts.gate_up_proj" in caplog.text
+    assert "match no adapted layer, as in PEFT: p_proj" in caplog.text

@@ -76,7 +76,7 @@ class Adapters:
         targets = self._structure.targets(config, params)
         whole = self._structure.saved_weights(config)
         self._structure.reject_quantized(whole, params)
-        self._structure.warn_of_linear_layers_left_out(config)
+        self._structure.warn_of_what_is_left_out(config, targets)
         arrays: Params = {}
         rests = self._rests_of(config, params, arrays)
         base = {**params, **rests}

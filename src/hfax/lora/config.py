@@ -291,7 +291,12 @@ def _matches(patterns: Any, name: str) -> bool:
 
 
 def _key(patterns: Mapping[str, Any], layer: str) -> str:
-    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", layer)), layer)
+    return next((key for key in patterns if is_pattern_of(key, layer)), layer)
+
+
+def is_pattern_of(key: str, layer: str) -> bool:
+    """Whether a key of `rank_pattern` or `alpha_pattern` is for this layer."""
+    return re.match(rf"(.*\.)?({key})$", layer) is not None
 
 
 def _is_linear(part: torch.nn.Module) -> bool:

@@ -12,7 +12,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from hfax.errors import CheckpointCorruptError, CheckpointNotFoundError, HfaxError
+from hfax.errors import CheckpointCorruptError, CheckpointNotFoundError, HfaxError, InvalidInputError
 from hfax.load.pytorch_bin import read_pytorch_bin
 from hfax.lora.config import CONFIG_NAME, LoraConfig
 
@@ -25,7 +25,14 @@ def find_adapter(name_or_path: str | Path, *, revision: str | None = None, token
 
     Raises:
         CheckpointNotFoundError: no such adapter.
+        InvalidInputError: not a name.
     """
+    if not isinstance(name_or_path, (str, Path)):
+        raise InvalidInputError(
+            f"A {type(name_or_path).__name__} is not an adapter.",
+            "Adapters are loaded one by one, from a folder or the Hub.",
+            "Pass a folder or a Hub id; call load_adapter once for each of several adapters.",
+        )
     folder = Path(name_or_path).expanduser()
     if folder.is_dir():
         return folder

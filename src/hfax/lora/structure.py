@@ -11,7 +11,7 @@ import torch
 from hfax.errors import UnsupportedOptionError
 from hfax.kernels.quantized import QuantizedArray
 from hfax.lora import initial
-from hfax.lora.config import LoraConfig
+from hfax.lora.config import LoraConfig, is_pattern_of
 from hfax.lora.experts import to_peft
 from hfax.lora.targets import Target, target_of
 
@@ -91,8 +91,15 @@ class Structure:
                 found[f"{target.path}.base_layer.bias"] = found.pop(bias)
         return found
 
-    def warn_of_linear_layers_left_out(self, config: LoraConfig) -> None:
-        """PEFT's "all-linear" leaves out the experts of some architectures without a word."""
+    def warn_of_what_is_left_out(self, config: LoraConfig, targets: list[Target]) -> None:
+        """Patterns of no layer, and the experts of some architectures, which PEFT's "all-linear" leaves out without a word."""
+        unused = [
+            key
+            for key in (*config.rank_pattern, *config.alpha_pattern)
+            if not any(is_pattern_of(key, t.path) for t in targets)
+        ]
+        if unused:
+            _log.warning("rank_pattern and alpha_pattern match no adapted layer, as in PEFT: %s", ", ".join(unused))
         stacks = [n for n, p in self._module.named_parameters() if p.ndim == 3 and ".experts." in n]
         if config.targets_all_linear and stacks:
             _log.warning(
