@@ -10,8 +10,16 @@ import optax
 import peft
 import pytest
 import torch
+from adapted_models import IDS, LLAMA, base, logits, with_peft
+from safetensors.numpy import load_file
 from tiny_models import random_model, save, tiny_llama_config
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    Gemma3TextConfig,
+    GPT2Config,
+)
 
 from hfax import AutoModelForTPU, InvalidInputError, LoraConfig, UnsupportedOptionError, make_train_step
 
@@ -20,8 +28,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]  # peft's
 
-IDS = np.random.default_rng(0).integers(1, 96, (2, 9))
-LLAMA = {"hidden_size": 32, "num_hidden_layers": 3, "initializer_range": 0.02}
 VARIANTS = {
     "plain": {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]},
     "all linear": {"r": 3, "target_modules": "all-linear"},
@@ -38,31 +44,6 @@ VARIANTS = {
     "excluded": {"r": 2, "target_modules": "all-linear", "exclude_modules": ["gate_proj"]},
     "default layers": {"r": 2},
 }
-
-
-def base(folder, config=None, **options):
-    """One checkpoint as plain transformers' model and hfax's."""
-    plain = random_model(config or tiny_llama_config(**LLAMA))
-    return plain, AutoModelForTPU.from_pretrained(save(folder, plain), **options)
-
-
-def with_peft(plain, options, *, seed=1):
-    """The model with an adapter that changes something."""
-    adapted = peft.get_peft_model(plain, peft.LoraConfig(task_type="CAUSAL_LM", **options))
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name or "modules_to_save" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    return adapted.eval()
-
-
-def logits(model):
-    """Of IDS."""
-    if isinstance(model, torch.nn.Module):
-        with torch.no_grad():
-            return model(input_ids=torch.tensor(IDS)).logits.numpy()
-    return np.asarray(model(input_ids=IDS).logits)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -224,7 +205,7 @@ def test_adapters_that_do_not_fit_say_so(tmp_path):
         deep.load_adapter(tmp_path / "llama")
     assert logits(deep).shape  # it works on
     config = json.loads((tmp_path / "llama" / "adapter_config.json").read_text())
-    for change, words in (({"peft_type": "IA3"}, "has peft_type IA3"), ({"bias": "all"}, "bias='all'")):
+    for change, words in (({"peft_type": "IA3"}, "has peft_type IA3"), ({"lora_bias": True}, "lora_bias=True")):
         (tmp_path / "llama" / "adapter_config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(UnsupportedOptionError, match=words):
             model.load_adapter(tmp_path / "llama")
@@ -245,3 +226,93 @@ def test_a_model_is_saved_without_its_adapter(tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     for name, tensor in plain.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name])
+
+
+@pytest.mark.parametrize("bias", ["none", "all", "lora_only"])
+def test_weights_that_an_adapter_stores_in_full_are_trained_by_default(bias, tmp_path):
+    """`modules_to_save` were left out: a head stayed as it was, and was saved so."""
+    plain, model = base(tmp_path / "base", tiny_llama_config(**LLAMA, attention_bias=True))
+    options = {"r": 4, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"], "bias": bias}
+    adapted = with_peft(plain, options)
+    adapted.save_pretrained(tmp_path / "start")
+    model.load_adapter(tmp_path / "start")
+    adapted.train()
+    torch_optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.3)
+    step = make_train_step(model, optax.sgd(0.3))
+    state, ids = step.init(), torch.tensor(IDS)
+    for _ in range(5):
+        torch_optimizer.zero_grad()
+        adapted(input_ids=ids, labels=ids).loss.backward()
+        torch_optimizer.step()
+        state, _ = step(state, {"input_ids": IDS, "labels": IDS})
+    step.update_model(state)
+    assert model.num_parameters(only_trainable=True) == adapted.get_nb_trainable_parameters()[0]
+    np.testing.assert_allclose(logits(model), logits(adapted.eval()), atol=1e-3)
+    model.save_adapter(tmp_path / "trained")
+    adapted.save_pretrained(tmp_path / "expected")
+    found, expected = (load_file(tmp_path / n / "adapter_model.safetensors") for n in ("trained", "expected"))
+    assert set(found) == {n for n in expected if "original_module" not in n}
+    for name, array in found.items():
+        np.testing.assert_allclose(array, expected[name], atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("task_type", ["SEQ_CLS", "TOKEN_CLS"])
+def test_a_classifier_trains_its_head(task_type, tmp_path):
+    """PEFT adds both names that heads have; a model has one of them."""
+    auto = {"SEQ_CLS": AutoModelForSequenceClassification, "TOKEN_CLS": AutoModelForTokenClassification}[task_type]
+    task = {"SEQ_CLS": "text-classification", "TOKEN_CLS": "token-classification"}[task_type]
+    config = tiny_llama_config(**LLAMA, num_labels=3, pad_token_id=0)
+    save(tmp_path / "base", random_model(config, auto=auto))
+    model = AutoModelForTPU.from_pretrained(tmp_path / "base", task=task)
+    targets = {"SEQ_CLS": "all-linear", "TOKEN_CLS": ["q_proj"]}[task_type]  # peft refuses "all-linear" with TOKEN_CLS
+    options = {"r": 2, "target_modules": targets, "task_type": task_type}
+    adapted = peft.get_peft_model(auto.from_pretrained(tmp_path / "base"), peft.LoraConfig(**options))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    adapted.save_pretrained(tmp_path / "adapter")
+    model.load_adapter(tmp_path / "adapter")
+    np.testing.assert_allclose(logits(model), logits(adapted.eval()), atol=1e-4)
+    model.add_adapter(LoraConfig(**options), "new")
+    assert "score.weight" in make_train_step(model, optax.sgd(0.1), lambda apply, batch: 0.0).trainable
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_an_adapter_of_a_tied_weight_changes_one_layer_and_is_not_merged(target, tmp_path):
+    """peft's merge changes the embedding and the head, with a warning: other logits than before."""
+    plain, model = base(tmp_path / "base", tiny_llama_config(**LLAMA, tie_word_embeddings=True))
+    adapted = with_peft(plain, {"r": 2, "target_modules": [target, "q_proj"]})
+    adapted.save_pretrained(tmp_path / "adapter")
+    model.load_adapter(tmp_path / "adapter")
+    expected = logits(adapted)
+    np.testing.assert_allclose(logits(model), expected, atol=1e-4)
+    with pytest.raises(UnsupportedOptionError, match="is tied to"):
+        model.merge_adapter()
+    np.testing.assert_allclose(logits(model), expected, atol=1e-4)
+    assert np.abs(logits(adapted.merge_and_unload()) - expected).max() > 1e-2  # in peft
+
+
+def test_an_adapter_of_a_table_that_scales_its_rows(tmp_path):
+    config = Gemma3TextConfig(
+        **{
+            "vocab_size": 96,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        },
+        **{"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False},
+    )
+    plain, model = base(tmp_path / "base", config)
+    adapted = with_peft(plain, {"r": 2, "target_modules": ["embed_tokens"]})
+    adapted.save_pretrained(tmp_path / "adapter")
+    model.load_adapter(tmp_path / "adapter")
+    np.testing.assert_allclose(logits(model), logits(adapted), atol=1e-4)
+    expected = logits(model)
+    model.merge_adapter()
+    np.testing.assert_allclose(logits(model), expected, atol=1e-4)
+    model.unmerge_adapter()
+    with pytest.raises(UnsupportedOptionError, match="without use_dora on embeddings"):
+        model.add_adapter(LoraConfig(r=2, target_modules=["embed_tokens"], use_dora=True), "dora")

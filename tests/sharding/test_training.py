@@ -68,19 +68,33 @@ def test_parts_and_rematerialisation_over_a_mesh(options):
     np.testing.assert_allclose(split, alone, atol=1e-4)
 
 
-def test_an_adapter_over_a_mesh(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "sizes", "init", "name", "spec"),
+    [
+        ("llama", {"fsdp": 2, "tensor": 4}, True, "self_attn.q_proj", (("tensor", "group"), None)),
+        ("llama", {"fsdp": 2, "tensor": 4}, "pissa", "self_attn.q_proj", (("tensor", "group"), None)),
+        (
+            "mixtral",
+            {"fsdp": 2, "expert": 4},
+            True,
+            "mlp.experts.down_proj",
+            (("expert", "tensor", "group"), "fsdp", None),
+        ),
+    ],
+)
+def test_an_adapter_over_a_mesh(kind, sizes, init, name, spec, tmp_path):
     losses = []
-    for parallelism in (None, {"fsdp": 2, "tensor": 4}):
-        model = AutoModelForTPU.from_config(CONFIGS["llama"], parallelism=parallelism)
-        model.add_adapter(LoraConfig(r=4, target_modules="all-linear"), seed=1)
+    for parallelism in (None, sizes):
+        model = AutoModelForTPU.from_config(CONFIGS[kind], parallelism=parallelism)
+        model.add_adapter(LoraConfig(r=4, target_modules="all-linear", init_lora_weights=init), seed=1)
         found, state, step = run(model, steps=6)
         losses.append(found)
         step.update_model(state)
         model.save_adapter(tmp_path / str(len(losses)))
     np.testing.assert_allclose(*losses, atol=1e-4)
-    name = "model.layers.0.self_attn.q_proj.lora_B.weight"
-    assert state.params[name].sharding.spec == jax.sharding.PartitionSpec(("tensor", "group"), None)
-    again = AutoModelForTPU.from_config(CONFIGS["llama"])
+    found = state.params[f"model.layers.0.{name}.lora_B.weight"].sharding.spec
+    assert found == jax.sharding.PartitionSpec(*spec)
+    again = AutoModelForTPU.from_config(CONFIGS[kind])
     again.load_adapter(tmp_path / "2")
     expected = np.asarray(model(input_ids=IDS[0]).logits)
     np.testing.assert_allclose(np.asarray(again(input_ids=IDS[0]).logits), expected, atol=1e-4)

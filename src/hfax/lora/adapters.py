@@ -6,7 +6,7 @@ to another adapter on the same layers does not recompile. For this, adapters are
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,32 +15,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.sharding import NamedSharding, Sharding
-from jax.sharding import PartitionSpec as P
-from transformers.pytorch_utils import Conv1D
+from jax.sharding import Sharding
 
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.kernels.quantized import QuantizedArray
 from hfax.load.host_arrays import to_numpy
+from hfax.lora import initial
 from hfax.lora.config import LoraConfig
+from hfax.lora.experts import from_peft, with_parameters
 from hfax.lora.files import read_adapter, write_adapter
+from hfax.lora.placement import sharding_of
+from hfax.lora.structure import Structure
+from hfax.lora.targets import RANK_AXIS, Target, target_of
 from hfax.sharding.layout import Layout, to_host
-from hfax.sharding.mesh import FSDP
-from hfax.tracing.adapters import (
-    EMBEDDING_A,
-    EMBEDDING_B,
-    LORA_A,
-    LORA_B,
-    MAGNITUDE,
-    PARTS,
-    SCALING,
-    column_norms,
-    split_adapters,
-)
+from hfax.tracing.adapters import MAGNITUDE, SCALING, column_norms, split_adapters
 
 Params = dict[str, jax.Array]
 _BASE_TABLE = ".base_layer.weight"
-_RANK_AXIS = {LORA_A: 0, LORA_B: 1, EMBEDDING_A: 0, EMBEDDING_B: 1}
 
 
 class Adapters:
@@ -55,10 +46,12 @@ class Adapters:
     def __init__(self, module: torch.nn.Module, layout: Layout, tied: Mapping[str, str]) -> None:
         self._module = module
         self._layout = layout
-        self._tied = tied
+        self._structure = Structure(module, tied)
         self.configs: dict[str, LoraConfig] = {}
         self._arrays: dict[str, Params] = {}
-        """Each adapter's unpadded low-rank arrays and the full weights of `modules_to_save`."""
+        """Each adapter's unpadded low-rank arrays and the weights that it trains in full."""
+        self._rests: dict[str, Params] = {}
+        """Base weights without what PiSSA or OLoRA took out of them, by adapter."""
         self.active: str | None = None
         self._replaced: Params = {}
         """Base weights replaced by the active or merged adapter."""
@@ -70,36 +63,40 @@ class Adapters:
         return 0.0 if self.active is None else self.configs[self.active].lora_dropout
 
     def draw(self, name: str, config: LoraConfig, params: Params, seed: int) -> None:
-        """Add a new adapter, initialised as in PEFT (`lora_A` uniform, `lora_B` zero), so outputs do not change yet.
+        """Add a new adapter, initialised as in PEFT: unless `init_lora_weights` is False, outputs do not change yet.
 
         Raises:
             InvalidInputError: the name is taken, or the config matches no layers.
+            UnsupportedOptionError: an option that hfax does not support, here or with this model.
         """
         self._check_new(name)
-        parts = dict(self._module.named_modules())
+        config.require_parameters(self._module)
+        config = with_parameters(config, self._module)
+        initial.check(config, "The new adapter", is_new=True)
+        targets = self._structure.targets(config, params)
+        whole = self._structure.saved_weights(config)
+        self._structure.reject_quantized(whole, params)
+        self._structure.warn_of_what_is_left_out(config, targets)
         arrays: Params = {}
-        for path, key in _keyed(config.targets(self._module), seed):
-            rank, layer = config.rank(path), parts[path]
-            out, into = _widths(layer)
-            low = _dtype_of(params[self._own_name(f"{path}.weight")])
-            if isinstance(layer, torch.nn.Embedding):
-                drawn = {EMBEDDING_A: np.zeros((rank, out)), EMBEDDING_B: jax.random.normal(key, (into, rank))}
-            else:
-                bound = 1 / math.sqrt(into)
-                uniform = jax.random.uniform(key, (rank, into), jnp.float32, -bound, bound)
-                drawn = {LORA_A: uniform, LORA_B: np.zeros((out, rank))}
-            arrays |= {f"{path}.{part}": self._put(f"{path}.{part}", a, low) for part, a in drawn.items()}
-            if config.use_dora and LORA_A in drawn:
+        rests = self._rests_of(config, params, arrays)
+        base = {**params, **rests}
+        for target, key in zip(targets, jax.random.split(jax.random.key(seed), len(targets)), strict=True):
+            path, low = target.path, _dtype_of(params[self._structure.own_name(target.weight)])
+            if f"{path}.{target.parts[0]}" not in arrays:
+                drawn = initial.drawn(target, config, key)
+                arrays |= {f"{path}.{part}": self._put(f"{path}.{part}", a, low) for part, a in drawn.items()}
+            if config.use_dora:
                 name_of = f"{path}.{MAGNITUDE}"
-                arrays[name_of] = self._put(name_of, self._norms(path, params, arrays, 0.0), low)
-        for weight in self._saved_weights(config):
+                arrays[name_of] = self._put(name_of, self._norms(target, base, arrays, config.scaling(path)), low)
+        for weight in whole:
             arrays[weight] = jnp.copy(params[weight])
-        self.configs[name], self._arrays[name] = config, arrays
+        self.configs[name], self._arrays[name], self._rests[name] = config, arrays, rests
 
     def describe(self, name: str, config: LoraConfig, params: Params) -> Params:
         """The weights of an abstract model, with placeholders for an adapter."""
+        config = with_parameters(config, self._module)
         self.configs[name], self.active = config, name
-        shapes = self._expected_shapes(config)
+        shapes = self._structure.expected_shapes(config)
         paths = dict.fromkeys((f"{layer}.{SCALING}" for layer in config.targets(self._module)), ())
         low: Any = {
             n: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self._where(n))
@@ -113,11 +110,15 @@ class Adapters:
         Raises:
             InvalidInputError: the name is taken, or the adapter is for another architecture.
             CheckpointCorruptError: files are unreadable or missing.
+            UnsupportedOptionError: an option that hfax does not support, here or with this model.
         """
         self._check_new(name)
-        config = LoraConfig.read(folder)
-        stored = self._without_tables(read_adapter(folder), folder, params)
-        expected = self._expected_shapes(config)
+        config = with_parameters(LoraConfig.read(folder), self._module)
+        initial.check(config, f"The adapter in {folder}", is_new=False)
+        targets = self._structure.targets(config, params)
+        stored = from_peft(read_adapter(folder), self._module, targets)
+        stored = self._without_tables(stored, folder, params)
+        expected = self._structure.expected_shapes(config)
         missing, unexpected = sorted(set(expected) - set(stored)), sorted(set(stored) - set(expected))
         wrong = [n for n in expected if n in stored and tuple(stored[n].shape) != expected[n]]
         if missing or unexpected:
@@ -139,7 +140,7 @@ class Adapters:
             n: self._put(n, to_numpy(t), _dtype_of(params[n]) if n in params else _stored_dtype(t))
             for n, t in stored.items()
         }
-        self.configs[name] = config
+        self.configs[name], self._rests[name] = config, self._rests_of(config, params)
 
     def save(self, name: str, folder: Path, params: Params, base_name: str) -> None:
         """Save an adapter in PEFT format.
@@ -152,11 +153,11 @@ class Adapters:
         config = self.configs[name]
         given: dict[str, Any] = {"base_model_name_or_path": config.base_model_name_or_path or base_name}
         given["target_modules"] = config.target_modules or sorted(
-            {path.rpartition(".")[2] for path in config.targets(self._module)}
+            {path.rpartition(".")[2] for path in config.target_layers(self._module)}
         )
-        arrays = {n: to_host(a) for n, a in self._arrays[name].items()}
+        arrays = self._structure.in_peft(config, {n: to_host(a) for n, a in self._arrays[name].items()})
         arrays = {n: a.astype(np.float32) if a.dtype == jnp.bfloat16 else a for n, a in arrays.items()}
-        write_adapter(folder, LoraConfig(**{**vars(config), **given}), arrays)
+        write_adapter(folder, dataclasses.replace(config, **given), arrays)
 
     def activate(self, name: str | None, params: Params) -> Params:
         """The model's weights with the given adapter active; None: with no adapter.
@@ -178,6 +179,7 @@ class Adapters:
             self._replaced = {}
             return base
         low, whole = self._split(self._arrays[name])
+        whole = {**self._rests[name], **whole}
         self._replaced = {n: base[n] for n in whole}
         return {**base, **whole, **self._padded(name, low)}
 
@@ -192,7 +194,7 @@ class Adapters:
 
         Raises:
             InvalidInputError: no adapter is active.
-            UnsupportedOptionError: the weights are quantized.
+            UnsupportedOptionError: a weight is quantized, or tied to another.
         """
         if self.active is None:
             raise InvalidInputError(
@@ -201,17 +203,23 @@ class Adapters:
         name, scale = self.active, self.configs[self.active].scaling
         base = self.without(params)
         low, whole = self._split(self._arrays[name])
-        changed = dict(whole)
+        changed = {**self._rests[name], **whole}
         for path, parts in split_adapters(low)[1].items():
-            weight = self._own_name(f"{path}.weight")
+            target = target_of(self._module, path)
+            weight = self._structure.own_name(target.weight)
+            if others := self._structure.tied_to(weight):
+                raise UnsupportedOptionError(
+                    f"{target.weight} is tied to {', '.join(others - {target.weight})}.",
+                    f"A merge would change both, but the adapter only changes {path}.",
+                    "Use the adapter without merging, or load a checkpoint with untied weights.",
+                )
             if isinstance(base[weight], QuantizedArray):
                 raise UnsupportedOptionError(
                     f"{weight} is quantized.",
                     "Rounding to integers would lose the adapter's update.",
                     "Load the model without quantization, then merge.",
                 )
-            layer = self._module.get_submodule(path)
-            changed[weight] = _merged(changed.get(weight, base[weight]), layer, parts, scale(path))
+            changed[weight] = target.merged(changed.get(weight, base[weight]), parts, scale(path))
             changed[weight] = jax.device_put(changed[weight], base[weight].sharding)
         self._replaced = {n: base[n] for n in changed}
         self.merged, self.active = name, None
@@ -241,6 +249,7 @@ class Adapters:
             )
         self.configs.clear()
         self._arrays.clear()
+        self._rests.clear()
         self.merged, self._replaced = None, {}
 
     def reject_cast(self) -> None:
@@ -259,7 +268,7 @@ class Adapters:
     def move_to(self, layout: Layout) -> None:
         """Move the adapters to other devices."""
         self._layout = layout
-        for arrays in (*self._arrays.values(), self._replaced):
+        for arrays in (*self._arrays.values(), *self._rests.values(), self._replaced):
             for name, array in arrays.items():
                 arrays[name] = jax.device_put(array, self._where(name))
 
@@ -271,8 +280,15 @@ class Adapters:
         """
         self._require(name)
         params = self.activate(None, params) if self.active == name or self.merged == name else params
-        del self.configs[name], self._arrays[name]
+        del self.configs[name], self._arrays[name], self._rests[name]
         return params
+
+    def trained(self, params: Mapping[str, Any]) -> list[str]:
+        """The weights trained by default: the active adapter's, with its `modules_to_save`; else all floating-point ones."""
+        if self.active is None:
+            return [n for n, a in params.items() if jnp.issubdtype(a.dtype, jnp.floating)]
+        trained = set(self._structure.trained(self.configs[self.active], params))
+        return [n for n in params if n in trained]
 
     # Arrays
 
@@ -281,11 +297,12 @@ class Adapters:
         if self.active is None:
             return
         for n, array in self._arrays[self.active].items():
-            rank_axis = next((axis for part, axis in _RANK_AXIS.items() if n.endswith(part)), None)
+            axis = next((axis for part, axis in RANK_AXIS.items() if n.endswith(f".{part}")), None)
             now = params[n]
-            if rank_axis is not None and now.shape != array.shape:
-                now = jax.lax.slice_in_dim(now, 0, array.shape[rank_axis], axis=rank_axis)
+            if axis is not None and now.shape != array.shape:
+                now = jax.lax.slice_in_dim(now, 0, array.shape[axis], axis=axis)
             self._arrays[self.active][n] = now
+        self._rests[self.active] = {n: params[n] for n in self._rests[self.active]}
 
     def _padded(self, name: str, low: Params) -> Params:
         """Zero-pad an adapter to the largest rank of any adapter on each layer, and add each layer's scaling."""
@@ -293,19 +310,11 @@ class Adapters:
         for other, config in self.configs.items():
             for path in split_adapters(self._arrays[other])[1]:
                 ranks[path] = max(ranks.get(path, 0), config.rank(path))
-        parts = dict(self._module.named_modules())
         found: Params = {}
         layers = split_adapters(low)[1]
         for path, rank in ranks.items():
             own = layers.get(path, {})
-            out, into = _widths(parts[path])
-            is_table = isinstance(parts[path], torch.nn.Embedding)
-            shapes = (
-                {EMBEDDING_A: (rank, out), EMBEDDING_B: (into, rank)}
-                if is_table
-                else {LORA_A: (rank, into), LORA_B: (out, rank)}
-            )
-            for part, shape in shapes.items():
+            for part, shape in target_of(self._module, path).shapes(rank).items():
                 if part not in own:
                     found[f"{path}.{part}"] = self._put(f"{path}.{part}", np.zeros(shape), jnp.float32)
                 elif own[part].shape == shape:
@@ -319,16 +328,41 @@ class Adapters:
             found[f"{path}.{SCALING}"] = self._put(f"{path}.{SCALING}", np.float32(scaling), jnp.float32)
         return found
 
+    def _rests_of(self, config: LoraConfig, params: Params, arrays: Params | None = None) -> Params:
+        """Base weights that the adapter's initialisation changes; a new adapter's values that come from them go to `arrays`."""
+        kind = initial.kind_of(config)
+        rests: Params = {}
+        if kind not in initial.FROM_BASE and (kind != "mica" or arrays is None):
+            return rests
+        for target in self._structure.targets(config, params):
+            weight = self._structure.own_name(target.weight)
+            if target.is_embedding and kind != "mica":  # PEFT initialises them as usual
+                continue
+            self._structure.reject_quantized([weight], params)
+            if kind != "mica" and self._structure.tied_to(weight):
+                raise UnsupportedOptionError(
+                    f"init_lora_weights={kind!r} would change {target.weight}, which is tied to another weight.",
+                    "The adapter would change both.",
+                    "Remove it from target_modules, or load a checkpoint with untied weights.",
+                )
+            base = params[weight]
+            a, b, rest = initial.factors(target, config, to_host(base).astype(np.float32))
+            names = [f"{target.path}.{part}" for part in target.parts]
+            if arrays is not None:
+                arrays |= {n: self._put(n, array, _dtype_of(base)) for n, array in zip(names, (a, b), strict=True)}
+            if kind != "mica":
+                rests[weight] = jax.device_put(jnp.asarray(rest, base.dtype), base.sharding)
+        return rests
+
     def _split(self, arrays: Params) -> tuple[Params, Params]:
         whole, layers = split_adapters(arrays)
         return {f"{path}.{part}": a for path, parts in layers.items() for part, a in parts.items()}, whole
 
-    def _norms(self, path: str, params: Params, arrays: Params, scaling: float) -> jax.Array:
-        layer = self._module.get_submodule(path)
-        weight: Any = params[self._own_name(f"{path}.weight")]
-        weight = weight.dequantize() if isinstance(weight, QuantizedArray) else weight
-        weight = weight.T if isinstance(layer, Conv1D) else weight
-        return column_norms(weight, arrays[f"{path}.{LORA_A}"], arrays[f"{path}.{LORA_B}"], jnp.float32(scaling))
+    def _norms(self, target: Target, params: Params, arrays: Params, scaling: float) -> jax.Array:
+        weight: Any = params[self._structure.own_name(target.weight)]
+        weight = target.straight(weight.dequantize() if isinstance(weight, QuantizedArray) else weight)
+        a, b = (arrays[f"{target.path}.{part}"] for part in target.parts)
+        return column_norms(weight, a, b, jnp.float32(scaling))
 
     def _without_tables(self, stored: dict[str, torch.Tensor], folder: Path, params: Params) -> dict[str, torch.Tensor]:
         """Drop the base embedding tables that PEFT saves with embedding adapters.
@@ -338,7 +372,7 @@ class Adapters:
         """
         tables = [name for name in stored if name.endswith(_BASE_TABLE)]
         for name in tables:
-            own = self._own_name(name.replace(_BASE_TABLE, ".weight"))
+            own = self._structure.own_name(name.replace(_BASE_TABLE, ".weight"))
             if own not in params or not np.array_equal(to_host(params[own]), to_numpy(stored[name])):
                 raise UnsupportedOptionError(
                     f"The adapter in {folder} has an embedding table that differs from the model's ({name}).",
@@ -347,128 +381,41 @@ class Adapters:
                 )
         return {name: tensor for name, tensor in stored.items() if name not in tables}
 
-    def _expected_shapes(self, config: LoraConfig) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {}
-        for path in config.targets(self._module):
-            layer, rank = self._module.get_submodule(path), config.rank(path)
-            out, into = _widths(layer)
-            if isinstance(layer, torch.nn.Embedding):
-                shapes |= {f"{path}.{EMBEDDING_A}": (rank, out), f"{path}.{EMBEDDING_B}": (into, rank)}
-            else:
-                shapes |= {f"{path}.{LORA_A}": (rank, into), f"{path}.{LORA_B}": (out, rank)}
-                if config.use_dora:
-                    shapes[f"{path}.{MAGNITUDE}"] = (out,)
-        weights = dict(self._module.named_parameters(remove_duplicate=False))
-        return shapes | {n: tuple(weights[n].shape) for n in self._saved_weights(config)}
-
-    def _saved_weights(self, config: LoraConfig) -> list[str]:
-        """Weights that an adapter stores in full (`modules_to_save`).
-
-        Raises:
-            UnsupportedOptionError: a weight is tied.
-        """
-        names = []
-        for path in config.saved_modules(self._module):
-            own = [n for n, _ in self._module.get_submodule(path).named_parameters(prefix=path)]
-            for name in own:
-                if name in self._tied or name in self._tied.values():
-                    raise UnsupportedOptionError(
-                        f"modules_to_save names {path}, but {name} is tied to another weight.",
-                        "An adapter would change both.",
-                        "Remove it from modules_to_save, or load a checkpoint with untied weights.",
-                    )
-            names += own
-        return names
-
-    def _own_name(self, name: str) -> str:
-        return self._tied.get(name, name)
-
     def _put(self, name: str, array: Any, dtype: Any) -> jax.Array:
         if isinstance(array, jax.Array):
             return jax.device_put(array.astype(dtype), self._where(name))
         return self._layout.place(np.asarray(array).astype(dtype), self._where(name))
 
     def _where(self, name: str) -> Sharding:
-        """Sharding of an adapter's array: split along the layer's inputs or outputs like the layer's weight."""
-        path, part = next(((name[: -len(p) - 1], p) for p in PARTS if name.endswith(f".{p}")), (name, None))
-        weight = self._own_name(f"{path}.weight")
-        plan = self._layout.plan
-        if part is None or plan is None or weight not in plan.weights or part == SCALING:
-            return self._layout.weight(name)
-        layer = self._module.get_submodule(path)
-        rows, columns = plan.weights[weight].spec
-        if isinstance(layer, Conv1D):
-            rows, columns = columns, rows
-        parts = plan.mesh.shape[FSDP]
-        rows, columns = (  # the other half of the adapter takes the axis without fsdp
-            FSDP if axes is None and parts > 1 and size % parts == 0 else axes
-            for axes, size in zip((rows, columns), _widths(layer), strict=True)
-        )
-        spec = {
-            LORA_A: P(None, columns),
-            LORA_B: P(rows, None),
-            MAGNITUDE: P(rows),
-            EMBEDDING_A: P(None, rows),
-            EMBEDDING_B: P(columns, None),
-        }[part]
-        return NamedSharding(plan.mesh, spec)
+        return sharding_of(name, self._module, self._layout, self._structure.own_name)
 
-    def _check_new(self, name: str) -> None:
+    def _check_new(self, name: Any) -> None:
+        if not isinstance(name, str) or not name or "." in name:
+            raise InvalidInputError(
+                f"An adapter cannot be named {name!r}.",
+                "PEFT names are not empty and have no dots.",
+                "Use another adapter_name.",
+            )
         if name in self.configs:
             raise InvalidInputError(
                 f"An adapter named {name!r} already exists.",
                 "Adapter names are unique.",
                 "Choose another adapter_name, or call delete_adapter() first.",
             )
-        if not name or "." in name:
-            raise InvalidInputError(
-                f"An adapter cannot be named {name!r}.",
-                "PEFT names are not empty and have no dots.",
-                "Use another adapter_name.",
-            )
 
-    def _require(self, name: str) -> None:
+    def _require(self, name: Any) -> None:
+        if not isinstance(name, str):
+            raise InvalidInputError(
+                f"{name!r} is not an adapter's name.",
+                "A model has one active adapter, and methods take the name of one.",
+                "Pass a string; combine several adapters with PEFT's add_weighted_adapter first.",
+            )
         if name not in self.configs:
             raise InvalidInputError(
                 f"There is no adapter {name!r}.",
                 f"Loaded adapters: {', '.join(self.configs) or 'none'}.",
                 "Add it with load_adapter() or add_adapter().",
             )
-
-
-def trained_names(params: Mapping[str, Any]) -> list[str]:
-    """The weights trained by default: the active adapter's, else all floating-point weights."""
-    names = [name for name in params if not name.endswith(SCALING)]
-    low = [name for name in names if ".lora_" in name]
-    return low or [name for name in names if jnp.issubdtype(params[name].dtype, jnp.floating)]
-
-
-def _merged(weight: jax.Array, layer: torch.nn.Module, parts: Mapping[str, jax.Array], scaling: float) -> jax.Array:
-    """`weight + scaling · B @ A`, computed in float32, cast to the weight's dtype; for DoRA scaled to its magnitudes."""
-    is_table = isinstance(layer, torch.nn.Embedding)
-    a, b = (parts[n].astype(jnp.float32) for n in ((EMBEDDING_A, EMBEDDING_B) if is_table else (LORA_A, LORA_B)))
-    added = scaling * jnp.matmul(b, a, precision="highest")
-    is_turned = is_table or isinstance(layer, Conv1D)
-    added = added.T if is_turned else added
-    merged = weight.astype(jnp.float32) + added
-    if MAGNITUDE in parts:
-        norms = jnp.linalg.norm(merged, axis=0 if is_turned else 1)
-        scale = parts[MAGNITUDE].astype(jnp.float32) / norms
-        merged = merged * (scale[None, :] if is_turned else scale[:, None])
-    return merged.astype(weight.dtype)
-
-
-def _widths(layer: Any) -> tuple[int, int]:
-    """Output and input widths of a layer; rows and width of an embedding table."""
-    if isinstance(layer, torch.nn.Embedding):
-        return layer.num_embeddings, layer.embedding_dim
-    if isinstance(layer, Conv1D):
-        return layer.nf, layer.nx
-    return layer.out_features, layer.in_features
-
-
-def _keyed(paths: list[str], seed: int) -> list[tuple[str, jax.Array]]:
-    return list(zip(paths, jax.random.split(jax.random.key(seed), len(paths)), strict=True))
 
 
 def _dtype_of(weight: Any) -> Any:

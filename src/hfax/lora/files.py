@@ -12,7 +12,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from hfax.errors import CheckpointCorruptError, CheckpointNotFoundError, HfaxError
+from hfax.errors import CheckpointCorruptError, CheckpointNotFoundError, HfaxError, InvalidInputError
 from hfax.load.pytorch_bin import read_pytorch_bin
 from hfax.lora.config import CONFIG_NAME, LoraConfig
 
@@ -25,7 +25,14 @@ def find_adapter(name_or_path: str | Path, *, revision: str | None = None, token
 
     Raises:
         CheckpointNotFoundError: no such adapter.
+        InvalidInputError: not a name.
     """
+    if not isinstance(name_or_path, (str, Path)):
+        raise InvalidInputError(
+            f"A {type(name_or_path).__name__} is not an adapter.",
+            "Adapters are loaded one by one, from a folder or the Hub.",
+            "Pass a folder or a Hub id; call load_adapter once for each of several adapters.",
+        )
     folder = Path(name_or_path).expanduser()
     if folder.is_dir():
         return folder
@@ -69,7 +76,11 @@ def read_adapter(folder: Path) -> dict[str, torch.Tensor]:
             f"An adapter folder has {CONFIG_NAME} and weights.",
             "Pass an adapter folder saved by PEFT or hfax.",
         )
-    named = {name.removeprefix(_PREFIX): tensor for name, tensor in stored.items()}
+    named = {
+        name.removeprefix(_PREFIX).replace(".base_layer.bias", ".bias"): tensor
+        for name, tensor in stored.items()
+        if ".original_module." not in name  # PEFT's copy of the base weight
+    }
     return {f"{n}.weight" if n.endswith("lora_magnitude_vector") else n: t for n, t in named.items()}
 
 

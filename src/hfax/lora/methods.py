@@ -8,7 +8,7 @@ from typing import Any, Self
 import jax
 
 from hfax.errors import InvalidInputError
-from hfax.lora.adapters import Adapters, trained_names
+from hfax.lora.adapters import Adapters
 from hfax.lora.config import LoraConfig
 from hfax.lora.files import find_adapter
 from hfax.tracing.adapters import SCALING
@@ -25,18 +25,19 @@ class AdapterMethods:
     adapters: Adapters
     name_or_path: str
 
-    def add_adapter(self, adapter_config: LoraConfig, adapter_name: str = "default", *, seed: int = 0) -> None:
+    def add_adapter(self, adapter_config: Any, adapter_name: str = "default", *, seed: int = 0) -> None:
         """Add a new adapter and activate it; outputs do not change until it is trained.
 
         Args:
-            adapter_config: LoRA configuration.
+            adapter_config: LoRA configuration, hfax's or peft's `LoraConfig`.
             adapter_name: name for the adapter.
             seed: seed of the random initialisation.
 
         Raises:
             InvalidInputError: the name is taken, or the config matches no layers of the model.
+            UnsupportedOptionError: another adapter type, or an unsupported option.
         """
-        self.adapters.draw(adapter_name, adapter_config, self._own_params(), seed)
+        self.adapters.draw(adapter_name, LoraConfig.of(adapter_config), self._own_params(), seed)
         self.set_adapter(adapter_name)
 
     def load_adapter(
@@ -123,7 +124,7 @@ class AdapterMethods:
 
         Raises:
             InvalidInputError: no adapter is active.
-            UnsupportedOptionError: the weights are quantized.
+            UnsupportedOptionError: a weight is quantized, or tied to another.
         """
         self.params = self.adapters.merge(self.params)
 
@@ -140,7 +141,7 @@ class AdapterMethods:
 
         Raises:
             InvalidInputError: no adapter is active.
-            UnsupportedOptionError: the weights are quantized.
+            UnsupportedOptionError: a weight is quantized, or tied to another.
         """
         if self.adapters.merged is None:
             self.merge_adapter()
@@ -150,7 +151,7 @@ class AdapterMethods:
     def print_trainable_parameters(self) -> None:
         """Print the number of trainable parameters, in PEFT's format."""
         total = sum(array.size for name, array in self.params.items() if not name.endswith(SCALING))
-        trained = sum(self.params[name].size for name in trained_names(self.params))
+        trained = sum(self.params[name].size for name in self.adapters.trained(self.params))
         print(  # noqa: T201 (that is what it is for)
             f"trainable params: {trained:,d} || all params: {total:,d} || trainable%: {100 * trained / total:.4f}"
         )

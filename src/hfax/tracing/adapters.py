@@ -1,7 +1,8 @@
 """Low-rank adapters next to a module's weights, in a trace.
 
-Separates the adapter arrays from a model's weights, where they have peft's names ("….q_proj.lora_A.weight"), and adds the adapter
-outputs to their layers. LoRA: Hu et al., 2021 (https://arxiv.org/abs/2106.09685); with a magnitude, DoRA: Liu et al., 2024
+Separates the adapter arrays from a model's weights, where they have peft's names ("….q_proj.lora_A.weight"), and adds the outputs
+of adapters to their layers, and those of parameters ("….experts.down_proj.lora_A.weight") to the weights themselves.
+LoRA: Hu et al., 2021 (https://arxiv.org/abs/2106.09685); with a magnitude, DoRA: Liu et al., 2024
 (https://arxiv.org/abs/2402.09353). It does not know where adapters come from.
 """
 
@@ -35,6 +36,41 @@ def split_adapters(weights: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
         else:
             adapters.setdefault(name.removesuffix(f".{part}"), {})[part] = array
     return own, adapters
+
+
+def onto_parameters(
+    module: torch.nn.Module, own: dict[str, Any], adapters: dict[str, dict[str, Any]]
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The weights with the adapters of parameters added to them, as peft's `target_parameters`, and the adapters of layers.
+
+    Args:
+        module: the model.
+        own: the weights without adapters, by name.
+        adapters: adapter arrays by name of the layer or parameter; for a stack of experts `lora_A` is [experts, rank, in] and
+            `lora_B` [experts, out, rank].
+    """
+    changed: dict[str, Any] = {}
+    for name in set(adapters) & set(own):
+        weight, parts = own[name], adapters[name]
+        added = low_rank_product(parts[LORA_A], parts[LORA_B], parts[SCALING])
+        added = added.swapaxes(-1, -2) if is_turned(module, name) else added
+        changed[name] = (weight.astype(jnp.float32) + added).astype(weight.dtype)
+    return {**own, **changed}, {name: parts for name, parts in adapters.items() if name not in changed}
+
+
+def is_turned(module: torch.nn.Module, path: str) -> bool:
+    """Whether the weight of a layer, or a parameter, is stored as [in, out]; embedding tables are, as [rows, width]."""
+    owner, _, name = path.rpartition(".")
+    parent = module.get_submodule(owner)
+    part = getattr(parent, name)
+    if isinstance(part, torch.nn.Module):
+        return isinstance(part, (torch.nn.Embedding, Conv1D))
+    return part.ndim == 3 and bool(getattr(parent, "is_transposed", False))
+
+
+def low_rank_product(a: jax.Array, b: jax.Array, scaling: Any) -> jax.Array:
+    """`scaling · b @ a` [.., out, in] float32 of `a` [.., rank, in] and `b` [.., out, rank]."""
+    return scaling * jnp.matmul(b.astype(jnp.float32), a.astype(jnp.float32), precision="highest")
 
 
 @contextlib.contextmanager
@@ -107,7 +143,8 @@ def _embedding(
 
     def run(ids: Any) -> Any:
         result = forward(ids)
-        low = torch.nn.functional.embedding(ids, a.t()) @ b.t()
-        return (result + low * scaling).to(result.dtype)
+        low = torch.nn.functional.embedding(ids, a.t()) @ b.t() * scaling
+        own_scale: Any = getattr(layer, "embed_scale", None)  # Gemma's tables scale their rows
+        return (result + (low if own_scale is None else low * own_scale)).to(result.dtype)
 
     return run

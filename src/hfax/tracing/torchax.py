@@ -27,7 +27,7 @@ from hfax.kernels.cache_write import cache_write
 from hfax.patches import masks, registry
 from hfax.patches.control_flow import collecting_checks
 from hfax.patches.patch import forwards_replaced
-from hfax.tracing.adapters import adapted, split_adapters
+from hfax.tracing.adapters import adapted, onto_parameters, split_adapters
 from hfax.tracing.geometry import HostArray
 from hfax.tracing.training import Training, in_train_mode, rematerialised
 
@@ -138,7 +138,7 @@ def call_module(
         The result of `call`.
     """
     environment = _environment()
-    own, adapters = split_adapters(weights)
+    own, adapters = onto_parameters(module, *split_adapters(weights))
     tensors = {name: environment.wrap(array) for name, array in own.items()}
     tensors |= {name: environment.constant(tensor.clone) for name, tensor in (constants or {}).items()}
     training = training or Training()

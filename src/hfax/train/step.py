@@ -25,7 +25,6 @@ from hfax.backends.jax.model import JaxModel
 from hfax.errors import InvalidInputError, OutOfMemoryError, UnsupportedOptionError
 from hfax.kernels.quantized import QuantizedArray
 from hfax.kernels.target import compiler_options, compiling_for
-from hfax.lora.adapters import trained_names
 from hfax.phases import phase
 from hfax.sharding.mesh import batch_axes
 from hfax.tracing.adapters import SCALING
@@ -88,7 +87,7 @@ class TrainStep:
                 "Pass 1 or more.",
             )
         self.model = model
-        self.trainable = choose_trainable(model.params, trainable)
+        self.trainable = choose_trainable(model.params, trainable, model.adapters.trained(model.params))
         self._optimizer = optimizer
         self._loss = loss or models_own_loss
         self._counts = count_of_labels(model) if loss is None else None
@@ -401,15 +400,15 @@ def make_train_step(
     )
 
 
-def choose_trainable(params: Mapping[str, Any], trainable: Trainable) -> tuple[str, ...]:
-    """The weight names that `trainable` selects, see `make_train_step`.
+def choose_trainable(params: Mapping[str, Any], trainable: Trainable, default: list[str]) -> tuple[str, ...]:
+    """The weight names that `trainable` selects, see `make_train_step`; `default` for None.
 
     Raises:
         InvalidInputError: a pattern matches nothing, or a weight is not floating-point.
     """
     names = [name for name in params if not name.endswith(SCALING)]
     if trainable is None:
-        chosen = trained_names(params)
+        chosen = default
     elif callable(trainable):
         chosen = [name for name in names if trainable(name)]
     else:

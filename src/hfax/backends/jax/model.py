@@ -127,9 +127,8 @@ class JaxModel(AdapterMethods, BaseModel):
             only_trainable: count only the active adapter's parameters, if there is one.
             exclude_embeddings: exclude the embedding tables.
         """
-        return count_numbers(
-            self.params, self.module, only_trainable=only_trainable, exclude_embeddings=exclude_embeddings
-        )
+        among = self.adapters.trained(self.params) if only_trainable else None
+        return count_numbers(self.params, self.module, among=among, exclude_embeddings=exclude_embeddings)
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
         """Size of the weights in bytes, each weight counted once over all devices.

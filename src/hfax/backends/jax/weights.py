@@ -6,7 +6,7 @@ Functions of the flat dict of arrays by checkpoint name. They know neither progr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,6 @@ from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.kernels.quantized import QuantizedArray
 from hfax.load.rules import dtype_rule
 from hfax.load.skeleton import Skeleton
-from hfax.lora.adapters import trained_names
 
 Weights = Mapping[str, jax.Array]
 
@@ -30,19 +29,19 @@ def quantization_of(weights: Weights) -> str | None:
 
 
 def count_numbers(
-    weights: Weights, module: torch.nn.Module, *, only_trainable: bool = False, exclude_embeddings: bool = False
+    weights: Weights, module: torch.nn.Module, *, among: Collection[str] | None = None, exclude_embeddings: bool = False
 ) -> int:
     """Numbers in the weights.
 
     Args:
         weights: the weights.
         module: the module that they are of.
-        only_trainable: count only the active adapter's, if there is one.
+        among: names of the weights to count; None: all.
         exclude_embeddings: exclude the embedding tables.
     """
     left_out = set[str]()
-    if only_trainable:
-        left_out |= set(weights) - set(trained_names(dict(weights)))
+    if among is not None:
+        left_out |= set(weights) - set(among)
     if exclude_embeddings:
         left_out |= {f"{path}.weight" for path, part in module.named_modules() if isinstance(part, torch.nn.Embedding)}
     return sum(p.size for name, p in weights.items() if name not in left_out)
