@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -37,12 +38,6 @@ ATTENTION_NAME = masks.AttentionName("hfax", "sdpa")
 """The name of hfax's functions in transformers' attention, mask and experts interfaces."""
 ADDITIVE_NAME = masks.AttentionName("hfax_additive", "eager")
 """The same attention with additive masks of 0 and minus infinity, for modelling code that extends masks with floats."""
-_DEVICE_MODULE = types.SimpleNamespace(
-    get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
-    _is_in_bad_fork=lambda: False,
-    manual_seed_all=lambda seed: None,
-)
-"""What `torch.autocast`, also with `enabled=False`, and `torch.manual_seed` ask about the device of a tensor of a trace."""
 _CLIENT_OPTIONS = "jax_pjrt_client_create_options"
 
 
@@ -70,9 +65,24 @@ def _import_environment() -> Any:
         del os.environ[name]
     if getattr(jax.config, _CLIENT_OPTIONS, None) != options:
         jax.config.update(_CLIENT_OPTIONS, options)
-    if not hasattr(torch, device := torch.device("privateuseone").type):
-        setattr(torch, device, _DEVICE_MODULE)
+    _describe_device()
     return environment
+
+
+def _describe_device() -> None:
+    """Give torch what it asks about the device of tensors of a trace.
+
+    Its constructors import the module, and `torch.autocast`, also with `enabled=False`, and `torch.manual_seed` call its functions.
+    """
+    name = torch.device("privateuseone").type
+    if hasattr(torch, name):  # another backend has taken the device
+        return
+    module: Any = types.ModuleType(f"torch.{name}")
+    module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
+    module._is_in_bad_fork = lambda: False
+    module.manual_seed_all = lambda seed: None
+    setattr(torch, name, module)
+    sys.modules[module.__name__] = module
 
 
 _tracing = _import_environment()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -15,8 +14,6 @@ from hfax.errors import InvalidInputError
 from hfax.known_words import reject_arguments
 
 _REPORTERS = ("jsonl", "tensorboard")
-_WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)", re.IGNORECASE)
-"""Name pattern of weights without weight decay, as in transformers' Trainer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +31,7 @@ class TrainingArguments:
         learning_rate: peak learning rate.
         lr_scheduler_type: decay after warm-up: "linear" or "cosine" to 0, or "constant".
         warmup_steps: number of steps over which the learning rate rises from 0.
-        weight_decay: AdamW weight decay; not applied to biases and norms.
+        weight_decay: AdamW weight decay; not applied to biases and norms, as in transformers' Trainer.
         adam_beta1: AdamW beta1.
         adam_beta2: AdamW beta2.
         adam_epsilon: AdamW epsilon.
@@ -123,21 +120,20 @@ class TrainingArguments:
 
         return rate
 
-    def optimizer(self, steps: int) -> optax.GradientTransformation:
-        """AdamW with the schedule for `steps` steps, after gradient clipping."""
+    def optimizer(self, steps: int, decays: Callable[[str], bool]) -> optax.GradientTransformation:
+        """AdamW with the schedule for `steps` steps, after gradient clipping; `decays` tells the weights that decay by name."""
+
+        def mask(params: Any) -> Any:
+            return {name: decays(name) for name in params}
+
         adamw = optax.adamw(
             self.schedule(steps),
             b1=self.adam_beta1,
             b2=self.adam_beta2,
             eps=self.adam_epsilon,
             weight_decay=self.weight_decay,
-            mask=_decays,
+            mask=mask,
         )
         return (
             adamw if self.max_grad_norm is None else optax.chain(optax.clip_by_global_norm(self.max_grad_norm), adamw)
         )
-
-
-def _decays(params: Any) -> Any:
-    """Whether weight decay applies, by weight name."""
-    return {name: _WITHOUT_DECAY.search(name) is None for name in params}

@@ -22,6 +22,7 @@ from hfax.train.losses import Loss
 from hfax.train.packing import check_packing
 from hfax.train.speed import Speed
 from hfax.train.step import Trainable, TrainState, TrainStep
+from hfax.train.updates import choose_decay
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class Trainer:
         self._rate = None if optimizer is not None else args.schedule(self._total)
         self._step = TrainStep(
             model,
-            optimizer or args.optimizer(self._total),
+            optimizer or args.optimizer(self._total, choose_decay(model.module)),
             loss,
             trainable=trainable,
             gradient_accumulation_steps=args.gradient_accumulation_steps,

@@ -30,19 +30,20 @@ def quantization_of(weights: Weights) -> str | None:
 
 
 def count_numbers(
-    weights: Weights, module: torch.nn.Module, *, only_trainable: bool = False, exclude_embeddings: bool = False
+    weights: Weights, skeleton: Skeleton, *, only_trainable: bool = False, exclude_embeddings: bool = False
 ) -> int:
-    """Numbers in the weights.
+    """Numbers in the weights, without buffers.
 
     Args:
         weights: the weights.
-        module: the module that they are of.
-        only_trainable: count only the active adapter's, if there is one.
+        skeleton: of the module that they are of.
+        only_trainable: count only the active adapter's, if there is one, else those that the class does not freeze.
         exclude_embeddings: exclude the embedding tables.
     """
-    left_out = set[str]()
+    module = skeleton.module
+    left_out = {name for name, _ in module.named_buffers(remove_duplicate=False)}
     if only_trainable:
-        left_out |= set(weights) - set(trained_names(dict(weights)))
+        left_out |= skeleton.untrained | (set(weights) - set(trained_names(dict(weights))))
     if exclude_embeddings:
         left_out |= {f"{path}.weight" for path, part in module.named_modules() if isinstance(part, torch.nn.Embedding)}
     return sum(p.size for name, p in weights.items() if name not in left_out)
