@@ -90,7 +90,7 @@ def test_a_step_is_that_of_torch(kind, tmp_path):
     step = make_train_step(model, optax.sgd(1.0), squares if kind == "base" else None, dropout=False)
     state, metrics = step(step.init(), inputs)
     assert set(step.trainable) == set(trained)
-    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
+    assert float(metrics["loss"]) == pytest.approx(loss.item(), rel=1e-5)
     scale = max(float(p.grad.abs().max()) for p in trained.values() if p.grad is not None)
     for name, parameter in trained.items():
         gradient = np.zeros(parameter.shape) if parameter.grad is None else parameter.grad.numpy()
@@ -109,7 +109,7 @@ def test_models_without_a_vocabulary_have_a_trainer_and_a_module(tmp_path):
     rows = [{n: a[i % 2] for n, a in inputs.items()} for i in range(4)]
     options = {"max_steps": 2, "per_device_train_batch_size": 2, "report_to": "none", "learning_rate": 1e-2}
     trainer = Trainer(model, TrainingArguments(tmp_path / "run", **options), rows)
-    before = float(plain(**{n: torch.tensor(a) for n, a in inputs.items()}).loss)
+    before = plain(**{n: torch.tensor(a) for n, a in inputs.items()}).loss.item()
     assert trainer.train()["loss"] < before
     module = to_nnx(model)
     gradients = nnx.grad(lambda m: m(**inputs).loss)(module)
@@ -124,7 +124,7 @@ def test_parameters_of_an_nnx_module_are_torchs(kind, tmp_path):
     assert paths == {n for n, p in plain.named_parameters() if p.requires_grad}
     inputs = batch(kind, plain)
     expected = plain(**{n: torch.tensor(a) for n, a in inputs.items()}).loss
-    assert float(module(**inputs).loss) == pytest.approx(float(expected), rel=1e-4)
+    assert float(module(**inputs).loss) == pytest.approx(expected.item(), rel=1e-4)
 
 
 def test_weights_decay_as_in_transformers_trainer():
@@ -137,7 +137,7 @@ def test_weights_decay_as_in_transformers_trainer():
                 config.architectures = [architecture.class_name]
                 with torch.device("meta"):
                     plain = getattr(transformers, architecture.class_name)._from_config(config)
-            except Exception:  # noqa: S112 (transformers itself cannot build it here)
+            except Exception:  # transformers itself cannot build it here
                 continue
             expected = transformers.Trainer.get_decay_parameter_names(None, plain)  # type: ignore[arg-type]
             decays = choose_decay(open_skeleton(config).module)

@@ -237,7 +237,7 @@ def test_parts_without_labels_do_not_count(tmp_path):
     assert float(step.evaluate(model.params, {n: a[:2] for n, a in inputs.items()})["loss"]) == 0
     state, metrics = step(step.init(), inputs)
     assert bool(metrics["is_finite"])
-    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
+    assert float(metrics["loss"]) == pytest.approx(loss.item(), rel=1e-5)
     for name, parameter in plain.named_parameters():
         gradient = parameter.grad.numpy()
         atol = 1e-4 * np.abs(gradient).max() + 1e-6

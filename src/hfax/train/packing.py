@@ -1,7 +1,8 @@
 """Checks whether a model isolates packed sequences.
 
 A loss of packed rows is right if no output of a sequence depends on another sequence. That is read off derivatives, which are
-exactly zero where attention is masked and, however small the weights, not zero where a convolution or a state carries something over.
+exactly zero where attention is masked and, however small the weights, not zero where a convolution or a state carries something
+over.
 """
 
 from __future__ import annotations
