@@ -63,6 +63,49 @@ def test_importing_the_command_imports_no_framework(tmp_path: Path) -> None:
     assert not names & {"jax", "jaxlib", "torch", "torchax", "torch_xla", "transformers"}
 
 
+COMPILED_BESIDE = """
+import os, torch
+from torch.utils import _pytree
+from transformers import LlamaConfig, LlamaForCausalLM
+import transformers.modeling_outputs, transformers.generation.utils
+
+config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+                     num_key_value_heads=1, architectures=["LlamaForCausalLM"], dtype="float32")
+
+def state():
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "accelerator": torch.accelerator.current_accelerator(),
+        "random": torch.random.get_rng_state().tolist(),
+        "environment": sorted(os.environ.items()),
+        "pytrees": [kind for kind in _pytree.SUPPORTED_NODES if kind.__module__.split(".")[0] not in ("hfax", "torch")],
+        "autocast": torch.is_autocast_enabled("cpu"),
+    }
+
+before = state()
+import hfax
+ids = torch.arange(1, 6)[None]
+hfax.AutoModelForTPU.from_config(config).generate(ids, max_new_tokens=3, do_sample=False)
+after = state()
+assert after == before, [name for name in before if after[name] != before[name]]
+
+plain, x = LlamaForCausalLM(config).eval(), torch.randn(4, 4, requires_grad=True)
+work = lambda x: torch.nn.functional.gelu(x @ x.T).sum()
+torch.testing.assert_close(torch.compile(work, backend="aot_eager")(x), work(x))
+torch.compile(work, backend="aot_eager")(x).backward()
+found = torch.compile(plain, backend="aot_eager")(ids, use_cache=False).logits
+torch.testing.assert_close(found, plain(ids).logits)
+layer = torch.nn.Linear(4, 4)
+torch.testing.assert_close(torch.export.export(layer, (x,)).module()(x), layer(x))
+"""
+
+
+def test_torch_compiles_and_exports_beside_hfax(tmp_path: Path) -> None:
+    """torchax named a device for the whole process, and dynamo asked for streams that it does not have."""
+    run_python(COMPILED_BESIDE, tmp_path)
+
+
 def test_the_version_is_written_in_one_place() -> None:
     """A second one would be forgotten at a release; programs and bundles are keyed by this one, installed or not."""
     project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())

@@ -108,6 +108,7 @@ def diagnose(
     checked = _check(config, type(skeleton.module).__name__, task) if check else None
     if checked is not None and checked != "agrees":
         look.problems.append(checked)
+    buffers = {name for name, _ in skeleton.module.named_buffers(remove_duplicate=False)}
     reasons = {p.name: p.why for p in registry.all_patches()}
     patches = {name: reasons.get(name, "") for name in sorted(traced.patches_used)}
     return Diagnosis(
@@ -121,7 +122,7 @@ def diagnose(
         patches=patches,
         refusals=registry.refusals(skeleton.module),
         lowerings=tuple(sorted(look.lowerings)),
-        num_parameters=sum(t.numel() for t in skeleton.shapes.values()),
+        num_parameters=sum(t.numel() for name, t in skeleton.shapes.items() if name not in buffers),
         weight_bytes=sum(t.numel() * t.element_size() for t in skeleton.shapes.values()),
         cache_bytes_per_token=look.cache_bytes_per_token,
         state_bytes=look.state_bytes,

@@ -27,7 +27,7 @@ except ImportError as error:
 
 
 class Buffer(nnx.Variable):
-    """A non-parameter array of a module: position tables, running statistics."""
+    """An array of a module that is not trained: position tables, running statistics, parameters that the class freezes."""
 
 
 class Part(nnx.Module):
@@ -76,9 +76,9 @@ def to_nnx(model: JaxModel) -> TransformersModule:
 
     Returns:
         A module with an `nnx.Param` for each weight, under the weight's own path ("model.layers.0.self_attn.q_proj.weight" is
-        `module.model.layers[0].self_attn.q_proj.weight`), and a `Buffer` for each array not stored in checkpoints. On a mesh the
-        parameters carry sharding metadata. Tied weights are one parameter. `model.update(module)` copies trained values
-        back.
+        `module.model.layers[0].self_attn.q_proj.weight`), and a `Buffer` for each array that torch does not train: buffers, and
+        parameters that the class freezes. On a mesh they carry sharding metadata. Tied weights are one parameter.
+        `model.update(module)` copies trained values back.
 
     Raises:
         BackendNotAvailableError: flax is not installed.
@@ -105,7 +105,8 @@ def to_nnx(model: JaxModel) -> TransformersModule:
         split: dict[str, Any] = (
             {} if plan is None or name not in plan.weights else {"out_sharding": tuple(plan.weights[name].spec)}
         )
-        _put(tree, name, nnx.Param(array, eager_sharding=False, **split))
+        kind = Buffer if name in model.skeleton.untrained else nnx.Param
+        _put(tree, name, kind(array, eager_sharding=False, **split))
     module = TransformersModule()
     _fill(module, tree)
     module._forward = _Forward(model.parts.traced)

@@ -7,12 +7,15 @@ import itertools
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+import torch
+from tiny_models import SIZES, random_model, tiny_llama_config
+from transformers import AutoTokenizer, GPT2Config, Lfm2Config
 
-from hfax import InvalidInputError
+from hfax import AutoModelForTPU, InvalidInputError, UnsupportedOptionError
 from hfax.demo import demo_folder
 from hfax.train.data import PaddingCollator, in_batches, pack
 from hfax.train.examples import conversation, tokenize_rows
+from hfax.train.packing import check_packing
 
 MESSAGES = [
     {"role": "user", "content": "What is a list?"},
@@ -186,3 +189,37 @@ def test_packing_fills_rows_and_keeps_every_token():
                 assert row["labels"][begin] == -100
                 found.append(row["input_ids"][begin:end])
     assert sorted(found) == sorted(text["input_ids"] for text in texts)
+
+
+_GPT2 = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32}
+PACKED = {
+    "llama": lambda scale: tiny_llama_config(initializer_range=scale),
+    "gpt2": lambda scale: GPT2Config(**_GPT2, initializer_range=scale, architectures=["GPT2LMHeadModel"]),
+    "lfm2": lambda scale: Lfm2Config(
+        **{**SIZES, "initializer_range": scale},
+        layer_types=["conv", "full_attention"],
+        architectures=["Lfm2ForCausalLM"],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale", "isolates"),
+    [("llama", 0.02, True), ("gpt2", 0.2, True), ("lfm2", 0.2, False), ("lfm2", 0.02, False), ("lfm2", 1e-3, False)],
+)
+def test_whether_packed_texts_mix_does_not_depend_on_the_scale_of_weights(kind, scale, isolates):
+    """Logits were compared with a tolerance, below which those of small weights stayed although LFM2's texts mix."""
+    config = PACKED[kind](scale)
+    plain = random_model(config, attn_implementation="eager").double()
+    positions = torch.tensor([[*range(5), *range(7)]])
+    ids = torch.arange(3, 15)[None]
+    other = torch.cat([ids[:, :5] + 20, ids[:, 5:]], dim=1)
+    with torch.no_grad():
+        one, two = (plain(input_ids=i, position_ids=positions, use_cache=False).logits[:, 5:] for i in (ids, other))
+    assert torch.equal(one, two) == isolates
+    model = AutoModelForTPU.from_config(config)
+    if isolates:
+        check_packing(model)
+    else:
+        with pytest.raises(UnsupportedOptionError, match="Outputs of packed sequence 2 depend on sequence 1"):
+            check_packing(model)

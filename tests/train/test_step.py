@@ -12,7 +12,7 @@ import torch
 from hfax import InvalidInputError, UnsupportedModelError, make_train_step
 from hfax.train.losses import make_dpo_loss, preference_log_probs
 
-from .small_models import batch, make
+from .small_models import VOCABULARY, batch, make
 
 
 def gradients(model, inputs, **options):
@@ -221,6 +221,44 @@ def test_bad_options_say_what_to_do(tmp_path):
         step(step.init(), {"input_ids": batch("llama", 2)["input_ids"]})
     with pytest.raises(InvalidInputError, match="vocabulary"):
         step(step.init(), {"input_ids": np.full((1, 4), 999), "labels": np.ones((1, 4), int)})
+
+
+def test_parts_without_labels_do_not_count(tmp_path):
+    """Their loss is the mean of nothing, NaN, and 0 x NaN ended the run as diverged."""
+    plain, model = make("llama", tmp_path)
+    inputs = batch("llama", 4)
+    inputs["labels"] = inputs["labels"].copy()
+    inputs["labels"][:2] = -100
+    inputs["labels"][2, 9:] = -100
+    loss = plain(**{n: torch.tensor(a) for n, a in inputs.items()}).loss  # torch's mean over all labels
+    loss.backward()
+    step = make_train_step(model, optax.sgd(1.0), gradient_accumulation_steps=4)
+    before = {n: np.asarray(a) for n, a in model.params.items()}
+    assert float(step.evaluate(model.params, {n: a[:2] for n, a in inputs.items()})["loss"]) == 0
+    state, metrics = step(step.init(), inputs)
+    assert bool(metrics["is_finite"])
+    assert float(metrics["loss"]) == pytest.approx(loss.item(), rel=1e-5)
+    for name, parameter in plain.named_parameters():
+        gradient = parameter.grad.numpy()
+        atol = 1e-4 * np.abs(gradient).max() + 1e-6
+        np.testing.assert_allclose(before[name] - np.asarray(state.params[name]), gradient, atol=atol, err_msg=name)
+    with pytest.raises(InvalidInputError, match="no labels to learn from"):
+        step(state, {**inputs, "labels": np.full_like(inputs["labels"], -100)})
+
+
+@pytest.mark.parametrize("value", [VOCABULARY, -1, -101])
+@pytest.mark.parametrize("place", [np.asarray, jnp.asarray], ids=["host", "device"])
+def test_labels_outside_the_vocabulary_are_refused(value, place, tmp_path):
+    """XLA reads another row in silence, where torch raises."""
+    _, model = make("llama", tmp_path)
+    inputs = batch("llama", 4)
+    inputs["labels"] = inputs["labels"].copy()
+    inputs["labels"][2, 5] = value
+    step = make_train_step(model, optax.sgd(1.0))
+    words = f"value {value} in row 2; the model's vocabulary has ids 0 to {VOCABULARY - 1}"
+    for call in (lambda b: step(step.init(), b), lambda b: step.evaluate(model.params, b)):
+        with pytest.raises(InvalidInputError, match=words):
+            call({**inputs, "labels": place(inputs["labels"])})
 
 
 @pytest.mark.parametrize(

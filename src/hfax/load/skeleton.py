@@ -67,6 +67,8 @@ class Skeleton:
         shapes: name to meta tensor, for every tensor expected in a checkpoint, without tied aliases.
         tied: alias to the name in `shapes` that it shares an array with.
         buffers: name to value, for buffers that checkpoints do not store.
+        untrained: names in `shapes` that torch does not train: buffers that checkpoints store, and parameters that the class
+            freezes (tables of sinusoids).
         derived: cache of values computed from the module, by name.
         lock: held while a trace uses the module.
     """
@@ -76,6 +78,7 @@ class Skeleton:
     shapes: dict[str, torch.Tensor]
     tied: dict[str, str]
     buffers: dict[str, torch.Tensor]
+    untrained: frozenset[str] = frozenset()
     derived: dict[str, Any] = dataclasses.field(default_factory=dict)
     lock: threading.RLock = dataclasses.field(default_factory=threading.RLock)
 
@@ -209,12 +212,21 @@ def build_skeleton(
             "Check config.json against the transformers version (see `hfax env`); custom code may require another version.",
         ) from error
     module.eval()
+    trained = {name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
     module.requires_grad_(False)
     tied = _tied_names(module)
+    trained |= {tied[name] for name in trained if name in tied}
     persistent = module.state_dict(keep_vars=True)
     held = {name: t for name, t in persistent.items() if name not in tied and isinstance(t, torch.Tensor)}
     buffers = {name: b for name, b in module.named_buffers(remove_duplicate=False) if name not in persistent}
-    return Skeleton(module=module, dtype=dtype, shapes=held, tied=tied, buffers=buffers)
+    return Skeleton(
+        module=module,
+        dtype=dtype,
+        shapes=held,
+        tied=tied,
+        buffers=buffers,
+        untrained=frozenset(held.keys() - trained),
+    )
 
 
 def with_dtype(skeleton: Skeleton, dtype: torch.dtype) -> Skeleton:

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -35,15 +38,51 @@ ATTENTION_NAME = masks.AttentionName("hfax", "sdpa")
 """The name of hfax's functions in transformers' attention, mask and experts interfaces."""
 ADDITIVE_NAME = masks.AttentionName("hfax_additive", "eager")
 """The same attention with additive masks of 0 and minus infinity, for modelling code that extends masks with floats."""
+_CLIENT_OPTIONS = "jax_pjrt_client_create_options"
 
 
 def _import_environment() -> Any:
-    """hfax's environment, reverting the process-wide switch set by torchax's import (torch's encoder fast path)."""
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    from hfax.tracing import environment
+    """hfax's environment, without what torchax's import changes for the whole process.
 
+    torchax turns off torch's encoder fast path, sets an environment variable and an option of JAX's clients, and names a device
+    "jax": torch then takes it for an accelerator, asks for its streams, and neither `torch.compile` nor dynamo works on the CPU
+    ("PyTorch is not linked with support for jax devices"). hfax's tensors are on torch's meta device and need no name. A name
+    cannot be taken back, so it must not be given.
+    """
+    names = (torch.utils, "rename_privateuse1_backend"), (torch, "_register_device_module")
+    before = [(owner, name, getattr(owner, name)) for owner, name in names]
+    fast_path, variables = torch.backends.mha.get_fastpath_enabled(), dict(os.environ)
+    options = getattr(jax.config, _CLIENT_OPTIONS, None)
+    try:
+        for owner, name, _ in before:
+            setattr(owner, name, lambda *args, **kwargs: None)
+        from hfax.tracing import environment
+    finally:
+        for owner, name, function in before:
+            setattr(owner, name, function)
     torch.backends.mha.set_fastpath_enabled(fast_path)
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    if getattr(jax.config, _CLIENT_OPTIONS, None) != options:
+        jax.config.update(_CLIENT_OPTIONS, options)
+    _describe_device()
     return environment
+
+
+def _describe_device() -> None:
+    """Give torch what it asks about the device of tensors of a trace.
+
+    Its constructors import the module, and `torch.autocast`, also with `enabled=False`, and `torch.manual_seed` call its functions.
+    """
+    name = torch.device("privateuseone").type
+    if hasattr(torch, name):  # another backend has taken the device
+        return
+    module: Any = types.ModuleType(f"torch.{name}")
+    module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
+    module._is_in_bad_fork = lambda: False
+    module.manual_seed_all = lambda seed: None
+    setattr(torch, name, module)
+    sys.modules[module.__name__] = module
 
 
 _tracing = _import_environment()

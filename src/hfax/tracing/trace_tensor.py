@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from hfax.patches.masks import MaskStructure
 
 _META = torch.device("meta")
+_DEVICE = torch.device("privateuseone", 0)
 Array = Any
 Forward = Callable[[Array], Array]
 """From the base array to the view's array."""
@@ -97,6 +98,11 @@ class TraceTensor(torchax.tensor.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     # Contents
+
+    @property
+    def device(self) -> torch.device:
+        """torch's device for backends of others, without the name "jax" that torchax gives it for the whole process."""
+        return _DEVICE
 
     @property
     def _elem(self) -> Array:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -18,8 +17,6 @@ from hfax.train.occasions import check_strategies
 from hfax.train.schedules import check_schedule, depends_on_end, make_schedule
 
 _REPORTERS = ("jsonl", "tensorboard")
-_WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)", re.IGNORECASE)
-"""Name pattern of weights without weight decay, as in transformers' Trainer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +37,7 @@ class TrainingArguments:
         lr_scheduler_kwargs: the schedule's options, as in transformers.
         warmup_steps: number of steps over which the learning rate rises from 0; below 1: their share of all steps.
         warmup_ratio: share of all steps over which it rises, in place of `warmup_steps`.
-        weight_decay: AdamW weight decay; not applied to biases and norms.
+        weight_decay: AdamW weight decay; not applied to biases and norms, as in transformers' Trainer.
         adam_beta1: AdamW beta1.
         adam_beta2: AdamW beta2.
         adam_epsilon: AdamW epsilon.
@@ -179,21 +176,20 @@ class TrainingArguments:
             **({"max_steps": steps} if depends_on_end(self.lr_scheduler_type, options) else {}),
         }
 
-    def optimizer(self, steps: int) -> optax.GradientTransformation:
-        """AdamW with the schedule for `steps` steps, after gradient clipping."""
+    def optimizer(self, steps: int, decays: Callable[[str], bool]) -> optax.GradientTransformation:
+        """AdamW with the schedule for `steps` steps, after gradient clipping; `decays` tells the weights that decay by name."""
+
+        def mask(params: Any) -> Any:
+            return {name: decays(name) for name in params}
+
         adamw = optax.adamw(
             self.schedule(steps),
             b1=self.adam_beta1,
             b2=self.adam_beta2,
             eps=self.adam_epsilon,
             weight_decay=self.weight_decay,
-            mask=_decays,
+            mask=mask,
         )
         return (
             adamw if self.max_grad_norm is None else optax.chain(optax.clip_by_global_norm(self.max_grad_norm), adamw)
         )
-
-
-def _decays(params: Any) -> Any:
-    """Whether weight decay applies, by weight name."""
-    return {name: _WITHOUT_DECAY.search(name) is None for name in params}

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hfax.backends.jax.model import JaxModel
 from hfax.errors import InvalidInputError
-from hfax.train.losses import IGNORED, Apply, Loss, count_of_labels
+from hfax.train.labels import IGNORED, labels_of
+from hfax.train.losses import Apply, Loss
 from hfax.train.step import TrainStep
 
 
@@ -30,10 +30,7 @@ class SmoothedTrainStep(TrainStep):
         self, model: JaxModel, optimizer: optax.GradientTransformation, *, factor: float, **options: Any
     ) -> None:
         super().__init__(model, optimizer, make_smoothed_loss(model, factor), **options)
-        self._labels_of = count_of_labels(model)
-
-    def _weight(self, inputs: Mapping[str, Any]) -> jax.Array:
-        return self._labels_of(inputs)
+        self._labels = labels_of(model)
 
 
 def make_smoothed_loss(model: JaxModel, factor: float) -> Loss:
@@ -43,8 +40,7 @@ def make_smoothed_loss(model: JaxModel, factor: float) -> Loss:
         model: says whether labels are those of the next token.
         factor: probability that is spread over all classes.
     """
-    module: Any = model.module
-    is_shifted = getattr(module, "loss_function", None) is ForCausalLMLoss and not model.config.is_encoder_decoder
+    is_shifted = labels_of(model).is_shifted
 
     def loss(apply: Apply, batch: Mapping[str, Any]) -> jax.Array:
         labels = batch.get("labels")

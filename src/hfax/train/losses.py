@@ -7,15 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from transformers.loss.loss_utils import ForCausalLMLoss
 
-from hfax.backends.jax.model import JaxModel
 from hfax.errors import InvalidInputError
+from hfax.train.labels import IGNORED
 
 Apply = Callable[..., Any]
 Loss = Callable[[Apply, Mapping[str, Any]], Any]
-IGNORED = -100
-"""Label of ignored positions, as in torch."""
 
 
 def models_own_loss(apply: Apply, batch: Mapping[str, Any]) -> jax.Array:
@@ -33,21 +30,6 @@ def models_own_loss(apply: Apply, batch: Mapping[str, Any]) -> jax.Array:
             'Add "labels" to the batches, or pass a loss function of your own.',
         )
     return loss
-
-
-def count_of_labels(model: JaxModel) -> Callable[[Mapping[str, Any]], jax.Array]:
-    """A function that counts a batch's labels, over which the model's own loss is the mean; 1 for a batch without labels."""
-    module: Any = model.module
-    is_shifted = getattr(module, "loss_function", None) is ForCausalLMLoss and not model.config.is_encoder_decoder
-
-    def count(batch: Mapping[str, Any]) -> jax.Array:
-        labels = batch.get("labels")
-        if labels is None or not jnp.issubdtype(labels.dtype, jnp.integer) or labels.ndim < 2:
-            return jnp.float32(1 if labels is None else labels.shape[0])
-        counted = labels[..., 1:] if is_shifted else labels
-        return (counted != IGNORED).sum(dtype=jnp.float32)
-
-    return count
 
 
 def sequence_log_probs(logits: jax.Array, labels: jax.Array) -> jax.Array:

@@ -29,7 +29,8 @@ from hfax.phases import phase
 from hfax.sharding.mesh import batch_axes
 from hfax.tracing.adapters import SCALING
 from hfax.tracing.structure import flatten, is_array, unflatten
-from hfax.train.losses import Apply, Loss, count_of_labels, models_own_loss
+from hfax.train.labels import labels_of
+from hfax.train.losses import Apply, Loss, models_own_loss
 from hfax.train.updates import apply_optimizer
 
 Params = dict[str, jax.Array]
@@ -87,10 +88,11 @@ class TrainStep:
                 "Pass 1 or more.",
             )
         self.model = model
-        self.trainable = choose_trainable(model.params, trainable, model.adapters.trained(model.params))
+        weights = {n: a for n, a in model.params.items() if n not in model.skeleton.untrained}
+        self.trainable = choose_trainable(weights, trainable, model.adapters.trained(weights))
         self._optimizer = optimizer
         self._loss = loss or models_own_loss
-        self._counts = count_of_labels(model) if loss is None else None
+        self._labels = labels_of(model) if self._loss is models_own_loss else None
         self._parts = gradient_accumulation_steps
         self._remat, self._dropout = remat, dropout
         self._master = jnp.dtype(master_dtype)
@@ -141,10 +143,11 @@ class TrainStep:
             and metrics from the loss function. The call does not wait for them.
 
         Raises:
-            InvalidInputError: the number of rows is not divisible.
+            InvalidInputError: the number of rows is not divisible; or, for the model's own loss, a label is no class of the model,
+                or all are ignored. Labels on a device are copied to the host for this check, as ids are.
             OutOfMemoryError: the step does not fit on the device.
         """
-        arrays, structure = self._place(batch)
+        arrays, structure = self._place(batch, is_step=True)
         with _explaining("a training step"):
             return self._program(structure, state, arrays)(state, self._frozen(), arrays)
 
@@ -159,7 +162,7 @@ class TrainStep:
         return self._program(structure, state, arrays)
 
     def evaluate(self, params: Params, batch: Mapping[str, Any]) -> Metrics:
-        """A batch's loss without dropout, and "weight", the number of labels it is averaged over.
+        """A batch's loss without dropout, and "weight", the number of labels it is averaged over; 0 and 0 if it has none.
 
         Args:
             params: weights from a state, or the model's own.
@@ -230,11 +233,16 @@ class TrainStep:
         if self._parts == 1:
             return part([a[0] for a in arrays], keys[0])
         weights = jax.vmap(lambda arrays: self._weight(unflatten(structure, arrays)))(arrays)
-        shares = weights / jnp.maximum(weights.sum(), 1.0)
+        shares = weights / weights.sum()
 
         def add(total: Any, each: Any) -> tuple[Any, None]:
             arrays, key, share = each
-            return jax.tree.map(lambda t, a: t + share * a.astype(t.dtype), total, part(arrays, key)), None
+
+            def weighted(total: jax.Array, of_part: jax.Array) -> jax.Array:
+                """A part without labels has no share, and a loss of NaN."""
+                return total + jnp.where(share == 0, 0, share * of_part.astype(total.dtype))
+
+            return jax.tree.map(weighted, total, part(arrays, key)), None
 
         like = jax.eval_shape(part, [a[0] for a in arrays], keys[0])
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), like)
@@ -259,11 +267,12 @@ class TrainStep:
 
     def _measure(self, apply: Apply, inputs: Mapping[str, Any]) -> Metrics:
         loss, metrics = self._found(apply, inputs)
-        return {"loss": loss, "weight": self._weight(inputs), **metrics}
+        weight = self._weight(inputs)
+        return {"loss": jnp.where(weight == 0, 0, loss), "weight": weight, **metrics}
 
     def _weight(self, inputs: Mapping[str, Any]) -> jax.Array:
         """A micro-batch's weight: its label count; 1 for custom losses."""
-        return jnp.ones(()) if self._counts is None else self._counts(inputs)
+        return jnp.ones(()) if self._labels is None else self._labels.count(inputs)
 
     # Where things are
 
@@ -271,10 +280,16 @@ class TrainStep:
         changed = set(self.trainable)
         return {**self.model.buffers, **{n: a for n, a in self.model.params.items() if n not in changed}}
 
-    def _place(self, batch: Mapping[str, Any], parts: int | None = None) -> tuple[list[Any], Any]:
+    def _place(
+        self, batch: Mapping[str, Any], parts: int | None = None, is_step: bool = False
+    ) -> tuple[list[Any], Any]:
         """A batch's arrays on the devices, [parts, rows, …], and its structure."""
         parts = self._parts if parts is None else parts
         prepared = self.model.prepare_inputs(batch)
+        if self._labels is not None:
+            self._labels.check(prepared)
+            if is_step:
+                self._labels.check_any(prepared)
         arrays, structure = flatten(prepared, is_array)
         counts = {np.shape(a)[0] if np.ndim(a) else 0 for a in arrays}
         if uneven := sorted(count for count in counts if count % parts or not count):
@@ -364,7 +379,8 @@ def make_train_step(
         loss: takes `apply` (the model in train mode with the step's weights; maps inputs by name to the model's output) and the
             batch, and returns a scalar, or a scalar and a dict of metrics. None: the model's own loss, from a batch with labels.
         trainable: weight name patterns with * wildcards, or a predicate on names; None: the active adapter if any, else all
-            weights. Other weights are frozen: no gradients and no optimizer state.
+            weights. Other weights are frozen: no gradients and no optimizer state. So are always buffers (BART's
+            `final_logits_bias`, running statistics) and parameters that the class freezes (Whisper's encoder positions).
         gradient_accumulation_steps: micro-batches that run in sequence; gradients are those of the whole batch.
         remat: keep only each layer's input and recompute the layer in the backward pass.
         dropout: False: the model stays in eval mode.

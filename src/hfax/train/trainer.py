@@ -25,6 +25,7 @@ from hfax.train.packing import check_packing
 from hfax.train.resumption import check_unchanged, described, fingerprint
 from hfax.train.speed import Speed
 from hfax.train.step import Trainable, TrainState, TrainStep
+from hfax.train.updates import choose_decay
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class Trainer:
             )
         self._total = self._count_steps()
         self._rate = None if optimizer is not None else args.schedule(self._total)
-        self._step = self._make_step(optimizer or args.optimizer(self._total), trainable)
+        self._step = self._make_step(optimizer or args.optimizer(self._total, choose_decay(model.module)), trainable)
         self.state: TrainState | None = None
         self._best = BestEvaluation(args.metric_for_best_model, args.greater_is_better)
 

@@ -1,4 +1,4 @@
-"""Applies an optimizer update in place, reusing the old state's memory.
+"""Applies an optimizer update in place, reusing the old state's memory, and chooses the weights that decay.
 
 XLA's CPU compiler recomputes a moment at each use, so the weight update reads the old moment, which then cannot be overwritten:
 every optimizer state array was copied in each step (docs/log/training.md). Here each new state array is materialised before
@@ -7,14 +7,38 @@ anything else uses it.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+import torch
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from hfax.kernels import target
+
+_WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)", re.IGNORECASE)
+"""Names of weights without weight decay, as in transformers' `Trainer.get_decay_parameter_names`."""
+
+
+def choose_decay(module: torch.nn.Module) -> Callable[[str], bool]:
+    """Whether weight decay applies to a weight of this name, as in transformers' Trainer: not to biases, nor to norms.
+
+    Norms are known by their names, and those of torch's class (GPT-2's `ln_f`) by it.
+
+    Args:
+        module: the module that the weights are of.
+    """
+    norms = {path for path, part in module.named_modules() if path and isinstance(part, torch.nn.LayerNorm)}
+
+    def decays(name: str) -> bool:
+        parts = name.split(".")
+        is_of_norm = any(".".join(parts[:n]) in norms for n in range(1, len(parts)))
+        return not is_of_norm and _WITHOUT_DECAY.search(name) is None
+
+    return decays
 
 
 def apply_optimizer(

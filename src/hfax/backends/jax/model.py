@@ -121,13 +121,13 @@ class JaxModel(AdapterMethods, BaseModel):
         return quantization_of(self.params)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Number of parameters, tied weights counted once.
+        """Number of parameters, tied weights counted once, without buffers.
 
         Args:
-            only_trainable: count only the active adapter's parameters, if there is one.
+            only_trainable: count only the active adapter's parameters, if there is one, else those that the class does not freeze.
             exclude_embeddings: exclude the embedding tables.
         """
-        among = self.adapters.trained(self.params) if only_trainable else None
+        among = set(self.adapters.trained(self.params)) - self._skeleton.untrained if only_trainable else None
         return count_numbers(self.params, self.module, among=among, exclude_embeddings=exclude_embeddings)
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:

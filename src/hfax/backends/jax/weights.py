@@ -31,7 +31,7 @@ def quantization_of(weights: Weights) -> str | None:
 def count_numbers(
     weights: Weights, module: torch.nn.Module, *, among: Collection[str] | None = None, exclude_embeddings: bool = False
 ) -> int:
-    """Numbers in the weights.
+    """Numbers in the weights, without buffers.
 
     Args:
         weights: the weights.
@@ -39,7 +39,7 @@ def count_numbers(
         among: names of the weights to count; None: all.
         exclude_embeddings: exclude the embedding tables.
     """
-    left_out = set[str]()
+    left_out = {name for name, _ in module.named_buffers(remove_duplicate=False)}
     if among is not None:
         left_out |= set(weights) - set(among)
     if exclude_embeddings:
