@@ -6,6 +6,7 @@ a part that cannot be read is reported as such, without failing the rest.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -102,7 +103,7 @@ def _as_text(report: dict[str, Any]) -> str:
         lines.append(f"jax backend: {devices['backend']}")
         lines.append(f"jax devices: {', '.join(devices['devices'])}")
     if report["cpu_kernels"] is not None:
-        lines.append(f"cpu kernels: {report['cpu_kernels']}")
+        lines.append(f"cpu kernels: {report['cpu_kernels']['text']}")
     lines += [f"{name}={value}" for name, value in report["variables"].items()]
     for name, cache in report["caches"].items():
         held = f"{_size(cache['bytes'])} in {cache['files']} files" if cache["exists"] else "does not exist yet"
@@ -110,14 +111,14 @@ def _as_text(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _cpu_kernels() -> str | None:
-    """Status of hfax's C++ kernels; None without JAX."""
+def _cpu_kernels() -> dict[str, Any] | None:
+    """Instruction set of hfax's C++ kernels, and where their library is from; None without JAX."""
     try:
         from hfax.kernels.cpu import library
     except ImportError:
         return None
-    problem = library.problem()
-    return f"available ({library.instruction_set().name})" if problem is None else f"none: {problem}"
+    kernels = library.kernels()
+    return {**dataclasses.asdict(kernels), "text": str(kernels)}
 
 
 def _version(package: str) -> str | None:
