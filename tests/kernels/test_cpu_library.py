@@ -7,14 +7,20 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import processes
 import pytest
 
 from hfax.cli.env import read_environment
 from hfax.errors import InvalidInputError
+from hfax.kernels.cache_write import cache_write
 from hfax.kernels.cpu import compiler, instruction_sets, library, prebuilt
 from hfax.kernels.cpu.instruction_sets import INSTRUCTION_SETS, available_instruction_sets
+from hfax.kernels.target import compiling_for
 from hfax.programs.program_cache import environment_key
+
+from .hosts import Host
 
 
 def test_programs_without_a_compiler_give_the_same(tmp_path):
@@ -36,11 +42,42 @@ def test_a_compiler_that_fails_is_reported_not_raised(tmp_path, monkeypatch):
     assert "could not build them" in done.stdout, done.stderr
 
 
+@pytest.mark.usefixtures("cpu_kernels")
+def test_a_cache_is_written_in_place():
+    buffer, new = jnp.zeros((2, 3, 16, 8), jnp.bfloat16), jnp.ones((2, 3, 2, 8), jnp.bfloat16)
+    with compiling_for("cpu") as where:
+        compiled = jax.jit(cache_write, donate_argnums=0).lower(buffer, new, jnp.int32(5)).compile()
+    assert any("C++ kernel" in way for way in where.chosen)
+    assert compiled.memory_analysis().temp_size_in_bytes < buffer.nbytes
+    assert compiled.memory_analysis().alias_size_in_bytes == buffer.nbytes
+    assert compiled(buffer, new, jnp.int32(5)).sum((0, 1, 3)).tolist() == [48 * (i in (5, 6)) for i in range(16)]
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+@pytest.mark.parametrize(("most", "helpers"), [(0, 2), (1, 0), (2, 1), (8, 2)])
+def test_kernels_use_no_more_threads_than_they_are_told(tmp_path, most, helpers):
+    """The host has three; the calling thread is one of them."""
+    host = Host(tmp_path, compiler.find_compiler(), library.kernels().path, most_threads=most)
+    x, weight = (np.random.default_rng(0).standard_normal((n, 512), np.float32) for n in (1, 2048))
+    (got,) = host.call("hfax_linear", [jax.ShapeDtypeStruct((1, 2048), jnp.float32)], [x, weight], {})
+    host.close()
+    assert host.num_helpers == helpers
+    np.testing.assert_allclose(got, x.astype(float) @ weight.T, atol=1e-3)
+
+
+@pytest.mark.usefixtures("cpu_kernels")
+def test_a_number_of_threads_that_is_none_is_refused_by_name():
+    code = "from hfax.kernels.cpu import library; library.kernels()"
+    done = processes.run(["-c", code], {"HFAX_CPU_KERNELS": "1", "HFAX_NUM_THREADS": "many"})
+    assert "HFAX_NUM_THREADS='many' is not a number of threads" in done.stderr
+
+
 @pytest.fixture
 def stub(tmp_path):
     """A source that takes no time to compile, for claims about who compiles, and where the library is from."""
     path = tmp_path / "kernels.cc"
     path.write_text("".join(f'extern "C" void {name}() {{}}\n' for name in library._TARGETS))
+    path.write_text(path.read_text() + 'extern "C" void hfax_set_most_threads(long long) {}\n')
     return path
 
 

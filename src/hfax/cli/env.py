@@ -11,7 +11,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import typer
 from hfax.cli import model_options
 from hfax.cli.error_display import reporting
 from hfax.home import hfax_home
+from hfax.kernels.cpu.threads import usable_cores
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -47,6 +47,7 @@ _SHOWN_VARIABLES = (
     "HFAX_CPU_TARGET",
     "HFAX_DEBUG",
     "HFAX_HOME",
+    "HFAX_NUM_THREADS",
     "JAX_COMPILATION_CACHE_DIR",
     "JAX_PLATFORMS",
     "LIBTPU_INIT_ARGS",
@@ -79,7 +80,7 @@ def read_environment() -> dict[str, Any]:
         "hfax": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu": {"model": _cpu_model(), "usable_cores": _usable_cores(), "memory_bytes": _memory_bytes()},
+        "cpu": {"model": _cpu_model(), "usable_cores": usable_cores(), "memory_bytes": _memory_bytes()},
         "packages": {name: _version(name) for name in _PACKAGES},
         "jax": _jax_devices(),
         "cpu_kernels": _cpu_kernels(),
@@ -153,12 +154,6 @@ def _cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _usable_cores() -> int:
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _memory_bytes() -> int | None:

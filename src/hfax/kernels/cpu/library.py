@@ -25,7 +25,7 @@ import jax
 from hfax.errors import InvalidInputError
 from hfax.home import hfax_home
 from hfax.kernels import target
-from hfax.kernels.cpu import compiler, prebuilt
+from hfax.kernels.cpu import compiler, prebuilt, threads
 from hfax.kernels.cpu.instruction_sets import (
     INSTRUCTION_SETS,
     NATIVE,
@@ -131,7 +131,7 @@ def problem() -> str | None:
     """Why the kernels are not available; None if they are. The first call loads them, and compiles them if needed.
 
     Raises:
-        InvalidInputError: this processor does not support `HFAX_CPU_TARGET`.
+        InvalidInputError: this processor does not support `HFAX_CPU_TARGET`, or `HFAX_NUM_THREADS` is no number of threads.
     """
     return kernels().problem
 
@@ -140,7 +140,7 @@ def kernels() -> Kernels:
     """The kernels for the current instruction set. The first call loads them, and compiles them if needed.
 
     Raises:
-        InvalidInputError: this processor does not support `HFAX_CPU_TARGET`.
+        InvalidInputError: this processor does not support `HFAX_CPU_TARGET`, or `HFAX_NUM_THREADS` is no number of threads.
     """
     instructions = instruction_set()
     if os.environ.get("HFAX_CPU_KERNELS") == "0":
@@ -176,6 +176,7 @@ def _load(instructions: InstructionSet) -> Kernels:
 
 def _register(path: Path, instructions: InstructionSet) -> None:
     library = ctypes.CDLL(str(path))
+    library.hfax_set_most_threads(ctypes.c_int64(threads.num_threads()))
     for name in _TARGETS:
         capsule = jax.ffi.pycapsule(getattr(library, name))
         jax.ffi.register_ffi_target(_name_for(name, instructions), capsule, platform="cpu")
