@@ -30,7 +30,6 @@ def emulated_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[hosts.Ho
     host = hosts.emulated_host(tmp_path_factory.mktemp("neon"))
     yield host
     host.close()
-    assert host.num_calls > 0
 
 
 @pytest.fixture(scope="module", params=SETS)

@@ -44,7 +44,7 @@ class Host:
         command = [*emulator, program, kernels, str(most_threads)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.lock = threading.Lock()
-        self.num_calls = self.num_helpers = 0
+        self.num_helpers = 0
 
     def close(self) -> None:
         """End the process, which ends by itself with its input."""
@@ -69,7 +69,6 @@ class Host:
             if length:
                 raise ValueError(stdout.read(length).decode())
             (self.num_helpers,) = struct.unpack("<q", stdout.read(8))
-            self.num_calls += 1
             return [np.frombuffer(stdout.read(_bytes(s)), s.dtype).reshape(s.shape) for s in shapes]
 
 

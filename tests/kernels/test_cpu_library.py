@@ -150,7 +150,7 @@ def test_a_wheel_brings_the_best_set_of_the_processor_and_needs_no_compiler(tmp_
 
 
 @pytest.mark.usefixtures("cpu_kernels")
-@pytest.mark.parametrize("change", ["source", "major", "minor", "library"])
+@pytest.mark.parametrize("change", ["source", "major", "minor", "library", "manifest"])
 def test_a_library_that_does_not_fit_is_not_loaded(tmp_path, stub, wheel, change):
     made = json.loads(wheel.read_text())
     major, minor = made["ffi"]
@@ -160,7 +160,7 @@ def test_a_library_that_does_not_fit_is_not_loaded(tmp_path, stub, wheel, change
         next(wheel.parent.glob("*.so")).write_bytes(b"cut off")
     else:
         made["ffi"] = [major + 1, minor] if change == "major" else [major, minor + 1]  # jaxlib is older
-    wheel.write_text(json.dumps(made))
+    wheel.write_text(json.dumps(made)[: 10 if change == "manifest" else None])
     assert "no C++ compiler was found" in _with_wheel(stub, tmp_path / "home")
 
 

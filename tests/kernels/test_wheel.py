@@ -11,7 +11,7 @@ import pytest
 from hfax.kernels.cpu import prebuilt
 from hfax.kernels.cpu.instruction_sets import available_instruction_sets, sets_of_machine
 
-pytestmark = pytest.mark.sweep
+pytestmark = [pytest.mark.sweep, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).parents[2]
 USE = """
 import jax, numpy as np

@@ -39,6 +39,6 @@ def _fits(manifest: Path, headers: Path) -> bool:
     try:
         made = json.loads(manifest.read_text(encoding="utf-8"))
         major, minor = compiler.ffi_version(headers)
-    except OSError:
+    except (OSError, ValueError):  # no such file, or a part of one
         return False
     return made["source"] == compiler.source_digest() and made["ffi"][0] == major and made["ffi"][1] <= minor
