@@ -14,7 +14,10 @@ PYTEST = OMP_NUM_THREADS=1 JAX_PLATFORMS=cpu HFAX_TESTS_HOME=build/hfax .venv/bi
 EIGHT_DEVICES := XLA_FLAGS='--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
 JOBS := test-torch_xla test-tpu_compile test-gpu_compile test-multiprocess test-browser test-sweep
 
-.PHONY: run test test-sharding lint check test-all test-jobs $(JOBS) test-asan clean chromium
+# Installs packages of the system, as root or by asking for it.
+APT := $(if $(filter 0,$(shell id -u)),,sudo )apt-get
+
+.PHONY: run test test-sharding lint check test-all test-jobs $(JOBS) test-asan wheel clean chromium qemu
 
 run: .venv/.run
 	@echo "First use compiles hfax's C++ kernels (about 20 s) and the model's programs (about 4 s); both are kept."
@@ -54,7 +57,7 @@ test-multiprocess: .venv/.test-multiprocess
 test-browser: .venv/.test-browser | chromium
 	$(PYTEST) -m browser
 
-test-sweep: .venv/.test-sweep
+test-sweep: .venv/.test-sweep | qemu
 	$(PYTEST) -m sweep
 	$(EIGHT_DEVICES) $(PYTEST) --junitxml=build/tests/$@-sharding.xml -m sweep tests/sharding
 
@@ -71,7 +74,16 @@ test-torch_xla: .venv-torch_xla/.test
 
 # The chat page is tested in a browser without a window.
 chromium:
-	command -v chromium || command -v google-chrome || { apt-get update -qq && apt-get install -y -qq chromium; }
+	command -v chromium || command -v google-chrome || { $(APT) update -qq && $(APT) install -y -qq chromium; }
+
+# The CPU kernels for arm64 are tested in an emulator.
+qemu:
+	case "$$(uname -m)" in aarch64|arm64) ;; *) command -v qemu-aarch64 && command -v aarch64-linux-gnu-g++ \
+		|| { $(APT) update -qq && $(APT) install -y -qq qemu-user g++-aarch64-linux-gnu libc6-dev-arm64-cross; } ;; esac
+
+# With compiled CPU kernels, for this machine's platform.
+wheel: .venv/bin/python
+	HATCH_BUILD_HOOK_ENABLE_CUSTOM=true $(PIP) wheel --no-deps --wheel-dir dist .
 
 clean:
 	rm -rf .venv .venv-torch_xla build

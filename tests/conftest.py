@@ -59,9 +59,9 @@ def gpu_compiler() -> None:
 
 
 def _has_cpp_compiler() -> bool:
-    from hfax.kernels.cpu import library
+    from hfax.kernels.cpu import compiler
 
-    return library._compiler() is not None
+    return compiler.find_compiler() is not None
 
 
 _AVAILABLE: dict[str, Callable[[], bool]] = {

@@ -10,6 +10,7 @@ import transformers
 import hfax
 from hfax.cli.app import run
 from hfax.errors import InvalidInputError
+from hfax.kernels.cpu import library
 
 
 def _llama_8b() -> transformers.LlamaConfig:
@@ -139,6 +140,10 @@ def test_command_prints_json_and_its_exit_code_is_the_verdict(
     )
     capfd.readouterr()
     assert run(["doctor", "--json", str(tmp_path / "good")]) == 0
-    assert json.loads(capfd.readouterr().out)["class_name"] == "LlamaForCausalLM"
+    good = json.loads(capfd.readouterr().out)
+    assert good["class_name"] == "LlamaForCausalLM"
+    assert good["cpu_kernels"] == str(library.kernels())
+    assert run(["doctor", str(tmp_path / "good")]) == 0
+    assert f"  cpu kernels      {library.kernels()}\n" in capfd.readouterr().out
     assert run(["doctor", "--json", str(tmp_path / "bad")]) == 1
     assert json.loads(capfd.readouterr().out)["problems"]

@@ -20,6 +20,7 @@ import transformers
 from transformers import PretrainedConfig
 
 from hfax.errors import HfaxError, UnsupportedModelError
+from hfax.kernels.cpu import library
 from hfax.kernels.target import compiling_for
 from hfax.load.config import read_any_config
 from hfax.patches import registry
@@ -45,6 +46,8 @@ class Diagnosis:
         patches: patches that were applied, name to reason.
         refusals: patches that were not applied because the model's code differs, name to reason; the original code runs.
         lowerings: kernels selected for the default device and these shapes; empty if the model does not generate.
+        cpu_kernels: instruction set of hfax's C++ kernels and where their library is from, or why there are none; None if the
+            default device is not a CPU, or the model does not generate.
         num_parameters: parameter count of the full model.
         weight_bytes: size of the weights in the config's dtype, in bytes.
         cache_bytes_per_token: KV cache size per token for one sequence, in bytes; None if the model does not generate.
@@ -67,6 +70,7 @@ class Diagnosis:
     patches: dict[str, str]
     refusals: dict[str, str]
     lowerings: tuple[str, ...]
+    cpu_kernels: str | None
     num_parameters: int
     weight_bytes: int
     cache_bytes_per_token: int | None
@@ -122,6 +126,7 @@ def diagnose(
         patches=patches,
         refusals=registry.refusals(skeleton.module),
         lowerings=tuple(sorted(look.lowerings)),
+        cpu_kernels=look.cpu_kernels,
         num_parameters=sum(t.numel() for name, t in skeleton.shapes.items() if name not in buffers),
         weight_bytes=sum(t.numel() * t.element_size() for t in skeleton.shapes.values()),
         cache_bytes_per_token=look.cache_bytes_per_token,
@@ -145,6 +150,7 @@ class _Look:
         self.state_bytes: int | None = None
         self.operations_per_token: int | None = None
         self.lowerings: set[str] = set()
+        self.cpu_kernels: str | None = None
 
     def run(self) -> None:
         """Trace the forward pass; for text generation models, prefill and a decoding step."""
@@ -202,9 +208,11 @@ class _Look:
         self.operations_per_token = _product_operations(traced.jaxpr)
         # trace again for this machine's device; its kernels may hide matrix products from the count
         prompt = {"input_ids": _ids(_PROMPT), "attention_mask": _ids(_PROMPT)}
-        with compiling_for(jax.devices()[0], chosen=self.lowerings):
+        with compiling_for(jax.devices()[0], chosen=self.lowerings) as target:
             _, cache = jax.eval_shape(lambda p, x: self.traced.prefill(p, x, {}, large), self.params, prompt)
             jax.eval_shape(lambda *a: step(*a), self.params, cache, token, scalar, row, _ids(large))
+        if target.platform == "cpu":
+            self.cpu_kernels = str(library.kernels())
 
 
 _OPERATION_FIX = "Register an OpPatch for it (hfax.register_patch)."

@@ -70,6 +70,8 @@ def _as_text(found) -> str:  # noqa: ANN001 (its class would import jax)
     if found.static_arguments:
         lines.append(f"  static arguments {', '.join(found.static_arguments)}")
     lines += [f"  lowering         {way}" for way in found.lowerings]
+    if found.cpu_kernels is not None:
+        lines.append(f"  cpu kernels      {found.cpu_kernels}")
     lines += [f"  patch {name}: {why}" for name, why in found.patches.items()]
     lines += [f"  no patch {name}: {why}" for name, why in found.refusals.items()]
     if found.wide_dtypes:

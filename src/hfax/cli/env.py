@@ -6,11 +6,11 @@ a part that cannot be read is reported as such, without failing the rest.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import os
 import platform
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import typer
 from hfax.cli import model_options
 from hfax.cli.error_display import reporting
 from hfax.home import hfax_home
+from hfax.kernels.cpu.threads import usable_cores
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -46,6 +47,7 @@ _SHOWN_VARIABLES = (
     "HFAX_CPU_TARGET",
     "HFAX_DEBUG",
     "HFAX_HOME",
+    "HFAX_NUM_THREADS",
     "JAX_COMPILATION_CACHE_DIR",
     "JAX_PLATFORMS",
     "LIBTPU_INIT_ARGS",
@@ -78,7 +80,7 @@ def read_environment() -> dict[str, Any]:
         "hfax": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu": {"model": _cpu_model(), "usable_cores": _usable_cores(), "memory_bytes": _memory_bytes()},
+        "cpu": {"model": _cpu_model(), "usable_cores": usable_cores(), "memory_bytes": _memory_bytes()},
         "packages": {name: _version(name) for name in _PACKAGES},
         "jax": _jax_devices(),
         "cpu_kernels": _cpu_kernels(),
@@ -102,7 +104,7 @@ def _as_text(report: dict[str, Any]) -> str:
         lines.append(f"jax backend: {devices['backend']}")
         lines.append(f"jax devices: {', '.join(devices['devices'])}")
     if report["cpu_kernels"] is not None:
-        lines.append(f"cpu kernels: {report['cpu_kernels']}")
+        lines.append(f"cpu kernels: {report['cpu_kernels']['text']}")
     lines += [f"{name}={value}" for name, value in report["variables"].items()]
     for name, cache in report["caches"].items():
         held = f"{_size(cache['bytes'])} in {cache['files']} files" if cache["exists"] else "does not exist yet"
@@ -110,14 +112,14 @@ def _as_text(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _cpu_kernels() -> str | None:
-    """Status of hfax's C++ kernels; None without JAX."""
+def _cpu_kernels() -> dict[str, Any] | None:
+    """Instruction set of hfax's C++ kernels, and where their library is from; None without JAX."""
     try:
         from hfax.kernels.cpu import library
     except ImportError:
         return None
-    problem = library.problem()
-    return f"available ({library.instruction_set().name})" if problem is None else f"none: {problem}"
+    kernels = library.kernels()
+    return {**dataclasses.asdict(kernels), "text": str(kernels)}
 
 
 def _version(package: str) -> str | None:
@@ -152,12 +154,6 @@ def _cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _usable_cores() -> int:
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _memory_bytes() -> int | None:

@@ -1,1 +1,1 @@
-"""C++ kernels for XLA on CPU, compiled on the machine that runs them."""
+"""C++ kernels for XLA on CPU, from a wheel or compiled on the machine that runs them."""

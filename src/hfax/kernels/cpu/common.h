@@ -154,6 +154,14 @@ class Memory {
 
 // ---------------------------------------------------------------------------------------------------------------- threads
 
+// The most threads that a kernel works on, see threads.py; 0: all of XLA's pool.
+std::atomic<int64_t> most_threads{0};
+
+inline int64_t num_threads(ffi::ThreadPool& pool) {
+  const int64_t most = most_threads.load(std::memory_order_relaxed), all = pool.num_threads();
+  return most > 0 ? std::min(most, all) : all;
+}
+
 struct Shared {
   std::atomic<int64_t> next{0}, done{0};
 };
@@ -162,7 +170,7 @@ struct Shared {
 // helper that comes when all is taken finds nothing to do, so nobody waits for a thread that has not started.
 template <typename Work>
 void parallel(ffi::ThreadPool& pool, int64_t pieces, const Work& work) {
-  const int64_t helpers = std::min<int64_t>(pool.num_threads(), pieces) - 1;
+  const int64_t helpers = std::min(num_threads(pool), pieces) - 1;
   if (helpers < 1) {
     for (int64_t i = 0; i < pieces; ++i) work(i);
     return;

@@ -966,6 +966,8 @@ ffi::Error cache_write(ffi::AnyBuffer buffer, ffi::AnyBuffer fresh, ffi::Buffer<
 
 }  // namespace
 
+extern "C" void hfax_set_most_threads(int64_t count) { most_threads.store(count, std::memory_order_relaxed); }
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_matmul, matmul,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()

@@ -1,7 +1,7 @@
-"""The C++ kernels as a shared library: compiled once for this machine's processor, cached, and registered with XLA.
+"""The C++ kernels as a shared library, registered with XLA: the wheel's, else compiled once for this processor and cached.
 
-Compiles `kernels.cc` into FFI targets. Without a C++ compiler there are none; callers then use plain JAX, and `problem` says why.
-`HFAX_CPU_TARGET` sets the instruction set to compile for; default: everything the processor supports.
+Without either there are none; callers then use plain JAX, and `problem` says why. `HFAX_CPU_TARGET` sets the instruction set;
+default: the best of the wheel's that the processor supports, or everything it supports where the kernels are compiled.
 """
 
 from __future__ import annotations
@@ -13,19 +13,26 @@ import functools
 import hashlib
 import logging
 import os
-import platform
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Literal
 
 import jax
 
 from hfax.errors import InvalidInputError
 from hfax.home import hfax_home
 from hfax.kernels import target
+from hfax.kernels.cpu import compiler, prebuilt, threads
+from hfax.kernels.cpu.instruction_sets import (
+    INSTRUCTION_SETS,
+    NATIVE,
+    InstructionSet,
+    available_instruction_sets,
+    processor_features,
+)
 from hfax.phases import phase
 
 try:
@@ -35,8 +42,6 @@ except ImportError:  # Windows has none
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("kernels.cc")
-_HEADERS = ("common.h", "lanes.h", "matmul.h", "norms.h", "packed.h", "prompt_attention.h")
 _TARGETS = (
     "hfax_linear",
     "hfax_linear_int8",
@@ -56,75 +61,48 @@ _TARGETS = (
     "hfax_prompt_attention",
     "hfax_prompt_attention_gradients",
 )
-_FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-ffast-math",
-    "-fno-finite-math-only",
-    "-fno-associative-math",  # sums keep their order, so that a row's numbers do not depend on the rows beside it
-    "-fno-strict-aliasing",
-    "-fPIC",
-    "-shared",
-    "-w",
-)
-_GCC_FLAGS = ("--param=avoid-fma-max-bits=0",)
-"""For some processors GCC fuses multiplications and additions in one copy of a loop and not in another, which round differently."""
-_COMPILE_SECONDS = 300
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class InstructionSet:
-    """An instruction set that the kernels can be compiled for.
-
-    Args:
-        name: its value of `HFAX_CPU_TARGET`.
-        machines: `platform.machine()` values of processors that may support it.
-        flags: compiler flags that select it.
-        features: required processor features, as listed by Linux.
-    """
-
-    name: str
-    machines: tuple[str, ...]
-    flags: tuple[str, ...]
-    features: frozenset[str] = frozenset()
-
-
-_X86 = ("x86_64", "AMD64")
-_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})
-_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-_VNNI = _AVX512 | {"avx512_vnni"}
-_BF16 = _VNNI | {"avx512_bf16"}
-NATIVE = InstructionSet(name="native", machines=(), flags=("-march=native",))
-"""Everything that this machine's processor supports."""
-INSTRUCTION_SETS = (
-    InstructionSet(name="avx2", machines=_X86, flags=("-march=haswell", "-mtune=native"), features=_AVX2),
-    InstructionSet(name="avx512", machines=_X86, flags=("-march=skylake-avx512", "-mtune=native"), features=_AVX512),
-    InstructionSet(name="avx512-vnni", machines=_X86, flags=("-march=cascadelake", "-mtune=native"), features=_VNNI),
-    InstructionSet(
-        name="avx512-bf16",
-        machines=_X86,
-        flags=("-march=cooperlake", "-mtune=native"),
-        features=_BF16,
-    ),
-    InstructionSet(name="neon", machines=("aarch64", "arm64"), flags=("-march=armv8-a",)),
-)
-"""From the oldest to the newest of each architecture. A processor that supports a set also supports those before it."""
 _instruction_set: ContextVar[InstructionSet | None] = ContextVar("hfax_instruction_set", default=None)
 
 
-def available_instruction_sets() -> tuple[InstructionSet, ...]:
-    """The `INSTRUCTION_SETS` that this processor supports."""
-    has = _features()
-    return tuple(s for s in INSTRUCTION_SETS if platform.machine() in s.machines and s.features <= has)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """The kernels of this process for one instruction set.
+
+    Args:
+        instruction_set: its name.
+        origin: "wheel": the installed wheel brought the library; "cache": an earlier process compiled it; "compiled": this one did;
+            None: there is none.
+        path: the library; None if there is none.
+        problem: why there is none; None if there is one.
+    """
+
+    instruction_set: str
+    origin: Literal["wheel", "cache", "compiled"] | None = None
+    path: str | None = None
+    problem: str | None = None
+
+    def __str__(self) -> str:
+        if self.problem is not None:
+            return f"none for {self.instruction_set}: {self.problem}"
+        origins = {"wheel": "from the wheel", "cache": "compiled earlier", "compiled": "compiled now"}
+        return f"{self.instruction_set}, {origins[self.origin or 'cache']} ({self.path})"
 
 
 def instruction_set() -> InstructionSet:
-    """The instruction set that the kernels are compiled for: `HFAX_CPU_TARGET`, else `NATIVE`.
+    """The instruction set of the kernels: `HFAX_CPU_TARGET`, else the best of the wheel's for this processor, else `NATIVE`.
 
     Raises:
         InvalidInputError: this processor does not support `HFAX_CPU_TARGET`.
     """
-    return _instruction_set.get() or _by_name(os.environ.get("HFAX_CPU_TARGET") or NATIVE.name)
+    if (chosen := _instruction_set.get()) is not None:
+        return chosen
+    return _by_name(name) if (name := os.environ.get("HFAX_CPU_TARGET")) else _default()
+
+
+@functools.cache
+def _default() -> InstructionSet:
+    brought = [s for s in available_instruction_sets() if prebuilt.find(s, _headers()) is not None]
+    return brought[-1] if brought else NATIVE
 
 
 @contextlib.contextmanager
@@ -150,32 +128,67 @@ def _by_name(name: str) -> InstructionSet:
 
 
 def problem() -> str | None:
-    """Why the kernels are not available; None if they are. The first call compiles and registers them.
+    """Why the kernels are not available; None if they are. The first call loads them, and compiles them if needed.
 
     Raises:
-        InvalidInputError: this processor does not support `HFAX_CPU_TARGET`.
+        InvalidInputError: this processor does not support `HFAX_CPU_TARGET`, or `HFAX_NUM_THREADS` is no number of threads.
     """
+    return kernels().problem
+
+
+def kernels() -> Kernels:
+    """The kernels for the current instruction set. The first call loads them, and compiles them if needed.
+
+    Raises:
+        InvalidInputError: this processor does not support `HFAX_CPU_TARGET`, or `HFAX_NUM_THREADS` is no number of threads.
+    """
+    instructions = instruction_set()
     if os.environ.get("HFAX_CPU_KERNELS") == "0":
-        return "they are turned off by HFAX_CPU_KERNELS=0"
-    return _loaded(instruction_set())
+        return Kernels(instruction_set=instructions.name, problem="they are turned off by HFAX_CPU_KERNELS=0")
+    return _load(instructions)
 
 
 @functools.cache
-def _loaded(instructions: InstructionSet) -> str | None:
-    """Compile for the instruction set and register the kernels with XLA; why that failed, or None."""
-    compiler = _compiler()
-    if compiler is None:
-        return "no C++ compiler was found (c++, g++ or clang++, or what CXX names)"
+def _load(instructions: InstructionSet) -> Kernels:
+    """Register the kernels for the instruction set with XLA, from wherever they are."""
+    name = instructions.name
+    if (brought := prebuilt.find(instructions, _headers())) is not None:
+        try:
+            _register(brought, instructions)
+            return Kernels(instruction_set=name, origin="wheel", path=str(brought))
+        except (OSError, AttributeError, jax.errors.JaxRuntimeError) as error:
+            logger.warning(
+                "hfax's CPU kernels are compiled, since the wheel's cannot be loaded (%s)", _first_line(error)
+            )
+    found = compiler.find_compiler()
+    if found is None:
+        reason = "no C++ compiler was found (c++, g++ or clang++, or what CXX names), and no wheel brought them"
+        return Kernels(instruction_set=name, problem=reason)
     try:
-        library = ctypes.CDLL(str(_build(compiler, instructions)))
-        for name in _TARGETS:
-            capsule = jax.ffi.pycapsule(getattr(library, name))
-            jax.ffi.register_ffi_target(_name_for(name, instructions), capsule, platform="cpu")
+        path, is_new = _build(found, instructions)
+        _register(path, instructions)
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
-        reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        logger.warning("hfax's CPU kernels could not be built; decoding is slower without them (%s)", reason[:1])
-        return f"{compiler} could not build them: {reason[0] if reason else type(error).__name__}"
-    return None
+        reason = _first_line(error)
+        logger.warning("hfax's CPU kernels could not be built; decoding is slower without them (%s)", reason)
+        return Kernels(instruction_set=name, problem=f"{found} could not build them: {reason}")
+    return Kernels(instruction_set=name, origin="compiled" if is_new else "cache", path=str(path))
+
+
+def _register(path: Path, instructions: InstructionSet) -> None:
+    library = ctypes.CDLL(str(path))
+    library.hfax_set_most_threads(ctypes.c_int64(threads.num_threads()))
+    for name in _TARGETS:
+        capsule = jax.ffi.pycapsule(getattr(library, name))
+        jax.ffi.register_ffi_target(_name_for(name, instructions), capsule, platform="cpu")
+
+
+def _first_line(error: Exception) -> str:
+    lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _headers() -> Path:
+    return Path(jax.ffi.include_dir())
 
 
 def ffi_name(name: str) -> str:
@@ -208,76 +221,39 @@ def digest() -> str:
 
 @functools.cache
 def _digest(instructions: InstructionSet) -> str:
-    compiler = _compiler()
-    sources = [path.read_text() for path in (_SOURCE, *map(_SOURCE.with_name, _HEADERS))]
-    parts = [*sources, *_FLAGS, *_GCC_FLAGS, *instructions.flags, jax.__version__, processor_features(), str(compiler)]
-    if compiler is not None:
-        parts.append(subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout)
+    parts = [jax.__version__, processor_features()]
+    if (brought := prebuilt.find(instructions, _headers())) is not None:
+        parts.append(hashlib.sha256(brought.read_bytes()).hexdigest())
+    else:
+        found = compiler.find_compiler()
+        by = "" if found is None else compiler.version_of(found)
+        parts += [compiler.source_digest(), *instructions.flags, *instructions.tuning, str(found), by]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-@functools.cache
-def processor_features() -> str:
-    """The instruction set extensions of this machine's processor, as listed by the system."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                return line
-    except OSError:
-        pass
-    return platform.processor()
-
-
-def _features() -> frozenset[str]:
-    return frozenset(processor_features().partition(":")[2].split())
-
-
-def _compiler() -> str | None:
-    names = (os.environ.get("CXX"), "c++", "g++", "clang++")
-    return next((found for name in names if name and (found := shutil.which(name))), None)
-
-
-def _build(compiler: str, instructions: InstructionSet) -> Path:
-    """The path of the library, compiled if needed."""
+def _build(found: str, instructions: InstructionSet) -> tuple[Path, bool]:
+    """The path of the library in the cache, and whether it was compiled now."""
     name = f"kernels-{_digest(instructions)}.so"
     folders = _folders()
     for folder in folders:
         if (folder / name).is_file() and _is_own(folder / name):
-            return folder / name
+            return folder / name, False
     folder = next((f for f in folders if _is_writable(f)), None)
     if folder is None:
         raise OSError(f"none of {', '.join(map(str, folders))} can be written")
     with _locked(folder / f"{name}.lock"), tempfile.TemporaryDirectory(dir=folder) as scratch:
         if (folder / name).is_file():  # another process has compiled it meanwhile
-            return folder / name
+            return folder / name, False
         made = Path(scratch) / name
-        command = [
-            compiler,
-            *_FLAGS,
-            *(_GCC_FLAGS if _is_gcc(compiler) else ()),
-            *instructions.flags,
-            "-I",
-            jax.ffi.include_dir(),
-            str(_SOURCE),
-            "-o",
-            str(made),
-        ]
         with phase("compile", f"CPU kernels ({instructions.name})"):
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
+            compiler.compile_library(found, instructions, _headers(), made)
         made.replace(folder / name)
-    return folder / name
-
-
-def _is_gcc(compiler: str) -> bool:
-    version = subprocess.run(
-        [compiler, "--version"], check=False, capture_output=True, text=True, timeout=_COMPILE_SECONDS
-    )
-    return "Free Software Foundation" in version.stdout
+    return folder / name, True
 
 
 def _folders() -> tuple[Path, ...]:
     """Folders for compiled kernels, in order of preference."""
-    return _SOURCE.parent / "__pycache__", hfax_home() / "kernels"
+    return compiler.SOURCE.parent / "__pycache__", hfax_home() / "kernels"
 
 
 @contextlib.contextmanager

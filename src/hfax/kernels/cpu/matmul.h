@@ -282,7 +282,7 @@ Scratch<kPairs>& scratch_of_thread() {
 template <typename A, typename B, typename Out>
 void multiply_matrices(ffi::ThreadPool& pool, const SideOf<A>& a, const SideOf<B>& b, Out* out) {
   // a few large pieces would keep some threads waiting
-  const int64_t tile_columns = b.count < 8 * kTileColumns * static_cast<int64_t>(pool.num_threads()) ? kTileColumns / 3 : kTileColumns;
+  const int64_t tile_columns = b.count < 8 * kTileColumns * num_threads(pool) ? kTileColumns / 3 : kTileColumns;
   const int64_t bands = (a.count + kTileRows - 1) / kTileRows, strips = (b.count + tile_columns - 1) / tile_columns;
   parallel(pool, bands * strips, [&](int64_t piece) {
     auto& scratch = scratch_of_thread<kInPairs<A> && kInPairs<B>>();
