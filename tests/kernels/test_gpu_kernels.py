@@ -14,7 +14,7 @@ import torch
 
 from hfax.kernels.attention import Causal, Mask, attention, causal_positions
 from hfax.kernels.gpu import attention as kernels
-from hfax.kernels.gpu import flash, quantized
+from hfax.kernels.gpu import experts, flash, quantized
 from hfax.kernels.gpu.attention import fits, fits_step, prompt_attention, step_attention
 from hfax.kernels.target import compiling_for
 from hfax.load.quantize import quantize
@@ -129,6 +129,34 @@ def test_packed_weights_by_the_triton_kernel(rows, shape, bits):
     np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("rows", [5, 200])
+def test_experts_by_the_triton_kernel(rows, is_transposed):
+    weight = normal(3, 48, 80, dtype=jnp.bfloat16)
+    x, chosen = normal(rows, 80, seed=1, dtype=jnp.bfloat16), np.random.default_rng(2).integers(0, 4, rows)
+    given = weight.swapaxes(1, 2) if is_transposed else weight
+    assert experts.fits(x, given, is_transposed=is_transposed)
+    got = experts.grouped_linear(x, given, jnp.asarray(chosen), is_transposed=is_transposed, interpret=True)
+    is_here = chosen < 3  # others belong to another device
+    exact = np.asarray(x, np.float64)[is_here], np.asarray(weight, np.float64)[chosen[is_here]]
+    np.testing.assert_allclose(got[is_here], np.einsum("ri,roi->ro", *exact), atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("rows", [5, 200])
+def test_packed_experts_by_the_triton_kernel(rows, bits):
+    weight = torch.from_numpy(np.random.default_rng(0).standard_normal((3, 48, 256), np.float32))
+    packed = quantize(weight, f"int{bits}", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    x, chosen = normal(rows, 256, seed=1, dtype=jnp.bfloat16), np.random.default_rng(2).integers(0, 4, rows)
+    assert experts.fits_packed(x, packed.shape, packed.group)
+    got = experts.grouped_linear_packed(x, packed.values, packed.scale, jnp.asarray(chosen), bits=bits, interpret=True)
+    is_here = chosen < 3
+    scale = np.repeat(np.asarray(packed.scale, np.float64), packed.group, axis=2)
+    numbers = np.asarray(packed.integers(), np.float64) * scale
+    expected = np.einsum("ri,roi->ro", np.asarray(x, np.float64)[is_here], numbers[chosen[is_here]])
+    np.testing.assert_allclose(got[is_here], expected, atol=1e-5 * np.abs(expected).max())
+
+
 def test_products_that_the_kernel_of_packed_weights_does_not_take():
     assert quantized.fits(128, (64, 256), 4, 128)
     assert not quantized.fits(129, (64, 256), 4, 128)
@@ -145,22 +173,26 @@ def test_products_that_the_kernel_of_packed_weights_does_not_take():
 
 
 TRIALS = {
-    "step": (kernels, "step_attention", kernels.step_attention_works),
-    "prompt": (flash, "flash_attention", flash.works),
-    "packed": (quantized, "linear", quantized.works),
+    "step": (kernels, ["step_attention"], kernels.step_attention_works),
+    "prompt": (flash, ["flash_attention"], flash.works),
+    "packed": (quantized, ["linear"], quantized.works),
+    "experts": (experts, ["grouped_linear", "grouped_linear_packed"], experts.works),
 }
 
 
-@pytest.mark.parametrize(("change", "works"), [("none", False), ("interpreted", True), ("wrong", False)])
-@pytest.mark.parametrize("kernel", TRIALS)
-def test_kernels_are_tried_before_programs_use_them(monkeypatch, caplog, kernel, change, works):
+@pytest.mark.parametrize(
+    ("kernel", "wrong", "works"),
+    [(kernel, wrong, False) for kernel, (_, names, _) in TRIALS.items() for wrong in [None, *names]]
+    + [(kernel, "", True) for kernel in TRIALS],
+)
+def test_kernels_are_tried_before_programs_use_them(monkeypatch, caplog, kernel, wrong, works):
     """Within a trace, as programs ask; a kernel that fails, as here without a GPU, or that gives other values is left out."""
-    module, name, trial = TRIALS[kernel]
-    interpreted = functools.partial(getattr(module, name), interpret=True)
-    if change == "interpreted":
-        monkeypatch.setattr(module, name, interpreted)
-    elif change == "wrong":
-        monkeypatch.setattr(module, name, lambda *args, **kwargs: interpreted(*args, **kwargs) * 1.5)
+    module, names, trial = TRIALS[kernel]
+    for name in names if wrong is not None else ():
+        factor, interpreted = 1.5 if name == wrong else 1, functools.partial(getattr(module, name), interpret=True)
+        monkeypatch.setattr(
+            module, name, lambda *a, run=interpreted, factor=factor, **options: run(*a, **options) * factor
+        )
     found = []
     trial.cache_clear()
     try:

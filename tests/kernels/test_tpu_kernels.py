@@ -11,6 +11,7 @@ from jax.experimental.pallas import tpu as pallas_tpu
 from hfax import AutoModelForTPU
 from hfax.kernels import paged
 from hfax.kernels.attention import attention, causal_positions
+from hfax.kernels.expert_tiles import in_tiles
 from hfax.kernels.target import compiling_for
 from hfax.kernels.tpu import quantized
 from hfax.kernels.tpu.attention import paged_attention, ragged_attention, splash_attention
@@ -135,7 +136,7 @@ def test_packed_experts_interpreted(bits, out, width, rows):
 
 def test_rows_of_experts_are_put_into_tiles():
     experts = jnp.array([2, 5, 0, 2, 2, 0, 2, 3, 2])  # expert 5 is nobody's, 1 and 4 have no rows
-    of_tile, used, source, place = quantized._in_tiles(experts, 5, 4, 9 // 4 + 5)
+    of_tile, used, source, place = in_tiles(experts, 5, 4, 9 // 4 + 5)
     assert used.tolist() == [4]
     assert of_tile.tolist() == [0, 2, 2, 3, 3, 3, 3]
     for row, expert in enumerate(experts.tolist()):

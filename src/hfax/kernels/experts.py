@@ -2,13 +2,14 @@
 
 `grouped_linear` multiplies each row by the matrix of its expert. Implementations: the C++ kernel, which sorts the rows by expert
 and reads each selected matrix once; for few rows, a gather of the selected matrices; for many, rows sorted by expert and JAX's
-ragged product, which has dedicated lowerings on TPU and GPU. Over a mesh every device computes its own experts, and the results
+ragged product; on TPU and NVIDIA GPUs, Pallas kernels. Over a mesh every device computes its own experts, and the results
 are summed: expert weights are not communicated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,14 +35,15 @@ def grouped_linear(
     Returns:
         [rows, out_features] in the dtype of `x`.
     """
-    mesh, is_packed, is_tpu = target.mesh(), isinstance(weight, QuantizedArray), target.is_for("tpu")
-    if mesh is None or mesh.size == 1 or (is_packed and not is_tpu):
+    mesh, is_packed = target.mesh(), isinstance(weight, QuantizedArray)
+    has_pallas = target.is_for("tpu") or target.nvidia_gpu() is not None
+    if mesh is None or mesh.size == 1 or (is_packed and not has_pallas):
         return _on_one_device(x, weight, experts, is_transposed).astype(x.dtype)
     split = expert_axes(mesh, weight.shape[0])
     parts = weight.scale.shape[2] if isinstance(weight, QuantizedArray) else x.shape[1]  # groups are not split
     inner = () if split or parts % size_of(mesh, HEAD_AXES) else HEAD_AXES
     # Pallas kernels are not partitioned automatically, so do it even if all devices do the same
-    if size_of(mesh, split or inner) == 1 and not is_tpu:
+    if size_of(mesh, split or inner) == 1 and not has_pallas:
         return _on_one_device(x, weight, experts, is_transposed).astype(x.dtype)
     rows = batch_axes(mesh, len(x))
 
@@ -81,7 +83,7 @@ def _on_one_device(
             return calls.linear_experts_packed(x, weight.values, weight.scale, experts, bits=weight.bits)
         return calls.linear_experts(x, weight, experts)
     if isinstance(weight, QuantizedArray):
-        if (out := _packed_on_tpu(x, weight, experts)) is not None:
+        if not is_transposed and (out := _packed_by_pallas(x, weight, experts)) is not None:
             return out
         if rows < num_experts:
             weight = weight.rows(experts)
@@ -90,6 +92,9 @@ def _on_one_device(
     if not is_transposed and _is_for_tpu(x, weight):
         target.choose("experts: grouped product kernel (Pallas)")
         return _on_tpu(x, weight, experts)
+    if (kernels := _gpu_kernels()) is not None and kernels.fits(x, weight, is_transposed=is_transposed):
+        target.choose("experts: Triton kernel, rows in tiles of one expert")
+        return kernels.grouped_linear(x, weight, experts, is_transposed=is_transposed)
     if rows < num_experts:
         target.choose("experts: the chosen matrices gathered")
         form = "ri,rio->ro" if is_transposed else "ri,roi->ro"
@@ -124,8 +129,20 @@ def _on_tpu(x: jax.Array, weight: jax.Array, experts: jax.Array) -> jax.Array:
     return jnp.zeros_like(out).at[order].set(out)
 
 
-def _packed_on_tpu(x: jax.Array, weight: QuantizedArray, experts: jax.Array) -> jax.Array | None:
-    """By the Pallas kernel, in float32; None if it does not support the shapes."""
+def _gpu_kernels() -> Any:
+    """The module of Triton kernels; None if the program is not for a GPU on which they work, or is differentiated."""
+    if target.is_differentiated() or (gpu := target.nvidia_gpu()) is None:
+        return None
+    from hfax.kernels.gpu import experts as kernels
+
+    return kernels if target.is_described(gpu) or kernels.works() else None
+
+
+def _packed_by_pallas(x: jax.Array, weight: QuantizedArray, experts: jax.Array) -> jax.Array | None:
+    """By a Pallas kernel, in float32; None if there is none for the target, or it does not support the shapes."""
+    if (on_gpu := _gpu_kernels()) is not None and on_gpu.fits_packed(x, weight.shape, weight.group):
+        target.choose(f"experts: Triton kernel (int{weight.bits} weights)")
+        return on_gpu.grouped_linear_packed(x, weight.values, weight.scale, experts, bits=weight.bits)
     if not target.is_for("tpu") or target.is_differentiated() or x.dtype != jnp.bfloat16:
         return None
     from hfax.kernels.tpu import quantized as kernels

@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton
 
 from hfax.kernels.gpu.trial import agrees
 
-_GROUP = 128
+GROUP = 128
 """Columns that share a scale."""
 _MAX_ROWS = 128
 _MIN_DOT_ROWS = 16
@@ -33,9 +33,9 @@ def fits(rows: int, shape: tuple[int, ...], bits: int, group: int) -> bool:
         0 < rows <= _MAX_ROWS
         and len(shape) == 2
         and bits in (4, 8)
-        and group == _GROUP
+        and group == GROUP
         and shape[0] % _MIN_DOT_ROWS == 0
-        and shape[1] % _GROUP == 0
+        and shape[1] % GROUP == 0
     )
 
 
@@ -53,22 +53,22 @@ def _trial() -> tuple[np.ndarray, np.ndarray]:
         x = jnp.asarray(rng.standard_normal((rows, 256)), jnp.bfloat16)
         values = jnp.asarray(rng.integers(0, 255, (64, 32 * bits)), jnp.uint8)
         values = values.astype(jnp.int8) if bits == 8 else values
-        numbers = np.asarray(_integers(values, bits), np.float64) * np.repeat(np.asarray(scale, np.float64), 128, 1)
+        numbers = np.asarray(unpacked(values, bits), np.float64) * np.repeat(np.asarray(scale, np.float64), 128, 1)
         got.append(np.asarray(linear(x, values, scale, bits=bits, out_dtype=jnp.float32)).ravel())
         expected.append((np.asarray(x, np.float64) @ numbers.T).ravel())
     return np.concatenate(got), np.concatenate(expected)
 
 
-def _integers(values: jax.Array, bits: int) -> jax.Array:
-    """[out, in] int8 from [out, in] int8, or from words as in `_words`."""
+def unpacked(values: jax.Array, bits: int) -> jax.Array:
+    """[out, in] int8 from [out, in] int8, or from words as in `as_words`."""
     if bits == 8:
         return values
-    words = _words(values)
+    words = as_words(values)
     planes = [(words >> (4 * plane)) & 15 for plane in range(4)]
     return (jnp.concatenate(planes, axis=-1).astype(jnp.int8) - 8).reshape(values.shape[0], -1)
 
 
-def _words(values: jax.Array) -> jax.Array:
+def as_words(values: jax.Array) -> jax.Array:
     """[out, groups, 32] uint16 of 4-bit weights: word i of a group holds its columns i, 32 + i, 64 + i and 96 + i."""
     pairs = values.reshape(values.shape[0], -1, 32, 2)
     return jax.lax.bitcast_convert_type(pairs, jnp.uint16)
@@ -98,8 +98,8 @@ def linear(
     if not fits(rows, (out_features, width), bits, width // groups):
         raise ValueError(f"no kernel for {rows} rows and a weight [{out_features}, {width}]; ask `fits` first")
     planes = 1 if bits == 8 else 4
-    weight = values.reshape(out_features, groups, _GROUP) if bits == 8 else _words(values)
-    lanes = _GROUP // planes
+    weight = values.reshape(out_features, groups, GROUP) if bits == 8 else as_words(values)
+    lanes = GROUP // planes
     if rows == 1:
         step = math.gcd(groups, 8)  # groups per iteration
         columns = _divisor(out_features, max(4, _TILE // (step * lanes)))
@@ -134,7 +134,7 @@ def _divisor(size: int, most: int) -> int:
     return min(math.gcd(size, 1 << 30), 1 << (most.bit_length() - 1))
 
 
-def _plane(weight: jax.Array, plane: int, planes: int) -> jax.Array:
+def plane_of(weight: jax.Array, plane: int, planes: int) -> jax.Array:
     """The signed integers of one plane of words; of 8-bit weights, which have one plane, the weights."""
     if planes == 1:
         return weight
@@ -149,7 +149,7 @@ def _multiply_row(x_ref: Any, weight_ref: Any, scale_ref: Any, out_ref: Any, *, 
         part = pl.ds(index * step, step)
         weight, scale = weight_ref[:, part, :], scale_ref[:, part].astype(jnp.float32)
         for plane in range(planes):
-            numbers = _plane(weight, plane, planes).astype(jnp.float32) * scale[:, :, None]
+            numbers = plane_of(weight, plane, planes).astype(jnp.float32) * scale[:, :, None]
             sums += numbers * x_ref[0, part, plane, :].astype(jnp.float32)[None]
         return sums
 
@@ -164,7 +164,7 @@ def _multiply_rows(x_ref: Any, weight_ref: Any, scale_ref: Any, out_ref: Any, *,
     def add(group: Any, sums: jax.Array) -> jax.Array:
         weight, part = weight_ref[:, group, :], jnp.zeros((count, columns), jnp.float32)
         for plane in range(planes):
-            numbers = _plane(weight, plane, planes).astype(x_ref.dtype)
+            numbers = plane_of(weight, plane, planes).astype(x_ref.dtype)
             part += triton.dot(x_ref[:, group, plane, :], numbers, trans_b=True)
         return sums + part * scale_ref[:, group].astype(jnp.float32)[None]
 

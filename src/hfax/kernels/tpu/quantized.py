@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from hfax.kernels.expert_tiles import in_tiles
+
 _LANES = 128
 _ROWS = 16
 """Rows of a bfloat16 tile."""
@@ -110,7 +112,7 @@ def experts_linear(
     columns, depth = tiles
     height = _ROWS if rows <= _ROWS * num_experts else _MANY
     count = rows // height + min(rows, num_experts)
-    of_tile, used, source, place = _in_tiles(experts.astype(jnp.int32), num_experts, height, count)
+    of_tile, used, source, place = in_tiles(experts.astype(jnp.int32), num_experts, height, count)
     padded = x.astype(jnp.bfloat16)[source]
     inputs = [padded] if bits == 8 else list(_by_nibbles(padded))
     scales = scale.swapaxes(1, 2).reshape(num_experts, width // depth, depth // group, out_features)
@@ -136,31 +138,6 @@ def experts_linear(
         name=f"int{bits}_experts",
     )(of_tile, used, *inputs, values, scales)
     return result[place]
-
-
-def _in_tiles(
-    experts: jax.Array, num_experts: int, height: int, count: int
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Sort rows into tiles of one expert each.
-
-    Returns:
-        The expert of each tile, [count]; the number of tiles with rows, [1]; the row at each tile position, [count · height],
-        undefined for empty positions; and the position of each row, [rows].
-    """
-    rows = experts.shape[0]
-    sizes = jnp.bincount(experts, length=num_experts).astype(jnp.int32)
-    tiles = -(-sizes // height)
-    ends = jnp.cumsum(tiles)
-    used = ends[-1:]
-    # empty tiles use the last expert's matrix, which is loaded already
-    tile = jnp.clip(jnp.arange(count), max=jnp.maximum(used - 1, 0))
-    of_tile = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), num_experts - 1).astype(jnp.int32)
-    order = jnp.argsort(experts, stable=True)
-    own = experts[order]
-    first_tile, first_row = ends - tiles, jnp.cumsum(sizes) - sizes
-    at = jnp.where(own < num_experts, first_tile[own] * height + jnp.arange(rows) - first_row[own], count * height)
-    source = jnp.zeros((count * height,), jnp.int32).at[at].set(order.astype(jnp.int32), mode="drop")
-    return of_tile, used, source, jnp.zeros_like(experts).at[order].set(at)
 
 
 def _tiles(rows: int, shape: tuple[int, ...], bits: int) -> tuple[int, int] | None:

@@ -1,0 +1,191 @@
+"""Grouped matrix products of mixtures of experts on NVIDIA GPUs, by Triton kernels that read only matrices of experts with rows.
+
+XLA expands its ragged product on GPU to one product for each expert with all rows (docs/performance.md). Here the rows of each
+expert are gathered into tiles, and a program multiplies one tile with a block of its expert's matrix, packed or not.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from hfax.kernels.expert_tiles import in_tiles
+from hfax.kernels.gpu.quantized import GROUP, as_words, plane_of, unpacked
+from hfax.kernels.gpu.trial import agrees
+
+_FEW, _MANY = 16, 64
+"""Rows of a tile, by the average number of rows of an expert."""
+_DEPTH, _COLUMNS = 64, 64
+_MAX_ELEMENTS = 1 << 31
+"""Triton computes addresses within an array from 32-bit integers."""
+
+
+def fits(x: jax.Array, weight: jax.Array, *, is_transposed: bool = False) -> bool:
+    """Whether `grouped_linear` supports these per-device shapes and dtypes."""
+    out_features, width = weight.shape[1:] if not is_transposed else weight.shape[:0:-1]
+    is_half = x.dtype == weight.dtype and x.dtype in (jnp.bfloat16, jnp.float16)
+    return is_half and width % _FEW == 0 and out_features % _FEW == 0 and weight.size < _MAX_ELEMENTS
+
+
+def fits_packed(x: jax.Array, shape: tuple[int, ...], group: int) -> bool:
+    """Whether `grouped_linear_packed` supports rows of this dtype and weights of this shape, [experts, out, in]."""
+    is_half = x.dtype in (jnp.bfloat16, jnp.float16)
+    return is_half and group == GROUP and shape[1] % _FEW == 0 and math.prod(shape) < _MAX_ELEMENTS
+
+
+@functools.cache
+def works() -> bool:
+    """Whether the kernels give the right values on this process's GPU; tested once, on small matrices."""
+    return agrees("of experts", _trial, 1e-2, "experts are multiplied by XLA's ragged product")
+
+
+def _trial() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((40, 256)), jnp.bfloat16)
+    experts = jnp.asarray(rng.integers(0, 3, 40), jnp.int32)
+    weight = jnp.asarray(rng.standard_normal((3, 64, 256)), jnp.bfloat16)
+    scale = jnp.asarray(rng.uniform(0.5, 1.0, (3, 64, 2)), jnp.bfloat16)
+    values = jnp.asarray(rng.integers(0, 255, (3, 64, 128)), jnp.uint8)
+    numbers = np.asarray(unpacked(values.reshape(192, 128), 4), np.float64).reshape(3, 64, 256)
+    numbers = numbers * np.repeat(np.asarray(scale, np.float64), GROUP, axis=2) / 8
+    exact, chosen = np.asarray(x, np.float64), np.asarray(experts)
+    got = grouped_linear(x, weight, experts), grouped_linear_packed(x, values, scale, experts, bits=4) / 8
+    matrices = np.asarray(weight, np.float64), numbers
+    expected = [np.einsum("ri,roi->ro", exact, matrix[chosen]) for matrix in matrices]
+    return np.concatenate([np.asarray(a) for a in got]), np.concatenate(expected)
+
+
+@functools.partial(jax.jit, static_argnames=("is_transposed", "interpret"))  # a kernel is traced once per shape
+def grouped_linear(
+    x: jax.Array, weight: jax.Array, experts: jax.Array, *, is_transposed: bool = False, interpret: bool = False
+) -> jax.Array:
+    """Multiply each row by the transposed matrix of its expert, for arrays supported according to `fits`.
+
+    Args:
+        x: [rows, in_features].
+        weight: [experts, out_features, in_features], or [experts, in_features, out_features] if `is_transposed`.
+        experts: [rows] int32; rows with an index past the last expert are undefined.
+        is_transposed: layout of the weight.
+        interpret: run the kernel in interpret mode, for tests.
+
+    Returns:
+        [rows, out_features] float32.
+    """
+    width = x.shape[1]
+    out_features = weight.shape[2 if is_transposed else 1]
+    columns, depth = math.gcd(out_features, _COLUMNS), math.gcd(width, _DEPTH)
+    whole = (weight.shape[0], width, columns) if is_transposed else (weight.shape[0], columns, width)
+    place = (lambda n, t: (0, 0, n)) if is_transposed else (lambda n, t: (0, n, 0))
+    kernel = functools.partial(_multiply_tile, depth=depth, is_transposed=is_transposed)
+    return _by_tiles(kernel, x, experts, [weight], [pl.BlockSpec(whole, place)], out_features, columns, interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("bits", "interpret"))
+def grouped_linear_packed(
+    x: jax.Array, values: jax.Array, scale: jax.Array, experts: jax.Array, *, bits: int, interpret: bool = False
+) -> jax.Array:
+    """`grouped_linear` with packed weights, for arrays supported according to `fits_packed`.
+
+    Args:
+        x: as in `grouped_linear`.
+        values: as in `hfax.kernels.quantized.QuantizedArray`, with a leading experts axis.
+        scale: [experts, out_features, in_features / 128] bfloat16.
+        experts: as in `grouped_linear`.
+        bits: 8 or 4.
+        interpret: run the kernel in interpret mode, for tests.
+
+    Returns:
+        [rows, out_features] float32.
+    """
+    num_experts, out_features, groups = scale.shape
+    planes = 1 if bits == 8 else 4
+    lanes = GROUP // planes
+    flat = values.reshape(num_experts * out_features, -1)
+    words = flat.reshape(-1, groups, lanes) if bits == 8 else as_words(flat)
+    columns = math.gcd(out_features, _COLUMNS)
+    specs = [
+        pl.BlockSpec((num_experts, columns, groups, lanes), lambda n, t: (0, n, 0, 0)),
+        pl.BlockSpec((num_experts, columns, groups), lambda n, t: (0, n, 0)),
+    ]
+    arrays = [words.reshape(num_experts, out_features, groups, lanes), scale]
+    kernel = functools.partial(_multiply_packed_tile, planes=planes)
+    shaped = x.reshape(x.shape[0], groups, planes, lanes)
+    return _by_tiles(kernel, shaped, experts, arrays, specs, out_features, columns, interpret, f"int{bits}_experts")
+
+
+def _by_tiles(
+    kernel: Any,
+    x: jax.Array,
+    experts: jax.Array,
+    weights: list[jax.Array],
+    specs: list[pl.BlockSpec],
+    out_features: int,
+    columns: int,
+    interpret: bool,
+    name: str = "grouped_linear",
+) -> jax.Array:
+    """Gather rows into tiles, run the kernel for each tile and block of columns, and put the rows back."""
+    rows, num_experts = x.shape[0], weights[0].shape[0]
+    height = _FEW if rows <= _FEW * num_experts else _MANY
+    count = rows // height + min(rows, num_experts)
+    of_tile, used, source, place = in_tiles(experts.astype(jnp.int32), num_experts, height, count)
+    rest = x.shape[1:]
+    result = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((count * height, out_features), jnp.float32),
+        grid=(out_features // columns, count),
+        in_specs=[
+            pl.BlockSpec((None,), lambda n, t: (t,)),
+            pl.BlockSpec((None,), lambda n, t: (0,)),
+            pl.BlockSpec((height, *rest), lambda n, t: (t, *[0] * len(rest))),
+            *specs,
+        ],
+        out_specs=pl.BlockSpec((height, columns), lambda n, t: (t, n)),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+        interpret=interpret,
+        name=name,
+    )(of_tile, used, x[source], *weights)
+    return result[place]
+
+
+def _steps(used_ref: Any, steps: int) -> jax.Array:
+    """How often to multiply: never for a tile without rows."""
+    return (pl.program_id(1) < used_ref[...]).astype(jnp.int32) * steps
+
+
+def _multiply_tile(
+    expert_ref: Any, used_ref: Any, x_ref: Any, weight_ref: Any, out_ref: Any, *, depth: int, is_transposed: bool
+) -> None:
+    """A tile of rows with a block of its expert's matrix."""
+    expert, width = expert_ref[...], x_ref.shape[1]
+
+    def add(step: Any, sums: jax.Array) -> jax.Array:
+        part = pl.ds(step * depth, depth)
+        if is_transposed:
+            return sums + triton.dot(x_ref[:, part], weight_ref[expert, part, :])
+        return sums + triton.dot(x_ref[:, part], weight_ref[expert, :, part], trans_b=True)
+
+    out_ref[...] = jax.lax.fori_loop(0, _steps(used_ref, width // depth), add, jnp.zeros(out_ref.shape, jnp.float32))
+
+
+def _multiply_packed_tile(
+    expert_ref: Any, used_ref: Any, x_ref: Any, weight_ref: Any, scale_ref: Any, out_ref: Any, *, planes: int
+) -> None:
+    """A tile of rows with a block of its expert's packed matrix, a group at a time."""
+    expert, groups = expert_ref[...], x_ref.shape[1]
+
+    def add(group: Any, sums: jax.Array) -> jax.Array:
+        weight, part = weight_ref[expert, :, group, :], jnp.zeros(out_ref.shape, jnp.float32)
+        for plane in range(planes):
+            numbers = plane_of(weight, plane, planes).astype(x_ref.dtype)
+            part += triton.dot(x_ref[:, group, plane, :], numbers, trans_b=True)
+        return sums + part * scale_ref[expert, :, group].astype(jnp.float32)[None]
+
+    out_ref[...] = jax.lax.fori_loop(0, _steps(used_ref, groups), add, jnp.zeros(out_ref.shape, jnp.float32))
