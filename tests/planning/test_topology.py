@@ -44,7 +44,8 @@ CONFIGS = {
     ],
 )
 def test_programs_have_pallas_kernels_and_copy_nothing_large(name, topology):
-    prefill, decode = compile_for(CONFIGS[name], topology, prompt_length=256, capacity=1024)
+    config = CONFIGS[name]
+    prefill, decode = compile_for(config, topology, prompt_length=256, capacity=1024)
     assert prefill.kernels["splash_mha_fwd_segmented_no_residuals"] == 2
     assert decode.kernels["ragged_paged_attention_kernel"] == 2
     assert prefill.large_copies == ()
@@ -52,6 +53,9 @@ def test_programs_have_pallas_kernels_and_copy_nothing_large(name, topology):
     assert decode.temporary_bytes < decode.argument_bytes / 2  # small weights; of large ones it is far less
     if name == "experts":
         assert prefill.kernels["gmm"] == decode.kernels["gmm"] == 4
+        # a sum of activations after attention and one after the experts of each layer, and one of embeddings
+        activations = 256 * config.hidden_size * 2
+        assert prefill.collective_bytes < (2 * 2 + 1.5) * activations
     # one sum over devices after attention and one after the feed-forward part, at least
     assert decode.collectives["all-reduce"] >= 4
     assert "model/layers.1/self_attn/q_proj" in decode.text  # scopes carry the modules' names

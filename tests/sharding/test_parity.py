@@ -34,6 +34,15 @@ CONFIGS = {
         layer_types=["sliding_attention", "full_attention"],
     ),
     "experts": transformers.MixtralConfig(**TEXT, num_key_value_heads=4, num_local_experts=8, num_experts_per_tok=2),
+    "biased_experts": transformers.GptOssConfig(
+        **TEXT,
+        num_key_value_heads=4,
+        head_dim=16,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     "state_space": transformers.MambaConfig(
         vocab_size=128,
         hidden_size=64,
@@ -105,6 +114,7 @@ ON_EVERY_CHANGE = {
     ("experts", "expert 2, tensor 4"),
     ("experts", "expert 4, data 2"),
     ("experts", "fsdp 8"),
+    ("biased_experts", "expert 4, data 2"),
     ("state_space", "tensor 2"),
     ("encoder_decoder", "fsdp 2, tensor 2, data 2"),
     ("learned_positions", "tensor 8"),

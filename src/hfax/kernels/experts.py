@@ -3,7 +3,7 @@
 `grouped_linear` multiplies each row by the matrix of its expert. Implementations: the C++ kernel, which sorts the rows by expert
 and reads each selected matrix once; for few rows, a gather of the selected matrices; for many, rows sorted by expert and JAX's
 ragged product; on TPU and NVIDIA GPUs, Pallas kernels. Over a mesh every device computes its own experts, and the results
-are summed: expert weights are not communicated.
+are summed, at the end of a mixture if asked: expert weights are not communicated.
 """
 
 from __future__ import annotations
@@ -22,46 +22,85 @@ from hfax.sharding.mesh import HEAD_AXES, batch_axes, expert_axes, size_of
 
 
 def grouped_linear(
-    x: jax.Array, weight: jax.Array | QuantizedArray, experts: jax.Array, *, is_transposed: bool = False
+    x: jax.Array,
+    weight: jax.Array | QuantizedArray,
+    experts: jax.Array,
+    *,
+    is_transposed: bool = False,
+    is_summed: bool = True,
 ) -> jax.Array:
     """`x[i] @ weight[experts[i]].T` for every row, with float32 accumulation.
 
     Args:
-        x: [rows, in_features].
+        x: [rows, in_features]; or [devices, rows, in_features], a result that is not summed, from the same experts.
         weight: [experts, out_features, in_features], or [experts, in_features, out_features] if `is_transposed`.
         experts: [rows] int32, below the number of experts.
         is_transposed: layout of the weight.
+        is_summed: add up what devices with different experts have. Otherwise, where experts are split over devices, a row has its
+            product at the device of its expert and zeros at the others, and nothing is sent.
 
     Returns:
-        [rows, out_features] in the dtype of `x`.
+        [rows, out_features] in the dtype of `x`; or [devices, rows, out_features], split over the devices by its first axis.
     """
     mesh, is_packed = target.mesh(), isinstance(weight, QuantizedArray)
     has_pallas = target.is_for("tpu") or target.nvidia_gpu() is not None
     if mesh is None or mesh.size == 1 or (is_packed and not has_pallas):
-        return _on_one_device(x, weight, experts, is_transposed).astype(x.dtype)
+        return _on_one_device(_summed(x), weight, experts, is_transposed).astype(x.dtype)
     split = expert_axes(mesh, weight.shape[0])
-    parts = weight.scale.shape[2] if isinstance(weight, QuantizedArray) else x.shape[1]  # groups are not split
+    parts = weight.scale.shape[2] if isinstance(weight, QuantizedArray) else x.shape[-1]  # groups are not split
     inner = () if split or parts % size_of(mesh, HEAD_AXES) else HEAD_AXES
     # Pallas kernels are not partitioned automatically, so do it even if all devices do the same
     if size_of(mesh, split or inner) == 1 and not has_pallas:
-        return _on_one_device(x, weight, experts, is_transposed).astype(x.dtype)
-    rows = batch_axes(mesh, len(x))
+        return _on_one_device(_summed(x), weight, experts, is_transposed).astype(x.dtype)
+    rows, is_kept = batch_axes(mesh, len(experts)), bool(split) and not is_summed
+    x = x if split else _summed(x)
 
     def local(x: jax.Array, weight: jax.Array | QuantizedArray, experts: jax.Array) -> jax.Array:
-        count = weight.shape[0]
+        own, count = x[0] if x.ndim == 3 else x, weight.shape[0]
         mine = experts - (_index(split, mesh) * count if split else 0)
         is_mine = (mine >= 0) & (mine < count)
-        out = _on_one_device(
-            x, weight, jnp.where(is_mine, mine, count), is_transposed
-        )  # `count`: rows without an expert here
+        chosen = jnp.where(is_mine, mine, count)  # `count`: rows without an expert here
+        out = _on_one_device(own, weight, chosen, is_transposed)
         out = jnp.where(is_mine[:, None], out.astype(jnp.float32), 0)
+        if is_kept:
+            return out.astype(x.dtype)[None]
         return (jax.lax.psum(out, axes) if (axes := split or inner) else out).astype(x.dtype)
 
     in_axis = 1 if is_transposed else 2
     weight_spec = P(*(split or None if i == 0 else inner or None if i == in_axis else None for i in range(3)))
+    of_x = P(split, rows, None) if x.ndim == 3 else P(rows, inner or None)
     # integers and scales of a packed weight are split alike
-    specs = (P(rows, inner or None), jax.tree.map(lambda _: weight_spec, weight), P(rows))
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(rows, None), check_vma=False)(x, weight, experts)
+    specs = (of_x, jax.tree.map(lambda _: weight_spec, weight), P(rows))
+    of_out = P(split, rows, None) if is_kept else P(rows, None)
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=of_out, check_vma=False)(x, weight, experts)
+
+
+def sum_over_devices(x: jax.Array, num_experts: int) -> jax.Array:
+    """The sum of what devices have of a result of `grouped_linear` that is not summed.
+
+    Args:
+        x: [devices, rows, width].
+        num_experts: of the weights that it is from.
+
+    Returns:
+        [rows, width].
+    """
+    mesh = target.mesh()
+    assert mesh is not None
+    split, rows = expert_axes(mesh, num_experts), batch_axes(mesh, x.shape[1])
+    # not x.sum(0): libtpu would add up devices before whatever else is added up in `x`, and send more
+    call = jax.shard_map(
+        lambda x: jax.lax.psum(x[0], split),
+        mesh=mesh,
+        in_specs=P(split, rows, None),
+        out_specs=P(rows, None),
+        check_vma=False,
+    )
+    return call(x)
+
+
+def _summed(x: jax.Array) -> jax.Array:
+    return x.sum(axis=0) if x.ndim == 3 else x
 
 
 def _index(axes: Sequence[str], mesh: jax.sharding.Mesh) -> jax.Array:

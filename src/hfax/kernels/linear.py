@@ -58,20 +58,12 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
             x.astype(dtype),
             weight.astype(dtype),
             (((x.ndim - 1,), (1,)), ((), ())),
-            preferred_element_type=jnp.float32 if dtype in (jnp.bfloat16, jnp.float16) and not _is_rounded() else dtype,
+            preferred_element_type=target.product_dtype(dtype),
         )
         if bias is not None:
             return (out + bias.astype(out.dtype)).astype(dtype)
     out = out.astype(dtype)
     return out if bias is None else out + bias.astype(dtype)
-
-
-def _is_rounded() -> bool:
-    """Whether a device's product is rounded before it is added to others'.
-
-    libtpu does so itself; XLA's GPU compiler would send float32, which takes twice the time.
-    """
-    return target.is_for("gpu") and (mesh := target.mesh()) is not None and mesh.size > 1
 
 
 def has_kernel(rows: int, x: jax.Array, weight: jax.Array) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hfax.kernels.experts import grouped_linear
+from hfax.kernels.experts import grouped_linear, sum_over_devices
 from hfax.tracing.operands import as_array
 
 
@@ -29,22 +29,26 @@ def experts_forward(self: Any, hidden_states: Any, top_k_index: Any, top_k_weigh
         chosen = chosen.clamp(0, self.num_experts - 1)
     rows = hidden_states.repeat_interleave(k, dim=0)
     name = "gate_up_proj" if self.has_gate else "up_proj"
-    inner = _project(self, name, rows, chosen)
+    # of experts that are split over devices, only the sum of a token's experts is sent: an axis of devices comes first until then
+    inner = _project(self, name, rows, chosen, is_summed=False)
     inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-    out = _project(self, "down_proj", inner, chosen)
+    out = _project(self, "down_proj", inner, chosen, is_summed=self.has_bias or self.has_post_expert_norm)
     if self.has_post_expert_norm:
         out = self.post_expert_norm(out)
-    out = (out * weights.unsqueeze(-1)).view(tokens, k, -1).sum(dim=1)
-    return out.to(hidden_states.dtype)
+    out = (out * weights.unsqueeze(-1)).unflatten(-2, (tokens, k)).sum(dim=-2).to(hidden_states.dtype)
+    if out.ndim == hidden_states.ndim:
+        return out
+    return out._env.wrap(sum_over_devices(as_array(out), getattr(self, name).shape[0]))
 
 
-def _project(module: Any, name: str, rows: Any, chosen: Any) -> Any:
+def _project(module: Any, name: str, rows: Any, chosen: Any, *, is_summed: bool) -> Any:
     weight = getattr(module, name)
     out = grouped_linear(
         as_array(rows),
         getattr(weight, "quantized", None) or as_array(weight),
         as_array(chosen),
         is_transposed=module.is_transposed,
+        is_summed=is_summed,
     )
     out = rows._env.wrap(out)
     return out + getattr(module, f"{name}_bias")[chosen] if module.has_bias else out
