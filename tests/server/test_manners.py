@@ -122,7 +122,7 @@ def test_a_million_texts_are_refused_at_once(server):
     started = time.perf_counter()
     answer = post(server, prompt="a", n=1_000_000)
     assert is_error(answer, 400)
-    assert time.perf_counter() - started < 0.5  # 50 ms on an idle machine
+    assert time.perf_counter() - started < 5  # 50 ms on an idle machine; to prepare a million takes minutes
 
 
 def test_other_methods_and_kinds_of_content(server):
