@@ -225,7 +225,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert "could not be written" in done.stdout, done.stdout + done.stderr
     assert "step 4 is still there" in done.stdout
-    assert done.stderr == ""  # orbax's stack traces were hundreds of lines
+    assert len(done.stderr.splitlines()) < 30, done.stderr  # orbax's stack traces were hundreds of lines
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["2", "4"]
     _, model = make("llama", tmp_path / "model")
     arguments = TrainingArguments(

@@ -10,6 +10,12 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a record of asyncio is logged as usual: the error of a write that nobody waits for any more is not."""
+    is_old = record.getMessage().startswith("Future exception was never retrieved") and "OCDBT" in record.getMessage()
+    return not is_old
+
+
 class OrbaxNoise(logging.Filter):
     """While it is started, errors that orbax logs in its threads go to this module's debug log.
 
@@ -20,12 +26,16 @@ class OrbaxNoise(logging.Filter):
         """Begin."""
         self._hook, self._has_failed = sys.unraisablehook, False
         logging.getLogger("absl").addFilter(self)
+        logging.getLogger("asyncio").addFilter(_is_news)
         sys.unraisablehook = self._on_unraisable
 
     def stop(self) -> None:
         """End. After `note_failure`, tensorstore's threads are still held off, which end later."""
         logging.getLogger("absl").removeFilter(self)
-        if sys.unraisablehook == self._on_unraisable and not self._has_failed:
+        if self._has_failed:
+            return
+        logging.getLogger("asyncio").removeFilter(_is_news)
+        if sys.unraisablehook == self._on_unraisable:
             sys.unraisablehook = self._hook
 
     def note_failure(self) -> None:
