@@ -70,7 +70,7 @@ def test_a_dense_layer_has_two_sums_and_nothing_large_moves(tensor):
     sums = [size for kind, size in found if kind == "all-reduce"]
     # two a layer, and one of the split embedding table
     assert len(sums) == 2 * SIZES["num_hidden_layers"] + 1
-    assert max(sums) == SIZES["hidden_size"]
+    assert max(sums) == 2 * SIZES["hidden_size"]  # two rows of the table: of one, XLA would gather it
     moved = [(kind, size) for kind, size in found if kind != "all-reduce"]
     assert all(size <= SIZES["vocab_size"] for _, size in moved), moved  # the logits
 

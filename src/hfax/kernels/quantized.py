@@ -157,13 +157,13 @@ def _pallas_kernel(x: jax.Array, weight: QuantizedArray) -> tuple[Any, P, P] | N
 
 
 def _by_kernel(x: jax.Array, weight: QuantizedArray, kernels: Any, of_x: P, of_weight: P) -> jax.Array:
-    """Each device multiplies its own shard; partial sums of a row are sent in the dtype of `x`."""
+    """Each device multiplies its own shard; partial sums of a row are added in float32."""
 
     def local(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
         flat = x.reshape(-1, x.shape[-1])
         out = kernels.linear(flat, values, scale, bits=weight.bits, out_dtype=jnp.float32)
         out = out.reshape(*x.shape[:-1], -1)
-        return jax.lax.psum(out.astype(x.dtype), of_weight[1]).astype(out.dtype) if of_weight[1] else out
+        return jax.lax.psum(out, of_weight[1]) if of_weight[1] else out
 
     mesh = target.mesh()
     if mesh is None or mesh.size == 1:

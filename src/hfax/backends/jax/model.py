@@ -347,7 +347,9 @@ class JaxModel(AdapterMethods, BaseModel):
         assistant_model: JaxModel | None,
     ) -> tuple[Request, bool]:
         """The checked call of `generate`, with a seed shared by all processes, and whether its inputs are torch tensors."""
-        seeds = (lambda: agree(draw_seed())) if self._layout.spans_processes else draw_seed
+        seeds = draw_seed
+        if self._layout.spans_processes:  # a given one, too: a command draws it in each process
+            seed, seeds = None if seed is None else agree(seed), lambda: agree(draw_seed())
         request, to_torch = self._request(inputs, generation_config, options, seed, timestamps, seeds)
         return with_drafts(
             request, self.parts, None if assistant_model is None else parts_of(assistant_model)
