@@ -146,7 +146,7 @@ import jax
 from hfax import AutoModelForTPU, Trainer, TrainingArguments
 
 folder, out, data = sys.argv[1:]
-model = AutoModelForTPU.from_pretrained(folder, parallelism={"fsdp": 8})
+model = AutoModelForTPU.from_pretrained(folder, parallelism={"fsdp": 2})
 arguments = TrainingArguments(
     f"{out}/run", max_steps=6, per_device_train_batch_size=1, save_steps=2, save_total_limit=None, report_to="none", logging_steps=1
 )
@@ -163,7 +163,7 @@ def test_two_processes_write_one_manifest_and_pass_over_a_damaged_checkpoint_tog
     data.write_text(json.dumps(rows("llama", 40)))
 
     def run():
-        arguments = ["launch", "--local", "2", "--cpu-devices", "4", script, folder, tmp_path, data]
+        arguments = ["launch", "--local", "2", "--cpu-devices", "1", script, folder, tmp_path, data]
         command = [sys.executable, "-c", "from hfax.cli.app import main; main()", *map(str, arguments)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr
