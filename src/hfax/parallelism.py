@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from hfax.errors import InvalidInputError
 from hfax.load.placement import free_bytes
-from hfax.load.quantize import Quantization, bytes_of, columns_together, weights_to_quantize
+from hfax.load.quantize import Quantized, bytes_of, layouts
 from hfax.load.skeleton import Skeleton
 from hfax.sharding.layout import Layout
 from hfax.sharding.mesh import make_mesh
@@ -22,15 +22,13 @@ from hfax.sharding.partition import Role, ShardingPlan, make_plan
 Parallelism = str | Mapping[str, int] | Mesh | Mapping[str, PartitionSpec | str | Mapping[str, int] | Mesh] | None
 
 
-def choose_layout(
-    skeleton: Skeleton, parallelism: Parallelism, quantization: Quantization | None, device: jax.Device
-) -> Layout:
+def choose_layout(skeleton: Skeleton, parallelism: Parallelism, quantization: Quantized, device: jax.Device) -> Layout:
     """Choose the placement of a model's weights.
 
     Args:
         skeleton: the model.
         parallelism: see `AutoModelForTPU.from_pretrained`.
-        quantization: see `AutoModelForTPU.from_pretrained`.
+        quantization: of its weights.
         device: the device to use if one is enough.
 
     Raises:
@@ -54,36 +52,28 @@ def choose_layout(
 def plan_over(
     skeleton: Skeleton,
     mesh: Mesh,
-    quantization: Quantization | None = None,
+    quantization: Quantized = None,
     *,
     given: Mapping[str, PartitionSpec] | None = None,
 ) -> ShardingPlan:
     """A model's sharding plan on a mesh with the axes of `hfax.sharding.mesh`."""
-
-    together: dict[str, int] = {}
-    if quantization:
-        packed = weights_to_quantize(skeleton.module, skeleton.shapes, skeleton.tied)
-        together = {name: columns_together(skeleton.shapes[name].shape[-1], quantization) for name in packed}
+    packed = layouts(skeleton.module, skeleton.shapes, skeleton.tied, quantization)
     return make_plan(
         skeleton.module,
         skeleton.shapes,
         mesh,
         roles=lambda: roles_of(skeleton),
         given=given,
-        granularity=together,
+        granularity={name: layout.group for name, layout in packed.items()},
         num_bytes=weight_bytes(skeleton, quantization),
     )
 
 
-def weight_bytes(skeleton: Skeleton, quantization: Quantization | None) -> dict[str, int]:
+def weight_bytes(skeleton: Skeleton, quantization: Quantized) -> dict[str, int]:
     """Stored size of each weight, in bytes."""
-    packed: Sequence[str] | set[str] = ()
-    if quantization:
-        packed = weights_to_quantize(skeleton.module, skeleton.shapes, skeleton.tied)
+    packed = layouts(skeleton.module, skeleton.shapes, skeleton.tied, quantization)
     return {
-        name: bytes_of(tuple(t.shape), quantization)
-        if quantization and name in packed
-        else t.numel() * t.element_size()
+        name: bytes_of(packed[name]) if name in packed else t.numel() * t.element_size()
         for name, t in skeleton.shapes.items()
     }
 

@@ -18,9 +18,20 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    MergeModulelist,
+    PermuteForRope,
+    SplitModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 
 from hfax.errors import CheckpointCorruptError
+from hfax.load.packed import PackedTensor
 from hfax.load.skeleton import Skeleton
 
 logger = logging.getLogger(__name__)
@@ -107,6 +118,51 @@ def run_step(
         ) from error
     for name, tensor in converted.items():
         yield name, tensor[0] if isinstance(tensor, list) else tensor
+
+
+def run_packed_step(
+    step: ConversionStep, read: Callable[[str], PackedTensor], module: PreTrainedModel
+) -> dict[str, PackedTensor] | None:
+    """The packed weights of a conversion step, by name; None if the step computes with values instead of moving whole rows.
+
+    Args:
+        step: all of its sources are packed.
+        read: reads a source by its stored name.
+        module: the model.
+
+    Raises:
+        CheckpointCorruptError: the stored tensors do not fit transformers' conversion rule.
+    """
+    if step.converter is None:
+        return {step.target: read(step.sources[0][0])}
+    if not all(isinstance(operation, _MOVES_ROWS) for operation in step.converter.operations):
+        return None
+    parts = {name: read(name) for name, _ in step.sources}
+    first = next(iter(parts.values()))
+    if any(part.columns is not None or _kind(part) != _kind(first) for part in parts.values()):
+        return None
+
+    def converted(component: str) -> dict[str, torch.Tensor]:
+        again = dataclasses.replace(step, converter=copy.deepcopy(step.converter))
+        return dict(run_step(again, lambda name: getattr(parts[name], component), module))
+
+    codes, scale = converted("codes"), converted("scale")
+    offset: dict[str, Any] = dict.fromkeys(codes) if first.offset is None else converted("offset")
+    found = {
+        name: PackedTensor(encoding=first.encoding, codes=codes[name], scale=scale[name], offset=offset[name])
+        for name in codes
+    }
+    fits = (p.codes.shape[:-1] == p.scale.shape[:-1] and p.layout.group == first.layout.group for p in found.values())
+    return found if all(fits) else None
+
+
+_MOVES_ROWS = (Chunk, Concatenate, MergeModulelist, PermuteForRope, SplitModulelist)
+"""Operations that stack, join, split or reorder rows, which does the same to a row's scales."""
+
+
+def _kind(part: PackedTensor) -> tuple[Any, ...]:
+    """What rows must have in common to be stacked."""
+    return part.encoding, part.layout.group, part.scale.dtype, part.offset is None
 
 
 def check_complete(

@@ -8,7 +8,8 @@ transformers' experts interface. Norms, biases, other embeddings and convolution
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 import torch
@@ -17,9 +18,13 @@ from jax.sharding import PartitionSpec as P
 
 from hfax.errors import CheckpointCorruptError, UnsupportedOptionError
 from hfax.kernels.quantized import INT4_GROUP, QuantizedArray
+from hfax.load.packed import BITS, PackedLayout, PackedTensor
 from hfax.load.placement import place
 
 Quantization = Literal["int8", "int4"]
+
+Quantized = Quantization | Mapping[str, PackedLayout] | None
+"""What weights are quantized to, or how a checkpoint's own are packed, by name; None: not at all."""
 
 _GROUPS = {"int8": (128, 64, 32), "int4": (INT4_GROUP,)}
 """Group sizes (columns per scale); the first that divides the row width is used."""
@@ -69,10 +74,51 @@ def quantize(tensor: torch.Tensor, quantization: Quantization, where: Sharding) 
     return restore(values, scale, tensor.dtype, where)
 
 
-def columns_together(width: int, quantization: Quantization) -> int:
-    """Group size for rows of this width; a group shares a scale and must not be split between devices."""
-    found = bits_and_group(width, quantization)
-    return 1 if found is None else found[1]
+def pack(tensor: PackedTensor, dtype: torch.dtype, where: Sharding) -> QuantizedArray | None:
+    """A weight of another library's checkpoint with the codes it has; None if no kernel multiplies with them.
+
+    Args:
+        tensor: the weight.
+        dtype: of the dequantized values.
+        where: its sharding.
+    """
+    if not can_keep(tensor.layout):
+        return None
+    exact = tensor.scale.to(torch.bfloat16)
+    if tensor.offset is not None or tensor.columns is not None or not torch.equal(exact.float(), tensor.scale.float()):
+        return None
+    values = tensor.codes if tensor.encoding == "int8" else _in_words(tensor.codes.add(8).view(torch.uint8))
+    return restore(values, exact, dtype, where)
+
+
+def can_keep(layout: PackedLayout) -> bool:
+    """Whether weights stay packed as they are stored."""
+    encodings: dict[str, Any] = _GROUPS
+    return layout.group in encodings.get(layout.encoding, ()) and layout.shape[-1] % layout.group == 0
+
+
+def layouts(
+    module: torch.nn.Module,
+    shapes: dict[str, torch.Tensor],
+    tied: dict[str, str],
+    quantization: Quantized,
+) -> dict[str, PackedLayout]:
+    """How each quantized weight is packed, by name.
+
+    Args:
+        module: of the skeleton.
+        shapes: of the skeleton.
+        tied: of the skeleton.
+        quantization: what to quantize the weights to, or how the checkpoint's own are packed.
+    """
+    if not isinstance(quantization, str):
+        return dict(quantization or {})
+    found: dict[str, PackedLayout] = {}
+    for name in weights_to_quantize(module, shapes, tied):
+        shape = tuple(shapes[name].shape)
+        if (kind := bits_and_group(shape[-1], quantization)) is not None:
+            found[name] = PackedLayout(encoding="int8" if kind[0] == 8 else "int4", group=kind[1], shape=shape)
+    return found
 
 
 def bits_and_group(width: int, quantization: Quantization) -> tuple[int, int] | None:
@@ -82,10 +128,10 @@ def bits_and_group(width: int, quantization: Quantization) -> tuple[int, int] | 
     return bits_and_group(width, "int8") if quantization == "int4" else None
 
 
-def bytes_of(shape: tuple[int, ...], quantization: Quantization) -> int:
-    """Size of a quantized matrix, including scales, in bytes; 2 bytes per value if rows do not divide into groups."""
-    numbers, found = math.prod(shape), bits_and_group(shape[-1], quantization)
-    return numbers * 2 if found is None else numbers * found[0] // 8 + numbers // found[1] * 2
+def bytes_of(layout: PackedLayout) -> int:
+    """Size of a quantized matrix, including scales of 16 bits, in bytes."""
+    numbers = math.prod(layout.shape)
+    return numbers * BITS[layout.encoding] // 8 + numbers // layout.group * 2
 
 
 def _group(width: int, quantization: Quantization) -> int | None:
@@ -132,9 +178,14 @@ def _int4(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
     scale = (largest / -8).to(torch.bfloat16)
     values = (groups / _nonzero(scale)).round_().clamp_(-8, 7).to(torch.int8).add_(8).view(torch.uint8)
-    quarters = values.reshape(*tensor.shape[:-1], -1, 4, 32).unbind(-2)
+    return _in_words(values.reshape(tensor.shape)), scale
+
+
+def _in_words(codes: torch.Tensor) -> torch.Tensor:
+    """[..., in] uint8 codes of 4 bits as [..., in / 2] uint8, in the order of `QuantizedArray.values`."""
+    quarters = codes.reshape(*codes.shape[:-1], -1, 4, 32).unbind(-2)
     low, high = quarters[0] | quarters[1] << 4, quarters[2] | quarters[3] << 4
-    return torch.stack([low, high], dim=-1).reshape(*tensor.shape[:-1], -1), scale
+    return torch.stack([low, high], dim=-1).reshape(*codes.shape[:-1], -1)
 
 
 def _nonzero(scale: torch.Tensor) -> torch.Tensor:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
 
 from hfax.load.flax_msgpack import read_flax_index
 from hfax.load.flax_names import torch_arrays
+from hfax.load.packed import PackedLayout, PackedTensor, StoredWeight
 from hfax.load.pytorch_bin import read_pytorch_bin
 from hfax.load.safetensors_file import SafetensorsFile, as_torch
 from hfax.load.source import CheckpointSource
+
+
+def _no_packed(name: str) -> PackedTensor:
+    raise KeyError(name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,6 +31,8 @@ class TensorStore:
         shape: returns a tensor's shape.
         float_dtype: dtype of the floating-point tensors; None if there are none.
         is_flax: written by a Flax class, which does not store some of the PyTorch class's weights.
+        packed: how weights are packed, by name; `read` dequantizes them.
+        read_packed: reads a weight that is in `packed`.
     """
 
     names: Iterable[str]
@@ -34,6 +41,37 @@ class TensorStore:
     shape: Callable[[str], tuple[int, ...]]
     float_dtype: torch.dtype | None
     is_flax: bool = False
+    packed: Mapping[str, PackedLayout] = dataclasses.field(default_factory=dict)
+    read_packed: Callable[[str], PackedTensor] = _no_packed
+
+    def with_weights(self, weights: Mapping[str, StoredWeight]) -> TensorStore:
+        """The store in which tensors that belong together are one weight each.
+
+        Args:
+            weights: by name.
+        """
+        parts = {part for weight in weights.values() for part in weight.parts}
+
+        def read(name: str) -> torch.Tensor:
+            if name not in weights:
+                return self.read(name)
+            found = weights[name].read()
+            return found.dequantize() if isinstance(found, PackedTensor) else found
+
+        def read_packed(name: str) -> PackedTensor:
+            found = weights[name].read()
+            assert isinstance(found, PackedTensor), f"{name} has a layout, and was read as numbers"
+            return found
+
+        return dataclasses.replace(
+            self,
+            names=(*(name for name in self.names if name not in parts), *weights),
+            read=read,
+            read_slice=lambda name, index: read(name)[index] if name in weights else self.read_slice(name, index),
+            shape=lambda name: weights[name].shape if name in weights else self.shape(name),
+            packed={name: weight.layout for name, weight in weights.items() if weight.layout is not None},
+            read_packed=read_packed,
+        )
 
 
 def open_store(source: CheckpointSource) -> TensorStore:

@@ -7,6 +7,7 @@ only the current steps' tensors besides the weights already placed. It knows not
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import logging
 import math
 from typing import Any
@@ -18,11 +19,30 @@ import torch
 
 from hfax.errors import CheckpointCorruptError
 from hfax.kernels.quantized import QuantizedArray
-from hfax.load.conversion import ConversionStep, check_complete, plan_conversion, run_step
+from hfax.load.conversion import (
+    ConversionPlan,
+    ConversionStep,
+    check_complete,
+    plan_conversion,
+    run_packed_step,
+    run_step,
+)
 from hfax.load.flax_names import unknown_to_flax
 from hfax.load.orbax_checkpoint import OrbaxStore
+from hfax.load.packed import PackedLayout
 from hfax.load.placement import check_fits, place, place_slices
-from hfax.load.quantize import SCALE_SUFFIX, Quantization, quantize, restore, spec_of, weights_to_quantize
+from hfax.load.quantize import (
+    SCALE_SUFFIX,
+    Quantization,
+    bytes_of,
+    can_keep,
+    layouts,
+    pack,
+    quantize,
+    restore,
+    spec_of,
+    weights_to_quantize,
+)
 from hfax.load.rules import check_shape, draw_missing, dtype_rule
 from hfax.load.skeleton import Skeleton
 from hfax.load.store import TensorStore
@@ -63,10 +83,11 @@ def load_weights(
         OutOfMemoryError: the weights do not fit on the device.
     """
     plan = plan_conversion(skeleton, store.names)
-    packed = weights_to_quantize(skeleton.module, skeleton.shapes, skeleton.tied) if quantization else set()
-    bits = {"int8": 8, "int4": 4}.get(quantization or "", 0)
+    stored = {} if quantization else stored_layouts(skeleton, store, plan)
+    packed = layouts(skeleton.module, skeleton.shapes, skeleton.tied, quantization or stored)
     needed = sum(
-        t.numel() * bits // 8 if name in packed else t.numel() * t.element_size() for name, t in skeleton.shapes.items()
+        bytes_of(packed[name]) if name in packed else t.numel() * t.element_size()
+        for name, t in skeleton.shapes.items()
     )
     needed = needed if layout.plan is None else layout.plan.bytes_per_device
     check_fits(
@@ -95,8 +116,23 @@ def load_weights(
 
         return [(name, place_slices(shape, where, read))]
 
+    def load_packed(step: ConversionStep) -> list[tuple[str, Weight]] | None:
+        """Load weights with the codes that the checkpoint stores."""
+        if skeleton.tied.get(step.target, step.target) not in stored:
+            return None
+        found = run_packed_step(step, store.read_packed, skeleton.module)
+        if found is None:
+            return None
+        placed: list[tuple[str, Weight]] = []
+        for name, tensor in found.items():
+            check_shape(name, tensor.codes, expected[name], step)
+            wanted, where = target_dtype(name, expected[name]), layout.weight(skeleton.tied.get(name, name))
+            kept = pack(tensor, wanted, where)
+            placed.append((name, place(tensor.dequantize().to(wanted), where) if kept is None else kept))
+        return placed
+
     def load_step(step: ConversionStep) -> list[tuple[str, Weight]]:
-        if (sliced := load_slices(step)) is not None:
+        if (sliced := load_slices(step) or load_packed(step)) is not None:
             return sliced
         placed: list[tuple[str, Weight]] = []
         for name, tensor in run_step(step, store.read, skeleton.module):
@@ -128,6 +164,32 @@ def load_weights(
     missing = check_complete(skeleton, set(weights), plan.unexpected, strict=strict, without=without)
     weights.update(initialise(skeleton, missing, layout))
     return weights, tied
+
+
+def stored_layouts(
+    skeleton: Skeleton, store: TensorStore, plan: ConversionPlan | None = None
+) -> dict[str, PackedLayout]:
+    """How the weights that stay packed as another library's checkpoint stores them are packed, by name.
+
+    Args:
+        skeleton: the model structure.
+        store: the checkpoint's weights.
+        plan: from `plan_conversion`.
+    """
+    if not store.packed:
+        return {}
+    plan = plan or plan_conversion(skeleton, store.names)
+    can_multiply = weights_to_quantize(skeleton.module, skeleton.shapes, skeleton.tied)
+    found: dict[str, PackedLayout] = {}
+    for step in plan.steps:
+        name = skeleton.tied.get(step.target, step.target)
+        if name not in can_multiply or not all(source in store.packed for source, _ in step.sources):
+            continue
+        own = store.packed[step.sources[0][0]]
+        layout = dataclasses.replace(own, shape=tuple(skeleton.shapes[name].shape))
+        if can_keep(layout):
+            found[name] = layout
+    return found
 
 
 def load_quantized(skeleton: Skeleton, store: TensorStore, layout: Layout) -> dict[str, Weight]:

@@ -85,13 +85,17 @@ BACKEND = JaxBackend()
 
 def _load(source: CheckpointSource, options: LoadOptions) -> JaxModel:
     from hfax.load.config import read_config
+    from hfax.load.formats import find_weights
     from hfax.load.store import open_store
-    from hfax.load.weights import load_quantized, load_weights
+    from hfax.load.weights import load_quantized, load_weights, stored_layouts
 
     config = read_config(source, trust_remote_code=options.trust_remote_code)
     store, packed = open_store(source), _packed_by_hfax(config)
+    if packed is None:
+        store = find_weights(config, store)
     skeleton = _open_skeleton(config, options, source, store.float_dtype)
-    layout = _choose_layout(skeleton, options, options.quantization or packed)
+    stored = stored_layouts(skeleton, store)
+    layout = _choose_layout(skeleton, options, options.quantization or packed or stored)
     if packed is None:
         params, tied = load_weights(
             skeleton,

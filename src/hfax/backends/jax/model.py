@@ -22,7 +22,14 @@ from hfax.backends.jax.forward import reject_traced, run_forward
 from hfax.backends.jax.generating import call_own_generate, open_request, parts_of, run_request, with_drafts
 from hfax.backends.jax.mapping import map_dataset
 from hfax.backends.jax.warming import compile_generation, reject_other_inputs
-from hfax.backends.jax.weights import as_state_dict, cast, count_numbers, quantization_of, replaced
+from hfax.backends.jax.weights import (
+    as_state_dict,
+    cast,
+    count_numbers,
+    packed_layouts,
+    quantization_of,
+    replaced,
+)
 from hfax.generation.generate import GenerationLoop
 from hfax.generation.host_loop import Streamer
 from hfax.generation.overrides import has_own_generate
@@ -494,7 +501,7 @@ class JaxModel(AdapterMethods, BaseModel):
         Raises:
             InvalidInputError: `mesh` is invalid for `from_pretrained`, or an adapter is merged.
         """
-        self._layout = choose_layout(self._skeleton, mesh, self.quantization, self._layout.device)  # pyright: ignore[reportArgumentType]
+        self._layout = choose_layout(self._skeleton, mesh, packed_layouts(self.params), self._layout.device)
         self.params = {n: jax.device_put(a, self._layout.weight(n)) for n, a in self.params.items()}
         self.buffers = {n: jax.device_put(b, self._layout.replicated) for n, b in self.buffers.items()}
         self._traced.use_buffers(self.buffers)

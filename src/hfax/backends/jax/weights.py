@@ -16,6 +16,7 @@ import torch
 from hfax.backends.jax.results import as_torch_tree
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.kernels.quantized import QuantizedArray
+from hfax.load.packed import PackedLayout
 from hfax.load.rules import dtype_rule
 from hfax.load.skeleton import Skeleton
 
@@ -26,6 +27,15 @@ def quantization_of(weights: Weights) -> str | None:
     """ "int8" or "int4" if some weights are quantized, else None."""
     bits = {array.bits for array in weights.values() if isinstance(array, QuantizedArray)}
     return f"int{min(bits)}" if bits else None
+
+
+def packed_layouts(weights: Weights) -> dict[str, PackedLayout]:
+    """How each quantized weight is packed, by name."""
+    return {
+        name: PackedLayout(encoding="int8" if array.bits == 8 else "int4", group=array.group, shape=array.shape)
+        for name, array in weights.items()
+        if isinstance(array, QuantizedArray)
+    }
 
 
 def count_numbers(
