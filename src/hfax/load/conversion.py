@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Chunk,
@@ -26,15 +26,20 @@ from transformers.core_model_loading import (
     SplitModulelist,
     WeightConverter,
     WeightRenaming,
+    WeightTransform,
     dot_natural_key,
     rename_source_key,
 )
+from transformers.integrations.gguf.gguf_conversion_mapping import PermuteRows, Unsqueeze
 
 from hfax.errors import CheckpointCorruptError
 from hfax.load.packed import PackedTensor
 from hfax.load.skeleton import Skeleton
 
 logger = logging.getLogger(__name__)
+
+Rules = Callable[[PretrainedConfig], list[WeightTransform]]
+"""transformers' conversion rules for a model of a config."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,12 +65,18 @@ class ConversionPlan:
     unexpected: tuple[str, ...]
 
 
-def plan_conversion(skeleton: Skeleton, checkpoint_names: Iterable[str]) -> ConversionPlan:
-    """Match checkpoint tensor names to a skeleton's weights."""
+def plan_conversion(skeleton: Skeleton, checkpoint_names: Iterable[str], rules: Rules | None = None) -> ConversionPlan:
+    """Match checkpoint tensor names to a skeleton's weights.
+
+    Args:
+        skeleton: the model structure.
+        checkpoint_names: names of the stored tensors.
+        rules: the conversion rules of a format with names of its own; None: those of the model's class.
+    """
     module = skeleton.module
-    rules = get_model_conversion_mapping(module)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    found = get_model_conversion_mapping(module) if rules is None else rules(module.config)
+    renamings = [rule for rule in found if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in found if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state = {**skeleton.shapes, **{alias: skeleton.shapes[name] for alias, name in skeleton.tied.items()}}
 
@@ -156,7 +167,7 @@ def run_packed_step(
     return found if all(fits) else None
 
 
-_MOVES_ROWS = (Chunk, Concatenate, MergeModulelist, PermuteForRope, SplitModulelist)
+_MOVES_ROWS = (Chunk, Concatenate, MergeModulelist, PermuteForRope, PermuteRows, SplitModulelist, Unsqueeze)
 """Operations that stack, join, split or reorder rows, which does the same to a row's scales."""
 
 

@@ -46,7 +46,7 @@ def save_flax(folder: Path, skeleton: Skeleton, tensors: Mapping[str, torch.Tens
         shape=lambda name: tuple(tensors[name].shape),
         float_dtype=None,
     )
-    plan = plan_conversion(skeleton, store.names)
+    plan = plan_conversion(skeleton, store.names, store.rules)
     _save_flax(folder, skeleton, store, {source: step.target for step in plan.steps for source, _ in step.sources})
 
 
@@ -72,6 +72,12 @@ def convert_weights(source: CheckpointSource, store: TensorStore, skeleton: Skel
             f"{folder} is the checkpoint's own folder.",
             "Old and new weight files would be mixed.",
             "Pass another folder.",
+        )
+    if store.rules is not None:
+        raise InvalidInputError(
+            f"{source.name} is a {source.format.upper()} file, which is not converted to {to}.",
+            "Its tensors have other names, and their codes would be dequantized.",
+            "Pass --to orbax; or load the model and call save_pretrained.",
         )
     names = tuple(store.names)
     plan = plan_conversion(skeleton, names)

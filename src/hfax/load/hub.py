@@ -30,7 +30,7 @@ from huggingface_hub.errors import (
 )
 
 from hfax.errors import CheckpointAccessError, CheckpointNotFoundError, HfaxError
-from hfax.load.weight_files import check_shards, choose_weight_files, listing, read_weight_map
+from hfax.load.weight_files import check_shards, choose_gguf, choose_weight_files, is_gguf, listing, read_weight_map
 from hfax.phases import phase
 
 logger = logging.getLogger(__name__)
@@ -50,31 +50,35 @@ def fetch_checkpoint(
     cache_dir: Path | None,
     local_files_only: bool,
     allow_code: bool,
+    gguf: str | None = None,
 ) -> Path:
     """Fetch the repository files hfax needs; returns the snapshot folder, named by its commit.
+
+    `gguf` names one of a repository's GGUF files, see `choose_gguf`; only that is fetched.
 
     The revision's commit is looked up on the Hub each time; if the Hub is unreachable, the cached commit is used and a
     warning is logged. Arguments and errors are those of `resolve_checkpoint`. After Ctrl-C the cache holds only
     complete files.
     """
     if local_files_only:
-        return _cached_snapshot(repo_id, revision, cache_dir, "local_files_only=True was passed", None)
+        return _cached_snapshot(repo_id, revision, cache_dir, "local_files_only=True was passed", None, gguf)
     try:
         api = huggingface_hub.HfApi(token=token)
         info = api.model_info(repo_id, revision=revision, files_metadata=True)
         assert info.sha is not None, "the Hub names a commit with every revision"
         sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
         with _Fetcher(repo_id, revision or "main", info.sha, token, cache_dir) as fetcher:
-            return _fetch_files(fetcher, repo_id, sizes, allow_code)
+            return _fetch_files(fetcher, repo_id, sizes, allow_code, gguf)
     except OfflineModeIsEnabled as error:
-        return _cached_snapshot(repo_id, revision, cache_dir, "HF_HUB_OFFLINE is set", error)
+        return _cached_snapshot(repo_id, revision, cache_dir, "HF_HUB_OFFLINE is set", error, gguf)
     except HfHubHTTPError as error:
         if error.response.status_code < 500:
             raise _refused(repo_id, revision, token, error) from error
-        return _cached_snapshot(repo_id, revision, cache_dir, f"the Hub returned an error: {_first_line(error)}", error)
+        reason = f"the Hub returned an error: {_first_line(error)}"
+        return _cached_snapshot(repo_id, revision, cache_dir, reason, error, gguf)
     except (LocalEntryNotFoundError, HTTPError) as error:
         reason = _first_line(error.__cause__ or error)
-        return _cached_snapshot(repo_id, revision, cache_dir, f"the Hub could not be reached: {reason}", error)
+        return _cached_snapshot(repo_id, revision, cache_dir, f"the Hub could not be reached: {reason}", error, gguf)
     except OSError as error:
         raise _cannot_download(repo_id, cache_dir, error) from error
 
@@ -164,8 +168,13 @@ class _Fetcher:
         return self._stack.__exit__(kind, error, trace)
 
 
-def _fetch_files(fetcher: _Fetcher, repo_id: str, sizes: dict[str, int], allow_code: bool) -> Path:
+def _fetch_files(fetcher: _Fetcher, repo_id: str, sizes: dict[str, int], allow_code: bool, gguf: str | None) -> Path:
     """Fetch files one at a time: huggingface_hub's thread pool would delay Ctrl-C until its downloads finish."""
+    if gguf is not None or is_gguf(sizes):
+        files = choose_gguf(sizes, gguf, f"the Hub repository {repo_id!r}")
+        fetcher.check_free(sum(sizes[name] for name in files if fetcher.cached(name) is None))
+        paths = [fetcher.get(name, is_first=name == files[0]) for name in files]
+        return paths[0].parents[files[0].count("/")]
     if "config.json" not in sizes:
         raise CheckpointNotFoundError(
             f"The Hub repository {repo_id!r} has no config.json.",
@@ -204,12 +213,19 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _cached_snapshot(
-    repo_id: str, revision: str | None, cache_dir: Path | None, reason: str, error: BaseException | None
+    repo_id: str,
+    revision: str | None,
+    cache_dir: Path | None,
+    reason: str,
+    error: BaseException | None,
+    gguf: str | None,
 ) -> Path:
     """The snapshot cached by an earlier call, for offline use or when the Hub is unreachable."""
     cache = _cache_folder(cache_dir)
     config = _cached_file(repo_id, "config.json", revision or "main", cache_dir)
-    if config is None:
+    if (config is None or gguf is not None) and (folder := _cached_gguf(repo_id, revision, cache_dir, gguf)):
+        return folder
+    if config is None or gguf is not None:
         raise CheckpointNotFoundError(
             f"{repo_id!r} ({revision or 'main'}) is neither a local folder nor in the cache {cache}.",
             f"It was not looked up on the Hub: {reason}.",
@@ -236,6 +252,19 @@ def _cached_snapshot(
     if error is not None:
         logger.warning("%s: using the cached commit %s because %s", repo_id, folder.name[:12], reason)
     return folder
+
+
+def _cached_gguf(repo_id: str, revision: str | None, cache_dir: Path | None, wanted: str | None) -> Path | None:
+    """The cached snapshot that has a GGUF file in full; None if there is none."""
+    try:
+        found = huggingface_hub.snapshot_download(
+            repo_id, revision=revision, cache_dir=cache_dir, local_files_only=True, allow_patterns="*.gguf"
+        )
+        names = [path.relative_to(found).as_posix() for path in Path(found).rglob("*.gguf")]
+        choose_gguf(names, wanted, found)
+    except (LocalEntryNotFoundError, HfaxError):
+        return None
+    return Path(found)
 
 
 def _cached_file(repo_id: str, name: str, revision: str, cache_dir: Path | None) -> Path | None:

@@ -1,7 +1,7 @@
 """Resolves a checkpoint name to local files.
 
-Turns a local folder, a Hub repository id, or "demo" into a `CheckpointSource`: a local folder with the configuration,
-the tokenizer and one weight format. It reads no tensors and no configuration.
+Turns a local folder, a Hub repository id, a GGUF file or "demo" into a `CheckpointSource`: a local folder with the configuration,
+the tokenizer and one weight format. It reads no tensors, and no configuration but a GGUF file's.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.resources
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from hfax.load.weight_files import (
     ORBAX_FOLDER,
     WeightFormat,
     check_shards,
+    choose_gguf,
     choose_weight_files,
+    is_gguf,
     listing,
     read_weight_map,
 )
@@ -32,7 +35,8 @@ class CheckpointSource:
 
     Args:
         name: the name as requested.
-        folder: has config.json, tokenizer files and weights; transformers' `from_pretrained` accepts it.
+        folder: has config.json, tokenizer files and weights; transformers' `from_pretrained` accepts it. For GGUF, a folder that was
+            made from the file's metadata, without weights.
         revision: commit of a Hub repository; None for a local folder.
         format: weight format.
         weight_files: weight files, in order.
@@ -59,7 +63,8 @@ def resolve_checkpoint(
     """Find a checkpoint, downloading missing files.
 
     Args:
-        name_or_path: a folder, a Hub repository id ("Qwen/Qwen3-0.6B"), or "demo".
+        name_or_path: a folder, a Hub repository id ("Qwen/Qwen3-0.6B"), or "demo"; or a GGUF file: its path, "owner/repo/file.gguf",
+            or "owner/repo:Q4_K_M" for the repository's only one of that name.
         revision: branch, tag or commit of a Hub repository; its main branch if None. Ignored for folders.
         token: Hub token for private and gated repositories; None uses the token stored by `hf auth login`, False sends none.
         cache_dir: Hub cache folder; None: huggingface_hub's default.
@@ -70,7 +75,8 @@ def resolve_checkpoint(
         CheckpointNotFoundError: no such folder, repository or revision; no config.json; no supported weights; or not
             cached while offline.
         CheckpointAccessError: the repository is gated or private and the token has no access.
-        CheckpointCorruptError: a shard index is unreadable or names missing files.
+        CheckpointCorruptError: a shard index is unreadable or names missing files; or a GGUF file is damaged.
+        UnsupportedModelError: a GGUF file's architecture is not known.
         HfaxError: the disk is full.
     """
     name = os.fspath(name_or_path)
@@ -79,6 +85,9 @@ def resolve_checkpoint(
     folder = Path(name).expanduser()
     if folder.is_dir():
         return _open_folder(name, folder, None)
+    if folder.is_file() and folder.suffix == ".gguf":
+        beside = [path.name for path in folder.parent.iterdir()]
+        return _open_gguf(name, folder.parent, choose_gguf(beside, folder.name, str(folder.parent)), None)
     if folder.exists():
         raise CheckpointNotFoundError(
             f"{name} is a file, not a checkpoint folder.",
@@ -87,26 +96,35 @@ def resolve_checkpoint(
         )
     if _is_path(name):
         raise CheckpointNotFoundError(
-            f"There is no folder {folder.absolute()}.",
+            f"There is no {'file' if folder.suffix == '.gguf' else 'folder'} {folder.absolute()}.",
             "The name looks like a path, not a Hub repository (owner/name).",
             f"Check the spelling and the working directory. {_beside(folder)}",
         )
     from hfax.load.hub import fetch_checkpoint
 
+    gguf = _GGUF_ON_HUB.fullmatch(name)
+    wanted = None if gguf is None else gguf["tag"] or gguf["file"]
     snapshot = fetch_checkpoint(
-        name,
+        name if gguf is None else gguf["repo"],
         revision=revision,
         token=token,
         cache_dir=None if cache_dir is None else Path(cache_dir),
         local_files_only=local_files_only,
         allow_code=allow_code,
+        gguf=wanted,
     )
-    return _open_folder(name, snapshot, snapshot.name)
+    return _open_folder(name, snapshot, snapshot.name, wanted)
 
 
-def _open_folder(name: str, folder: Path, commit: str | None) -> CheckpointSource:
+_GGUF_ON_HUB = re.compile(r"(?P<repo>[^/:]+/[^/:]+)(?::(?P<tag>[\w.-]+)|/(?P<file>[^:]+\.gguf))")
+
+
+def _open_folder(name: str, folder: Path, commit: str | None, gguf: str | None = None) -> CheckpointSource:
     names = {path.name for path in folder.iterdir() if path.is_file() or path.name == ORBAX_FOLDER}
     where = f"{name} ({folder})" if commit or name == DEMO_NAME else str(folder)
+    if gguf is not None or is_gguf(names):
+        files = [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
+        return _open_gguf(name, folder, choose_gguf(files, gguf, where), commit)
     if "config.json" not in names:
         raise CheckpointNotFoundError(
             f"{where} has no config.json.",
@@ -131,12 +149,31 @@ def _open_folder(name: str, folder: Path, commit: str | None) -> CheckpointSourc
     )
 
 
+def _open_gguf(name: str, folder: Path, files: tuple[str, ...], commit: str | None) -> CheckpointSource:
+    from hfax.load.gguf.companions import companion_folder  # imports transformers, which builds the tokenizer
+    from hfax.load.gguf.model import GgufModel
+
+    paths = tuple(folder / file for file in files)
+    return CheckpointSource(
+        name=name,
+        folder=companion_folder(GgufModel(paths)),
+        revision=commit,
+        format="gguf",
+        weight_files=paths,
+        weight_map=None,
+    )
+
+
 def _is_path(name: str) -> bool:
     """Whether a name that is not an existing folder can only be a path."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
     if name.startswith(("/", ".", "~")) or name.endswith(("/", "\\")):
+        return True
+    if gguf := _GGUF_ON_HUB.fullmatch(name):
+        name = gguf["repo"]
+    elif name.endswith(".gguf"):
         return True
     try:
         validate_repo_id(name)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
+from transformers import PretrainedConfig
+from transformers.core_model_loading import WeightTransform
 
 from hfax.load.flax_msgpack import read_flax_index
 from hfax.load.flax_names import torch_arrays
@@ -33,6 +35,8 @@ class TensorStore:
         is_flax: written by a Flax class, which does not store some of the PyTorch class's weights.
         packed: how weights are packed, by name; `read` dequantizes them.
         read_packed: reads a weight that is in `packed`.
+        rules: transformers' conversion rules for a model of this config, for a format with names of its own; None: the rules of the
+            model's class.
     """
 
     names: Iterable[str]
@@ -43,6 +47,7 @@ class TensorStore:
     is_flax: bool = False
     packed: Mapping[str, PackedLayout] = dataclasses.field(default_factory=dict)
     read_packed: Callable[[str], PackedTensor] = _no_packed
+    rules: Callable[[PretrainedConfig], list[WeightTransform]] | None = None
 
     def with_weights(self, weights: Mapping[str, StoredWeight]) -> TensorStore:
         """The store in which tensors that belong together are one weight each.
@@ -92,6 +97,8 @@ def open_store(source: CheckpointSource) -> TensorStore:
         )
     if source.format == "flax":
         return _open_flax(source)
+    if source.format == "gguf":
+        return _open_gguf(source)
     files = [SafetensorsFile(path) for path in source.weight_files]
     where = {name: file for file in files for name in file.tensors}
     floats = (name for name, file in where.items() if "F" in file.tensors[name].dtype)
@@ -103,6 +110,25 @@ def open_store(source: CheckpointSource) -> TensorStore:
         read_slice=lambda name, index: as_torch(where[name].read_slice(name, index)),
         shape=lambda name: where[name].tensors[name].shape,
         float_dtype=stored,
+    )
+
+
+def _open_gguf(source: CheckpointSource) -> TensorStore:
+    from hfax.load.gguf.architectures import COMPUTED, check_architecture, conversion_rules
+    from hfax.load.gguf.model import GgufModel
+
+    model = GgufModel(source.weight_files)
+    check_architecture(model.architecture)
+    model.check_types()
+    return TensorStore(
+        names=tuple(name for name in model.names if name not in COMPUTED),
+        read=model.read,
+        read_slice=model.read_slice,
+        shape=model.shape,
+        float_dtype=model.float_dtype,
+        packed=model.layouts(),
+        read_packed=model.read_packed,
+        rules=lambda config: conversion_rules(model.architecture, config),
     )
 
 

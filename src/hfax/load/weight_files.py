@@ -1,7 +1,7 @@
 """Chooses a checkpoint's weight files by their names.
 
 Selects one weight format from the file names of a folder or a Hub repository, preferring safetensors over PyTorch pickles
-as transformers does. It opens no files; it only parses index text passed to it.
+as transformers does, and GGUF last. It opens no files; it only parses index text passed to it.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import json
+import re
 from collections.abc import Collection
 from typing import Literal
 
 from hfax.errors import CheckpointCorruptError, CheckpointNotFoundError
 
-WeightFormat = Literal["safetensors", "orbax", "pytorch_bin", "flax"]
+WeightFormat = Literal["safetensors", "orbax", "pytorch_bin", "flax", "gguf"]
 ORBAX_FOLDER = "orbax"
 """Subfolder of orbax weights saved by hfax; listed by name among the file names."""
 
@@ -31,7 +32,6 @@ _OTHER_FORMATS = (
     ("flax_model-*-of-*.msgpack", "shards without their index", "Download flax_model.msgpack.index.json too"),
     ("tf_model*.h5", "TensorFlow", "Load it in transformers 4 with from_tf=True and call save_pretrained there"),
     ("*.ckpt*", "TensorFlow 1", "Convert it with the model's conversion script in transformers"),
-    ("*.gguf", "GGUF", "Use the repository that the GGUF file was made from"),
     ("*.onnx", "ONNX", "Use the repository that the ONNX file was made from"),
     ("adapter_model.*", "an adapter (PEFT)", "Merge it into its base model with peft's merge_and_unload and save that"),
     ("consolidated*", "the author's own", "Use the author's transformers repository, often named with -hf"),
@@ -72,6 +72,58 @@ def choose_weight_files(names: Collection[str], where: str) -> WeightFiles:
         f"None of {', '.join(main for main, _ in _CANDIDATES)} is there. It has: {listing(names)}.",
         "Check the name; or build the model with random weights with AutoModelForTPU.from_config.",
     )
+
+
+def is_gguf(names: Collection[str]) -> bool:
+    """Whether GGUF files are the only weights among the file names of a folder or a repository."""
+    has_own = "config.json" in names and any(main in names for main, _ in _CANDIDATES)
+    return not has_own and bool(_gguf_models(names))
+
+
+def choose_gguf(names: Collection[str], wanted: str | None, where: str) -> tuple[str, ...]:
+    """Choose a GGUF file: itself, or all files of a split one, in order.
+
+    Args:
+        names: file names, with their folders.
+        wanted: a file's name, a part of it between punctuation such as "Q4_K_M", or None for the only one.
+        where: used only in messages.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file, or more than one.
+        CheckpointCorruptError: a file of a split one is missing.
+    """
+    models = _gguf_models(names)
+    if wanted is None:
+        found = list(models)
+    elif wanted.endswith(".gguf"):
+        found = [stem for stem, files in models.items() if wanted in files]
+    else:
+        tag = re.compile(rf"(?:^|[-._/]){re.escape(wanted)}(?=[-._/]|$)", re.IGNORECASE)
+        found = [stem for stem in models if tag.search(stem)]
+    if len(found) != 1:
+        kind = f"{wanted!r}" if wanted else "the model"
+        raise CheckpointNotFoundError(
+            f"{len(found)} GGUF files of {where} are {kind}.",
+            f"It has: {listing(found or models)}.",
+            "Name one: a local file's path, owner/repo/file.gguf, or what tells it from the others, owner/repo:Q4_K_M.",
+        )
+    files = models[found[0]]
+    split = _SPLIT.fullmatch(files[0])
+    expected = [f"{split[1]}-{i + 1:05d}-of-{split[3]}.gguf" for i in range(int(split[3]))] if split else files
+    return check_shards({name: name for name in expected}, files, where)
+
+
+_SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+
+
+def _gguf_models(names: Collection[str]) -> dict[str, list[str]]:
+    """The GGUF files of each model, by the name without its ending; projectors of images, which llama.cpp keeps apart, are none."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if name.endswith(".gguf") and not name.rpartition("/")[2].startswith("mmproj"):
+            split = _SPLIT.fullmatch(name)
+            found.setdefault(split[1] if split else name.removesuffix(".gguf"), []).append(name)
+    return found
 
 
 def read_weight_map(text: str, where: str) -> dict[str, str]:

@@ -82,7 +82,7 @@ def load_weights(
         CheckpointCorruptError: tensors are missing, unexpected, misshapen or cannot be merged.
         OutOfMemoryError: the weights do not fit on the device.
     """
-    plan = plan_conversion(skeleton, store.names)
+    plan = plan_conversion(skeleton, store.names, store.rules)
     stored = {} if quantization else stored_layouts(skeleton, store, plan)
     packed = layouts(skeleton.module, skeleton.shapes, skeleton.tied, quantization or stored)
     needed = sum(
@@ -178,7 +178,7 @@ def stored_layouts(
     """
     if not store.packed:
         return {}
-    plan = plan or plan_conversion(skeleton, store.names)
+    plan = plan or plan_conversion(skeleton, store.names, store.rules)
     can_multiply = weights_to_quantize(skeleton.module, skeleton.shapes, skeleton.tied)
     found: dict[str, PackedLayout] = {}
     for step in plan.steps:

@@ -32,7 +32,7 @@ def load_weights(
     Raises:
         CheckpointCorruptError: tensors are missing, unexpected, misshapen or cannot be merged.
     """
-    plan = plan_conversion(skeleton, store.names)
+    plan = plan_conversion(skeleton, store.names, store.rules)
     expected = {**skeleton.shapes, **{alias: skeleton.shapes[name] for alias, name in skeleton.tied.items()}}
     rule, there = dtype_rule(skeleton.module, skeleton.dtype), {}
     for step in plan.steps:
