@@ -63,11 +63,13 @@ def convert(
         else:
             from hfax.load.config import read_config
             from hfax.load.convert import convert_weights
+            from hfax.load.formats import find_weights
             from hfax.load.store import open_store
             from hfax.tracing.abstract import open_skeleton
 
             config = read_config(found, trust_remote_code=trust_remote_code)
             code = str(found.folder) if trust_remote_code else None
+            store = find_weights(config, open_store(found))
             skeleton = open_skeleton(config, dtype="float32", code_folder=code)
-            convert_weights(found, open_store(found), skeleton, target, str(to))
+            convert_weights(found, store, skeleton, target, str(to))
         typer.echo(f"{target}: {to}")

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.sharding import SingleDeviceSharding
 
 from hfax.errors import CheckpointCorruptError
 from hfax.kernels.quantized import QuantizedArray
@@ -55,6 +56,7 @@ logger = logging.getLogger(__name__)
 _READERS = 2
 """Number of steps loaded concurrently; bounds the tensors held in host memory."""
 _COMPARED_BYTES = 1 << 20
+_COMPARED_NUMBERS = 1 << 20
 
 
 def load_weights(
@@ -98,12 +100,15 @@ def load_weights(
     )
     target_dtype = dtype_rule(skeleton.module, skeleton.dtype)
     expected = {**skeleton.shapes, **{alias: skeleton.shapes[name] for alias, name in skeleton.tied.items()}}
+    still_packed: list[int] = []
+    dequantized: list[int] = []
+    errors: list[float] = []
 
     def load_slices(step: ConversionStep) -> list[tuple[str, Weight]] | None:
         """Load a weight stored unconverted that no device holds in full."""
         name, stored = step.target, step.sources[0][0]
         where = layout.weight(skeleton.tied.get(name, name))
-        if step.converter is not None or name in packed or where.is_fully_replicated:
+        if step.converter is not None or name in packed or where.is_fully_replicated or stored in store.assembled:
             return None
         if (shape := store.shape(stored)) != tuple(expected[name].shape):
             return None  # the full load reports this error
@@ -129,13 +134,21 @@ def load_weights(
             wanted, where = target_dtype(name, expected[name]), layout.weight(skeleton.tied.get(name, name))
             kept = pack(tensor, wanted, where)
             placed.append((name, place(tensor.dequantize().to(wanted), where) if kept is None else kept))
+            (dequantized if kept is None else still_packed).append(placed[-1][1].nbytes)
         return placed
 
     def load_step(step: ConversionStep) -> list[tuple[str, Weight]]:
         if (sliced := load_slices(step) or load_packed(step)) is not None:
             return sliced
         placed: list[tuple[str, Weight]] = []
-        for name, tensor in run_step(step, store.read, skeleton.module):
+        wanted = None if step.target not in expected else target_dtype(step.target, expected[step.target])
+
+        def read(name: str) -> torch.Tensor:
+            # in the weight's dtype before experts are stacked: dequantized in float32, a layer would be twice as large
+            return store.read(name).to(wanted) if name in store.assembled and wanted else store.read(name)
+
+        is_stored_packed = any(source in store.assembled for source, _ in step.sources)
+        for name, tensor in run_step(step, read, skeleton.module):
             if name not in expected:
                 raise CheckpointCorruptError(
                     f"{step.sources[0][0]!r} was converted to {name!r}, which the model does not have.",
@@ -149,6 +162,10 @@ def load_weights(
             where = layout.weight(own_name)
             small = quantize(tensor, quantization, where) if quantization and own_name in packed else None
             placed.append((name, place(tensor, where) if small is None else small))
+            if small is not None and quantization and is_stored_packed:
+                errors.append(_relative_error(tensor, quantization))
+            elif is_stored_packed:
+                dequantized.append(tensor.nbytes)
         return placed
 
     weights: dict[str, Weight] = {}
@@ -159,11 +176,54 @@ def load_weights(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    if store.assembled:
+        _report(still_packed, dequantized, errors, quantization)
     tied = _settle_ties(weights, skeleton.tied)
     without = unknown_to_flax(skeleton.module, skeleton.shapes) if store.is_flax else set()
     missing = check_complete(skeleton, set(weights), plan.unexpected, strict=strict, without=without)
     weights.update(initialise(skeleton, missing, layout))
     return weights, tied
+
+
+def _report(
+    still_packed: list[int], dequantized: list[int], errors: list[float], quantization: Quantization | None
+) -> None:
+    """Log what became of the weights that the checkpoint stores quantized.
+
+    Args:
+        still_packed: sizes of those with the checkpoint's own codes, in bytes.
+        dequantized: sizes of those that are numbers.
+        errors: relative errors of those that were quantized again.
+        quantization: what to.
+    """
+    logger.info(
+        "quantized weights of the checkpoint: %d stay packed (%.1f MB), %d were dequantized (%.1f MB)",
+        len(still_packed),
+        sum(still_packed) / 1e6,
+        len(dequantized),
+        sum(dequantized) / 1e6,
+    )
+    if errors:
+        logger.warning(
+            "%d weights that the checkpoint stores quantized were quantized again to %s: this adds an error of %.2f%% "
+            "(root mean square, at most %.2f%%); omit quantization to keep the checkpoint's own values",
+            len(errors),
+            quantization,
+            100 * math.sqrt(sum(e * e for e in errors) / len(errors)),
+            100 * max(errors),
+        )
+
+
+def _relative_error(tensor: torch.Tensor, quantization: Quantization) -> float:
+    """Root mean square of the error of quantization, relative to the weight's."""
+    here = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    error = size = 0.0
+    for rows in tensor.reshape(-1, tensor.shape[-1]).split(max(1, _COMPARED_NUMBERS // tensor.shape[-1])):
+        packed = quantize(rows.float(), quantization, here)
+        if packed is not None:
+            difference = torch.from_numpy(np.array(packed.dequantize())) - rows.float()
+            error, size = error + float(difference.square().sum()), size + float(rows.float().square().sum())
+    return math.sqrt(error / size) if size else 0.0
 
 
 def stored_layouts(

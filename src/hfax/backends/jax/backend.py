@@ -90,9 +90,7 @@ def _load(source: CheckpointSource, options: LoadOptions) -> JaxModel:
     from hfax.load.weights import load_quantized, load_weights, stored_layouts
 
     config = read_config(source, trust_remote_code=options.trust_remote_code)
-    store, packed = open_store(source), _packed_by_hfax(config)
-    if packed is None:
-        store = find_weights(config, store)
+    store, packed = find_weights(config, open_store(source)), _packed_by_hfax(config)
     skeleton = _open_skeleton(config, options, source, store.float_dtype)
     stored = stored_layouts(skeleton, store)
     layout = _choose_layout(skeleton, options, options.quantization or packed or stored)
@@ -213,7 +211,7 @@ def _choose_layout(skeleton: Skeleton, options: LoadOptions, packed: Any) -> Lay
 
 def _packed_by_hfax(config: PretrainedConfig) -> Any:
     """The quantization of a checkpoint saved by hfax; None if it is not quantized."""
-    from hfax.tracing.abstract import is_quantized_by_hfax
+    from hfax.load.formats import is_quantized_by_hfax
 
     given: Any = config.quantization_config if is_quantized_by_hfax(config) else None
     return None if given is None else f"int{given['bits']}"
