@@ -19,19 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from shapes.published import config_of
 
-SHAPES = {
-    "qwen3-0.6b": {
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 40960,
-    },
+SHAPES: dict[str, dict[str, int]] = {  # fields that differ from Qwen3-0.6B's
+    "qwen3-0.6b": {},
     "small": {
         "vocab_size": 1000,
         "hidden_size": 128,
@@ -141,7 +132,7 @@ def main() -> None:
     parser.add_argument("--only-transformers", action="store_true", help="What the run starts itself.")
     arguments = parser.parse_args()
     shape = SHAPES[arguments.shape]
-    config = transformers.Qwen3Config(**shape, dtype="bfloat16")
+    config = config_of("qwen3-0.6b", **shape)
     if arguments.only_transformers:
         print(run_transformers(config, *draw_requests(arguments.requests, shape["vocab_size"]), 32, 1024))
         return

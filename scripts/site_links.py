@@ -1,6 +1,7 @@
 """mkdocs hook: links to files of the repository outside docs/ lead to GitHub.
 
-On GitHub such links are relative; the site has only docs/. A link to a file that does not exist stays as it is, and fails the build.
+On GitHub such links are relative; the site has only docs/. A link to a file that does not exist stays as it is, and fails
+the build.
 """
 
 from __future__ import annotations

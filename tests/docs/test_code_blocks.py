@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import pytest
-from code_blocks import ROOT, CodeBlock, code_blocks
+from code_blocks import CodeBlock, code_blocks, pages_of_docs
 
 import hfax
 from hfax.demo import demo_folder
@@ -22,7 +22,7 @@ from hfax.demo import demo_folder
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
-    *sorted(str(p.relative_to(ROOT)) for folder in ("docs", "docs/guides") for p in (ROOT / folder).glob("*.md")),
+    *pages_of_docs(),
 ]
 ELSEWHERE = {
     "docs/parallel.md": "tests/sharding/test_docs.py, on eight devices",

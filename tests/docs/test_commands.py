@@ -22,7 +22,7 @@ import processes
 import pytest
 import servers
 import typer.main
-from code_blocks import ROOT, command_lines, hfax_commands
+from code_blocks import ROOT, command_lines, hfax_commands, pages_of_docs
 
 from hfax.cli.app import app
 
@@ -30,7 +30,7 @@ PAGES = [
     "README.md",
     "CONTRIBUTING.md",
     "examples/README.md",
-    *sorted(str(p.relative_to(ROOT)) for folder in ("docs", "docs/guides") for p in (ROOT / folder).glob("*.md")),
+    *pages_of_docs(),
 ]
 NOT_HERE = {
     "pip install -e '.[cpu,serve]'": "needs the network",
