@@ -19,7 +19,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ends when full": {"num_beams": 3, "early_stopping": True, "num_return_sequences": 3},
     "never ends early": {"num_beams": 4, "early_stopping": "never", "length_penalty": 2.0, "num_return_sequences": 2},
     "prefers short texts": {"num_beams": 4, "length_penalty": -0.7, "num_return_sequences": 4},
-    "does not repeat": {"num_beams": 4, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "num_return_sequences": 2},
+    "does not repeat": {"num_beams": 4, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "num_return_sequences": 2,
+                        "bad_words_ids": [[0]]},  # which, as padding, is text to transformers
     "writes more": {"num_beams": 2, "min_new_tokens": 9, "length_penalty": 0.0, "early_stopping": "never"},
     "bans words": {"num_beams": 4, "bad_words_ids": [[9], [11, 12], [5]], "suppress_tokens": [21, 22], "early_stopping": True},
     "forces tokens": {"num_beams": 4, "forced_bos_token_id": 17, "forced_eos_token_id": 19, "num_return_sequences": 3},
@@ -44,7 +45,6 @@ ENCODER_DECODERS = {
     "switch_transformers": "SwitchTransformersForConditionalGeneration",
     "nllb-moe": "NllbMoeForConditionalGeneration",
     "pegasus_x": "PegasusXForConditionalGeneration",
-    "led": "LEDForConditionalGeneration",
     "t5gemma": "T5GemmaForConditionalGeneration",
 }
 DECODERS = {
@@ -65,12 +65,13 @@ DECODERS = {
     "lfm2": "Lfm2ForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
     "recurrent_gemma": "RecurrentGemmaForCausalLM",
-    "rwkv": "RwkvForCausalLM",
     "gpt_neo": "GPTNeoForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "minimax": "MiniMaxForCausalLM",
 }
 MODELS = ENCODER_DECODERS | DECODERS
+_WITHOUT_CACHE = ("recurrent_gemma", "minimax")
+"""transformers' search with their caches is not its search without: their states do not follow the beams."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +119,7 @@ def make_plain(model_type: str, folder: Path) -> Any:
     if model_type in ENCODER_DECODERS:
         plain.generation_config.decoder_start_token_id = 2
     plain.generation_config.pad_token_id = 0
+    plain.generation_config.encoder_no_repeat_ngram_size = 0  # Blenderbot's default
     plain.save_pretrained(folder)
     return cls.from_pretrained(folder).eval()
 
@@ -132,13 +134,15 @@ def load(model_type: str, folder: Path) -> BeamModel:
     numbers = np.random.default_rng(0)
     rows = [numbers.integers(3, 90, length).tolist() for length in (7, 4, 6)]
     without = BeamModel(plain=plain, ours=ours, rows=rows, eos=[])
-    texts = _generate(plain, without.batch, num_beams=4, eos_token_id=None).sequences
+    uses_cache = model_type not in _WITHOUT_CACHE
+    texts = generate(plain, without.batch, num_beams=4, eos_token_id=None, use_cache=uses_cache).sequences
     new = texts[:, -NEW_TOKENS:]
     eos = sorted({int(new[0, 4]), int(new[1, 6]), int(new[2, 9])})
     return dataclasses.replace(without, eos=eos)
 
 
-def _generate(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
+def generate(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
+    """Of either model, with scores."""
     fixed: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
     fixed |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     with torch.no_grad():
@@ -148,7 +152,9 @@ def _generate(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
 def assert_same_search(model: BeamModel, inputs: dict[str, Any], **options: Any) -> Any:
     """Compare ids, beams and scores of both searches; returns transformers' result."""
     options = {"eos_token_id": model.eos} | options
-    theirs, ours = (_generate(m, inputs, **options) for m in (model.plain, model.ours))
+    uses_cache = model.plain.config.model_type not in _WITHOUT_CACHE
+    theirs = generate(model.plain, inputs, **options, use_cache=uses_cache)
+    ours = generate(model.ours, inputs, **options)
     assert ours.sequences.tolist() == theirs.sequences.tolist()
     assert ours.beam_indices.tolist() == theirs.beam_indices.tolist()
     assert type(ours) is type(theirs)

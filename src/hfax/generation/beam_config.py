@@ -59,7 +59,7 @@ def make_beam_spec(
     if config.stop_strings:
         raise UnsupportedOptionError(
             f"stop_strings={config.stop_strings!r} cannot be used with beam search.",
-            "Whether a candidate ends is decided on the device, for every candidate of every step; strings are searched on the host.",
+            "Whether a candidate ends its text is decided on the device at every step; strings are searched on the host.",
             "Remove stop_strings, pass the tokens that end a text as eos_token_id, or pass num_beams=1.",
         )
     penalty = float(1.0 if config.length_penalty is None else config.length_penalty)

@@ -1,8 +1,8 @@
 """Beam search on the device, as pure functions of a state: transformers' `GenerationMixin._beam_search`.
 
-In each step every beam of a prompt is scored with every next token, and the best continuations of all its beams are looked at: those
-that end their text compete for a place among the ended ones, the best of the others are the next beams. The programs of `decoding`
-run it; nothing here knows models. The order of equal scores is that of their indices.
+In each step every beam of a prompt is scored with every next token, and the best continuations of all its beams are looked at:
+those that end their text compete for a place among the ended ones, the best of the others are the next beams. The programs of
+`decoding` run it; nothing here knows models. The order of equal scores is that of their indices.
 """
 
 from __future__ import annotations
@@ -145,9 +145,7 @@ def _gumbel(seed: jax.Array, prompt: jax.Array, step: jax.Array, shape: tuple[in
     return jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(key, prompt), step), shape, jnp.float32)
 
 
-def _continued(
-    texts: Texts, source: jax.Array, new: Texts, at: jax.Array, is_new: jax.Array | bool = True
-) -> Texts:
+def _continued(texts: Texts, source: jax.Array, new: Texts, at: jax.Array, is_new: jax.Array | bool = True) -> Texts:
     """Texts taken from `texts`, [batch, n] of indices, with a new token in column `at` where `is_new`, [batch, n]."""
     is_there = (jnp.arange(texts["tokens"].shape[-1]) == at) & jnp.asarray(is_new)[..., None]
     return {

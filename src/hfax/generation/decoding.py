@@ -92,7 +92,9 @@ def start(
     kept = spec.keep
     if spec.beams is not None:  # whose log-probabilities are kept with the tokens of each beam
         kept = [name for name in kept if name != "log_probs"]
-        state["beams"] = init_beams(spec.beams, state["tokens"], request["unused"], keeps_log_probs=kept != list(spec.keep))
+        state["beams"] = init_beams(
+            spec.beams, state["tokens"], request["unused"], keeps_log_probs=kept != list(spec.keep)
+        )
     for name in kept:
         shape = (spec.max_steps, batch * repeats, *(() if name == "log_probs" else (logits.shape[-1],)))
         state[name] = jnp.zeros(shape, jnp.float32)

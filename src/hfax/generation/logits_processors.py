@@ -254,8 +254,8 @@ PROCESSORS: Mapping[str, Processor] = {
 """In the order of transformers' `_get_logits_processor`."""
 
 FILTERS = frozenset({"top_k_top_p", "top_p", "min_p", "epsilon_cutoff", "eta_cutoff"})
-"""Processors that keep the tokens of the highest scores, at least one. (`top_k` is as large as it must be, and typical sampling keeps
-the most typical ones.)"""
+"""Processors that keep the tokens of the highest scores, at least one. (`top_k` is as large as it must be, and typical sampling
+keeps the most typical ones.)"""
 
 
 def keep_at_least(scores: jax.Array, filtered: jax.Array, at: DecodeStep) -> jax.Array:

@@ -37,7 +37,7 @@ class LayeredCache(Cache):
 
 
 _ROWS_SECOND = ("key_pages", "value_pages", "positions")
-"""Arrays with another axis before that of the sequences: pages of a head (`kernels.paged`), positions of a kind (`IndexedLayer`)."""
+"""Arrays with another axis before that of the sequences: pages of a head (`kernels.paged`), kinds of positions (`IndexedLayer`)."""
 _WINDOWS = ("sliding_attention", "chunked_attention")
 
 

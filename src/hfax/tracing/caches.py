@@ -102,7 +102,9 @@ def take_texts(array: jax.Array, order: jax.Array, axis: int) -> jax.Array:
         axis: the axis of rows.
     """
     split = array.reshape(*array.shape[:axis], *order.shape, *array.shape[axis + 1 :])
-    take = functools.partial(jnp.take, axis=axis, mode="clip")  # a gather in each prompt, which devices do for their own
+    take = functools.partial(
+        jnp.take, axis=axis, mode="clip"
+    )  # a gather in each prompt, which devices do for their own
     return jax.vmap(take, in_axes=(axis, 0), out_axes=axis)(split, order).reshape(array.shape)
 
 
