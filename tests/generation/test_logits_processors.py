@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from processor_contracts import CASES, NOT_ON_TORCH_XLA, VOCAB, Batch, check, reference_processors, spec_of
+from processor_contracts import (
+    BEAM_CASES,
+    CASES,
+    NOT_ON_TORCH_XLA,
+    VOCAB,
+    Batch,
+    check,
+    reference_processors,
+    spec_of,
+)
 from transformers import GenerationConfig
 
 from hfax.backends.torch_xla import sampling as torch_xla_sampling
@@ -31,6 +40,11 @@ def scores_of_steps(spec: SamplingSpec, values: Mapping[str, np.ndarray], batch:
 @pytest.mark.parametrize("name", CASES)
 def test_each_row_of_a_left_padded_batch_scores_as_transformers_scores_it_alone(name: str):
     check(name, scores_of_steps)
+
+
+@pytest.mark.parametrize("name", BEAM_CASES)
+def test_filters_leave_beam_search_more_than_the_tokens_that_end_a_text(name: str):
+    check(name, scores_of_steps, BEAM_CASES)
 
 
 def test_every_processor_is_in_the_table_of_contracts():

@@ -92,6 +92,7 @@ def test_every_field_of_generation_config_is_honoured_rejected_or_without_effect
     honoured_by_generate = {
         *("max_length", "max_new_tokens", "stop_strings", "num_return_sequences", "return_dict_in_generate"),
         *("output_scores", "output_logits", "pad_token_id", "bos_token_id", "decoder_start_token_id"),
+        *("num_beams", "early_stopping", "length_penalty"),
         *("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens"),
     }
     kinds = [honoured_here, honoured_by_generate, set(NEUTRAL_VALUES), set(WITHOUT_EFFECT)]
@@ -102,7 +103,6 @@ def test_every_field_of_generation_config_is_honoured_rejected_or_without_effect
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("num_beams", 4),
         ("num_beam_groups", 2),
         ("diversity_penalty", 0.5),
         ("constraints", [object()]),

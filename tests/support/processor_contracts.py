@@ -138,6 +138,18 @@ CASES: Mapping[str, Case] = {
 }
 
 
+BEAM_CASES: Mapping[str, Case] = {
+    "top_k": _sampled(num_beams=2, top_k=1),
+    "top_p": _sampled(num_beams=2, top_p=1e-6),
+    "top_k_top_p": _sampled(num_beams=2, top_k=9, top_p=1e-6),
+    "min_p": _sampled(num_beams=2, min_p=0.99),
+    "typical_p": _sampled(num_beams=2, typical_p=1e-6),
+    "epsilon_cutoff": _sampled(num_beams=2, epsilon_cutoff=0.9),
+    "eta_cutoff": _sampled(num_beams=2, eta_cutoff=0.9),
+}
+"""Filters that would leave one token: in beam search they leave one more than there are tokens that end a text."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
     """The texts and logits of a case.
@@ -172,9 +184,9 @@ def spec_of(case: Case) -> tuple[SamplingSpec, dict[str, np.ndarray]]:
     )
 
 
-def check(name: str, scores_of: ScoresOf) -> None:
+def check(name: str, scores_of: ScoresOf, cases: Mapping[str, Case] = CASES) -> None:
     """Assert that a backend's processors make of a case what transformers makes of it."""
-    case = CASES[name]
+    case = cases[name]
     batch = _batch(name, case)
     found = scores_of(*spec_of(case), batch)
     for row, length in enumerate(PROMPT_LENGTHS):

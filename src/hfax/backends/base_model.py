@@ -164,6 +164,8 @@ class BaseModel:
         """
         given = torch.from_numpy(self._host_array("sequences", sequences)).long()
         steps = tuple(torch.from_numpy(np.array(self._host_array("scores", step))) for step in scores)
+        if beam_indices is not None:
+            beam_indices = torch.from_numpy(self._host_array("beam_indices", beam_indices)).long()
         return self._skeleton.module.compute_transition_scores(given, steps, beam_indices, normalize_logits)  # pyright: ignore[reportCallIssue]
 
     def push_to_hub(

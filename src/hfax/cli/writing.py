@@ -69,7 +69,8 @@ def write_answer(
         phases: phase display; its trace and compile seconds are subtracted.
         ctrl_c: Ctrl-C handler that stops generation early; the partial output is returned.
         default_length: default max_new_tokens, limited to the remaining context.
-        output: receives the text as it is generated; None: all tokens are generated on the device in one call.
+        output: receives the text as it is generated, with beam search at the end; None: all tokens are generated on the device in
+            one call.
     """
     seed = options.draw_seed()
     is_encoder_decoder = bool(model.config.is_encoder_decoder)
@@ -78,6 +79,7 @@ def write_answer(
     before = () if is_encoder_decoder else prompt_ids
     write = output.write if output else lambda piece: None
     stream = TextStream(tokenizer, before, write, should_stop=lambda: ctrl_c.was_pressed)
+    is_streamed = output is not None and (options.num_beams or model.generation_config.num_beams or 1) == 1
     compiled = phases.seconds["trace"] + phases.seconds["compile"]
     start, is_interrupted = time.perf_counter(), False
     try:
@@ -85,15 +87,16 @@ def write_answer(
             sequences = model.generate(
                 [list(prompt_ids)],
                 attention_mask=[[1] * len(prompt_ids)],
-                streamer=stream if output else None,
+                streamer=stream if is_streamed else None,
                 tokenizer=tokenizer,
                 seed=seed,
                 max_new_tokens=length,
                 **options.as_arguments(),
             )
-            if output is None:
+            if not is_streamed:
                 stream.token_ids = [int(t) for t in sequences[0][1 if is_encoder_decoder else len(prompt_ids) :]]
                 stream.pieces = [decode_answer(tokenizer, before, stream.token_ids)]
+                write(stream.text)
     except KeyboardInterrupt:
         is_interrupted = True
         stream.end()

@@ -14,14 +14,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hfax.generation.beam_config import BeamSpec
+from hfax.generation.beam_search import draw_beams, init_beams
 from hfax.generation.sampling import choose_token, init_sampling_state, process_logits, update_sampling_state
 from hfax.generation.sampling_config import SamplingSpec
+from hfax.kv_cache.cache import rows_axis
 from hfax.tracing.traced_model import TracedModel
 
 State = dict[str, Any]
 """Keys: tokens [batch, capacity] int32, length () int32 (tokens in the cache), step () int32 (tokens generated), positions [batch]
 or [batch, n] int32, repeated (per-token inputs of the last prompt token, reused for new tokens), finished [batch] bool,
-mask [batch, …] int32, cache, sampling, and, if requested, scores, logits and log_probs."""
+mask [batch, …] int32, cache, sampling, and, if requested, beams (see `init_beams`), scores, logits and log_probs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,11 +33,12 @@ class LoopSpec:
 
     Args:
         capacity: maximum tokens per sequence, prompt and padding included.
-        num_return_sequences: sequences generated per prompt.
+        num_return_sequences: sequences generated per prompt; with beam search, its beams.
         max_steps: length of the per-step outputs, if any are kept; else 0.
         keep: per-step outputs to keep: "scores" and "logits" ([max_steps, batch, vocab]), "log_probs" ([max_steps, batch]).
         sampling: which processors are active.
         rolls_back: tokens may be rolled back, so sliding windows keep every token and recurrent layers are not supported.
+        beams: beam search; None: every sequence is continued on its own.
     """
 
     capacity: int
@@ -43,6 +47,7 @@ class LoopSpec:
     keep: tuple[str, ...]
     sampling: SamplingSpec
     rolls_back: bool = False
+    beams: BeamSpec | None = None
 
 
 def start(
@@ -62,7 +67,7 @@ def start(
         inputs: model inputs, [batch, …]; decoder prompts are padded on the left.
         static: forward arguments that are not traced.
         request: `seed` uint32, `pad` int32, `eos` [n] int32, `unused` [batch] bool (rows that only pad the batch to its bucket),
-            `sampling`: the values of `make_sampling_spec`.
+            `sampling`: the values of `make_sampling_spec`, and with beam search `beams`: the values of `make_beam_spec`.
 
     Returns:
         The state; "checks" holds the conditions that the host must check before continuing.
@@ -77,12 +82,20 @@ def start(
     batch, length = prompt.shape
     state |= {"tokens": jnp.pad(prompt, ((0, 0), (0, spec.capacity - length))), "finished": request["unused"]}
     if (repeats := spec.num_return_sequences) > 1:
-        repeat = lambda a: jnp.repeat(a, repeats, axis=0)  # noqa: E731
+        repeat = lambda a, axis=0: jnp.repeat(a, repeats, axis=axis)  # noqa: E731
+        cache = {name: repeat(array, rows_axis(name)) for name, array in state.pop("cache").items()}
         state, logits, prompt, prompt_mask = jax.tree.map(repeat, (state, logits, prompt, prompt_mask))
+        state["cache"] = cache
     state["sampling"] = init_sampling_state(spec.sampling, logits.shape[-1], prompt, prompt_mask != 0)
     state["length"] = jnp.int32(length)
     state["step"] = jnp.int32(0)
-    for name in spec.keep:
+    kept = spec.keep
+    if spec.beams is not None:  # whose log-probabilities are kept with the tokens of each beam
+        kept = [name for name in kept if name != "log_probs"]
+        state["beams"] = init_beams(
+            spec.beams, state["tokens"], request["unused"], keeps_log_probs=kept != list(spec.keep)
+        )
+    for name in kept:
         shape = (spec.max_steps, batch * repeats, *(() if name == "log_probs" else (logits.shape[-1],)))
         state[name] = jnp.zeros(shape, jnp.float32)
     return draw(spec, state, logits, request) | {"checks": checks}
@@ -135,9 +148,10 @@ def advance(
     """Generate tokens until `limit` exist or every sequence has ended. The state is donated."""
 
     def step(state: State) -> State:
+        cache = state["cache"] if spec.beams is None else model.reorder(state["cache"], state["beams"]["order"])
         logits, cache = model.decode_step(
             params,
-            state["cache"],
+            cache,
             jax.lax.dynamic_slice_in_dim(state["tokens"], state["length"], 1, axis=1),
             length=state["length"],
             positions=state["positions"],
@@ -159,6 +173,8 @@ def is_unfinished(state: State, limit: jax.Array) -> jax.Array:
 
 def draw(spec: LoopSpec, state: State, logits: jax.Array, request: Mapping[str, Any]) -> State:
     """Choose the next token of every sequence from its last logits, and append it after the `length` cached tokens."""
+    if spec.beams is not None:
+        return draw_beams(spec.beams, spec.sampling, spec.keep, state, logits, request)
     step = state["step"]
     scores = process_logits(spec.sampling, request["sampling"], state["sampling"], logits, state["tokens"], step)
     token = choose_token(spec.sampling, scores, request["seed"], step)

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from hfax.generation.beam_config import make_beam_spec, rows_per_prompt
+from hfax.generation.beam_loop import BeamProgress
 from hfax.generation.decoding import LoopSpec, State, advance, start
 from hfax.generation.generation_request import GenerationOptions, Prompts
 from hfax.generation.host_loop import Progress
@@ -51,7 +53,6 @@ def open_loop(
         vocab_size: vocabulary size of the logits.
         buckets: how the cache capacity is rounded up.
     """
-    repeats = options.config.num_return_sequences or 1
     sampling, values = make_sampling_spec(
         options.config,
         vocab_size=vocab_size,
@@ -60,13 +61,21 @@ def open_loop(
         **options.extra_sampling,
     )
     drafts = 0 if options.speculation is None else options.speculation.num_tokens + 1
+    capacity = buckets.capacity(*prompts.padded_shape, prompts.padded_length + options.max_new_tokens + drafts)
+    beams, beam_values = make_beam_spec(
+        options.config,
+        num_eos=len(options.eos_token_ids),
+        max_new_tokens=options.max_new_tokens,
+        capacity=capacity,
+    )
     spec = LoopSpec(
-        capacity=buckets.capacity(*prompts.padded_shape, prompts.padded_length + options.max_new_tokens + drafts),
+        capacity=capacity,
         rolls_back=options.speculation is not None,
-        num_return_sequences=repeats,
+        num_return_sequences=rows_per_prompt(options.config),
         max_steps=options.max_new_tokens if options.keep else 0,
         keep=options.keep,
         sampling=sampling,
+        beams=beams,
     )
     unused = np.arange(prompts.num_padded_rows) >= len(prompts.given)
     request = {
@@ -75,6 +84,7 @@ def open_loop(
         "eos": np.asarray(options.eos_token_ids, np.int32),
         "unused": unused,
         "sampling": values,
+        **({"beams": beam_values} if beams is not None else {}),
     }
     request = layout.put(request)
     inputs = layout.put_rows(prompts.inputs)
@@ -120,6 +130,16 @@ class GenerationLoop:
             num_steps=int(to_host(state["step"])),
             tokens=to_host(state["tokens"]),
             finished=to_host(state["finished"]),
+        )
+
+    def read_beams(self, state: State) -> BeamProgress:
+        """Implements `BeamLoop`."""
+        beams = state["beams"]
+        return BeamProgress(
+            num_steps=int(to_host(state["step"])),
+            is_complete=bool(to_host(state["finished"]).all()),
+            scores=to_host(beams["ended_scores"]),
+            texts={name: to_host(array) for name, array in beams["ended"].items()},
         )
 
     def with_finished(self, state: State, finished: np.ndarray) -> State:

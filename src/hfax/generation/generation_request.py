@@ -279,6 +279,7 @@ def check_speculation(
     inputs: set[str],
     vocabularies: tuple[int, int] | None,
     is_both: bool,
+    has_beams: bool = False,
 ) -> None:
     """Raise if a call does not support speculative decoding.
 
@@ -288,11 +289,13 @@ def check_speculation(
         inputs: names of the inputs.
         vocabularies: vocabulary sizes of both models' logits.
         is_both: both prompt lookup and an assistant model were requested.
+        has_beams: the call asks for beam search.
 
     Raises:
         UnsupportedOptionError: the call does not support it; the message says why.
     """
     reasons = {
+        "Draft tokens continue one text; beam search continues several.": has_beams,
         "It supports one sequence; the call generates several.": sequences > 1,
         "Draft tokens come from prompt lookup or an assistant model, not both.": is_both,
         "The two models' vocabularies differ in size.": vocabularies is not None and len(set(vocabularies)) > 1,

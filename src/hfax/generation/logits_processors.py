@@ -205,6 +205,8 @@ def keep_typical(scores: jax.Array, at: DecodeStep) -> jax.Array:
     probabilities = jnp.exp(log_probs)
     keys = _ordered_keys(jnp.abs(-log_probs - _entropy(log_probs)))
     border = _smallest_border(keys, probabilities, at.values["typical_p"])
+    if at.spec.min_tokens_to_keep > 1:
+        border = jnp.maximum(border, ~_highest(~keys, at.spec.min_tokens_to_keep))
     return jnp.where(keys <= border, scores, _NEVER)
 
 
@@ -250,6 +252,22 @@ PROCESSORS: Mapping[str, Processor] = {
     "renormalize_logits": renormalize,
 }
 """In the order of transformers' `_get_logits_processor`."""
+
+FILTERS = frozenset({"top_k_top_p", "top_p", "min_p", "epsilon_cutoff", "eta_cutoff"})
+"""Processors that keep the tokens of the highest scores, at least one. (`top_k` is as large as it must be, and typical sampling
+keeps the most typical ones.)"""
+
+
+def keep_at_least(scores: jax.Array, filtered: jax.Array, at: DecodeStep) -> jax.Array:
+    """Scores that a filter left, [batch, vocab], and the `min_tokens_to_keep` highest ones that it got."""
+    if (count := at.spec.min_tokens_to_keep) == 1:
+        return filtered
+    return jnp.where(scores >= _highest(scores, count), scores, filtered)
+
+
+def _highest(values: jax.Array, count: int) -> jax.Array:
+    """The value of rank `count` of each row, [batch, 1]."""
+    return jax.lax.top_k(values, min(count, values.shape[-1]))[0].min(axis=-1, keepdims=True)
 
 
 def _force(scores: jax.Array, ids: jax.Array, where: jax.Array) -> jax.Array:

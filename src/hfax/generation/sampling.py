@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from hfax.generation.logits_processors import PROCESSORS, DecodeStep
+from hfax.generation.logits_processors import FILTERS, PROCESSORS, DecodeStep, keep_at_least
 from hfax.generation.sampling_config import SamplingSpec
 
 SamplingState = dict[str, jax.Array]
@@ -90,7 +90,8 @@ def process_logits(
     scores = logits.astype(jnp.float32)
     for name, processor in PROCESSORS.items():
         if name in spec.active:
-            scores = processor(scores, at)
+            processed = processor(scores, at)
+            scores = keep_at_least(scores, processed, at) if name in FILTERS else processed
     return scores
 
 

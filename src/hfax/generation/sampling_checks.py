@@ -17,7 +17,6 @@ from transformers import GenerationConfig
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "num_beams": (1, None),
     "num_beam_groups": (1, None),
     "diversity_penalty": (0.0, None),
     "constraints": (None,),
@@ -49,7 +48,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 WITHOUT_EFFECT = frozenset(
     {
-        *("early_stopping", "length_penalty"),  # read only by beam search
         # how many tokens an assistant model drafts at a time, which changes no output; hfax drafts num_assistant_tokens
         *("num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_ensemble_weight"),
         *(
@@ -85,10 +83,22 @@ _RULES: dict[str, _Rule] = {
     "min_length": _COUNT,
     "min_new_tokens": _COUNT,
     "num_return_sequences": _POSITIVE,
+    "num_beams": _POSITIVE,
+    "length_penalty": _FINITE,
     "prompt_lookup_num_tokens": _POSITIVE,
     "max_matching_ngram_size": _POSITIVE,
     "num_assistant_tokens": _POSITIVE,
 }
+
+
+_MOVED = "It moved from transformers to code on the Hub ({}) that hfax does not run."
+_REASONS = {
+    "num_beam_groups": _MOVED.format("transformers-community/group-beam-search"),
+    "diversity_penalty": "It separates groups of beams. " + _MOVED.format("transformers-community/group-beam-search"),
+    "constraints": _MOVED.format("transformers-community/constrained-beam-search"),
+    "force_words_ids": _MOVED.format("transformers-community/constrained-beam-search"),
+}
+"""Why an option is not implemented, where there is more to say than that it is not."""
 
 
 def reject_unsupported(config: GenerationConfig) -> None:
@@ -102,9 +112,9 @@ def reject_unsupported(config: GenerationConfig) -> None:
         if not any(value is n or (n is not None and value == n) for n in neutral):
             raise UnsupportedOptionError(
                 f"{name}={value!r} is not implemented by hfax.",
-                "Unsupported options are rejected, not ignored. It was passed to generate() or set in the checkpoint's "
-                "generation_config.json.",
-                f"Pass {name}={neutral[0]!r}, and use greedy search or sampling.",
+                _REASONS.get(name, "Unsupported options are rejected, not ignored.")
+                + " It was passed to generate() or set in the checkpoint's generation_config.json.",
+                f"Pass {name}={neutral[0]!r}, and use greedy search, beam search or sampling.",
             )
 
 
@@ -128,13 +138,26 @@ def check_ranges(config: GenerationConfig, extra: dict[str, float]) -> None:
             "Logits are divided by the temperature, which must be above 0 for sampling.",
             "Pass do_sample=False for greedy decoding.",
         )
-    repeats = config.num_return_sequences
-    if repeats is not None and repeats > 1 and not config.do_sample:
+    repeats, beams = config.num_return_sequences, config.num_beams or 1
+    _check_beams(config)
+    if beams == 1 and repeats is not None and repeats > 1 and not config.do_sample:
         raise InvalidInputError(
             f"num_return_sequences={repeats} with do_sample=False.",
             "Greedy search returns the same sequence each time.",
-            "Pass do_sample=True, or num_return_sequences=1.",
+            "Pass do_sample=True, num_beams, or num_return_sequences=1.",
         )
+
+
+def _check_beams(config: GenerationConfig) -> None:
+    repeats, beams = config.num_return_sequences or 1, config.num_beams or 1
+    if 1 < beams < repeats:
+        raise InvalidInputError(
+            f"num_return_sequences={repeats} with num_beams={beams}.",
+            "Beam search ends with as many texts as there are beams.",
+            f"Pass num_return_sequences={beams} or less, or more beams.",
+        )
+    if config.early_stopping not in (None, True, False, "never"):
+        reject_value("early_stopping", config.early_stopping, 'early_stopping must be True, False or "never".')
 
 
 def check_ids(name: str, value: Any, vocab_size: int) -> list[int]:

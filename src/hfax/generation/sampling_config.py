@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from transformers import GenerationConfig
 
+from hfax.generation.beam_config import num_beams
 from hfax.generation.sampling_checks import (
     check_biases,
     check_decay,
@@ -35,12 +36,15 @@ class SamplingSpec:
         active: names of the active processors, sorted; they run in the order of `logits_processors.PROCESSORS`.
         num_candidates: candidates for top-k, a power of two so that values of `top_k` share programs; 0 without top-k.
         no_repeat_ngram_size: n-gram size; 0 to disable.
+        min_tokens_to_keep: tokens that every sampling filter keeps: more than one in beam search, where all of a beam's tokens may
+            end its text.
     """
 
     do_sample: bool
     active: tuple[str, ...]
     num_candidates: int
     no_repeat_ngram_size: int
+    min_tokens_to_keep: int = 1
 
 
 def make_sampling_spec(
@@ -83,7 +87,8 @@ def make_sampling_spec(
     _add_token_lists(found, config)
     if timestamps is not None:
         found.add("timestamps", **timestamps)
-    num_candidates = _add_warpers(found, config) if config.do_sample else 0
+    at_least = 1 + max(_num_eos(config), 1) if num_beams(config) > 1 else 1
+    num_candidates = _add_warpers(found, config, at_least) if config.do_sample else 0
     for name in ("remove_invalid_values", "renormalize_logits"):
         if getattr(config, name):
             found.add(name)
@@ -92,6 +97,7 @@ def make_sampling_spec(
         active=tuple(sorted(found.active)),
         num_candidates=num_candidates,
         no_repeat_ngram_size=int(config.no_repeat_ngram_size or 0),
+        min_tokens_to_keep=at_least if config.do_sample else 1,
     )
     return spec, found.values
 
@@ -131,6 +137,10 @@ class _Processors:
 def _eos_ids(config: GenerationConfig, vocab_size: int) -> list[int]:
     ids = np.unique(np.asarray([] if config.eos_token_id is None else config.eos_token_id, np.int64))
     return ids[(ids >= 0) & (ids < vocab_size)].tolist()
+
+
+def _num_eos(config: GenerationConfig) -> int:
+    return 0 if config.eos_token_id is None else int(np.size(config.eos_token_id))
 
 
 def _add_penalties(found: _Processors, config: GenerationConfig, presence: float, frequency: float) -> None:
@@ -180,14 +190,15 @@ def _add_token_lists(found: _Processors, config: GenerationConfig) -> None:
             found.add(name, **{name: ids})
 
 
-def _add_warpers(found: _Processors, config: GenerationConfig) -> int:
-    """Add temperature, top-k, top-p and similar filters; returns the number of candidates for top-k."""
+def _add_warpers(found: _Processors, config: GenerationConfig, at_least: int) -> int:
+    """Add temperature, top-k, top-p and similar filters that keep `at_least` tokens; returns top-k's number of candidates."""
     temperature = 1.0 if config.temperature is None else float(config.temperature)
     found.add("temperature", temperature=temperature)
-    has_top_k = bool(config.top_k) and config.top_k < found.vocab_size
+    top_k = max(int(config.top_k), at_least) if config.top_k else 0
+    has_top_k = 0 < top_k < found.vocab_size
     has_top_p = config.top_p is not None and config.top_p < 1
     if has_top_k:
-        found.add("top_k_top_p" if has_top_p else "top_k", top_k=int(config.top_k))
+        found.add("top_k_top_p" if has_top_p else "top_k", top_k=top_k)
     elif has_top_p:
         found.add("top_p")
     if has_top_p:
@@ -199,4 +210,4 @@ def _add_warpers(found: _Processors, config: GenerationConfig) -> int:
     for name in ("epsilon_cutoff", "eta_cutoff"):
         if getattr(config, name):
             found.add(name, **{name: float(getattr(config, name))})
-    return power_of_two(int(config.top_k)) if has_top_k else 0
+    return power_of_two(top_k) if has_top_k else 0

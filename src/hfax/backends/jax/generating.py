@@ -15,6 +15,8 @@ from hfax.backends.base_model import Request
 from hfax.backends.jax.results import give
 from hfax.errors import UnsupportedOptionError
 from hfax.generation import generation_request as requests
+from hfax.generation.beam_config import num_beams
+from hfax.generation.beam_loop import run_beam_search
 from hfax.generation.generate import GenerationLoop, open_loop
 from hfax.generation.host_loop import Streamer, make_stop_check, run_generation
 from hfax.generation.outputs import as_sequences
@@ -77,6 +79,7 @@ def _speculation(
         inputs=set(prompts.inputs) | set(prompts.static),
         vocabularies=vocabularies,
         is_both=lookup is not None and assistant is not None,
+        has_beams=num_beams(config) > 1,
     )
     if assistant is not None:
         return Speculation(num_tokens=config.num_assistant_tokens or _ASSISTANT_TOKENS, max_ngram=0)
@@ -127,14 +130,13 @@ def run_request(
         to_torch: return torch tensors instead of jax arrays.
     """
     config = request.options.config
-    generated = run_generation(
-        loop,
-        inputs,
-        request.prompts,
-        request.options,
-        streamer=streamer,
-        stop_check=make_stop_check(config.stop_strings, tokenizer),
-    )
+    if num_beams(config) > 1:
+        generated = run_beam_search(loop, inputs, request.prompts, request.options, streamer=streamer)
+    else:
+        stop_check = make_stop_check(config.stop_strings, tokenizer)
+        generated = run_generation(
+            loop, inputs, request.prompts, request.options, streamer=streamer, stop_check=stop_check
+        )
     return as_sequences(
         generated,
         request.prompts.given,
