@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from transformers import GenerationConfig
 
+from hfax.errors import UnsupportedOptionError
 from hfax.generation.sampling_checks import (
     check_biases,
     check_decay,
@@ -35,12 +36,48 @@ class SamplingSpec:
         active: names of the active processors, sorted; they run in the order of `logits_processors.PROCESSORS`.
         num_candidates: candidates for top-k, a power of two so that values of `top_k` share programs; 0 without top-k.
         no_repeat_ngram_size: n-gram size; 0 to disable.
+        encoder_no_repeat_ngram_size: n-gram size; 0 to disable.
+        custom: the caller's processors, between the penalties and the warpers: a `SamplingSpec` for each of transformers' own,
+            a `DeviceProcessor` for a function of JAX arrays.
+        visits_host: further processors of the caller are Python that runs on the host, after `custom`.
     """
 
     do_sample: bool
     active: tuple[str, ...]
     num_candidates: int
     no_repeat_ngram_size: int
+    encoder_no_repeat_ngram_size: int = 0
+    custom: tuple[Any, ...] = ()
+    visits_host: bool = False
+
+    @property
+    def penalties(self) -> frozenset[str]:
+        """The active processors before the caller's."""
+        return frozenset(self.active) - WARPERS
+
+    @property
+    def warpers(self) -> frozenset[str]:
+        """The active processors after the caller's."""
+        return frozenset(self.active) & WARPERS
+
+
+WARPERS = frozenset(
+    {
+        *(
+            "temperature",
+            "top_h",
+            "top_k",
+            "top_k_top_p",
+            "top_p",
+            "min_p",
+            "typical_p",
+            "epsilon_cutoff",
+            "eta_cutoff",
+        ),
+        *("watermark", "renormalize_logits"),
+    }
+)
+"""Processors that run after the caller's, in transformers' order."""
 
 
 def make_sampling_spec(
@@ -52,6 +89,7 @@ def make_sampling_spec(
     presence_penalty: float = 0.0,
     frequency_penalty: float = 0.0,
     timestamps: Mapping[str, int] | None = None,
+    encoder_ids: np.ndarray | None = None,
 ) -> tuple[SamplingSpec, dict[str, np.ndarray]]:
     """Check the generation options of a call and split them into spec and values.
 
@@ -64,6 +102,7 @@ def make_sampling_spec(
         frequency_penalty: subtracted from a token's score once per earlier occurrence.
         timestamps: Whisper's timestamp rules: `timestamp_begin`, the first timestamp token (the token before it is banned),
             `timestamp_text_end`, the end-of-sequence token, and `timestamp_max_initial`, the maximum index of the first timestamp.
+        encoder_ids: [prompts, length], what the encoder reads (for decoders the prompts), -1 at padding; for `encoder_…` options.
 
     Returns:
         The spec, and the values by name: scalars, or id lists padded with `vocab_size` to a power-of-two length.
@@ -78,6 +117,7 @@ def make_sampling_spec(
     found = _Processors(vocab_size)
     found.values["prompt_length"] = np.asarray(prompt_length, np.int32)
     _add_penalties(found, config, presence_penalty, frequency_penalty)
+    _add_encoder(found, config, encoder_ids)
     _add_sequences(found, config, eos)
     _add_lengths(found, config, eos, max_new_tokens)
     _add_token_lists(found, config)
@@ -92,6 +132,7 @@ def make_sampling_spec(
         active=tuple(sorted(found.active)),
         num_candidates=num_candidates,
         no_repeat_ngram_size=int(config.no_repeat_ngram_size or 0),
+        encoder_no_repeat_ngram_size=int(config.encoder_no_repeat_ngram_size or 0),
     )
     return spec, found.values
 
@@ -142,6 +183,23 @@ def _add_penalties(found: _Processors, config: GenerationConfig, presence: float
         found.add("no_repeat_ngram_size")
 
 
+def _add_encoder(found: _Processors, config: GenerationConfig, encoder_ids: np.ndarray | None) -> None:
+    options = {"encoder_repetition_penalty": (None, 1.0), "encoder_no_repeat_ngram_size": (None, 0)}
+    active = [name for name, off in options.items() if getattr(config, name) not in off]
+    if not active:
+        return
+    if encoder_ids is None:
+        raise UnsupportedOptionError(
+            f"{active[0]}={getattr(config, active[0])!r} for a model that reads no token ids.",
+            "It compares what is written with the ids that the encoder reads.",
+            f"Pass {active[0]}=None.",
+        )
+    for name in active:
+        found.add(name)
+    found.values["encoder_ids"] = np.where(encoder_ids < 0, found.vocab_size, encoder_ids).astype(np.int32)
+    found.values["encoder_repetition_penalty"] = np.asarray(config.encoder_repetition_penalty or 1.0, np.float32)
+
+
 def _add_sequences(found: _Processors, config: GenerationConfig, eos: list[int]) -> None:
     if config.sequence_bias is not None:
         sequences, biases = check_biases(config.sequence_bias, found.vocab_size)
@@ -184,6 +242,8 @@ def _add_warpers(found: _Processors, config: GenerationConfig) -> int:
     """Add temperature, top-k, top-p and similar filters; returns the number of candidates for top-k."""
     temperature = 1.0 if config.temperature is None else float(config.temperature)
     found.add("temperature", temperature=temperature)
+    if config.top_h is not None:
+        found.add("top_h", top_h=float(config.top_h))
     has_top_k = bool(config.top_k) and config.top_k < found.vocab_size
     has_top_p = config.top_p is not None and config.top_p < 1
     if has_top_k:
