@@ -57,6 +57,7 @@ SECTIONS = {
     ),
     "Exporting": ("export", "Bundle", "export_stablehlo"),
     "Extending": (
+        "device_processor",
         "register_patch",
         "Patch",
         "OpPatch",

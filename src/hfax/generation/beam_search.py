@@ -98,7 +98,7 @@ def draw_beams(
     beams |= {"scores": running, "order": order}
     beams["can_improve"] = _can_improve(beams, values, step + 1)
     tokens = going_on.pop("tokens").reshape(state["tokens"].shape)
-    memory = {name: a[chosen["parents"].reshape(-1)] for name, a in state["sampling"].items()}
+    memory = jax.tree.map(lambda a: a[chosen["parents"].reshape(-1)], state["sampling"])
     is_complete = _is_complete(beams, is_end, values, request["unused"])
     return state | {
         "tokens": tokens,

@@ -15,13 +15,15 @@ import numpy as np
 
 from hfax.generation.beam_config import make_beam_spec, rows_per_prompt
 from hfax.generation.beam_loop import BeamProgress
-from hfax.generation.decoding import LoopSpec, State, advance, start
+from hfax.generation.custom_processors import with_custom
+from hfax.generation.decoding import LoopSpec, State, advance, advance_to_host, settle, start
 from hfax.generation.generation_request import GenerationOptions, Prompts
 from hfax.generation.host_loop import Progress
+from hfax.generation.host_processors import HostProcessors, TextSoFar
 from hfax.generation.sampling_config import make_sampling_spec
 from hfax.generation.speculation import advance_with_drafts
 from hfax.launch.together import agree
-from hfax.programs.buckets import Buckets
+from hfax.programs.buckets import Buckets, capacity_bucket
 from hfax.programs.checks import raise_failed, raise_unread
 from hfax.programs.program_cache import Program, ProgramCache
 from hfax.sharding.layout import Layout, to_host
@@ -60,6 +62,7 @@ def open_loop(
         max_new_tokens=options.max_new_tokens,
         **options.extra_sampling,
     )
+    rows = prompts.num_padded_rows
     drafts = 0 if options.speculation is None else options.speculation.num_tokens + 1
     capacity = buckets.capacity(*prompts.padded_shape, prompts.padded_length + options.max_new_tokens + drafts)
     beams, beam_values = make_beam_spec(
@@ -68,8 +71,20 @@ def open_loop(
         max_new_tokens=options.max_new_tokens,
         capacity=capacity,
     )
+    sampling, values = with_custom(
+        sampling,
+        values,
+        options.custom,
+        prompts=rows,
+        sequences=rows_per_prompt(options.config),
+        capacity=capacity,
+        vocab_size=vocab_size,
+        prompt_length=prompts.padded_length,
+        max_new_tokens=options.max_new_tokens,
+    )
     spec = LoopSpec(
         capacity=capacity,
+        guide_capacity=_guide_capacity(options),
         rolls_back=options.speculation is not None,
         num_return_sequences=rows_per_prompt(options.config),
         max_steps=options.max_new_tokens if options.keep else 0,
@@ -77,7 +92,7 @@ def open_loop(
         sampling=sampling,
         beams=beams,
     )
-    unused = np.arange(prompts.num_padded_rows) >= len(prompts.given)
+    unused = np.arange(rows) >= len(prompts.given)
     request = {
         "seed": np.uint32(options.seed & 0xFFFFFFFF),
         "pad": np.int32(options.pad_token_id),
@@ -86,9 +101,22 @@ def open_loop(
         "sampling": values,
         **({"beams": beam_values} if beams is not None else {}),
     }
+    if options.negative is not None:
+        request |= {"negative": dict(options.negative), "guidance_scale": np.float32(options.config.guidance_scale)}
     request = layout.put(request)
     inputs = layout.put_rows(prompts.inputs)
-    return GenerationLoop(model, programs, params, spec, static, prompts.static, request, layout, options), inputs
+    host = None
+    if options.custom.waits_for_host:
+        repeats = options.config.num_return_sequences or 1
+        text = TextSoFar(prompts.given, prompts.padded_length, repeats)
+        host = HostProcessors(options.custom, text, repeats, vocab_size)
+    return GenerationLoop(model, programs, params, spec, static, prompts.static, request, layout, options, host), inputs
+
+
+def _guide_capacity(options: GenerationOptions) -> int:
+    if options.negative is None:
+        return 0
+    return capacity_bucket(options.negative["input_ids"].shape[1] + options.max_new_tokens)
 
 
 class GenerationLoop:
@@ -108,7 +136,9 @@ class GenerationLoop:
         request: Mapping[str, Any],
         layout: Layout,
         options: GenerationOptions,
+        host: HostProcessors | None = None,
     ) -> None:
+        self._host = host
         self._speculation, self._draft = options.speculation, options.draft
         self._model, self._programs, self._params = model, programs, dict(params)
         self._spec, self._static, self._request, self._layout = spec, dict(static), request, layout
@@ -156,6 +186,8 @@ class GenerationLoop:
         Raises:
             OutOfMemoryError: the KV cache does not fit.
         """
+        if self._host is not None:
+            self._ask(None, 0)
         main = inputs.get("decoder_input_ids", inputs.get("input_ids"))
         assert main is not None
         name = f"prefill{list(main.shape)}"
@@ -174,6 +206,7 @@ class GenerationLoop:
         raise_unread(program.unread, inputs, self._model.traits)
         state = program.run(*args)
         raise_failed(state.pop("checks"))
+        state = self._settle(state) if self._spec.sampling.visits_host else state
         if self._speculation is not None:
             state["rounds"] = self._layout.put(np.int32(0))
         if self._draft is not None:
@@ -200,6 +233,63 @@ class GenerationLoop:
         """Generate tokens until `limit` exist or every sequence has ended."""
         if self._speculation is not None:
             return self._advance_with_drafts(state, limit)
+        if self._host is not None:
+            return self._advance_with_host(state, limit)
+        return self._advance_on_device(state, limit)
+
+    def _advance_with_host(self, state: State, limit: int) -> State:
+        """`advance` with the caller's Python before every token."""
+        assert self._host is not None
+        while True:
+            progress = self.read(state)
+            if progress.num_steps >= limit or progress.finished.all():
+                return state
+            self._ask(progress.tokens, progress.num_steps)
+            if self._spec.sampling.visits_host:
+                state = self._settle(self._propose(state))
+            else:
+                state = self._advance_on_device(state, progress.num_steps + 1)
+
+    def _ask(self, tokens: np.ndarray | None, steps: int) -> None:
+        """Put what the host derives from the text so far into the request."""
+        assert self._host is not None
+        values, rows = self._request["sampling"], len(self._request["unused"]) * self._spec.num_return_sequences
+        found = self.agree(self._host.values(tokens, steps, rows))
+        placed = {name: self._layout.put_like(array, values[name]) for name, array in found.items()}
+        self._request = {**self._request, "sampling": {**values, **placed}}
+
+    def _propose(self, state: State) -> State:
+        args = (self._params, state, self._request)
+        if self._advance is None:
+            batch, capacity = state["tokens"].shape
+            self._advance = self._programs.get(
+                f"decode[{batch}, {capacity}] up to the scores",
+                (self._spec, self._static),
+                lambda params, state, request: (
+                    advance_to_host(self._model, self._spec, params, state, self._static, request),
+                    None,
+                ),
+                args,
+                donate=(1,),
+            )
+        return self._advance.run(*args)
+
+    def _settle(self, state: State) -> State:
+        """The state after the host has processed the scores and the device has chosen the tokens."""
+        assert self._host is not None
+        progress, scores = self.read(state), to_host(state["proposed"])
+        scores = self.agree(self._host.process(progress.tokens, progress.num_steps, scores))
+        args = (state, self._layout.put_like(scores, state["proposed"]), self._request)
+        program = self._programs.get(
+            f"choose{list(state['tokens'].shape)}",
+            (self._spec,),
+            lambda state, scores, request: (settle(self._spec, state, scores, request), None),
+            args,
+            donate=(0,),
+        )
+        return program.run(*args)
+
+    def _advance_on_device(self, state: State, limit: int) -> State:
         args = (self._params, state, self._request, self._layout.put(np.int32(limit)))
         if self._advance is None:
             batch, capacity = state["tokens"].shape

@@ -180,6 +180,9 @@ class TracedModel:
         inputs_mask = inputs.get("attention_mask")
         if not traits.takes_attention_mask:
             inputs.pop("attention_mask", None)
+        if "inputs_embeds" in inputs:
+            del inputs["input_ids"]
+            inputs["inputs_embeds"] = inputs["inputs_embeds"].astype(str(self.module.dtype).removeprefix("torch."))
 
         def call(module: torch.nn.Module) -> tuple[jax.Array, Arrays]:
             mask = None if traits.is_encoder_decoder else inputs_mask

@@ -59,7 +59,7 @@ def with_drafts(request: Request, model: ModelParts, assistant: ModelParts | Non
     Raises:
         UnsupportedOptionError: the call does not support speculative decoding.
     """
-    speculation = _speculation(request.options.config, request.prompts, model, assistant)
+    speculation = _speculation(request.options, request.prompts, model, assistant)
     draft = None if assistant is None else (assistant.traced, assistant.weights)
     return dataclasses.replace(
         request, options=dataclasses.replace(request.options, speculation=speculation, draft=draft)
@@ -67,8 +67,9 @@ def with_drafts(request: Request, model: ModelParts, assistant: ModelParts | Non
 
 
 def _speculation(
-    config: GenerationConfig, prompts: requests.Prompts, model: ModelParts, assistant: ModelParts | None
+    options: requests.GenerationOptions, prompts: requests.Prompts, model: ModelParts, assistant: ModelParts | None
 ) -> Speculation | None:
+    config = options.config
     lookup: int | None = config.prompt_lookup_num_tokens
     if lookup is None and assistant is None:
         return None
@@ -80,6 +81,8 @@ def _speculation(
         vocabularies=vocabularies,
         is_both=lookup is not None and assistant is not None,
         has_beams=num_beams(config) > 1,
+        waits_for_host=options.custom.waits_for_host,
+        is_guided=options.negative is not None,
     )
     if assistant is not None:
         return Speculation(num_tokens=config.num_assistant_tokens or _ASSISTANT_TOKENS, max_ngram=0)

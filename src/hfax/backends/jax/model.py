@@ -285,9 +285,12 @@ class JaxModel(AdapterMethods, BaseModel):
             assistant_model: a smaller hfax model with the same vocabulary for speculative decoding: it drafts
                 `num_assistant_tokens` at a time, which this model verifies in one step. `prompt_lookup_num_tokens` drafts from the
                 text instead. Both change speed, not output, and support one sequence.
-            **options: any generation option by name, and further model inputs (`attention_mask`, `pixel_values`, …). In addition
-                to transformers': `presence_penalty` (subtracted from the logits of tokens already generated), `frequency_penalty`
-                (subtracted once per occurrence), and `output_log_probs=True` (log-probabilities of the new tokens as `log_probs`).
+            **options: any generation option by name; `logits_processor`, `prefix_allowed_tokens_fn` and `stopping_criteria`, as in
+                transformers (what is neither transformers' own nor an `hfax.device_processor` runs on the host after every token);
+                `negative_prompt_ids` and `negative_prompt_attention_mask` for `guidance_scale`; and further model
+                inputs (`attention_mask`, `inputs_embeds`, `pixel_values`, …). In addition to transformers': `presence_penalty`
+                (subtracted from the logits of tokens already generated), `frequency_penalty` (once per occurrence), and
+                `output_log_probs=True` (log-probabilities of the new tokens as `log_probs`).
 
         Returns:
             [batch · num_return_sequences, prompt + new] ids, prompts first; int64 torch for torch prompts, else int32 jax. With
@@ -298,8 +301,8 @@ class JaxModel(AdapterMethods, BaseModel):
             UnsupportedOptionError: hfax does not implement an option; options are never ignored.
         """
 
-        def run(prompt: Any, config: Any, options: dict[str, Any], timestamps: Any, assistant: Any = None) -> Any:
-            request, to_torch = self._read_request(prompt, config, options, seed, timestamps, assistant)
+        def run(prompt: Any, config: Any, options: dict[str, Any], assistant: Any = None) -> Any:
+            request, to_torch = self._read_request(prompt, config, options, seed, assistant)
             return run_request(
                 *self.open_loop(request),
                 request,
@@ -310,7 +313,7 @@ class JaxModel(AdapterMethods, BaseModel):
             )
 
         if not has_own_generate(self.module):
-            return run(inputs, generation_config, options, None, assistant_model)
+            return run(inputs, generation_config, options, assistant_model)
         named = {"generation_config": generation_config, "assistant_model": assistant_model}
         return call_own_generate(
             self.module,
@@ -334,7 +337,7 @@ class JaxModel(AdapterMethods, BaseModel):
             assistant_model: as in `generate`.
             **options: as in `generate`, without a streamer.
         """
-        return self._read_request(inputs, None, options, seed, None, assistant_model)[0]
+        return self._read_request(inputs, None, options, seed, assistant_model)[0]
 
     def open_loop(self, request: Request) -> tuple[GenerationLoop, dict[str, jax.Array]]:
         """The loop of `generate` before its first step, and the inputs of its `start`.
@@ -350,14 +353,13 @@ class JaxModel(AdapterMethods, BaseModel):
         generation_config: GenerationConfig | None,
         options: dict[str, Any],
         seed: int | None,
-        timestamps: Mapping[str, int] | None,
         assistant_model: JaxModel | None,
     ) -> tuple[Request, bool]:
         """The checked call of `generate`, with a seed shared by all processes, and whether its inputs are torch tensors."""
         seeds = draw_seed
         if self._layout.spans_processes:  # a given one, too: a command draws it in each process
             seed, seeds = None if seed is None else agree(seed), lambda: agree(draw_seed())
-        request, to_torch = self._request(inputs, generation_config, options, seed, timestamps, seeds)
+        request, to_torch = self._request(inputs, generation_config, options, seed, seeds)
         return with_drafts(
             request, self.parts, None if assistant_model is None else parts_of(assistant_model)
         ), to_torch
