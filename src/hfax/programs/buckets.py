@@ -35,8 +35,8 @@ class Buckets:
 def size_class(n: int, smallest: int = 1) -> tuple[int, int]:
     """The smallest size of a class, and the largest, to which the others are padded.
 
-    Classes end at powers of two, and from 64 also half-way between them (64, 96, 128, 192, …): nine up to 512, and at most a third of
-    the numbers in one is padding.
+    Classes end at powers of two, and from 64 also half-way between them (64, 96, 128, 192, …): nine up to 512, and at most a
+    third of what is computed is padding.
 
     Args:
         n: a size in the class.

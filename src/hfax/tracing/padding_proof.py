@@ -24,13 +24,13 @@ class Padded:
         roles: for each axis, the name of the size that it has; None: it is not padded.
         fills: for each axis, the value in its padding; None: any.
         low: no value is smaller.
-        known: the values with padding, if they are known.
+        known: the values without and with padding, if they are known.
     """
 
     roles: tuple[str | None, ...]
     fills: tuple[Fill, ...]
     low: float = float("-inf")
-    known: np.ndarray | None = None
+    known: tuple[np.ndarray, np.ndarray] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ Cuts = tuple[tuple[Cut, ...], ...]
 def prove(
     exact: Any,
     padded: Any,
-    inputs: Sequence[tuple[str, Padded | np.ndarray | None]],
+    inputs: Sequence[tuple[str, Padded | None]],
     sizes: Mapping[str, tuple[int, int]],
 ) -> list[Cuts]:
     """The axes of each output.
@@ -61,7 +61,7 @@ def prove(
     Args:
         exact: the `ClosedJaxpr` without padding; its inputs have the names of the padded one's, some may be missing (at the end).
         padded: the `ClosedJaxpr` with padding.
-        inputs: for each input of the padded program, its name, and how it is padded, or its values if they are part of the program.
+        inputs: for each input of the padded program, its name, and how it is padded, if it is.
         sizes: for each role, the length without and with padding; those of one row may be equal.
 
     Raises:
@@ -79,17 +79,20 @@ def prove(
 
 
 def _input(
-    shaped: Any, name: str, given: Padded | np.ndarray | None, sizes: Mapping[str, tuple[int, int]], which: int, symbols: Symbols
+    shaped: Any,
+    name: str,
+    given: Padded | None,
+    sizes: Mapping[str, tuple[int, int]],
+    which: int,
+    symbols: Symbols,
 ) -> Value:
-    if isinstance(given, np.ndarray):
-        return known_value(given, symbols)
     symbol = symbols.of("input", name)
     if given is None:
         groups = flexible(shaped.shape)
         axes = [axis for (axis,) in groups]
         return Value(groups, shaped.dtype, lambda kept: take(Facts(symbol, (None,) * len(axes)), kept, axes, symbols))
-    if given.known is not None and which:
-        return known_value(given.known, symbols)
+    if given.known is not None:
+        return known_value(given.known[which], symbols)
     axes = [Axis(n, r, -1 if r is None else sizes[r][0]) for n, r in zip(shaped.shape, given.roles, strict=True)]
     facts = Facts(symbol, given.fills, None, given.low)
     return Value(tuple((a,) for a in axes), shaped.dtype, lambda kept: take(facts, kept, axes, symbols))

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from hfax.kernels.attention import OWN_MASK
 from hfax.tracing.prefix_moves import broadcasted
 from hfax.tracing.prefixes import (
+    FINITE,
     LARGEST_MASK,
     Axis,
     Facts,
     Fill,
+    Mask,
     Masked,
     Symbols,
     UnprovenError,
@@ -25,6 +27,7 @@ from hfax.tracing.prefixes import (
     by_group,
     join,
     joined,
+    plain,
     take,
 )
 
@@ -37,11 +40,12 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "clamp": lambda low, a, high: np.clip(a, low, high),
 }  # fmt: skip
 """Elementwise operations that numpy computes as XLA does."""
-ELEMENTWISE = frozenset(_NUMPY) | frozenset(
-    "div rem pow integer_pow exp exp2 log log1p expm1 tanh logistic erf erfc erf_inv sqrt rsqrt cbrt square sign floor ceil round "
-    "sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh is_finite reduce_precision nextafter shift_left "
-    "shift_right_logical shift_right_arithmetic population_count clz real imag conj".split()
-)
+ELEMENTWISE = frozenset(_NUMPY) | {
+    "div", "rem", "pow", "integer_pow", "exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "erf", "erfc", "erf_inv",
+    "sqrt", "rsqrt", "cbrt", "square", "sign", "floor", "ceil", "round", "sin", "cos", "tan", "asin", "acos", "atan", "atan2",
+    "sinh", "cosh", "asinh", "acosh", "atanh", "is_finite", "reduce_precision", "nextafter", "shift_left", "clz", "real", "imag",
+    "shift_right_logical", "shift_right_arithmetic", "population_count", "conj",
+}  # fmt: skip
 _SAME = ("stop_gradient", "copy", "copy_p")
 _REDUCING: dict[str, Callable[..., Any]] = {
     "reduce_sum": np.sum, "reduce_max": np.max, "reduce_min": np.min, "reduce_prod": np.prod,
@@ -73,7 +77,10 @@ def _bound(equation: Any, arrays: Sequence[np.ndarray]) -> Any:
 
     with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
         return equation.primitive.bind(*[jax.numpy.asarray(a) for a in arrays], **equation.params)
+
+
 def elementwise(equation: Any, values: list[Value], symbols: Symbols) -> list[Value]:
+    """Any operation of `ELEMENTWISE`."""
     name, dtype = equation.primitive.name, equation.outvars[0].aval.dtype
     dtypes = [v.dtype for v in values]
     shape = equation.outvars[0].aval.shape
@@ -100,8 +107,8 @@ def elementwise(equation: Any, values: list[Value], symbols: Symbols) -> list[Va
     return [Value(groups, dtype, find)]
 
 
-
 def dot(equation: Any, values: list[Value], symbols: Symbols) -> list[Value]:
+    """lax.dot_general: one of the operands must be 0 at padding that is summed over."""
     (left_in, right_in), batch = equation.params["dimension_numbers"]
     left, right = values
     for i, j in (*zip(left_in, right_in, strict=True), *zip(*batch, strict=True)):
@@ -121,7 +128,8 @@ def dot(equation: Any, values: list[Value], symbols: Symbols) -> list[Value]:
     def find(kept: tuple[int, ...]) -> Facts:
         parts = by_group(kept, groups)
         lefts = dict(zip((*batch[0], *left_free), parts, strict=False))
-        rights = dict(zip((*batch[1], *right_free), (*parts[: len(batch[0])], *parts[len(groups) - len(right_free) :]), strict=True))  # fmt: skip
+        right_parts = (*parts[: len(batch[0])], *parts[len(groups) - len(right_free) :])
+        rights = dict(zip((*batch[1], *right_free), right_parts, strict=True))
         for i, j in zip(left_in, right_in, strict=True):
             lefts[i] = rights[j] = tuple(a.kept for a in shared[i])
         a = left.at(joined([lefts[i] for i in range(len(left.groups))]))
@@ -135,7 +143,9 @@ def dot(equation: Any, values: list[Value], symbols: Symbols) -> list[Value]:
         fills = joined(
             [
                 *(
-                    tuple(0.0 if _is_zero(x) or _is_zero(y) else None for x, y in zip(a_fills[i], b_fills[j], strict=True))
+                    tuple(
+                        0.0 if _is_zero(x) or _is_zero(y) else None for x, y in zip(a_fills[i], b_fills[j], strict=True)
+                    )
                     for i, j in zip(*batch, strict=True)
                 ),
                 *(tuple(0.0 if _is_zero(x) else None for x in a_fills[i]) for i in left_free),
@@ -147,40 +157,36 @@ def dot(equation: Any, values: list[Value], symbols: Symbols) -> list[Value]:
     return [Value(groups, equation.outvars[0].aval.dtype, find)]
 
 
-
 def reduce(equation: Any, values: list[Value], symbols: Symbols) -> list[Value]:
+    """Any operation of `REDUCTIONS`: padding that it reads must not change the result."""
     (value,), name = values, equation.primitive.name
     reduced = equation.params["axes"]
+    if name.startswith("arg") and len(value.groups[reduced[0]]) > 1:
+        raise UnprovenError(f"{name} counts merged axes")
     groups = tuple(g for i, g in enumerate(value.groups) if i not in reduced)
+
+    dtype = equation.outvars[0].aval.dtype
+    sizes = tuple(a.size for i in reduced for a in value.groups[i] if a.role is None)
 
     def find(kept: tuple[int, ...]) -> Facts:
         rest = iter(by_group(kept, groups))
         inner = [tuple(a.kept for a in g) if i in reduced else next(rest) for i, g in enumerate(value.groups)]
         facts = value.at(joined(inner))
         given = by_group(facts.fills, value.groups)
-        high = math.inf
         for i in reduced:
             for axis, fill in zip(value.groups[i], given[i], strict=True):
                 if axis.kept < axis.size and not _is_neutral(name, fill, facts):
                     raise UnprovenError(f"{name} reads padding")
-                high = axis.kept - 1
         fills = tuple(_reduced_fill(name, f) for i, g in enumerate(given) if i not in reduced for f in g)
+        if name in _SELECTING and facts.const is not None:
+            return Facts(symbols.of_const(facts.const, dtype), fills, facts.const, facts.low, facts.high)
+        low, high = (facts.low, facts.high) if name in _SELECTING else (-FINITE, FINITE)
         if name.startswith("arg"):
-            low = 0.0
-        else:
-            low, high = (facts.low, facts.high) if name in ("reduce_max", "reduce_min", "reduce_or", "reduce_and") else (-math.inf, math.inf)  # fmt: skip
-        sizes = tuple(a.size for i in reduced for a in value.groups[i] if a.role is None)
-        const = facts.const if name in ("reduce_max", "reduce_min", "reduce_or", "reduce_and") else None
-        dtype = equation.outvars[0].aval.dtype
-        symbol = (
-            symbols.of_const(const, dtype)
-            if const is not None
-            else symbols.of(name, tuple(reduced), tuple(len(g) for g in value.groups), sizes, facts.symbol)
-        )
-        return Facts(symbol, fills, const, low, high)
+            low, high = 0.0, float(value.groups[reduced[0]][0].kept - 1)
+        key = (tuple(reduced), tuple(len(g) for g in value.groups), sizes)
+        return Facts(symbols.of(name, key, facts.symbol), fills, None, low, high)
 
-    return [Value(groups, equation.outvars[0].aval.dtype, find)]
-
+    return [Value(groups, dtype, find)]
 
 
 def convolve(equation: Any, values: list[Value], symbols: Symbols) -> list[Value]:
@@ -195,7 +201,7 @@ def convolve(equation: Any, values: list[Value], symbols: Symbols) -> list[Value
     groups: list[tuple[Axis, ...]] = [(Axis(n),) for n in shape]
     groups[out_spec[0]] = value.groups[spec[0]]
     ends: dict[int, int] = {}
-    for place, (low, high) in enumerate(params["padding"]):
+    for place, (_low, high) in enumerate(params["padding"]):
         dim = spec[2 + place]
         (axis,) = value.groups[dim]
         if axis.role is None:
@@ -218,7 +224,12 @@ def convolve(equation: Any, values: list[Value], symbols: Symbols) -> list[Value
                 raise UnprovenError("a convolution reads padding")
         sizes = tuple(a.size for (a,) in value.groups if a.role is None)
         whole = Facts(symbols.of("convolve", key, sizes, facts.symbol, kernel.at().symbol), (None,) * len(kept))
-        return take(whole, kept, [Axis(n if d == rows else a.kept) for d, (n, (a,)) in enumerate(zip(kept, made, strict=True))], symbols)
+        return take(
+            whole,
+            kept,
+            [Axis(n if d == rows else a.kept) for d, (n, (a,)) in enumerate(zip(kept, made, strict=True))],
+            symbols,
+        )
 
     return [Value(made, equation.outvars[0].aval.dtype, find)]
 
@@ -282,12 +293,12 @@ def _decided(name: str, facts: Sequence[Facts]) -> Any:
         return False if name == "and" else 0
     if name == "or" and any(c is True for c in consts):
         return True
-    if name == "lt" and facts[0].low >= facts[1].high:
-        return False
-    if name == "ge" and facts[0].low >= facts[1].high:
-        return True
-    if name == "lt" and facts[0].high < facts[1].low:
-        return True
+    if name in ("gt", "ge", "lt", "le"):
+        small, large = facts if name in ("lt", "le") else reversed(facts)
+        if small.high < large.low or (name in ("le", "ge") and small.high <= large.low):
+            return True
+        if small.low > large.high or (name in ("lt", "gt") and small.low >= large.high):
+            return False
     return None
 
 
@@ -296,17 +307,41 @@ def _bounds(name: str, facts: Sequence[Facts]) -> tuple[float, float]:
         return facts[0].low, facts[0].high
     if name == "select_n":
         return min(f.low for f in facts[1:]), max(f.high for f in facts[1:])
-    if name == "mul" and all(f.low >= 0 for f in facts):
-        return 0.0, math.inf
-    if name == "add":
-        return sum(f.low for f in facts), sum(f.high for f in facts)
-    if name in ("eq", "ne", "lt", "le", "gt", "ge", "not", "and", "or"):
+    if name in ("eq", "ne", "lt", "le", "gt", "ge", "not", "and", "or", "is_finite"):
         return 0.0, 1.0
-    return -math.inf, math.inf
+    if name.startswith("log") or any(math.isinf(f.low) or math.isinf(f.high) for f in facts):
+        return -math.inf, math.inf
+    if name == "mul" and all(f.low >= 0 for f in facts):
+        return 0.0, FINITE
+    if name == "add":
+        return max(sum(f.low for f in facts), -FINITE), min(sum(f.high for f in facts), FINITE)
+    return -FINITE, FINITE
 
 
 def _fill(equation: Any, fills: Sequence[Fill], dtypes: Sequence[Any]) -> Fill:
     """The padding of an elementwise result."""
+    value = _plain_fill(equation, [plain(f) for f in fills], dtypes)
+    if not any(isinstance(f, Mask) for f in fills):
+        return value
+    name = equation.primitive.name
+    if (bound := _mask_bound(value)) is not None and _shows_some(name, fills):
+        return Masked(bound, is_seen=True)
+    firsts = [f.first if isinstance(f, Mask) else f for f in fills]
+    if value is None or isinstance(value, Masked) or any(f is None or isinstance(f, Masked) for f in firsts):
+        return value
+    first = _scalar(equation, firsts, dtypes)
+    return value if first is None or first == value else Mask(value, first)
+
+
+def _shows_some(name: str, fills: Sequence[Fill]) -> bool:
+    """Whether a mask leaves some score as it is, in each row."""
+    if name == "select_n" and isinstance(mask := fills[0], Mask):
+        return any(v is not None and fills[1 + int(v)] is None for v in (mask.first, mask.some))
+    masks = [f for f in fills if isinstance(f, Mask)]
+    return name == "add" and len(masks) == 1 and 0 in (masks[0].first, masks[0].some)
+
+
+def _plain_fill(equation: Any, fills: Sequence[Any], dtypes: Sequence[Any]) -> Any:
     name = equation.primitive.name
     if name == "select_n":
         if fills[0] is not None and not isinstance(fills[0], Masked):
@@ -325,43 +360,53 @@ def _fill(equation: Any, fills: Sequence[Fill], dtypes: Sequence[Any]) -> Fill:
     return _masked(name, fills)
 
 
-def _masked(name: str, fills: Sequence[Fill]) -> Fill:
+def _masked(name: str, fills: Sequence[Any]) -> Any:
     """The padding where an operand is a masked score and others may be anything."""
     bounds = [_mask_bound(f) for f in fills]
     if name in ("exp", "exp2", "logistic") and bounds[0] is not None:
         return 0.0
     if len(fills) != 2:
         return None
-    (a, b), other = bounds, fills[1]
+    (a, b), (first, second) = bounds, fills
+    is_seen = any(_is_seen(f) for f in fills)
     if name == "add" and (a is not None or b is not None):
-        return Masked(max(x for x in bounds if x is not None) / 2)
+        return Masked(max(x for x in bounds if x is not None) / 2, is_seen)
     if name == "sub" and a is not None:
-        return Masked(a / 2)
-    if name in ("mul", "div") and a is not None and isinstance(other, (int, float)) and other > 0:
-        return Masked(a * other if name == "mul" else a / other)
-    if name == "mul" and b is not None and isinstance(fills[0], (int, float)) and fills[0] > 0:
-        return Masked(b * fills[0])
+        return Masked(a / 2, is_seen)
+    if name in ("mul", "div") and a is not None and isinstance(second, (int, float)) and second > 0:
+        return Masked(a * second if name == "mul" else a / second, is_seen)
+    if name == "mul" and b is not None and isinstance(first, (int, float)) and first > 0:
+        return Masked(b * first, is_seen)
     return None
 
 
-def _mask_bound(fill: Fill) -> float | None:
+def _is_seen(fill: Any) -> bool:
+    """Whether a query's padded scores are beside one that is not masked; hfax's own attention gives 0 where there is none."""
+    return fill.is_seen if isinstance(fill, Masked) else fill == float(np.float32(OWN_MASK))
+
+
+def _mask_bound(fill: Any) -> float | None:
     """The bound of a masked score, or of a constant that masks; None for others."""
     if isinstance(fill, Masked):
         return fill.bound if fill.bound <= LARGEST_MASK / 64 else None
     is_mask = isinstance(fill, (int, float)) and not isinstance(fill, bool) and -math.inf < fill <= LARGEST_MASK
-    return float(fill) if is_mask else None  # pyright: ignore[reportArgumentType]
+    return float(fill) if is_mask else None
 
 
 def _is_zero(fill: Any) -> bool:
+    fill = plain(fill)
     return fill is not None and not isinstance(fill, Masked) and fill == 0
 
 
 def _is_neutral(name: str, fill: Fill, facts: Facts) -> bool:
     """Whether padding of this value leaves a reduction as it is."""
+    if (name, facts.const) in (("reduce_or", True), ("reduce_and", False)):
+        return True
+    fill = plain(fill)
     if fill is None:
         return False
     if name in ("reduce_max", "argmax"):
-        return isinstance(fill, Masked) or fill <= max(facts.low, LARGEST_MASK)
+        return _is_seen(fill) if isinstance(fill, Masked) else fill <= facts.low or _is_seen(fill)
     if isinstance(fill, Masked):
         return False
     if name in ("reduce_min", "argmin"):
@@ -370,6 +415,7 @@ def _is_neutral(name: str, fill: Fill, facts: Facts) -> bool:
 
 
 def _reduced_fill(name: str, fill: Fill) -> Fill:
+    fill = plain(fill)
     if _is_zero(fill) and name in ("reduce_sum", *_SELECTING):
         return fill
     return fill if name in _SELECTING else None

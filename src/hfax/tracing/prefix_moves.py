@@ -7,8 +7,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from hfax.tracing.prefixes import (
     Axis,
     Facts,
@@ -19,9 +17,8 @@ from hfax.tracing.prefixes import (
     Value,
     aligned,
     by_group,
-    cut_from_whole,
-    join,
     joined,
+    plain,
     take,
 )
 
@@ -58,8 +55,8 @@ def broadcasted(value: Value, shape: Sequence[int], places: Sequence[int], symbo
     return Value(groups, value.dtype, find)
 
 
-
 def transpose(equation: Any, values: list[Value], symbols: Symbols) -> list[Value]:
+    """lax.transpose."""
     (value,), order = values, equation.params["permutation"]
     groups = tuple(value.groups[i] for i in order)
 
@@ -77,8 +74,8 @@ def transpose(equation: Any, values: list[Value], symbols: Symbols) -> list[Valu
     return [Value(groups, value.dtype, find)]
 
 
-
 def reshape(equation: Any, values: list[Value], symbols: Symbols) -> list[Value]:
+    """lax.reshape: axes may be merged; only unpadded ones may be divided."""
     value = values[0]
     groups, sources, plan = _regrouped(value.axes, equation.outvars[0].aval.shape)
     axes = tuple(a for g in groups for a in g)
@@ -99,7 +96,6 @@ def reshape(equation: Any, values: list[Value], symbols: Symbols) -> list[Value]
         return take(facts, kept, [Axis(n) for n in whole], symbols)
 
     return [Value(groups, value.dtype, find)]
-
 
 
 def _regrouped(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[Groups, list[int | None], Any]:
@@ -148,7 +144,11 @@ def _regrouped(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[Groups, list
         made.append(merged)
     found = tuple(tuple(axis for axis, _ in g) for g in made)
     sources = [source for g in made for _, source in g]
-    key = None if is_plain else repr([[x if x[0] != "axis" or axes[x[1]].role is None else x[:2] for x in g] for g in plan])
+    key = (
+        None
+        if is_plain
+        else repr([[x if x[0] != "axis" or axes[x[1]].role is None else x[:2] for x in g] for g in plan])
+    )
     return found, sources, _without_sizes(plan, axes) if key is not None else None
 
 
@@ -202,8 +202,8 @@ def sliced(value: Value, starts: Any, limits: Any, strides: Any, symbols: Symbol
         done = []
         for i, (start, limit, stride) in cuts.items():
             axis = value.groups[i][0]
-            if axis.role is not None and limit < axis.size:
-                fills[i] = [None]
+            if axis.role is not None:
+                fills[i] = [plain(fills[i][0]) if limit == axis.size else None]
             if axis.role is not None or start or stride > 1:
                 done.append((i, start, stride, parts[i][0]))
         fills = joined(fills)
@@ -251,8 +251,10 @@ def concatenate(equation: Any, values: list[Value], symbols: Symbols) -> list[Va
         if kept[place] <= ends[0].size and ends[0].role is None:
             return dataclasses.replace(facts_of(made[0], kept, kept[place]), fills=(None,) * len(kept))
         facts = [facts_of(v, kept, a.kept) for v, a in zip(made, ends, strict=True)]
-        fills: list[Fill] = [f[0] if all(x == f[0] for x in f) else None for f in zip(*(f.fills for f in facts), strict=True)]
-        fills[place] = facts[-1].fills[place] if last.role is not None else None
+        fills: list[Fill] = [
+            f[0] if all(x == f[0] for x in f) else None for f in zip(*(f.fills for f in facts), strict=True)
+        ]
+        fills[place] = plain(facts[-1].fills[place]) if last.role is not None else None
         low, high = min(f.low for f in facts), max(f.high for f in facts)
         if facts[0].const is not None and all(f.const == facts[0].const for f in facts):
             return dataclasses.replace(facts[0], fills=tuple(fills))
@@ -260,7 +262,9 @@ def concatenate(equation: Any, values: list[Value], symbols: Symbols) -> list[Va
         whole = Facts(symbol, tuple(fills), None, low, high)
         if kept[place] == axis.kept:
             return whole
-        wanted = [Axis(a.size) if i == place else Axis(n) for i, (a, n) in enumerate(zip(whole_axes, kept, strict=True))]
+        wanted = [
+            Axis(a.size) if i == place else Axis(n) for i, (a, n) in enumerate(zip(whole_axes, kept, strict=True))
+        ]
         return take(whole, kept, wanted, symbols)
 
     is_list = at == len(groups) - 1 and all(a == Axis(1) for a in ends)
@@ -309,6 +313,7 @@ def pad(equation: Any, values: list[Value], symbols: Symbols) -> list[Value]:
         fills = [list(f) for f in by_group(facts.fills, value.groups)]
         for i, (_, high, _) in sides.items():
             (axis,) = value.groups[i]
+            fills[i] = [plain(fills[i][0])]
             is_same = fills[i][0] is not None and fills[i][0] == const
             if axis.kept < axis.size and high > 0 and not is_same:
                 raise UnprovenError("something is appended to a padded axis")
@@ -318,7 +323,10 @@ def pad(equation: Any, values: list[Value], symbols: Symbols) -> list[Value]:
         if facts.const is not None and facts.const == const:
             return dataclasses.replace(facts, fills=fills)
         whole = Facts(symbols.of("pad", tuple(sides.items()), filler.at(()).symbol, facts.symbol), fills)
-        wanted = [Axis(a.kept) if _group_of(i, made) in sides else Axis(n) for i, (a, n) in enumerate(zip(axes, kept, strict=True))]
+        wanted = [
+            Axis(a.kept) if _group_of(i, made) in sides else Axis(n)
+            for i, (a, n) in enumerate(zip(axes, kept, strict=True))
+        ]
         return take(whole, kept, wanted, symbols)
 
     return [Value(made, value.dtype, find)]
@@ -340,7 +348,9 @@ def cumulative(equation: Any, values: list[Value], symbols: Symbols) -> list[Val
         if equation.params["reverse"]:
             inner = (*kept[:place], value.axes[place].size, *kept[place + 1 :])
         facts = value.at(inner)
-        fills = tuple(0 if f == 0 and i != place and name == "cumsum" else None for i, f in enumerate(facts.fills))
+        fills = tuple(
+            0 if plain(f) == 0 and i != place and name == "cumsum" else None for i, f in enumerate(facts.fills)
+        )
         found = Facts(symbols.of(name, at, equation.params["reverse"], facts.symbol), fills)
         found = dataclasses.replace(found, low=0.0 if facts.low >= 0 and name == "cumsum" else -math.inf)
         return take(found, kept, [Axis(n) for n in inner], symbols)

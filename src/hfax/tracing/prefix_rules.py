@@ -18,9 +18,10 @@ from hfax.tracing.prefix_gather import gather
 from hfax.tracing.prefixes import Facts, Symbols, UnprovenError, Value, cut_from_whole, flexible, known_value
 
 Rule = Callable[[Any, list[Value], Symbols], list[Value]]
-_CALLS = frozenset(
-    "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr".split()
-)
+_CALLS = {
+    "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+}  # fmt: skip
 _RULES: dict[str, Rule] = {
     "broadcast_in_dim": prefix_moves.broadcast,
     "transpose": prefix_moves.transpose,
@@ -63,7 +64,8 @@ def read_program(closed: Any, inputs: Sequence[Value | Broken], symbols: Symbols
 
     def look_up(atom: Any) -> Value | Broken:
         if isinstance(atom, Literal):
-            return known_value(np.asarray(atom.val, atom.aval.dtype), symbols)
+            shaped: Any = atom.aval
+            return known_value(np.asarray(atom.val, shaped.dtype), symbols)
         return seen[atom]
 
     for equation in closed.jaxpr.eqns:
@@ -119,6 +121,10 @@ def _named(value: Value, equation: Any) -> Value:
 def _place(equation: Any) -> str:
     """The line of modelling code, else of any code, that an operation comes from."""
     frames = list(source_info_util.user_frames(equation.source_info.traceback))
-    own = [f for f in frames if "/hfax/" not in f.file_name and "torchax" not in f.file_name and "/torch/" not in f.file_name]
+    own = [
+        f
+        for f in frames
+        if "/hfax/" not in f.file_name and "torchax" not in f.file_name and "/torch/" not in f.file_name
+    ]
     frame = next(iter(own or frames), None)
     return "unknown line" if frame is None else f"{frame.file_name}:{frame.start_line} in {frame.function_name}"

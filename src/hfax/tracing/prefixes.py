@@ -5,8 +5,8 @@ axes of the arrays are padded at the end; a symbol stands for the part before th
 padding itself. `prefix_rules` has the rules of the operations, and `padding_proof` compares two programs. This module does not know
 models.
 
-Two assumptions, as in the modelling code itself: padded places have finite values (so that 0 times them is 0), and scores are small
-beside the value that stands for a masked one (-10000 or less, not infinite).
+Two assumptions, as in the modelling code itself: weights and what is computed from them are finite (so that 0 times padding is 0),
+and scores are small beside the value that stands for a masked one (-10000 or less, not infinite).
 """
 
 from __future__ import annotations
@@ -55,13 +55,36 @@ class Axis:
 
 @dataclasses.dataclass(frozen=True)
 class Masked:
-    """A masked score: at most `bound`, far below all others."""
+    """A masked score.
+
+    Args:
+        bound: it is at most that, far below all others.
+        is_seen: some score before the padding is not masked, or the result for a query that sees no key is 0.
+    """
 
     bound: float
+    is_seen: bool = False
 
 
-Fill = bool | int | float | Masked | None
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """The padding of a mask.
+
+    Args:
+        value: of the padding.
+        first: the value at the beginning of the axis; None: unknown.
+        some: another value that is somewhere before the padding, wherever on the other axes one looks; None: unknown.
+    """
+
+    value: bool | int | float
+    first: bool | int | float | None
+    some: bool | int | float | None = None
+
+
+Fill = bool | int | float | Masked | Mask | None
 """The padding's one value; None: unknown."""
+FINITE = 1e300
+"""Bounds a number of which only that is known: weights and inputs are finite, and so is what is computed from them."""
 LARGEST_MASK = -9000.0
 """-10000 in bfloat16 is -9984."""
 
@@ -74,15 +97,15 @@ class Facts:
         symbol: equal for equal numbers.
         fills: padding at the end of each axis, where all other axes are before theirs.
         const: the one value of all numbers.
-        low: no number is smaller; for integers.
-        high: no number is larger; for integers.
+        low: no number is smaller; -inf only if numbers may be infinite.
+        high: no number is larger; inf only if numbers may be infinite.
     """
 
     symbol: int
     fills: tuple[Fill, ...] = ()
     const: Any = None
-    low: float = -math.inf
-    high: float = math.inf
+    low: float = -FINITE
+    high: float = FINITE
 
 
 class Symbols:
@@ -159,7 +182,6 @@ class Value:
             raise found
         return found
 
-
     def with_place(self, place: Callable[[], str]) -> Value:
         """The value; its own errors name this place."""
         self._place = self._place or place
@@ -186,20 +208,41 @@ def _known(array: np.ndarray, groups: Groups, detailed: np.ndarray, symbols: Sym
             digest = hashlib.sha256(np.ascontiguousarray(part).tobytes()).hexdigest()
             symbol = symbols.of("array", part.shape, str(array.dtype), digest)
         fills = tuple(_fill_of(detailed, kept, i) for i in range(len(kept)))
-        low, high = (part.min(), part.max()) if part.size and array.dtype.kind in "biu" else (-math.inf, math.inf)
-        return Facts(symbol, fills, const, float(low), float(high))
+        return Facts(symbol, fills, const, *_limits(part))
 
     return Value(groups, array.dtype, find, known=array)
 
 
+def _limits(array: np.ndarray) -> tuple[float, float]:
+    if not array.size or not _is_number(array.dtype):
+        return -math.inf, math.inf
+    low, high = float(array.min()), float(array.max())
+    return (low, high) if low <= high else (-math.inf, math.inf)  # not a number
+
+
+def _is_number(dtype: Any) -> bool:
+    return dtype.kind in "biuf" or dtype.name == "bfloat16"
+
+
 def _fill_of(array: np.ndarray, kept: tuple[int, ...], axis: int) -> Fill:
-    places = tuple(slice(n, None) if i == axis else slice(n) for i, n in enumerate(kept))
-    return _only(array[places])
+    places = [slice(n) for n in kept]
+    found = _only(array[(*places[:axis], slice(kept[axis], None), *places[axis + 1 :])])
+    first = _only(array[(*places[:axis], slice(1), *places[axis + 1 :])])
+    if found is None or found == first:
+        return found
+    before = array[tuple(places)]
+    some = _only(before[before != found]) if bool((before != found).any(axis=axis).all()) else None
+    return found if first is None and some is None else Mask(found, first, some)
+
+
+def plain(fill: Fill) -> bool | int | float | Masked | None:
+    """The padding's value, where nothing is known about what stands before."""
+    return fill.value if isinstance(fill, Mask) else fill
 
 
 def _only(array: np.ndarray) -> Any:
     """The one value of all elements; None if there is none."""
-    if not array.size or array.dtype.kind not in "biuf" and array.dtype.name not in ("bfloat16", "float16"):
+    if not array.size or not _is_number(array.dtype):
         return None
     first = array.flat[0]
     return first.item() if bool((array == first).all()) else None
@@ -248,9 +291,7 @@ def split(value: Value, position: int, sizes: Sequence[int], symbols: Symbols) -
             return facts
         if value.at((*before, 1, *after)).symbol == facts.symbol:  # the axis is a broadcast one: all alike
             middle = (facts.const,) * count
-            return dataclasses.replace(
-                facts, fills=(*facts.fills[:first], *middle, *facts.fills[first + count :])
-            )
+            return dataclasses.replace(facts, fills=(*facts.fills[:first], *middle, *facts.fills[first + count :]))
         axes = tuple(a for group in groups for a in group)
         return take(facts, kept, [dataclasses.replace(a, kept=a.size) if a.role is None else a for a in axes], symbols)
 

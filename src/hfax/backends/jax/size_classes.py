@@ -18,7 +18,7 @@ from hfax.kernels.target import plainly
 from hfax.programs.buckets import length_class, size_class
 from hfax.tracing.geometry import HostArray
 from hfax.tracing.padding_proof import Cuts, Padded, prove
-from hfax.tracing.prefixes import UnprovenError
+from hfax.tracing.prefixes import Fill, Mask, UnprovenError
 from hfax.tracing.structure import flatten, is_array
 from hfax.tracing.traced_model import TracedModel
 from hfax.tracing.traits import ModelTraits
@@ -45,7 +45,8 @@ class PaddedCall:
         fills: what pads them.
         sizes: for each role, the given and the padded size.
         proved: for each role, the sizes between which the proof compares.
-        has_own_mask: `attention_mask` is not the caller's, and the last input.
+        mask: `attention_mask` is the caller's ("given"), and maybe without padding ("full"); or it is the last input, not the
+            caller's ("added").
     """
 
     inputs: dict[str, Any]
@@ -53,17 +54,17 @@ class PaddedCall:
     fills: dict[str, int]
     sizes: dict[str, tuple[int, int]]
     proved: dict[str, tuple[int, int]]
-    has_own_mask: bool
+    mask: str
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What its program depends on besides the shapes."""
-        return "padded", sorted(self.roles.items()), sorted(self.fills.items()), self.has_own_mask
+        return "padded", sorted(self.roles.items()), sorted(self.fills.items()), self.mask
 
     @property
     def kind(self) -> str:
         """Equal for calls of which all or none can be padded: names and options of the call."""
-        return repr((flatten(self.inputs, is_array)[1], self.has_own_mask))
+        return repr((flatten(self.inputs, is_array)[1], self.mask))
 
     def prove(self, model: TracedModel, weights: Mapping[str, Any]) -> list[Cuts]:
         """The axes of each output, flattened.
@@ -77,7 +78,9 @@ class PaddedCall:
         except UnprovenError:
             raise
         except Exception as error:  # a size that the model does not take; the call itself then says so, if it fails too
-            raise UnprovenError(f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}") from error
+            raise UnprovenError(
+                f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+            ) from error
 
     def _prove(self, model: TracedModel, weights: Mapping[str, Any]) -> list[Cuts]:
         names = [n for n, v in self.inputs.items() if is_array(v)]
@@ -97,7 +100,7 @@ class PaddedCall:
 
             return jax.make_jaxpr(forward)(abstract, arrays)
 
-        exact = trace(0, names[:-1] if self.has_own_mask else names)
+        exact = trace(0, names[:-1] if self.mask == "added" else names)
         padded = trace(1, names)
         if structures[0] != structures[1]:
             raise UnprovenError("an output holds its length")
@@ -113,12 +116,16 @@ class PaddedCall:
     def _padding(self, name: str) -> Padded:
         roles = self.roles[name]
         is_mask = name in _MASKS
-        fills = [None if r is None or (is_mask and r == "rows") else self.fills[name] for r in roles]
+        fills: list[Fill] = [None if r is None or (is_mask and r == "rows") else self.fills[name] for r in roles]
+        if is_mask:
+            fills[1] = Mask(0, 1)  # see _are_on_the_right
         low = 0.0 if "ids" in name or is_mask else -np.inf
         known = None
-        if self.has_own_mask and name == "attention_mask":
-            known = np.zeros(self._shaped(name, 1).shape, np.int32)
-            known[:, : self.proved["length"][0]] = 1
+        if self.mask != "given" and name == "attention_mask":
+            exact = np.ones(self._shaped(name, 0).shape, np.int32)
+            padded = np.zeros(self._shaped(name, 1).shape, np.int32)
+            padded[:, : exact.shape[-1]] = 1
+            known = exact, padded
         return Padded(roles=roles, fills=tuple(fills), low=low, known=known)
 
     def cut(self, outputs: list[Any], cuts: list[Cuts]) -> list[Any]:
@@ -166,11 +173,17 @@ class SizeClasses:
         sizes = self._sizes(inputs)
         if sizes is None or (roles := self._roles(inputs, sizes)) is None or not _are_on_the_right(inputs):
             return
-        ways = [False] if not self._takes_mask or "attention_mask" in roles or "length" not in sizes else [True, False]
-        for has_own_mask in ways:
-            call = self._padded(inputs, roles, sizes, has_own_mask)
+        for mask in self._masks(inputs, sizes):
+            call = self._padded(inputs, roles, sizes, mask)
             if call.kind not in self.refused:
                 yield call
+
+    def _masks(self, inputs: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[str, ...]:
+        """Where the mask may come from, see `PaddedCall`."""
+        if (mask := inputs.get("attention_mask")) is None:
+            return ("added", "given") if self._takes_mask and "length" in sizes else ("given",)
+        is_full = not isinstance(mask, jax.ShapeDtypeStruct) and bool(np.asarray(mask).all())
+        return ("given", "full") if is_full else ("given",)
 
     def refuse(self, call: PaddedCall, why: str) -> None:
         """Compile calls of this kind for each size from now on."""
@@ -184,7 +197,11 @@ class SizeClasses:
             main = next((inputs[n] for n in [*list(names)[:2], *others] if is_array(inputs.get(n))), None)
             if main is None:
                 continue
-            if main.ndim < 2 or min(main.shape[0], main.shape[1] - 1) < 1 or found.get("rows", main.shape[0]) != main.shape[0]:
+            if (
+                main.ndim < 2
+                or min(main.shape[0], main.shape[1] - 1) < 1
+                or found.get("rows", main.shape[0]) != main.shape[0]
+            ):
                 return None
             found |= {"rows": main.shape[0], role: main.shape[1]}
         is_bounded = self._limit is None or all(n <= self._limit for r, n in found.items() if r != "rows")
@@ -202,7 +219,7 @@ class SizeClasses:
                 continue
             role = "length" if name in _PER_TOKEN else "decoder_length" if name in _PER_DECODER_TOKEN else None
             role = of_labels if name == "labels" and np.dtype(value.dtype).kind == "i" else role
-            if role is None or role not in sizes and value.ndim > 1:
+            if role is None or (role not in sizes and value.ndim > 1):
                 return None
             wanted = ("rows", role)[: value.ndim]
             own = tuple(r if n == sizes[r] else None for r, n in zip(wanted, value.shape, strict=False))
@@ -212,11 +229,15 @@ class SizeClasses:
         return found
 
     def _padded(
-        self, inputs: Mapping[str, Any], roles: dict[str, tuple[str | None, ...]], sizes: dict[str, int], has_own_mask: bool
+        self,
+        inputs: Mapping[str, Any],
+        roles: dict[str, tuple[str | None, ...]],
+        sizes: dict[str, int],
+        mask: str,
     ) -> PaddedCall:
         classes = {r: size_class(n) if r == "rows" else length_class(n, self._limit) for r, n in sizes.items()}
         given = dict(inputs)
-        if has_own_mask:
+        if mask == "added":
             given["attention_mask"] = np.ones((sizes["rows"], sizes["length"]), np.int32)
             roles = {**roles, "attention_mask": ("rows", "length")}
         fills = {n: self._fill(n) for n in roles}
@@ -228,13 +249,15 @@ class SizeClasses:
             fills=fills,
             sizes=padded,
             proved={**proved, "rows": (1, 1) if padded["rows"][1] == 1 else (2, 3)},
-            has_own_mask=has_own_mask,
+            mask=mask,
         )
 
     def _fill(self, name: str) -> int:
         if name == "labels":
             return _IGNORED
-        return {**_PER_TOKEN, **_PER_DECODER_TOKEN}[name] if name not in ("input_ids", "decoder_input_ids") else self._pad  # pyright: ignore[reportReturnType]
+        return (
+            {**_PER_TOKEN, **_PER_DECODER_TOKEN}[name] if name not in ("input_ids", "decoder_input_ids") else self._pad
+        )  # pyright: ignore[reportReturnType]
 
 
 def size_classes_of(module: Any, traits: ModelTraits) -> SizeClasses:
