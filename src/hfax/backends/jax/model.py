@@ -438,6 +438,8 @@ class JaxModel(AdapterMethods, BaseModel):
     ) -> list[Any]:
         """Run the model over a dataset, batch by batch, on all devices of the mesh axes "data" and "fsdp".
 
+        For forward passes, rows of similar length make a batch: those of 16 batches are sorted and written together.
+
         Args:
             dataset: texts, lists of token ids, or mappings with either under `column` (such as rows of `datasets`).
             batch_size: rows per batch.
