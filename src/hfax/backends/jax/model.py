@@ -18,9 +18,10 @@ import torch
 from transformers import GenerationConfig
 
 from hfax.backends.base_model import BaseModel, Request, draw_seed
-from hfax.backends.jax.forward import reject_traced, run_forward
+from hfax.backends.jax.forward import reject_traced, run_forward, run_padded
 from hfax.backends.jax.generating import call_own_generate, open_request, parts_of, run_request, with_drafts
 from hfax.backends.jax.mapping import map_dataset
+from hfax.backends.jax.size_classes import size_classes_of
 from hfax.backends.jax.warming import compile_generation, reject_other_inputs
 from hfax.backends.jax.weights import (
     as_state_dict,
@@ -47,6 +48,7 @@ from hfax.programs.model_parts import ModelParts
 from hfax.programs.program_cache import ProgramCache
 from hfax.sharding.layout import Layout
 from hfax.sharding.partition import ShardingPlan
+from hfax.tracing.prefixes import UnprovenError
 from hfax.tracing.structure import has_torch
 from hfax.tracing.traced_model import TracedModel
 from hfax.tracing.training import Training
@@ -67,6 +69,8 @@ class JaxModel(AdapterMethods, BaseModel):
         name_or_path: source of the weights.
         folder: local folder of the checkpoint; None for random weights.
         task: the pipeline task passed when loading, if any.
+        pads_inputs: calls pad tokens and rows to the end of their size class, where the model's trace proves that no output depends
+            on it, so that many sizes share few programs; False: a program for each size.
     """
 
     backend = "jax"
@@ -102,6 +106,8 @@ class JaxModel(AdapterMethods, BaseModel):
         )
         self.patches = self._traced.patches_used
         self._programs = ProgramCache(self._traced.key, layout, bundled=programs)
+        self.pads_inputs = True
+        self._size_classes = size_classes_of(skeleton.module, self._traced.traits)
 
     @property
     def jax_device(self) -> jax.Device:
@@ -226,6 +232,8 @@ class JaxModel(AdapterMethods, BaseModel):
                 traced: other values of the same shapes do not recompile. Everything else (`use_cache=False`,
                 `output_hidden_states=True`, …) becomes part of the program. 64-bit values become 32-bit ones.
 
+        Tokens and rows share programs with other sizes, see `pads_inputs` and `why_not_padded`.
+
         Returns:
             The model's output, with torch tensors if any input was one, else with jax arrays.
 
@@ -237,7 +245,18 @@ class JaxModel(AdapterMethods, BaseModel):
         inputs = self._by_name(args, inputs)
         reject_traced(inputs, type(self).__name__)
         to_torch, prepared = has_torch(inputs), self.prepare_inputs(inputs)
-        return run_forward(self._traced, self._programs, self._layout, self._arrays(), prepared, to_torch=to_torch)
+        parts = (self._traced, self._programs, self._layout, self._arrays())
+        for call in self._size_classes.calls(prepared) if self.pads_inputs else ():
+            try:
+                return run_padded(*parts, call, to_torch=to_torch)
+            except UnprovenError as error:
+                self._size_classes.refuse(call, str(error))
+        return run_forward(*parts, prepared, to_torch=to_torch)
+
+    @property
+    def why_not_padded(self) -> tuple[str, ...]:
+        """Why calls so far were compiled for their own size: where an output may depend on padding. Empty if none was."""
+        return tuple(dict.fromkeys(self._size_classes.refused.values()))
 
     forward = __call__
     """Alias of `__call__`, which transformers' pipelines call."""
@@ -427,6 +446,8 @@ class JaxModel(AdapterMethods, BaseModel):
         **options: Any,
     ) -> list[Any]:
         """Run the model over a dataset, batch by batch, on all devices of the mesh axes "data" and "fsdp".
+
+        For forward passes, rows of similar length make a batch: those of 16 batches are sorted and written together.
 
         Args:
             dataset: texts, lists of token ids, or mappings with either under `column` (such as rows of `datasets`).
