@@ -93,7 +93,7 @@ def test_grouped_product_interpreted(rows, width):
 def test_packed_product_interpreted(bits, out, width, rows):
     values = torch.from_numpy(np.random.default_rng(0).standard_normal((out, width)).astype(np.float32))
     packed = quantize(values, f"int{bits}", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-    assert quantized.fits(rows, packed.shape, packed.bits, packed.group)
+    assert quantized.fits(rows, packed.shape, packed.encoding, packed.group)
     x = normal(rows, width, seed=1).astype(jnp.bfloat16)
     got = quantized.linear(x, packed.values, packed.scale, bits=bits, out_dtype=jnp.float32, interpret=True)
     expected = np.asarray(x, np.float64) @ np.asarray(packed.dequantize(), np.float64).T
@@ -105,7 +105,7 @@ def test_packed_product_interpreted(bits, out, width, rows):
     [(2000, (256, 512), 128), (1, (100, 512), 128), (1, (256, 320), 64), (1, (256, 128), 128)],
 )
 def test_packed_products_that_no_kernel_takes(rows, shape, group):
-    assert not quantized.fits(rows, shape, 8, group)
+    assert not quantized.fits(rows, shape, "int8", group)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_packed_products_that_no_kernel_takes(rows, shape, group):
 def test_packed_experts_interpreted(bits, out, width, rows):
     values = torch.from_numpy(np.random.default_rng(0).standard_normal((5, out, width)).astype(np.float32))
     packed = quantize(values, f"int{bits}", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-    assert quantized.fits_experts(packed.shape, packed.bits, packed.group)
+    assert quantized.fits_experts(packed.shape, packed.encoding, packed.group)
     x, chosen = normal(rows, width, seed=1).astype(jnp.bfloat16), np.random.default_rng(2).integers(0, 6, rows)
     got = quantized.experts_linear(x, packed.values, packed.scale, jnp.asarray(chosen), bits=bits, interpret=True)
     is_real = chosen < 5  # the others belong to nobody here

@@ -124,7 +124,7 @@ class JaxModel(AdapterMethods, BaseModel):
 
     @property
     def quantization(self) -> str | None:
-        """ "int8" or "int4" if the matrices of linear layers are quantized, else None."""
+        """ "int8", "int4", "fp8" or "fp4" if the matrices of linear layers are quantized, else None."""
         return quantization_of(self.params)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:

@@ -24,15 +24,15 @@ Weights = Mapping[str, jax.Array]
 
 
 def quantization_of(weights: Weights) -> str | None:
-    """ "int8" or "int4" if some weights are quantized, else None."""
-    bits = {array.bits for array in weights.values() if isinstance(array, QuantizedArray)}
-    return f"int{min(bits)}" if bits else None
+    """The encoding of quantized weights, of the one with the fewest bits if there are several; None: no weight is quantized."""
+    found = {(array.bits, array.encoding) for array in weights.values() if isinstance(array, QuantizedArray)}
+    return min(found)[1] if found else None
 
 
 def packed_layouts(weights: Weights) -> dict[str, PackedLayout]:
     """How each quantized weight is packed, by name."""
     return {
-        name: PackedLayout(encoding="int8" if array.bits == 8 else "int4", group=array.group, shape=array.shape)
+        name: PackedLayout(encoding=array.encoding, group=array.group, shape=array.shape)
         for name, array in weights.items()
         if isinstance(array, QuantizedArray)
     }

@@ -16,8 +16,9 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from hfax.kernels.encodings import Encoding
 from hfax.kernels.expert_tiles import in_tiles
-from hfax.kernels.gpu.quantized import GROUP, as_words, plane_of, unpacked
+from hfax.kernels.gpu.quantized import GROUP, as_words, can_read, plane_of, unpacked
 from hfax.kernels.gpu.trial import agrees
 
 _FEW, _MANY = 16, 64
@@ -34,10 +35,10 @@ def fits(x: jax.Array, weight: jax.Array, *, is_transposed: bool = False) -> boo
     return is_half and width % _FEW == 0 and out_features % _FEW == 0 and weight.size < _MAX_ELEMENTS
 
 
-def fits_packed(x: jax.Array, shape: tuple[int, ...], group: int) -> bool:
+def fits_packed(x: jax.Array, shape: tuple[int, ...], encoding: Encoding, group: int) -> bool:
     """Whether `grouped_linear_packed` supports rows of this dtype and weights of this shape, [experts, out, in]."""
     is_half = x.dtype in (jnp.bfloat16, jnp.float16)
-    return is_half and group == GROUP and shape[1] % _FEW == 0 and math.prod(shape) < _MAX_ELEMENTS
+    return is_half and can_read(encoding, group) and shape[1] % _FEW == 0 and math.prod(shape) < _MAX_ELEMENTS
 
 
 @functools.cache
@@ -96,7 +97,7 @@ def grouped_linear_packed(
     Args:
         x: as in `grouped_linear`.
         values: as in `hfax.kernels.quantized.QuantizedArray`, with a leading experts axis.
-        scale: [experts, out_features, in_features / 128] bfloat16.
+        scale: [experts, out_features, in_features / 128] bfloat16, float16 or float32.
         experts: as in `grouped_linear`.
         bits: 8 or 4.
         interpret: run the kernel in interpret mode, for tests.

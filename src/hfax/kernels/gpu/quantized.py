@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from hfax.kernels.encodings import Encoding
 from hfax.kernels.gpu.trial import agrees
 
 GROUP = 128
@@ -27,13 +28,17 @@ _TILE = 4096
 """Elements of a single row's tile of products: 32 for each of 128 threads."""
 
 
-def fits(rows: int, shape: tuple[int, ...], bits: int, group: int) -> bool:
+def can_read(encoding: Encoding, group: int) -> bool:
+    """Whether the kernels multiply with weights in this format."""
+    return encoding in ("int8", "int4") and group == GROUP
+
+
+def fits(rows: int, shape: tuple[int, ...], encoding: Encoding, group: int) -> bool:
     """Whether the kernel supports this number of rows and a weight of this shape, [out, in], on one device."""
     return (
         0 < rows <= _MAX_ROWS
         and len(shape) == 2
-        and bits in (4, 8)
-        and group == GROUP
+        and can_read(encoding, group)
         and shape[0] % _MIN_DOT_ROWS == 0
         and shape[1] % GROUP == 0
     )
@@ -85,7 +90,7 @@ def linear(
     Args:
         x: [rows, in_features] bfloat16 or float16.
         values: as in `hfax.kernels.quantized.QuantizedArray`.
-        scale: [out_features, in_features / 128] bfloat16.
+        scale: [out_features, in_features / 128] bfloat16, float16 or float32.
         bits: 8 or 4.
         out_dtype: dtype of the result.
         interpret: run the kernel in interpret mode, for tests.
@@ -95,7 +100,7 @@ def linear(
     """
     rows, width = x.shape
     out_features, groups = scale.shape
-    if not fits(rows, (out_features, width), bits, width // groups):
+    if not fits(rows, (out_features, width), "int8" if bits == 8 else "int4", width // groups):
         raise ValueError(f"no kernel for {rows} rows and a weight [{out_features}, {width}]; ask `fits` first")
     planes = 1 if bits == 8 else 4
     weight = values.reshape(out_features, groups, GROUP) if bits == 8 else as_words(values)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from hfax.kernels.encodings import BITS, Encoding
 from hfax.kernels.expert_tiles import in_tiles
 
 _LANES = 128
@@ -27,9 +28,15 @@ _DEPTHS = (2048, 1792, 1536, 1280, 1024, 896, 768, 640, 512, 384, 256)
 _MANY, _DEPTH_OF_MANY = 128, 1024
 
 
-def fits(rows: int, shape: tuple[int, ...], bits: int, group: int) -> bool:
+def can_read(encoding: Encoding, group: int) -> bool:
+    """Whether the kernels multiply with weights in this format."""
+    return encoding in ("int8", "int4") and group == _LANES
+
+
+def fits(rows: int, shape: tuple[int, ...], encoding: Encoding, group: int) -> bool:
     """Whether the kernel supports this number of rows and a weight of this shape, [out, in], on one device."""
-    return len(shape) == 2 and rows <= _MAX_ROWS and group == _LANES and _tiles(rows, shape, bits) is not None
+    can = len(shape) == 2 and rows <= _MAX_ROWS and can_read(encoding, group)
+    return can and _tiles(rows, shape, BITS[encoding]) is not None
 
 
 @functools.partial(jax.jit, static_argnames=("bits", "out_dtype", "interpret"))  # a kernel is traced once per shape
@@ -41,7 +48,7 @@ def linear(
     Args:
         x: [rows, in_features]; multiplied as bfloat16.
         values: as in `hfax.kernels.quantized.QuantizedArray`.
-        scale: [out_features, in_features / group] bfloat16.
+        scale: [out_features, in_features / group] bfloat16 or float32.
         bits: 8 or 4.
         out_dtype: dtype of the result.
         interpret: run the kernel in interpret mode, for tests.
@@ -80,9 +87,9 @@ def linear(
     return result[:rows]
 
 
-def fits_experts(shape: tuple[int, ...], bits: int, group: int) -> bool:
+def fits_experts(shape: tuple[int, ...], encoding: Encoding, group: int) -> bool:
     """Whether `experts_linear` supports matrices of this shape, [experts, out, in]."""
-    return len(shape) == 3 and group == _LANES and _tiles(1, shape[1:], bits) is not None
+    return len(shape) == 3 and can_read(encoding, group) and _tiles(1, shape[1:], BITS[encoding]) is not None
 
 
 @functools.partial(jax.jit, static_argnames=("bits", "interpret"))
