@@ -4,13 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from packed_weights import FORMATS, packed_array, packed_tensor
 
 from hfax.kernels import quantized
 from hfax.kernels.cpu import library
 from hfax.kernels.experts import grouped_linear
 
 from .cpu_programs import KERNELS, normal, on_cpu, pack
-from .packed_weights import FORMATS, packed_array, packed_tensor
 
 pytestmark = pytest.mark.usefixtures("instruction_set")
 

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from packed_weights import FORMATS, HERE, packed_array, packed_tensor
 
 from hfax.kernels import quantized
 from hfax.kernels.experts import grouped_linear
@@ -12,7 +13,6 @@ from hfax.load.quantize import kept_layout
 from hfax.load.quantize import pack as pack_stored
 
 from .cpu_programs import normal, pack
-from .packed_weights import FORMATS, HERE, packed_array, packed_tensor
 
 
 @pytest.fixture(params=[8, 4])

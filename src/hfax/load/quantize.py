@@ -86,7 +86,7 @@ def pack(tensor: PackedTensor, dtype: torch.dtype, where: Sharding) -> Quantized
     layout = kept_layout(tensor.layout, platform)
     if (
         layout is None
-        or (tensor.columns is not None and _splits_columns(where, tensor.layout.shape))
+        or (tensor.columns is not None and splits_columns(where, tensor.layout.shape))
         or _has_nan(tensor)
     ):
         return None
@@ -129,7 +129,7 @@ def _kept_group(layout: PackedLayout, platform: str) -> int | None:
     return WORD_COLUMNS if layout.group % WORD_COLUMNS == 0 and can_read(layout.encoding, WORD_COLUMNS) else None
 
 
-def _splits_columns(where: Sharding, shape: tuple[int, ...]) -> bool:
+def splits_columns(where: Sharding, shape: tuple[int, ...]) -> bool:
     """Whether devices hold different columns, which a permutation would mix."""
     return where.shard_shape(shape)[-1] != shape[-1]
 
@@ -205,8 +205,7 @@ def restore(
             "hfax stores int8, float8_e4m3fn, or uint8 for 4 bits, with floating-point scales of at most 32 bits.",
             "Save the quantized model again.",
         )
-    whole = NamedSharding(where.mesh, P()) if isinstance(where, NamedSharding) else where
-    placed = {name: place(part, whole if name == "columns" else where) for name, part in parts.items()}
+    placed = {field: place(part, part_sharding(field, where)) for field, part in parts.items()}
     name = str(dtype).removeprefix("torch.")
     return QuantizedArray(**placed, encoding=encoding, dtype=jnp.dtype(name), spec=spec_of(where))
 
@@ -218,6 +217,11 @@ def encoding_of(dtype: str) -> Encoding | None:
     """The encoding of codes stored in this dtype, if it is not "fp4"."""
     found: dict[str, Encoding] = {"int8": "int8", "uint8": "int4", "float8_e4m3fn": "fp8"}
     return found.get(dtype)
+
+
+def part_sharding(field: str, where: Sharding) -> Sharding:
+    """The sharding of a field of a `QuantizedArray`: the weight's, but every device has the order of columns."""
+    return NamedSharding(where.mesh, P()) if field == "columns" and isinstance(where, NamedSharding) else where
 
 
 def spec_of(where: Sharding) -> P | None:

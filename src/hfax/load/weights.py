@@ -16,8 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from hfax.errors import CheckpointCorruptError
 from hfax.kernels.quantized import QuantizedArray
@@ -40,6 +38,7 @@ from hfax.load.quantize import (
     kept_layout,
     layouts,
     pack,
+    part_sharding,
     quantize,
     restore,
     spec_of,
@@ -241,9 +240,7 @@ def load_arrays(skeleton: Skeleton, store: OrbaxStore, layout: Layout) -> tuple[
     def wanted(stored_name: str) -> jax.ShapeDtypeStruct:
         found, (field, weight) = stored[stored_name], of_weight.get(stored_name, (None, stored_name))
         is_float = field is None and jnp.issubdtype(found.dtype, jnp.floating)
-        where = layout.weight(skeleton.tied.get(weight, weight))
-        if field == "columns" and isinstance(where, NamedSharding):
-            where = NamedSharding(where.mesh, P())
+        where = part_sharding(field or "values", layout.weight(skeleton.tied.get(weight, weight)))
         return jax.ShapeDtypeStruct(found.shape, weight_dtypes[weight] if is_float else found.dtype, sharding=where)
 
     arrays: Any = {name: wanted(name) for name in stored}

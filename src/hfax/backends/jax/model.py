@@ -26,6 +26,7 @@ from hfax.backends.jax.weights import (
     as_state_dict,
     cast,
     count_numbers,
+    moved,
     packed_layouts,
     quantization_of,
     replaced,
@@ -502,7 +503,7 @@ class JaxModel(AdapterMethods, BaseModel):
             InvalidInputError: `mesh` is invalid for `from_pretrained`, or an adapter is merged.
         """
         self._layout = choose_layout(self._skeleton, mesh, packed_layouts(self.params), self._layout.device)
-        self.params = {n: jax.device_put(a, self._layout.weight(n)) for n, a in self.params.items()}
+        self.params = {n: moved(a, self._layout.weight(n)) for n, a in self.params.items()}
         self.buffers = {n: jax.device_put(b, self._layout.replicated) for n, b in self.buffers.items()}
         self._traced.use_buffers(self.buffers)
         self.adapters.move_to(self._layout)

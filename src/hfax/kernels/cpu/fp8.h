@@ -1,7 +1,8 @@
 // Products of activations with float8_e4m3fn weights, for any number of rows, on every instruction set.
 //
-// Weights become float32, which is exact. A group's products are added in 16 sums, column k in sum k % 16, whatever the width of a vector,
-// and these in one order, so a row's numbers depend neither on the rows beside it nor on the instruction set.
+// Weights become float32, which is exact. A group's products are added in 16 sums, column k in sum k % 16, whatever the width of a vector.
+// Times the group's scale they are added to those of the groups before, and at last to each other in one order, so a row's numbers depend
+// neither on the rows beside it nor on the instruction set.
 
 #pragma once
 
@@ -9,10 +10,10 @@
 
 namespace {
 
-constexpr int64_t kSums = 16;              // of a group
-constexpr int64_t kParts = kSums / kLanes;  // vectors of them
-constexpr int64_t kWeightRows = 4;         // that are multiplied together: memory is fastest in few streams
-constexpr float kFp8Unit = 256;            // see load_fp8
+constexpr int64_t kSums = 16;               // of a group
+constexpr int64_t kParts = kSums / kLanes;  // vectors that hold them
+constexpr int64_t kWeightRows = 4;          // that are multiplied together: memory is fastest in few streams
+constexpr float kFp8Unit = 256;             // see load_fp8
 
 // Rows of activations as float32, [rows, width], and the sums of each group, [rows, groups], if the weight has offsets.
 struct Widened {
@@ -46,28 +47,30 @@ inline float total_of_sums(const Floats (&sums)[kParts]) {
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-// Adds the part of a group to the results of R rows of activations, `x_stride` numbers apart, with four rows of the weight; `numbers` gives
+using Sums = Floats[kWeightRows][kParts];
+
+// Adds the part of a group to the sums of R rows of activations, `x_stride` numbers apart, with four rows of the weight; `numbers` gives
 // kLanes of a row's weights.
 template <int R, typename Numbers>
-inline void add_fp8_group(const float* x, int64_t x_stride, int64_t group, const Numbers& numbers, const float* scale, float (*results)[kWeightRows]) {
-  Floats sums[R][kWeightRows][kParts] = {};
-  for (int64_t k = 0; k < group; k += kSums) {
-    HFAX_UNROLL for (int64_t p = 0; p < kParts; ++p) {
+inline void add_fp8_group(const float* x, int64_t x_stride, int64_t group, const Numbers& numbers, const float* scale, int64_t groups, Sums* sums) {
+  for (int64_t p = 0; p < kParts; ++p) {
+    Floats here[R][kWeightRows] = {};
+    for (int64_t k = p * kLanes; k < group; k += kSums) {
       Floats w[kWeightRows];
-      HFAX_UNROLL for (int64_t i = 0; i < kWeightRows; ++i) w[i] = numbers(i, k + p * kLanes);
+      HFAX_UNROLL for (int64_t i = 0; i < kWeightRows; ++i) w[i] = numbers(i, k);
       HFAX_UNROLL for (int r = 0; r < R; ++r) {
-        const Floats each = load(x + r * x_stride + k + p * kLanes);
-        HFAX_UNROLL for (int64_t i = 0; i < kWeightRows; ++i) sums[r][i][p] = fused(each, w[i], sums[r][i][p]);
+        const Floats each = load(x + r * x_stride + k);
+        HFAX_UNROLL for (int64_t i = 0; i < kWeightRows; ++i) here[r][i] = fused(each, w[i], here[r][i]);
       }
     }
+    HFAX_UNROLL for (int r = 0; r < R; ++r)
+      HFAX_UNROLL for (int64_t i = 0; i < kWeightRows; ++i) sums[r][i][p] = fused(here[r][i], Floats{} + scale[i * groups], sums[r][i][p]);
   }
-  HFAX_UNROLL for (int r = 0; r < R; ++r)
-    HFAX_UNROLL for (int64_t i = 0; i < kWeightRows; ++i) results[r][i] = std::fma(total_of_sums(sums[r][i]), scale[i], results[r][i]);
 }
 
 struct Fp8Scratch {
   alignas(64) float weight[kWeightRows * kMaxGroup];
-  float results[kRowsTogether][kWeightRows];
+  alignas(64) Sums sums[kRowsTogether];
 };
 
 inline Fp8Scratch& fp8_scratch() {
@@ -76,43 +79,42 @@ inline Fp8Scratch& fp8_scratch() {
   return *scratch;
 }
 
-// The results of rows `begin` to `end` of the activations for four rows of the weight; rows that are not there repeat the last one.
-// `scales` and `offsets`: [groups][kWeightRows].
-inline void multiply_fp8_rows(const Widened& x, int64_t begin, int64_t end, const uint8_t* const (&rows)[kWeightRows], int64_t group, const float* scales,
-                              const float* offsets, Fp8Scratch& scratch) {
-  constexpr int kTogether = kLanes == 16 ? 4 : 1;  // rows of activations whose sums fit the registers
-  for (int64_t row = begin; row < end; ++row) std::fill_n(scratch.results[row - begin], kWeightRows, 0.0f);
-  const auto stored = [&](int64_t from) { return [&rows, from](int64_t i, int64_t k) { return load_fp8(rows[i] + from + k); }; };
+// The sums of rows `begin` to `end` of the activations with four rows of the weight. `scales`: [kWeightRows][groups].
+inline void add_fp8_rows(const Widened& x, int64_t begin, int64_t end, const uint8_t* const (&rows)[kWeightRows], int64_t group, const float* scales,
+                         Fp8Scratch& scratch) {
+  constexpr int kTogether = kLanes == 8 ? 2 : 4;  // rows of activations whose sums fit the registers
+  std::memset(scratch.sums, 0, (end - begin) * sizeof(Sums));
   const auto widened = [&](int64_t i, int64_t k) { return load(scratch.weight + i * kMaxGroup + k); };
   for (int64_t g = 0; g < x.groups; ++g) {
     const int64_t from = g * group;
     const float* at = x.numbers.data() + begin * x.width + from;
+    for (int64_t i = 0; i < kWeightRows; ++i)  // of the rows to come
+      for (int64_t line = 0; line < group; line += 64) __builtin_prefetch(rows[i] + kWeightRows * x.width + from + line, 0, 2);
     if (end - begin == 1) {
-      for (int64_t i = 0; i < kWeightRows; ++i)
-        for (int64_t line = 0; line < group; line += 64) __builtin_prefetch(rows[i] + from + kAhead / 2 + line);
-      add_fp8_group<1>(at, x.width, group, stored(from), scales + g * kWeightRows, scratch.results);
-    } else {
-      for (int64_t i = 0; i < kWeightRows; ++i)
-        for (int64_t k = 0; k < group; k += kLanes) store_floats(load_fp8(rows[i] + from + k), scratch.weight + i * kMaxGroup + k);
-      int64_t row = 0;
-      for (; row + kTogether <= end - begin; row += kTogether)
-        add_fp8_group<kTogether>(at + row * x.width, x.width, group, widened, scales + g * kWeightRows, scratch.results + row);
-      for (; row < end - begin; ++row) add_fp8_group<1>(at + row * x.width, x.width, group, widened, scales + g * kWeightRows, scratch.results + row);
+      add_fp8_group<1>(at, x.width, group, [&](int64_t i, int64_t k) { return load_fp8(rows[i] + from + k); }, scales + g, x.groups, scratch.sums);
+      continue;
     }
-    for (int64_t row = begin; offsets && row < end; ++row)
-      for (int64_t i = 0; i < kWeightRows; ++i)
-        scratch.results[row - begin][i] = std::fma(offsets[g * kWeightRows + i], x.total[row * x.groups + g], scratch.results[row - begin][i]);
+    for (int64_t i = 0; i < kWeightRows; ++i)
+      for (int64_t k = 0; k < group; k += kLanes) store_floats(load_fp8(rows[i] + from + k), scratch.weight + i * kMaxGroup + k);
+    int64_t row = 0;
+    for (; row + kTogether <= end - begin; row += kTogether) add_fp8_group<kTogether>(at + row * x.width, x.width, group, widened, scales + g, x.groups, scratch.sums + row);
+    for (; row < end - begin; ++row) add_fp8_group<1>(at + row * x.width, x.width, group, widened, scales + g, x.groups, scratch.sums + row);
   }
 }
 
-// The numbers of four rows of a weight's groups, of which `count` are there, as [groups][kWeightRows] times `unit`.
-inline void gather_four(const OfGroups& numbers, int64_t groups, int64_t first, int64_t count, float unit, std::vector<float>& to) {
-  constexpr int64_t kEach = std::max(kLanes, kWeightRows);
-  thread_local std::vector<float> lanes;
-  lanes.resize(groups * kEach), to.resize(groups * kWeightRows);
-  gather(numbers, groups, first, count, 0, groups, lanes.data(), kEach);
-  for (int64_t g = 0; g < groups; ++g)
-    for (int64_t i = 0; i < kWeightRows; ++i) to[g * kWeightRows + i] = lanes[g * kEach + i] * unit;
+// `count` scales or offsets times `unit`.
+inline void widen(const OfGroups& numbers, int64_t count, float unit, float* to) {
+  for (int64_t g = 0; g < count; g += kLanes) {
+    const int64_t here = std::min(kLanes, count - g);
+    int32_t some[kLanes] = {};
+    std::memcpy(some, numbers.from(g).data, here * numbers.bytes());
+    Ints bits = load_words(some);
+    if (numbers.type != ffi::F32) {
+      const Ints halves = __builtin_convertvector(*reinterpret_cast<const Halves*>(some), Ints);
+      bits = numbers.type == ffi::BF16 ? halves << 16 : widen_float16(halves);
+    }
+    store_some(reinterpret_cast<const Floats&>(bits) * unit, here, to + g);
+  }
 }
 
 // The results of all rows for rows `begin` to `end` of the weight.
@@ -120,17 +122,26 @@ template <typename Out>
 void multiply_packed(const Widened& x, const Packed<kFp8>& weight, int64_t begin, int64_t end, Out* out, int64_t num_columns) {
   thread_local std::vector<float> scales, offsets;
   Fp8Scratch& scratch = fp8_scratch();
+  scales.resize(kWeightRows * x.groups), offsets.resize(kWeightRows * x.groups);
   for (int64_t first = begin; first < end; first += kWeightRows) {
     const int64_t count = std::min(kWeightRows, end - first);
     const uint8_t* rows[kWeightRows];
     for (int64_t i = 0; i < kWeightRows; ++i) rows[i] = weight.values + (first + std::min(i, count - 1)) * weight.bytes_per_row();
-    gather_four(weight.scale, x.groups, first, count, kFp8Unit, scales);
-    if (weight.offset) gather_four(weight.offset, x.groups, first, count, 1, offsets);
+    for (int64_t i = 0; i < kWeightRows; ++i) {
+      const int64_t at = (first + std::min(i, count - 1)) * x.groups;
+      widen(weight.scale.from(at), x.groups, kFp8Unit, scales.data() + i * x.groups);
+      if (weight.offset) widen(weight.offset.from(at), x.groups, 1, offsets.data() + i * x.groups);
+    }
     for (int64_t row = 0; row < x.rows; row += kRowsTogether) {
       const int64_t last = std::min(x.rows, row + kRowsTogether);
-      multiply_fp8_rows(x, row, last, rows, weight.group, scales.data(), weight.offset ? offsets.data() : nullptr, scratch);
-      for (int64_t r = row; r < last; ++r)
-        for (int64_t i = 0; i < count; ++i) store(scratch.results[r - row][i], out + r * num_columns + first + i);
+      add_fp8_rows(x, row, last, rows, weight.group, scales.data(), scratch);
+      for (int64_t r = row; r < last; ++r) {
+        for (int64_t i = 0; i < count; ++i) {
+          float result = total_of_sums(scratch.sums[r - row][i]);
+          for (int64_t g = 0; weight.offset && g < x.groups; ++g) result = std::fma(offsets[i * x.groups + g], x.total[r * x.groups + g], result);
+          store(result, out + r * num_columns + first + i);
+        }
+      }
     }
   }
 }
