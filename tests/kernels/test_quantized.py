@@ -80,8 +80,11 @@ def test_a_stored_weight_keeps_its_numbers(form, permuted):
         ("int4", 32, 192, "cpu", None),  # columns whose codes share words
         ("int8", 576, 576, "cpu", 64),
         ("int8", 8, 512, "cpu", None),
-        ("fp8", 128, 512, "tpu", None),
-        ("int4", 32, 512, "tpu", None),
+        ("fp8", 128, 512, "tpu", 128),
+        ("fp8", 64, 512, "tpu", None),
+        ("int4", 32, 512, "tpu", 32),
+        ("fp4", 16, 512, "tpu", None),
+        ("int4", 64, 512, "gpu", 64),
         ("int4", 256, 512, "tpu", 128),
         ("int8", 128, 512, "gpu", 128),
         ("fp4", 32, 512, "gpu", None),

@@ -192,14 +192,14 @@ def _packed_by_pallas(x: jax.Array, weight: QuantizedArray, experts: jax.Array) 
     of_weight: dict[str, Any] = {"encoding": weight.encoding, "group": weight.group}
     if (on_gpu := _gpu_kernels()) is not None and on_gpu.fits_packed(x, weight.shape, **of_weight):
         target.choose(f"experts: Triton kernel ({weight.encoding} weights)")
-        out = on_gpu.grouped_linear_packed(x, weight.values, weight.scale, experts, bits=weight.bits)
+        out = on_gpu.grouped_linear_packed(x, weight.values, weight.scale, experts, encoding=weight.encoding)
     elif target.is_for("tpu") and not target.is_differentiated() and x.dtype == jnp.bfloat16:
         from hfax.kernels.tpu import quantized as kernels
 
         if not kernels.fits_experts(weight.shape, **of_weight):
             return None
         target.choose(f"experts: Pallas kernel ({weight.encoding} weights)")
-        out = kernels.experts_linear(x, weight.values, weight.scale, experts, bits=weight.bits)
+        out = kernels.experts_linear(x, weight.values, weight.scale, experts, encoding=weight.encoding)
     else:
         return None
     if weight.offset is None:

@@ -218,7 +218,7 @@ def _by_kernel(x: jax.Array, weight: QuantizedArray, kernels: Any, of_x: P, of_w
 
     def local(x: jax.Array, weight: QuantizedArray) -> jax.Array:
         flat = x.reshape(-1, x.shape[-1])
-        out = kernels.linear(flat, weight.values, weight.scale, bits=weight.bits, out_dtype=jnp.float32)
+        out = kernels.linear(flat, weight.values, weight.scale, encoding=weight.encoding, out_dtype=jnp.float32)
         if weight.offset is not None:
             out = out + sums_with_offset(flat, weight.offset)
         out = out.reshape(*x.shape[:-1], -1)

@@ -30,8 +30,8 @@ Quantized = Quantization | Mapping[str, PackedLayout] | None
 
 _GROUPS = {"int8": (128, 64, 32), "int4": (WORD_COLUMNS,)}
 """Group sizes (columns per scale) of weights quantized here; the first that divides the row width is used."""
-_CPU_GROUPS = (128, 64, 32, 16)
-"""Group sizes of weights packed by others that CPU kernels multiply with; a multiple is split."""
+_GROUPS_OF_OTHERS = (128, 64, 32, 16)
+"""Group sizes of weights packed by others; a multiple is split into the largest that a kernel multiplies with."""
 
 
 def check_name(quantization: str | None) -> None:
@@ -118,15 +118,22 @@ def _kept_group(layout: PackedLayout, platform: str) -> int | None:
     width = layout.shape[-1]
     if width % layout.group or (BITS[layout.encoding] == 4 and width % WORD_COLUMNS):
         return None
+    return next(
+        (g for g in _GROUPS_OF_OTHERS if layout.group % g == 0 and _can_read(platform, layout.encoding, g)), None
+    )
+
+
+def _can_read(platform: str, encoding: Encoding, group: int) -> bool:
+    """Whether a kernel of the platform multiplies with codes in groups of this many columns."""
     if platform == "cpu":
-        return next((group for group in _CPU_GROUPS if layout.group % group == 0), None)
+        return True
     if platform == "tpu":
         from hfax.kernels.tpu.quantized import can_read  # Pallas takes a second to import
     elif platform in ("cuda", "gpu"):
         from hfax.kernels.gpu.quantized import can_read
     else:
-        return None
-    return WORD_COLUMNS if layout.group % WORD_COLUMNS == 0 and can_read(layout.encoding, WORD_COLUMNS) else None
+        return False
+    return can_read(encoding, group)
 
 
 def splits_columns(where: Sharding, shape: tuple[int, ...]) -> bool:
