@@ -229,8 +229,8 @@ def _multiply_nibbles(lower: Any, upper: Any, weight: Any, scale: Any, *, group:
     """
     rows, groups, total = lower.shape[0], 2 * _LANES // group, 0.0
     lane = jax.lax.broadcasted_iota(jnp.int32, (rows, _LANES), 1)
-    half, count = lane // (_LANES // 2), 2 if group == _LANES else 4
-    part = half if count == 2 else 2 * half + lane % 2
+    half, count = (lane >= _LANES // 2).astype(jnp.int32), 2 if group == _LANES else 4
+    part = half if count == 2 else 2 * half + (lane & 1)
     for pair in range(scale.shape[0] // groups):
         here = slice(pair * _LANES, (pair + 1) * _LANES)
         stored = weight[:, here].astype(jnp.int32)

@@ -1,0 +1,69 @@
+"""The kernels for weights as other libraries store them are compiled for chips that are not there."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from hfax.kernels.encodings import BITS
+from hfax.kernels.experts import grouped_linear
+from hfax.kernels.quantized import QuantizedArray, linear
+from hfax.kernels.target import compiling_for
+from hfax.planning.devices import topology_devices
+
+TPU = [pytest.mark.tpu_compile, pytest.mark.usefixtures("tpu_compiler")]
+GPU = [pytest.mark.gpu_compile, pytest.mark.usefixtures("gpu_compiler")]
+CODES = {"int8": "int8", "fp8": "float8_e4m3fn"}
+
+
+@pytest.mark.parametrize("rows", [1, 60])
+@pytest.mark.parametrize("lead", [(), (8,)], ids=["linear", "experts"])
+@pytest.mark.parametrize(
+    ("topology", "encoding", "group", "dtype", "has_offset"),
+    [
+        *(
+            pytest.param("v5e:2x2", *form, marks=TPU)
+            for form in (
+                ("int8", 128, "float32", True),
+                ("int4", 128, "float32", True),
+                ("int4", 32, "float32", True),
+                ("fp4", 32, "bfloat16", False),
+                ("fp8", 128, "float32", False),
+            )
+        ),
+        *(
+            pytest.param(machine, *form, marks=GPU)
+            for machine in ("h100:1", "l4:1")
+            for form in (
+                ("int8", 128, "float32", False),
+                ("int4", 128, "float16", True),
+                ("int4", 64, "float16", False),
+                ("int4", 32, "float32", True),
+            )
+        ),
+    ],
+)
+def test_kernels_compile(topology, encoding, group, dtype, has_offset, lead, rows):
+    device = topology_devices(topology)[0]
+    mesh = Mesh(np.array([device]), ("tensor",))
+
+    def given(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, P()))
+
+    of_groups = given((*lead, 512, 1024 // group), dtype)
+    weight = QuantizedArray(
+        values=given((*lead, 512, 1024 * BITS[encoding] // 8), CODES.get(encoding, "uint8")),
+        scale=of_groups,
+        offset=of_groups if has_offset else None,
+        encoding=encoding,
+        dtype=jnp.dtype("bfloat16"),
+    )
+    x, experts = given((rows, 1024), "bfloat16"), given((rows,), "int32")
+    with compiling_for(device, mesh=mesh) as where:
+        if lead:
+            jax.jit(grouped_linear).lower(x, weight, experts).compile()
+        else:
+            jax.jit(linear).lower(x, weight).compile()
+    assert all(f"kernel ({encoding} weights)" in way for way in where.chosen)
