@@ -27,6 +27,7 @@ from hfax.backends.jax.weights import (
     as_state_dict,
     cast,
     count_numbers,
+    moved,
     packed_layouts,
     quantization_of,
     replaced,
@@ -130,7 +131,7 @@ class JaxModel(AdapterMethods, BaseModel):
 
     @property
     def quantization(self) -> str | None:
-        """ "int8" or "int4" if the matrices of linear layers are quantized, else None."""
+        """ "int8", "int4", "fp8" or "fp4" if the matrices of linear layers are quantized, else None."""
         return quantization_of(self.params)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
@@ -525,7 +526,7 @@ class JaxModel(AdapterMethods, BaseModel):
             InvalidInputError: `mesh` is invalid for `from_pretrained`, or an adapter is merged.
         """
         self._layout = choose_layout(self._skeleton, mesh, packed_layouts(self.params), self._layout.device)
-        self.params = {n: jax.device_put(a, self._layout.weight(n)) for n, a in self.params.items()}
+        self.params = {n: moved(a, self._layout.weight(n)) for n, a in self.params.items()}
         self.buffers = {n: jax.device_put(b, self._layout.replicated) for n, b in self.buffers.items()}
         self._traced.use_buffers(self.buffers)
         self.adapters.move_to(self._layout)
