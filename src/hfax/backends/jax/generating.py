@@ -138,7 +138,7 @@ def run_request(
         streamer=streamer,
         stop_check=make_stop_check(config.stop_strings, tokenizer),
     )
-    return as_sequences(
+    result = as_sequences(
         generated,
         request.prompts.given,
         num_return_sequences=config.num_return_sequences or 1,
@@ -146,6 +146,9 @@ def run_request(
         as_dict=bool(config.return_dict_in_generate) or bool(request.options.keep),
         give=lambda array: give(array, to_torch),
     )
+    if config.return_dict_in_generate and not is_encoder_decoder and (cache := loop.keep(generated, request.prompts)):
+        result["cache"] = cache
+    return result
 
 
 def call_own_generate(
