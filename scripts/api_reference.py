@@ -30,6 +30,7 @@ SECTIONS = {
         "Diagnosis",
         "verify",
         "Verification",
+        "KeptCache",
         "PromptResult",
         "Difference",
     ),
@@ -87,6 +88,7 @@ SECTIONS = {
 BESIDE = {
     "PromptResult": "hfax.evaluation.verification",
     "Difference": "hfax.evaluation.first_difference",
+    "KeptCache": "hfax.generation.kept_cache",
     "Request": "hfax.engine.request",
     "Patch": "hfax.patches.patch",
 }

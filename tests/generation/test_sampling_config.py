@@ -9,7 +9,7 @@ import pytest
 from transformers import GenerationConfig
 
 from hfax.errors import InvalidInputError, UnsupportedOptionError
-from hfax.generation.sampling_checks import NEUTRAL_VALUES, WITHOUT_EFFECT
+from hfax.generation.sampling_checks import NEUTRAL_VALUES, WHY, WITHOUT_EFFECT
 from hfax.generation.sampling_config import SamplingSpec, make_sampling_spec
 
 
@@ -137,12 +137,13 @@ def test_options_that_hfax_does_not_do_are_refused_by_name(name: str, value: Any
     with pytest.raises(UnsupportedOptionError) as caught:
         make(**{name: value})
     assert caught.value.what.startswith(f"{name}=")
-    assert f"{name}={NEUTRAL_VALUES[name][0]!r}" in caught.value.fix
+    assert caught.value.why.startswith(WHY[name])
+    assert caught.value.fix == f"Pass {name}={NEUTRAL_VALUES[name][0]!r}."
 
 
 def test_the_table_of_refused_options_is_tested_whole():
     tested = test_options_that_hfax_does_not_do_are_refused_by_name.pytestmark[0].args[1]
-    assert {name for name, _ in tested} == set(NEUTRAL_VALUES)
+    assert {name for name, _ in tested} == set(NEUTRAL_VALUES) == set(WHY)
 
 
 @pytest.mark.parametrize(

@@ -41,14 +41,14 @@ GREEDY: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Any]]:
-    """By name of a config: hfax's model and transformers', with the same weights."""
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Any, Any]]:
+    """By name of a config, or by name and config: hfax's model and transformers', with the same weights."""
     made: dict[str, tuple[Any, Any]] = {}
 
-    def get(name: str) -> tuple[Any, Any]:
+    def get(name: str, config: Any = None) -> tuple[Any, Any]:
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
-            plain = tiny_models.random_model(CONFIGS[name])
+            plain = tiny_models.random_model(CONFIGS[name] if config is None else config)
             tiny_models.save(folder, plain)
             made[name] = AutoModelForTPU.from_pretrained(folder), plain
         return made[name]

@@ -37,7 +37,7 @@ from hfax.tracing.traits import ModelTraits
 _ID_INPUTS = ("input_ids", "decoder_input_ids")
 _NOT_CONFIGURED = (
     *("logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria"),
-    *("negative_prompt_ids", "negative_prompt_attention_mask"),
+    *("negative_prompt_ids", "negative_prompt_attention_mask", "past_key_values", "cache"),
 )
 """Arguments of transformers' `generate` that are neither in GenerationConfig nor inputs of a model."""
 _SAMPLING_EXTRAS = ("presence_penalty", "frequency_penalty")
@@ -282,7 +282,9 @@ class BaseModel:
         arrays = {n: self._host_array(n, v) for n, v in model_inputs.items() if is_array(v) or isinstance(v, list)}
         static = {n: v for n, v in model_inputs.items() if n not in arrays and v is not None}
         arrays = registry.prepare_inputs(self._skeleton.module, arrays, self.patches, self.backend)
+        kept = further["past_key_values"] if further["cache"] is None else further["cache"]
         prompts = self._prompts(prompt, arrays, config)
+        prompts = prompts if kept is None else self._resumed(kept, prompts, {**arrays, **static})
         width = prompts.given.shape[1]
         stopping = read_stopping(further["stopping_criteria"], config, width, started)
         most = requests.resolve_max_new_tokens(config, prompts.longest, self._context())
@@ -318,6 +320,14 @@ class BaseModel:
             ),
         )
         return Request(prompts=prompts, options=options_resolved, static=static), to_torch
+
+    def _resumed(self, kept: Any, prompts: requests.Prompts, inputs: Mapping[str, Any]) -> requests.Prompts:
+        """The prompts of which a cache holds the beginning."""
+        raise UnsupportedOptionError(
+            f"The backend {self.backend} does not take past_key_values.",
+            "Its loop reads every prompt from the beginning.",
+            'Pass the whole text without it, or use backend="jax".',
+        )
 
     @functools.cached_property
     def _known_arguments(self) -> tuple[frozenset[str], tuple[str, ...]]:

@@ -90,30 +90,51 @@ def start(
     seq2seq = model.traits.is_encoder_decoder
     prompt = inputs["decoder_input_ids" if seq2seq else "input_ids"].astype(jnp.int32)
     prompt_mask = jnp.ones_like(prompt) if seq2seq else inputs["attention_mask"].astype(jnp.int32)
-    batch, length = prompt.shape
+    length = prompt.shape[1]
     state |= {"tokens": jnp.pad(prompt, ((0, 0), (0, spec.capacity - length))), "finished": request["unused"]}
     if (repeats := spec.num_return_sequences) > 1:
         repeat = lambda a, axis=0: jnp.repeat(a, repeats, axis=axis)  # noqa: E731
         cache = {name: repeat(array, rows_axis(name)) for name, array in state.pop("cache").items()}
         state, logits, prompt, prompt_mask = jax.tree.map(repeat, (state, logits, prompt, prompt_mask))
         state["cache"] = cache
-    state["sampling"] = init_sampling_state(spec.sampling, logits.shape[-1], prompt, (prompt_mask != 0) & (prompt >= 0))
     if spec.guide_capacity:
         negative = jax.tree.map(lambda a: jnp.repeat(a, repeats, axis=0), dict(request["negative"]))
         state["guide"] = guidance.read_negative(model, params, negative, spec.guide_capacity)
-    state["length"] = jnp.int32(length)
-    state["step"] = jnp.int32(0)
+    is_text = (prompt_mask != 0) & (prompt >= 0)
+    return begin(spec, state, logits, prompt, is_text, length, request) | {"checks": checks}
+
+
+def begin(
+    spec: LoopSpec,
+    state: State,
+    logits: jax.Array,
+    prompt: jax.Array,
+    is_text: jax.Array,
+    length: jax.Array | int,
+    request: Mapping[str, Any],
+) -> State:
+    """The state after the prompts were read, with the first token sampled.
+
+    Args:
+        spec: what the program is specialized for.
+        state: its `tokens`, `mask`, `positions`, `cache`, `repeated` and `finished`.
+        logits: [rows, vocab], of the last token.
+        prompt: [rows, width] int32, what processors take for the text so far.
+        is_text: [rows, width] bool, where it is.
+        length: tokens in the cache.
+        request: as for `start`.
+    """
+    state["sampling"] = init_sampling_state(spec.sampling, logits.shape[-1], prompt, is_text, length)
+    state["length"], state["step"] = jnp.int32(length), jnp.int32(0)
     kept = spec.keep
     if spec.beams is not None:  # whose log-probabilities are kept with the tokens of each beam
-        kept = [name for name in kept if name != "log_probs"]
-        state["beams"] = init_beams(
-            spec.beams, state["tokens"], request["unused"], keeps_log_probs=kept != list(spec.keep)
-        )
+        kept = tuple(name for name in kept if name != "log_probs")
+        state["beams"] = init_beams(spec.beams, state["tokens"], request["unused"], keeps_log_probs=kept != spec.keep)
     for name in kept:
-        shape = (spec.max_steps, batch * repeats, *(() if name == "log_probs" else (logits.shape[-1],)))
+        shape = (spec.max_steps, *logits.shape[: 1 if name == "log_probs" else 2])
         state[name] = jnp.zeros(shape, jnp.float32)
     finish = propose if spec.sampling.visits_host else draw
-    return finish(spec, state, logits, request) | {"checks": checks}
+    return finish(spec, state, logits, request)
 
 
 def read_prompts(

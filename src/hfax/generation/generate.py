@@ -13,13 +13,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from hfax.errors import UnsupportedOptionError
 from hfax.generation.beam_config import make_beam_spec, rows_per_prompt
 from hfax.generation.beam_loop import BeamProgress
 from hfax.generation.custom_processors import with_custom
 from hfax.generation.decoding import LoopSpec, State, advance, advance_to_host, settle, start
 from hfax.generation.generation_request import GenerationOptions, Prompts
-from hfax.generation.host_loop import Progress
+from hfax.generation.host_loop import Generated, Progress
 from hfax.generation.host_processors import HostProcessors, TextSoFar
+from hfax.generation.kept_cache import KeptCache, keep, resume
 from hfax.generation.sampling_config import make_sampling_spec
 from hfax.generation.speculation import advance_with_drafts
 from hfax.launch.together import agree
@@ -64,7 +66,11 @@ def open_loop(
     )
     rows = prompts.num_padded_rows
     drafts = 0 if options.speculation is None else options.speculation.num_tokens + 1
-    capacity = buckets.capacity(*prompts.padded_shape, prompts.padded_length + options.max_new_tokens + drafts)
+    tokens = prompts.padded_length + options.max_new_tokens + drafts
+    if prompts.kept is not None:
+        _check_kept(options)
+        tokens = max(tokens, int(prompts.inputs["length"]) + prompts.inputs["new"].shape[1], prompts.kept.capacity)
+    capacity = buckets.capacity(*prompts.padded_shape, tokens)
     beams, beam_values = make_beam_spec(
         options.config,
         num_eos=len(options.eos_token_ids),
@@ -104,13 +110,28 @@ def open_loop(
     if options.negative is not None:
         request |= {"negative": dict(options.negative), "guidance_scale": np.float32(options.config.guidance_scale)}
     request = layout.put(request)
-    inputs = layout.put_rows(prompts.inputs)
+    inputs = layout.put_rows(prompts.inputs) if prompts.kept is None else layout.put(prompts.inputs)
     host = None
     if options.custom.waits_for_host:
         repeats = options.config.num_return_sequences or 1
         text = TextSoFar(prompts.given, prompts.padded_length, repeats)
         host = HostProcessors(options.custom, text, repeats, vocab_size)
-    return GenerationLoop(model, programs, params, spec, static, prompts.static, request, layout, options, host), inputs
+    parts = (model, programs, params, spec, static, prompts.static, request, layout, options)
+    return GenerationLoop(*parts, host, prompts.kept), inputs
+
+
+def _check_kept(options: GenerationOptions) -> None:
+    """Raise `UnsupportedOptionError` for options that need more of a text than its cache."""
+    reasons = {
+        "prompt_lookup_num_tokens or assistant_model": options.speculation is not None,
+        "guidance_scale": options.negative is not None,
+        "num_beams": (options.config.num_beams or 1) > 1,
+        "num_return_sequences": (options.config.num_return_sequences or 1) > 1,
+    }
+    for name in (name for name, is_given in reasons.items() if is_given):
+        raise UnsupportedOptionError(
+            f"past_key_values beside {name}.", "Each text in the cache is continued once.", "Remove one of the two."
+        )
 
 
 def _guide_capacity(options: GenerationOptions) -> int:
@@ -137,8 +158,9 @@ class GenerationLoop:
         layout: Layout,
         options: GenerationOptions,
         host: HostProcessors | None = None,
+        kept: KeptCache | None = None,
     ) -> None:
-        self._host = host
+        self._host, self._kept = host, kept
         self._speculation, self._draft = options.speculation, options.draft
         self._model, self._programs, self._params = model, programs, dict(params)
         self._spec, self._static, self._request, self._layout = spec, dict(static), request, layout
@@ -180,6 +202,16 @@ class GenerationLoop:
         """Implements `DecodingLoop`."""
         return to_host(state[name]) if name in state else None
 
+    def keep(self, generated: Generated, prompts: Prompts) -> KeptCache | None:
+        """The cache of a finished call, for the next one; None if there is none that could be continued."""
+        state, further = generated.state, self._speculation is not None or self._spec.guide_capacity > 0
+        if further or not self._model.traits.has_usable_cache or "tokens" not in state or "beams" in state:
+            return None
+        given = np.repeat(prompts.given, self._spec.num_return_sequences, axis=0)
+        ids = np.concatenate([given, generated.new_tokens], axis=1)
+        padding = prompts.padded_length - prompts.given.shape[1]
+        return keep(dict(state), ids, padding=padding, model_key=self._model.key)
+
     def start(self, inputs: Mapping[str, jax.Array]) -> State:
         """Prefill the prompts and sample the first tokens.
 
@@ -188,6 +220,8 @@ class GenerationLoop:
         """
         if self._host is not None:
             self._ask(None, 0)
+        if self._kept is not None:
+            return self._resume(self._kept, inputs)
         main = inputs.get("decoder_input_ids", inputs.get("input_ids"))
         assert main is not None
         name = f"prefill{list(main.shape)}"
@@ -212,6 +246,21 @@ class GenerationLoop:
         if self._draft is not None:
             state["draft_cache"] = self._read_by_draft(inputs)
         return state
+
+    def _resume(self, kept: KeptCache, inputs: Mapping[str, jax.Array]) -> State:
+        """`start` after a cache: read the new tokens only."""
+        args = (self._params, dict(kept.state), dict(inputs), self._request)
+        program = self._programs.get(
+            f"prefill{list(inputs['new'].shape)} after a cache",
+            (self._spec, self._static),
+            lambda params, held, inputs, request: (
+                resume(self._model, self._spec, params, held, inputs, self._static, request),
+                None,
+            ),
+            args,
+        )
+        state = program.run(*args)
+        return self._settle(state) if self._spec.sampling.visits_host else state
 
     def _read_by_draft(self, inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """The draft model's cache after the prompts."""

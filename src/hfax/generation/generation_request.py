@@ -42,6 +42,7 @@ class Prompts:
         longest: length of the longest (decoder) prompt in tokens, without padding.
         num_padded_rows: rows of `inputs`, a power of two; rows past `len(given)` are padding.
         static: inputs that are constants of the prefill program: the geometry of images and audio.
+        kept: the `KeptCache` that holds the beginning of the prompts; `inputs` are then those of `kept_cache.resume`.
     """
 
     given: np.ndarray
@@ -50,6 +51,7 @@ class Prompts:
     longest: int
     num_padded_rows: int
     static: dict[str, Any] = dataclasses.field(default_factory=dict)
+    kept: Any = None
 
     @property
     def encoder_ids(self) -> np.ndarray | None:
@@ -505,8 +507,6 @@ _NOT_TAKEN = {
     "encoder_hidden_states": "Only the prompt would attend to it, not the generated tokens.",
     "input_shape_ids": "Only prompt tokens would have one, not generated tokens.",
     "input_pronunciation_ids": "Only prompt tokens would have one, not generated tokens.",
-    "cache": "hfax allocates its own cache and fills it from the prompt.",
-    "past_key_values": "hfax allocates its own cache and fills it from the prompt.",
     "cache_params": "hfax allocates its own cache and fills it from the prompt.",
 }
 """Forward inputs that transformers' `generate` accepts, and why hfax's does not."""

@@ -48,6 +48,7 @@ class Generated:
         lengths: [sequences], generated tokens, the end-of-sequence token included.
         scores, logits: [steps, sequences, vocab] float32, processed and raw, or None.
         log_probs: [sequences, steps] float32 of the generated tokens under the raw logits, or None.
+        state: the last state of the loop.
     """
 
     new_tokens: np.ndarray
@@ -55,6 +56,7 @@ class Generated:
     scores: np.ndarray | None
     logits: np.ndarray | None
     log_probs: np.ndarray | None
+    state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,6 +199,7 @@ def _collect(
         scores=record("scores"),
         logits=record("logits"),
         log_probs=None if log_probs is None else np.where(past_end, 0.0, log_probs.T),
+        state=state,
     )
 
 

@@ -21,7 +21,11 @@ _BLOCK = 256
 
 
 def init_sampling_state(
-    spec: SamplingSpec, vocab_size: int, prompt: jax.Array, prompt_mask: jax.Array
+    spec: SamplingSpec,
+    vocab_size: int,
+    prompt: jax.Array,
+    prompt_mask: jax.Array,
+    length: jax.Array | int | None = None,
 ) -> SamplingState:
     """The initial state of the active processors.
 
@@ -30,21 +34,24 @@ def init_sampling_state(
         vocab_size: vocabulary size of the logits.
         prompt: [batch, length] int32, left-padded.
         prompt_mask: [batch, length] bool.
+        length: columns of `prompt` that are filled; None: all.
 
     Returns:
         `first` [batch] int32, the column of the first real token; `prompt_lengths` [batch] int32; `seen` [batch, vocab] bool;
         `counts` [batch, vocab] int32, occurrences of generated tokens; `custom`, the states of `spec.custom`.
     """
-    rows, length = prompt.shape
+    rows, width = prompt.shape
+    length = width if length is None else length
     first = jnp.where(prompt_mask.any(axis=1), jnp.argmax(prompt_mask, axis=1), length).astype(jnp.int32)
     state: SamplingState = {"first": first, "prompt_lengths": length - first}
     if spec.custom:
         state["custom"] = tuple(
-            init_sampling_state(part, vocab_size, prompt, prompt_mask) if isinstance(part, SamplingSpec) else {}
+            init_sampling_state(part, vocab_size, prompt, prompt_mask, length) if isinstance(part, SamplingSpec) else {}
             for part in spec.custom
         )
     if "repetition_penalty" in spec.active:
-        real = jnp.where(jnp.arange(length)[None] >= first[:, None], prompt, vocab_size)
+        columns = jnp.arange(width)[None]
+        real = jnp.where((columns >= first[:, None]) & (columns < length), prompt, vocab_size)
         seen = jnp.zeros((rows, vocab_size), bool)
         state["seen"] = seen.at[jnp.arange(rows)[:, None], real].set(True, mode="drop")
     if "presence_frequency_penalty" in spec.active:

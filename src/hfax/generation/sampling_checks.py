@@ -40,6 +40,33 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Options that hfax does not implement, with their no-op values (for the cache, those that match what hfax does anyway)."""
 
+_MOVED = "It moved from transformers to code on the Hub ({}) that hfax does not run."
+_OTHER_LOOP = "It is another way of choosing tokens, which hfax's loop does not have."
+_DRAFTS = "hfax drafts with prompt_lookup_num_tokens or another model as assistant_model."
+_LAYERS = "Programs return what the next token needs, not what each layer computes."
+WHY: dict[str, str] = {
+    "num_beam_groups": _MOVED.format("transformers-community/group-beam-search"),
+    "diversity_penalty": "It separates groups of beams. " + _MOVED.format("transformers-community/group-beam-search"),
+    "constraints": _MOVED.format("transformers-community/constrained-beam-search"),
+    "force_words_ids": _MOVED.format("transformers-community/constrained-beam-search"),
+    "penalty_alpha": _OTHER_LOOP,
+    "dola_layers": _OTHER_LOOP,
+    "token_healing": "It changes the end of the prompt by its text; tokenize the prompt without a partial last word.",
+    "assistant_early_exit": _DRAFTS,
+    "is_assistant": _DRAFTS,
+    "use_mtp": _DRAFTS,
+    "speculation_type": _DRAFTS,
+    "low_memory": "A program's memory is fixed when it is compiled; a smaller batch or dtype needs less.",
+    "prefill_chunk_size": "The prompt is read at once; hfax.Engine reads prompts in chunks.",
+    "continuous_batching_config": "hfax.Engine batches continuously and has its own EngineConfig.",
+    "output_attentions": _LAYERS + " For attentions, call the model itself on the text.",
+    "output_hidden_states": _LAYERS
+    + " For hidden states, call the model itself on the text with output_hidden_states=True.",
+    "cache_config": "hfax's cache has the dtype of the weights, and its size follows from the call.",
+    "cache_implementation": "hfax's cache is of fixed size on the device; it is neither offloaded nor quantized.",
+}
+"""Why an option of `NEUTRAL_VALUES` is not implemented, and what is there instead."""
+
 WITHOUT_EFFECT = frozenset(
     {
         # how many tokens an assistant model drafts at a time, which changes no output; hfax drafts num_assistant_tokens
@@ -89,16 +116,6 @@ _RULES: dict[str, _Rule] = {
 }
 
 
-_MOVED = "It moved from transformers to code on the Hub ({}) that hfax does not run."
-_REASONS = {
-    "num_beam_groups": _MOVED.format("transformers-community/group-beam-search"),
-    "diversity_penalty": "It separates groups of beams. " + _MOVED.format("transformers-community/group-beam-search"),
-    "constraints": _MOVED.format("transformers-community/constrained-beam-search"),
-    "force_words_ids": _MOVED.format("transformers-community/constrained-beam-search"),
-}
-"""Why an option is not implemented, where there is more to say than that it is not."""
-
-
 def reject_unsupported(config: GenerationConfig) -> None:
     """Raise for the first option that hfax does not implement.
 
@@ -110,9 +127,8 @@ def reject_unsupported(config: GenerationConfig) -> None:
         if not any(value is n or (n is not None and value == n) for n in neutral):
             raise UnsupportedOptionError(
                 f"{name}={value!r} is not implemented by hfax.",
-                _REASONS.get(name, "Unsupported options are rejected, not ignored.")
-                + " It was passed to generate() or set in the checkpoint's generation_config.json.",
-                f"Pass {name}={neutral[0]!r}, and use greedy search, beam search or sampling.",
+                f"{WHY[name]} It was passed to generate() or set in the checkpoint's generation_config.json.",
+                f"Pass {name}={neutral[0]!r}.",
             )
 
 

@@ -140,7 +140,7 @@ def run_request(
         generated = run_generation(
             loop, inputs, request.prompts, request.options, streamer=streamer, stop_check=stop_check
         )
-    return as_sequences(
+    result = as_sequences(
         generated,
         request.prompts.given,
         num_return_sequences=config.num_return_sequences or 1,
@@ -148,6 +148,9 @@ def run_request(
         as_dict=bool(config.return_dict_in_generate) or bool(request.options.keep),
         give=lambda array: give(array, to_torch),
     )
+    if config.return_dict_in_generate and not is_encoder_decoder and (cache := loop.keep(generated, request.prompts)):
+        result["cache"] = cache
+    return result
 
 
 def call_own_generate(

@@ -32,8 +32,11 @@ from hfax.backends.jax.weights import (
     quantization_of,
     replaced,
 )
+from hfax.errors import UnsupportedOptionError
 from hfax.generation.generate import GenerationLoop
+from hfax.generation.generation_request import Prompts
 from hfax.generation.host_loop import Streamer
+from hfax.generation.kept_cache import KeptCache, resumed
 from hfax.generation.overrides import has_own_generate
 from hfax.generation.warm_up import WarmedUp
 from hfax.launch.driven import drive
@@ -310,11 +313,13 @@ class JaxModel(AdapterMethods, BaseModel):
                 `negative_prompt_ids` and `negative_prompt_attention_mask` for `guidance_scale`; and further model
                 inputs (`attention_mask`, `inputs_embeds`, `pixel_values`, …). In addition to transformers': `presence_penalty`
                 (subtracted from the logits of tokens already generated), `frequency_penalty` (once per occurrence), and
-                `output_log_probs=True` (log-probabilities of the new tokens as `log_probs`).
+                `output_log_probs=True` (log-probabilities of the new tokens as `log_probs`). `past_key_values` is the `cache` that
+                an earlier call returned: the prompts begin with its texts, and only the tokens after them are read.
 
         Returns:
             [batch · num_return_sequences, prompt + new] ids, prompts first; int64 torch for torch prompts, else int32 jax. With
-            `return_dict_in_generate=True`, transformers' output class with `sequences`, `scores`, `logits`.
+            `return_dict_in_generate=True`, transformers' output class with `sequences`, `scores`, `logits` and, for decoders,
+            `cache`: an opaque `KeptCache`, which holds memory of the device for as long as it exists.
 
         Raises:
             InvalidInputError: a prompt or an option is out of range.
@@ -383,6 +388,15 @@ class JaxModel(AdapterMethods, BaseModel):
         return with_drafts(
             request, self.parts, None if assistant_model is None else parts_of(assistant_model)
         ), to_torch
+
+    def _resumed(self, kept: Any, prompts: Prompts, inputs: Mapping[str, Any]) -> Prompts:
+        if not isinstance(kept, KeptCache):
+            raise UnsupportedOptionError(
+                f"past_key_values is a {type(kept).__name__}.",
+                "hfax's programs read caches of their own layout.",
+                "Pass the `cache` that an earlier generate(..., return_dict_in_generate=True) of this model returned.",
+            )
+        return resumed(kept, prompts, inputs, self._traced.key)
 
     def compile(
         self,
