@@ -49,15 +49,15 @@ inline float total_of_sums(const Floats (&sums)[kParts]) {
 
 using Sums = Floats[kWeightRows][kParts];
 
-// Adds the part of a group to the sums of R rows of activations, `x_stride` numbers apart, with four rows of the weight; `numbers` gives
-// kLanes of a row's weights.
-template <int R, typename Numbers>
-inline void add_fp8_group(const float* x, int64_t x_stride, int64_t group, const Numbers& numbers, const float* scale, int64_t groups, Sums* sums) {
+// Adds the part of a group to the sums of R rows of activations, `x_stride` numbers apart, with four rows of the weight, which
+// begin kMaxGroup numbers after each other.
+template <int R>
+inline void add_fp8_group(const float* x, int64_t x_stride, int64_t group, const float* weight, const float* scale, int64_t groups, Sums* sums) {
   for (int64_t p = 0; p < kParts; ++p) {
     Floats here[R][kWeightRows] = {};
     for (int64_t k = p * kLanes; k < group; k += kSums) {
       Floats w[kWeightRows];
-      HFAX_UNROLL for (int64_t i = 0; i < kWeightRows; ++i) w[i] = numbers(i, k);
+      HFAX_UNROLL for (int64_t i = 0; i < kWeightRows; ++i) w[i] = load(weight + i * kMaxGroup + k);
       HFAX_UNROLL for (int r = 0; r < R; ++r) {
         const Floats each = load(x + r * x_stride + k);
         HFAX_UNROLL for (int64_t i = 0; i < kWeightRows; ++i) here[r][i] = fused(each, w[i], here[r][i]);
@@ -84,21 +84,16 @@ inline void add_fp8_rows(const Widened& x, int64_t begin, int64_t end, const uin
                          Fp8Scratch& scratch) {
   constexpr int kTogether = kLanes == 8 ? 2 : 4;  // rows of activations whose sums fit the registers
   std::memset(scratch.sums, 0, (end - begin) * sizeof(Sums));
-  const auto widened = [&](int64_t i, int64_t k) { return load(scratch.weight + i * kMaxGroup + k); };
   for (int64_t g = 0; g < x.groups; ++g) {
     const int64_t from = g * group;
     const float* at = x.numbers.data() + begin * x.width + from;
     for (int64_t i = 0; i < kWeightRows; ++i)  // of the rows to come
       for (int64_t line = 0; line < group; line += 64) __builtin_prefetch(rows[i] + kWeightRows * x.width + from + line, 0, 2);
-    if (end - begin == 1) {
-      add_fp8_group<1>(at, x.width, group, [&](int64_t i, int64_t k) { return load_fp8(rows[i] + from + k); }, scales + g, x.groups, scratch.sums);
-      continue;
-    }
     for (int64_t i = 0; i < kWeightRows; ++i)
       for (int64_t k = 0; k < group; k += kLanes) store_floats(load_fp8(rows[i] + from + k), scratch.weight + i * kMaxGroup + k);
     int64_t row = 0;
-    for (; row + kTogether <= end - begin; row += kTogether) add_fp8_group<kTogether>(at + row * x.width, x.width, group, widened, scales + g, x.groups, scratch.sums + row);
-    for (; row < end - begin; ++row) add_fp8_group<1>(at + row * x.width, x.width, group, widened, scales + g, x.groups, scratch.sums + row);
+    for (; row + kTogether <= end - begin; row += kTogether) add_fp8_group<kTogether>(at + row * x.width, x.width, group, scratch.weight, scales + g, x.groups, scratch.sums + row);
+    for (; row < end - begin; ++row) add_fp8_group<1>(at + row * x.width, x.width, group, scratch.weight, scales + g, x.groups, scratch.sums + row);
   }
 }
 
@@ -114,6 +109,19 @@ inline void widen(const OfGroups& numbers, int64_t count, float unit, float* to)
       bits = numbers.type == ffi::BF16 ? halves << 16 : widen_float16(halves);
     }
     store_some(reinterpret_cast<const Floats&>(bits) * unit, here, to + g);
+  }
+}
+
+// The sums of one row of activations with one row of the weight: memory is fastest in one stream, and a group's sums do not wait for others.
+inline void add_fp8_row(const Widened& x, const uint8_t* row, int64_t group, const float* scales, Floats (&sums)[kParts]) {
+  for (int64_t p = 0; p < kParts; ++p) sums[p] = Floats{};
+  const float* at = x.numbers.data();
+  for (int64_t g = 0; g < x.groups; ++g, row += group, at += group) {
+    Floats here[kParts] = {};
+    for (int64_t line = 0; line < group; line += 64) __builtin_prefetch(row + kAhead + line);
+    for (int64_t k = 0; k < group; k += kSums)
+      HFAX_UNROLL for (int64_t p = 0; p < kParts; ++p) here[p] = fused(load(at + k + p * kLanes), load_fp8(row + k + p * kLanes), here[p]);
+    HFAX_UNROLL for (int64_t p = 0; p < kParts; ++p) sums[p] = fused(here[p], Floats{} + scales[g], sums[p]);
   }
 }
 
@@ -134,7 +142,11 @@ void multiply_packed(const Widened& x, const Packed<kFp8>& weight, int64_t begin
     }
     for (int64_t row = 0; row < x.rows; row += kRowsTogether) {
       const int64_t last = std::min(x.rows, row + kRowsTogether);
-      add_fp8_rows(x, row, last, rows, weight.group, scales.data(), scratch);
+      if (x.rows == 1) {
+        for (int64_t i = 0; i < count; ++i) add_fp8_row(x, rows[i], weight.group, scales.data() + i * x.groups, scratch.sums[0][i]);
+      } else {
+        add_fp8_rows(x, row, last, rows, weight.group, scales.data(), scratch);
+      }
       for (int64_t r = row; r < last; ++r) {
         for (int64_t i = 0; i < count; ++i) {
           float result = total_of_sums(scratch.sums[r - row][i]);

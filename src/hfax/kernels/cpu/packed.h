@@ -348,12 +348,16 @@ void multiply_panel(const Rounded& x, const Packed<kCode>& weight, int64_t first
   }
 }
 
-// Of the 128 columns of a row of 4-bit weights from `weight` on, the part of each plane in the product with one row of activations.
+// The parts of the four planes of 128 columns in a product, by lanes. A value, so that rows share what they load of the activations.
+struct Planes {
+  Ints first, second, third, fourth;
+};
+
+// Of the 128 columns of a row of 4-bit weights from `weight` on, the product with one row of activations.
 template <Encoding kCode>
-inline void add_planes(const uint8_t* weight, const int32_t* x, Ints (&sums)[4]) {
+inline Planes add_planes(const uint8_t* weight, const int32_t* x) {
   typedef uint16_t UnsignedPairs __attribute__((vector_size(kLanes * 4)));
-  HFAX_UNROLL for (int p = 0; p < 4; ++p) sums[p] = Ints{};
-  // of four bits each, where they stand in their words: the second's are 16 times as large, the third's 256
+  Ints sums[4] = {};  // of four bits each, where they stand in their words: the second's are 16 times as large, the third's 256
   HFAX_UNROLL for (int64_t i = 0; i < kPlane; i += kLanes) {
     const Ints words = load_words(weight + 4 * i);
     if constexpr (kCode == kInt4) {
@@ -370,8 +374,7 @@ inline void add_planes(const uint8_t* weight, const int32_t* x, Ints (&sums)[4])
       sums[3] = add_pairs(sums[3], (Ints)((UnsignedPairs)odd >> 8), load_words(x + 48 + i));
     }
   }
-  if constexpr (kCode == kInt4) sums[1] = sums[1] >> 4;
-  sums[2] = sums[2] >> 8;
+  return {sums[0], kCode == kInt4 ? sums[1] >> 4 : sums[1], sums[2] >> 8, sums[3]};
 }
 
 // The part of one group of a row of the weight in its product with one row of activations, by lanes. kGroup: its columns, 0 for `group`.
@@ -388,9 +391,8 @@ inline Ints add_row(const uint8_t* weight, const int32_t* x, int64_t group) {
   } else {
     Ints all = {};
     for (int64_t k = 0; k < columns; k += 128, weight += 64, x += 64) {
-      Ints sums[4];
-      add_planes<kCode>(weight, x, sums);
-      all += (sums[0] + sums[1]) + (sums[2] + sums[3]);
+      const Planes planes = add_planes<kCode>(weight, x);
+      all += (planes.first + planes.second) + (planes.third + planes.fourth);
     }
     return all;
   }
@@ -412,10 +414,10 @@ void multiply_row(const Rounded& x, const Packed<kCode>& weight, int64_t first, 
   Floats results = {};
   for (int64_t from = 0; from < groups; from += kGroupsTogether) {
     const int64_t here = std::min(kGroupsTogether, groups - from);
-    // and those of the rows to come: nothing else would ask for them before they are needed
+    // and a share of those of the rows to come: nothing else would ask for them before they are needed
     const auto fetch = [&](const OfGroups& numbers, float* to) {
       gather(numbers, groups, first, count, from, here, to, kLanes);
-      const uint8_t* next = numbers.from((first + kLanes) * groups).data;
+      const uint8_t* next = numbers.from((first + kLanes) * groups + from * kLanes).data;
       for (int64_t line = 0; line < kLanes * here * numbers.bytes(); line += 64) __builtin_prefetch(next + line);
     };
     fetch(weight.scale, scales);
@@ -426,21 +428,30 @@ void multiply_row(const Rounded& x, const Packed<kCode>& weight, int64_t first, 
       for (int64_t i = 0; i < 4; ++i) rows[i] = weight.values + (first + std::min(r + i, count - 1)) * row_bytes + from / kShared * bytes;
       const int32_t* pairs = x.pairs.data() + from * (group / 2);
       for (int64_t g = 0; g < here; g += kShared, pairs += kShared * group / 2) {
-        Ints sums[kShared][4];
+        Ints sums[4];
+        Planes planes[4];
         HFAX_UNROLL for (int64_t i = 0; i < 4; ++i) {
           const uint8_t* at = rows[i] + g / kShared * bytes;
           __builtin_prefetch(at + kAhead);
           if (bytes > 64) __builtin_prefetch(at + kAhead + 64);
           if constexpr (kShared == 1) {
-            sums[0][i] = add_row<kCode, kGroup>(at, pairs, group);
+            sums[i] = add_row<kCode, kGroup>(at, pairs, group);
           } else {
-            Ints planes[4];
-            add_planes<kCode>(at, pairs, planes);
-            HFAX_UNROLL for (int64_t s = 0; s < kShared; ++s)
-              sums[s][i] = kShared == 4 ? planes[s] : planes[2 * s % 4] + planes[(2 * s + 1) % 4];
+            planes[i] = add_planes<kCode>(at, pairs);
           }
         }
-        HFAX_UNROLL for (int64_t s = 0; s < kShared; ++s) quarters[g + s][r / 4] = quarters_of(sums[s][0], sums[s][1], sums[s][2], sums[s][3]);
+        const auto keep = [&](int64_t shared, const auto& part) { quarters[g + shared][r / 4] = quarters_of(part(0), part(1), part(2), part(3)); };
+        if constexpr (kShared == 1) {
+          keep(0, [&](int i) { return sums[i]; });
+        } else if constexpr (kShared == 2) {
+          keep(0, [&](int i) { return planes[i].first + planes[i].second; });
+          keep(1, [&](int i) { return planes[i].third + planes[i].fourth; });
+        } else {
+          keep(0, [&](int i) { return planes[i].first; });
+          keep(1, [&](int i) { return planes[i].second; });
+          keep(2, [&](int i) { return planes[i].third; });
+          keep(3, [&](int i) { return planes[i].fourth; });
+        }
       }
     }
     for (int64_t g = 0; g < here; ++g) {
