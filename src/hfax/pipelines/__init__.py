@@ -62,8 +62,8 @@ def pipeline(
 
     Returns:
         transformers' pipeline object for the task. Text is generated with one beam; transformers uses five for some tasks (speech
-        recognition). A program is compiled for each input shape; for text, pass `padding="max_length"` and `max_length` to
-        pipelines that support them, so that all inputs share one shape.
+        recognition). Texts of any length share programs where the model allows it
+        (`JaxModel.pads_inputs`); otherwise, and for images, a program is compiled for each input shape.
 
     Raises:
         UnsupportedOptionError: an unknown task, or one that does not fit the model.
