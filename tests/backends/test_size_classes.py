@@ -13,6 +13,7 @@ import transformers
 from tiny_models import SIZES, save, tiny_llama_config
 from torch import nn
 
+import hfax
 from hfax import AutoModelForTPU
 from hfax.tracing.padding_proof import Padded, prove
 from hfax.tracing.prefixes import Mask, UnprovenError
@@ -227,6 +228,11 @@ def test_a_module_of_ones_own_is_padded_only_where_it_is_right(
     theirs.__class__ = cls
     ours.module.__class__ = cls
     assert _check(ours, theirs) == (_CLASSES if is_padded else len(_SIZES))
+
+
+def test_the_doctor_says_whether_sizes_share_programs() -> None:
+    assert hfax.diagnose(_config("Bert", **_SMALL)).why_not_padded is None
+    assert "fft" in (hfax.diagnose(_config("FNet", **_SMALL)).why_not_padded or "")
 
 
 def test_padding_can_be_turned_off(tmp_path: Path) -> None:

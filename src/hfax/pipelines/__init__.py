@@ -62,9 +62,9 @@ def pipeline(
             names; default: from the model's folder), `batch_size`, `top_k`, and other call defaults.
 
     Returns:
-        transformers' pipeline object for the task. Its defaults are transformers', such as five beams for speech recognition. A
-        program is compiled for each input shape; for text, pass `padding="max_length"` and `max_length` to
-        pipelines that support them, so that all inputs share one shape.
+        transformers' pipeline object for the task. Its defaults are transformers', such as five beams for speech recognition. Texts
+        of any length share programs where the model allows it (`JaxModel.pads_inputs`); otherwise, and for images, a program is
+        compiled for each input shape.
 
     Raises:
         UnsupportedOptionError: an unknown task, or one that does not fit the model.
