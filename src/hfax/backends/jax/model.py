@@ -314,7 +314,8 @@ class JaxModel(AdapterMethods, BaseModel):
 
         Returns:
             [batch · num_return_sequences, prompt + new] ids, prompts first; int64 torch for torch prompts, else int32 jax. With
-            `return_dict_in_generate=True`, transformers' output class with `sequences`, `scores`, `logits`.
+            `return_dict_in_generate=True`, transformers' output class with `sequences`, `scores`, `logits`, and of a beam search
+            `beam_indices` and `sequences_scores`.
 
         Raises:
             InvalidInputError: a prompt or an option is out of range.
