@@ -33,7 +33,8 @@ _ON_EVERY_CHANGE = {
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], BeamModel]:
-    return functools.cache(lambda name: load(name, tmp_path_factory.mktemp(name)))
+    """Holds four models: the programs of all would need more maps of memory than a process has (`vm.max_map_count`)."""
+    return functools.lru_cache(maxsize=4)(lambda name: load(name, tmp_path_factory.mktemp(name)))
 
 
 def _cases() -> list[Any]:

@@ -305,6 +305,8 @@ def test_what_this_backend_lacks_names_the_other(llama: tuple) -> None:
     ids = prompts()["input_ids"][1:]
     with pytest.raises(UnsupportedOptionError, match="penalty_alpha"):
         model.generate(ids, penalty_alpha=0.5, top_k=4, max_new_tokens=3)
+    with pytest.raises(UnsupportedOptionError, match=r"num_beams=4: .* does not support beam search"):
+        model.generate(ids, num_beams=4, max_new_tokens=3)
     with pytest.raises(UnsupportedOptionError, match="does not support speculative"):
         model.generate(ids, prompt_lookup_num_tokens=3, max_new_tokens=3)
     with pytest.raises(InvalidInputError, match="vocabulary"):

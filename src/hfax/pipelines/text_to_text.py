@@ -95,22 +95,10 @@ class TextToTextPipeline(Pipeline):
             )
         tokenizer: Any = self.tokenizer
         text = self._prefix + text
-        if self._result != "translation" or not hasattr(tokenizer, "_build_translation_inputs"):
-            encoded = dict(tokenizer(text, return_tensors="pt", truncation=truncation))
+        if self._result == "translation" and hasattr(tokenizer, "_build_translation_inputs"):
+            encoded = _with_languages(tokenizer, text, truncation, src_lang, tgt_lang)
         else:
-            unknown = tokenizer.unk_token_id
-            for name, language in (("src_lang", src_lang), ("tgt_lang", tgt_lang)):
-                if language is None or _language_id(tokenizer, language) in (None, unknown):
-                    raise InvalidInputError(
-                        f"{name}={language!r} is not a language of {type(tokenizer).__name__}.",
-                        "It marks texts with their language.",
-                        f"Pass {name}= one of its language codes, such as {_some_language(tokenizer)!r}.",
-                    )
-            encoded = dict(
-                tokenizer._build_translation_inputs(
-                    text, return_tensors="pt", truncation=truncation, src_lang=src_lang, tgt_lang=tgt_lang
-                )
-            )
+            encoded = dict(tokenizer(text, return_tensors="pt", truncation=truncation))
         encoded.pop("token_type_ids", None)  # which tokenizers return, and generate() does not take
         return encoded
 
@@ -134,13 +122,21 @@ class TextToTextPipeline(Pipeline):
         return [{f"{self._result}_text": tokenizer.decode(ids, **options)} for ids in texts]
 
 
-def _language_id(tokenizer: Any, language: str) -> int | None:
-    """The token of a language; M2M100's tokenizer has a table of its own."""
-    if (of_codes := getattr(tokenizer, "lang_code_to_id", None)) and language in of_codes:
-        return of_codes[language]
-    return tokenizer.convert_tokens_to_ids(language)
-
-
-def _some_language(tokenizer: Any) -> str:
-    table = getattr(tokenizer, "lang_code_to_id", None) or getattr(tokenizer, "additional_special_tokens", None)
-    return next(iter(table or ("en",)))
+def _with_languages(
+    tokenizer: Any, text: str, truncation: bool | str, src_lang: str | None, tgt_lang: str | None
+) -> dict[str, Any]:
+    """The token ids of a text marked as `src_lang`, and the token of `tgt_lang` as `forced_bos_token_id`."""
+    try:
+        encoded = tokenizer._build_translation_inputs(
+            text, return_tensors="pt", truncation=truncation, src_lang=src_lang, tgt_lang=tgt_lang
+        )
+        marks = [*tokenizer.prefix_tokens, *tokenizer.suffix_tokens, encoded["forced_bos_token_id"]]
+        if {None, tokenizer.unk_token_id} & set(marks):
+            raise ValueError("The tokenizer has no token for one of them.")
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidInputError(
+            f"src_lang={src_lang!r} and tgt_lang={tgt_lang!r} are not two languages of {type(tokenizer).__name__}.",
+            str(error),
+            "Pass language codes as the tokenizer writes them, such as eng_Latn for NLLB, en_XX for mBART or en for M2M100.",
+        ) from error
+    return dict(encoded)
