@@ -319,8 +319,8 @@ class JaxModel(AdapterMethods, BaseModel):
         Returns:
             [batch · num_return_sequences, prompt + new] ids, prompts first; int64 torch for torch prompts, else int32 jax. With
             `return_dict_in_generate=True`, transformers' output class with `sequences`, `scores`, `logits`; of a beam search
-            `beam_indices` and `sequences_scores`; and for other calls of decoders `cache`: an opaque `KeptCache`, which holds memory of
-            the device for as long as it exists.
+            `beam_indices` and `sequences_scores`; and for other calls of decoders `cache`: an opaque `KeptCache`, which holds
+            memory of the device for as long as it exists.
 
         Raises:
             InvalidInputError: a prompt or an option is out of range.
