@@ -131,8 +131,8 @@ for axis, grid, title in zip(
         lw=0.5,
     )
     axis.set(title=title, xlabel="place in the cache")
-    axis.invert_yaxis()
 axes[0].set_ylabel("step")
+axes[0].invert_yaxis()  # of both, which share it
 figure.tight_layout()
 plt.show()
 
@@ -182,7 +182,7 @@ print("48 tokens, the same as hfax's; traces:", traces)
 #
 # The same lengths on one plot. Programs are compiled before; the previous notebooks measured first calls.
 
-# %% alt="Seconds over the number of new tokens, for transformers in eager mode and for hfax. Both grow in a straight line; that of hfax is lower."
+# %% alt="Seconds over the number of new tokens, for transformers in eager mode and for hfax."
 lengths = (16, 32, 64, 96, 112)
 times = {"transformers, eager": [], "hfax": []}
 model.generate(**prompt, max_new_tokens=112)
