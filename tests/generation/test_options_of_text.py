@@ -75,6 +75,7 @@ def test_guidance_with_a_processor_on_the_host(pairs: Any) -> None:
         ({"negative_prompt_ids": [[3]] * 3}, InvalidInputError, "without guidance_scale"),
         ({"negative_prompt_ids": [[3]], "guidance_scale": 2.0}, InvalidInputError, "has 1 rows; there are 3 prompts"),
         ({"guidance_scale": 2.0, "num_beams": 2}, UnsupportedOptionError, "guidance_scale=2.0 with"),
+        ({"max_time": 2.0, "num_beams": 2}, UnsupportedOptionError, "num_beams=2 with max_time=2.0"),
         ({"guidance_scale": "much"}, InvalidInputError, "guidance_scale"),
     ],
 )

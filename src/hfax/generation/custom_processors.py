@@ -211,19 +211,16 @@ def reject_beside_beams(custom: CustomProcessors, criteria: Sequence[Any], confi
     """Raise for what beam search cannot be combined with.
 
     Raises:
-        UnsupportedOptionError: there are beams, and processors or criteria that the host runs, a time limit, or guidance.
+        UnsupportedOptionError: there are beams, and processors or criteria that the host runs, or a time limit.
     """
     if (num_beams := config.num_beams or 1) == 1:
         return
-    why = {
-        "guidance_scale": "Guidance reads a second text for every sequence, whose cache would move from beam to beam.",
-        "max_time": "Which beams end their texts is decided on the device, which has no clock.",
-    }
-    for name in why:
-        if (value := getattr(config, name)) not in (None, 1.0):
-            raise UnsupportedOptionError(
-                f"num_beams={num_beams} with {name}={value!r}.", why[name], f"Pass {name}=None, or num_beams=1."
-            )
+    if config.max_time is not None:
+        raise UnsupportedOptionError(
+            f"num_beams={num_beams} with max_time={config.max_time}.",
+            "Which beams end their texts is decided on the device, which has no clock.",
+            "Pass max_time=None, or num_beams=1.",
+        )
     if custom.waits_for_host or criteria:
         raise UnsupportedOptionError(
             f"num_beams={num_beams} with a logits processor or a stopping criterion in Python.",

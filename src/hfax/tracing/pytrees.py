@@ -33,7 +33,10 @@ def register_pytrees() -> None:
     For users of plain torchax: afterwards `jax.jit` and `jax.tree` take and return these objects, and torchax converts the tensors
     in them (it goes by torch's pytrees, where transformers registers its outputs but not its caches). transformers imports
     modelling files lazily, so call it after importing the model class; repeated calls are harmless.
+
+    It imports torchax, which names a device "jax" for the whole process; hfax by itself does not, as `torch.compile` fails then.
     """
+    _name_device()
     for root in (ModelOutput, Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin, EncoderDecoderCache, DummyLayer):
         for cls in _with_subclasses(root):
             register_output_class(cls)
@@ -64,6 +67,17 @@ def _register(cls: type, flatten_function: Any, unflatten_function: Any, with_ke
         if "Duplicate" not in str(error):
             raise
     _registered.add(cls)
+
+
+def _name_device() -> None:
+    """Do what torchax's import does to torch, which is left out where hfax imported it (`hfax.tracing.torchax`)."""
+    try:
+        import torchax
+    except ImportError:
+        return
+    if not hasattr(torch, "jax"):
+        torch.utils.rename_privateuse1_backend("jax")  # pyright: ignore[reportPrivateImportUsage]
+        torch._register_device_module("jax", torchax.device_module)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _register_in_torch(cls: type) -> None:
