@@ -88,7 +88,7 @@ def compiled(machine, function, *arguments):
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("rows", [1, 2, 128])
 def test_the_kernel_of_packed_weights_compiles_for_each_generation(machine, bits, rows):
-    multiply = functools.partial(quantized.linear, bits=bits, out_dtype=jnp.float32)
+    multiply = functools.partial(quantized.linear, encoding=f"int{bits}", out_dtype=jnp.float32)
     values = ((512, 128 * bits), jnp.int8 if bits == 8 else jnp.uint8)
     program = compiled(machine, multiply, ((rows, 1024), jnp.bfloat16), values, ((512, 8), jnp.bfloat16))
     assert "xla.gpu.triton" in program.as_text()
