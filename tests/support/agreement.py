@@ -18,7 +18,9 @@ IDS = torch.tensor([[3, 17, 5, 40, 41, 9, 60, 22]])
 def numbers_of(model) -> dict[str, np.ndarray]:
     """The model's weights in float32, packed ones dequantized."""
     return {
-        name: np.asarray(dataclasses.replace(p, dtype=jnp.dtype("float32")).dequantize() if isinstance(p, QuantizedArray) else p)
+        name: np.asarray(
+            dataclasses.replace(p, dtype=jnp.dtype("float32")).dequantize() if isinstance(p, QuantizedArray) else p
+        )
         for name, p in model.params.items()
     }
 

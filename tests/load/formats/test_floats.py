@@ -1,6 +1,7 @@
 """FP8 and FP4 checkpoints, with the operations by which transformers itself dequantizes them as the reference."""
 
 import json
+import re
 
 import packers
 import pytest
@@ -10,6 +11,7 @@ from agreement import check, plain_reference
 from tiny_models import tiny_llama
 
 from hfax import AutoModelForTPU
+from hfax.cli.app import run
 from hfax.errors import CheckpointCorruptError, UnsupportedModelError
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
@@ -25,6 +27,39 @@ def fp8_tensors(tensors, *, block=(32, 32), ending="weight_scale_inv", exponents
         return {"weight": values, ending: scale}, numbers
 
     return packers.quantized(tensors, pack)
+
+
+@pytest.mark.parametrize("to", ["safetensors", "orbax"])
+def test_a_quantized_checkpoint_is_converted(tmp_path, plain, to):
+    """Its config went along and named a quantization that the new weights do not have."""
+    tensors, config = plain("llama")
+    stored, numbers = fp8_tensors(tensors)
+    reference = plain_reference(packers.write(tmp_path / "plain", numbers, config))
+    folder = packers.write(tmp_path / "packed", stored, config, FP8)
+    assert run(["convert", str(folder), str(tmp_path / "to"), "--to", to]) == 0
+    check(tmp_path / "to", reference)
+    if to == "safetensors":
+        found = plain_reference(tmp_path / "to").state_dict()
+        assert all(torch.equal(found[name], tensor) for name, tensor in reference.state_dict().items())
+
+
+def test_saved_and_loaded_again(tmp_path, plain):
+    tensors, config = plain("qwen3_moe")
+    stored, numbers = fp8_tensors(tensors)
+    reference = plain_reference(packers.write(tmp_path / "plain", numbers, config))
+    model = check(packers.write(tmp_path / "packed", stored, config, FP8), reference)
+    model.save_pretrained(tmp_path / "saved")
+    check(tmp_path / "saved", reference)
+
+
+def test_rounding_again_says_by_how_much(tmp_path, plain, caplog):
+    tensors, config = plain("llama")
+    stored, _ = fp8_tensors(tensors)
+    folder = packers.write(tmp_path, stored, config, FP8)
+    AutoModelForTPU.from_pretrained(folder, dtype="float32", quantization="int8")
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    percent = float(re.search(r"adds an error of ([\d.]+)%", said)[1])
+    assert 0 < percent < 1
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3"])

@@ -44,14 +44,17 @@ def test_gptq(tmp_path, plain, variant):
         "desc_act": made.get("act_order", False),
         "checkpoint_format": "gptq_v2" if made.get("version") == 2 else "gptq",
     }
-    check(*both(tmp_path, plain, "llama", lambda module, weight: packers.gptq(weight, **made), options), tokens=6 * (variant == "act_order"))
+    check(
+        *both(tmp_path, plain, "llama", lambda module, weight: packers.gptq(weight, **made), options),
+        tokens=6 * (variant == "act_order"),
+    )
 
 
 def test_gptq_zeros_that_borrow(tmp_path, plain):
     """Producers of the first version subtract 1 from whole words: a zero of 0 borrows from the next code."""
 
     def pack(module, weight):
-        parts, numbers = packers.gptq(weight, asymmetric=True, version=2)
+        parts, _ = packers.gptq(weight, asymmetric=True, version=2)
         _, scale, zero = packers.groups_of(weight, 32, 4, asymmetric=True)
         codes = packers.groups_of(weight, 32, 4, asymmetric=True)[0]
         zero[::3] = 0
@@ -77,7 +80,6 @@ def test_gptq_whole_rows_and_without_g_idx(tmp_path, plain):
 
 def test_gptq_modules_with_options_of_their_own(tmp_path, plain):
     """`dynamic` gives modules other bits, and leaves some unquantized."""
-    tensors, config = plain("llama")
 
     def pack(module, weight):
         if "down_proj" in module:
