@@ -12,12 +12,12 @@ PIP_TORCH_XLA := .venv-torch_xla/bin/python -m pip --disable-pip-version-check
 # OpenMP's threads wait busily for each other, which costs more than they bring where every core has a worker.
 PYTEST = OMP_NUM_THREADS=1 JAX_PLATFORMS=cpu HFAX_TESTS_HOME=build/hfax .venv/bin/python -m pytest --junitxml=build/tests/$@.xml -n $(WORKERS) --dist worksteal
 EIGHT_DEVICES := XLA_FLAGS='--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
-JOBS := test-torch_xla test-tpu_compile test-gpu_compile test-multiprocess test-browser test-sweep
+JOBS := test-torch_xla test-tpu_compile test-gpu_compile test-multiprocess test-browser test-docs test-sweep
 
 # Installs packages of the system, as root or by asking for it.
 APT := $(if $(filter 0,$(shell id -u)),,sudo )apt-get
 
-.PHONY: run test test-sharding lint check test-all test-jobs $(JOBS) test-asan wheel clean chromium qemu
+.PHONY: run docs test test-sharding lint check test-all test-jobs $(JOBS) test-asan wheel clean chromium qemu
 
 run: .venv/.run
 	@echo "First use compiles hfax's C++ kernels (about 20 s) and the model's programs (about 4 s); both are kept."
@@ -57,6 +57,12 @@ test-multiprocess: .venv/.test-multiprocess
 test-browser: .venv/.test-browser | chromium
 	$(PYTEST) -m browser
 
+# Every notebook is executed again.
+test-docs: .venv/.test-docs | chromium
+	rm -rf build/tutorial
+	.venv/bin/mkdocs build
+	$(PYTEST) -m docs
+
 test-sweep: .venv/.test-sweep | qemu
 	$(PYTEST) -m sweep
 	$(EIGHT_DEVICES) $(PYTEST) --junitxml=build/tests/$@-sharding.xml -m sweep tests/sharding
@@ -80,6 +86,10 @@ chromium:
 qemu:
 	case "$$(uname -m)" in aarch64|arm64) ;; *) command -v qemu-aarch64 && command -v aarch64-linux-gnu-g++ \
 		|| { $(APT) update -qq && $(APT) install -y -qq qemu-user g++-aarch64-linux-gnu libc6-dev-arm64-cross; } ;; esac
+
+# The documentation's site, in build/site. Notebooks that have not changed are not executed again.
+docs: .venv/.docs
+	.venv/bin/mkdocs build
 
 # With compiled CPU kernels, for this machine's platform.
 wheel: .venv/bin/python
@@ -110,7 +120,11 @@ clean:
 	$(PIP) install -e '.[cpu,test]'
 	touch $@
 
-.venv/.lint .venv/.test-multiprocess .venv/.test-browser .venv/.test-sweep: .venv/.%: .venv/.test
+.venv/.docs: .venv/.run
+	$(PIP) install -e '.[cpu,docs]'
+	touch $@
+
+.venv/.lint .venv/.test-multiprocess .venv/.test-browser .venv/.test-docs .venv/.test-sweep: .venv/.%: .venv/.test
 	$(PIP) install -e '.[cpu,$*]'
 	touch $@
 

@@ -12,7 +12,7 @@ import statistics
 import time
 
 import numpy as np
-import transformers
+from shapes.published import config_of
 
 from hfax import AutoModelForTPU, Engine, EngineConfig, SamplingParams
 
@@ -28,16 +28,7 @@ def _seconds(engine: Engine, prompts: list[list[int]], num_tokens: int) -> float
 
 def main() -> None:
     """Print a row for each dtype."""
-    config = transformers.Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=8,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=True,
-    )
+    config = config_of("qwen3-0.6b", vocab_size=VOCABULARY, num_hidden_layers=8)
     rng = np.random.default_rng(0)
     long, short = (rng.integers(5, VOCABULARY, shape).tolist() for shape in ((4, 512), (8, 4)))
     print(

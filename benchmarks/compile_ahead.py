@@ -19,71 +19,29 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import transformers
+from shapes.published import config_of
 
 from hfax.planning.chips import GPUS, kind_of
 from hfax.planning.topology import compile_for
 
-LLAMA = transformers.LlamaConfig(
-    architectures=["LlamaForCausalLM"],
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    max_position_embeddings=8192,
-    tie_word_embeddings=False,
-    dtype="bfloat16",
-)
-QWEN = transformers.Qwen3MoeConfig(
-    architectures=["Qwen3MoeForCausalLM"],
-    vocab_size=151936,
-    hidden_size=2048,
-    intermediate_size=6144,
-    moe_intermediate_size=768,
-    num_hidden_layers=48,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    head_dim=128,
-    num_experts=128,
-    num_experts_per_tok=8,
-    norm_topk_prob=True,
-    max_position_embeddings=40960,
-    dtype="bfloat16",
-)
-GEMMA = transformers.Gemma3TextConfig(
-    architectures=["Gemma3ForCausalLM"],
-    vocab_size=262208,
-    hidden_size=3840,
-    intermediate_size=15360,
-    num_hidden_layers=48,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=256,
-    sliding_window=1024,
-    query_pre_attn_scalar=256,
-    max_position_embeddings=131072,
-    dtype="bfloat16",
-)
-SHAPES: dict[str, tuple[str, Any, Any]] = {  # topology, quantization, config
-    "llama-3-8b": ("v5e:2x4", None, LLAMA),
-    "llama-3-8b-int8": ("v5e:1x1", "int8", LLAMA),
-    "llama-3-8b-int4": ("v5e:1x1", "int4", LLAMA),
-    "llama-3-8b-int8-8-chips": ("v5e:2x4", "int8", LLAMA),
-    "llama-3-8b-int4-8-chips": ("v5e:2x4", "int4", LLAMA),
-    "qwen3-30b-a3b": ("v6e:2x2", None, QWEN),
-    "qwen3-30b-a3b-int8": ("v6e:2x2", "int8", QWEN),
-    "qwen3-30b-a3b-int4": ("v6e:2x2", "int4", QWEN),
-    "gemma-3-12b": ("v6e:2x2", None, GEMMA),
-    "llama-3-8b-h100": ("h100:1", None, LLAMA),
-    "llama-3-8b-8-h100": ("h100:8", None, LLAMA),
-    "llama-3-8b-int8-h100": ("h100:1", "int8", LLAMA),
-    "llama-3-8b-int4-h100": ("h100:1", "int4", LLAMA),
-    "llama-3-8b-int4-l4": ("l4:1", "int4", LLAMA),
-    "llama-3-8b-16-b200": ("b200:2x8", None, LLAMA),
-    "gemma-3-12b-2-h100": ("h100:2", None, GEMMA),
-    "qwen3-30b-a3b-4-h100": ("h100:4", None, QWEN),
+SHAPES: dict[str, tuple[str, Any, str]] = {  # topology, quantization, model
+    "llama-3-8b": ("v5e:2x4", None, "llama-3-8b"),
+    "llama-3-8b-int8": ("v5e:1x1", "int8", "llama-3-8b"),
+    "llama-3-8b-int4": ("v5e:1x1", "int4", "llama-3-8b"),
+    "llama-3-8b-int8-8-chips": ("v5e:2x4", "int8", "llama-3-8b"),
+    "llama-3-8b-int4-8-chips": ("v5e:2x4", "int4", "llama-3-8b"),
+    "qwen3-30b-a3b": ("v6e:2x2", None, "qwen3-30b-a3b"),
+    "qwen3-30b-a3b-int8": ("v6e:2x2", "int8", "qwen3-30b-a3b"),
+    "qwen3-30b-a3b-int4": ("v6e:2x2", "int4", "qwen3-30b-a3b"),
+    "gemma-3-12b": ("v6e:2x2", None, "gemma-3-12b"),
+    "llama-3-8b-h100": ("h100:1", None, "llama-3-8b"),
+    "llama-3-8b-8-h100": ("h100:8", None, "llama-3-8b"),
+    "llama-3-8b-int8-h100": ("h100:1", "int8", "llama-3-8b"),
+    "llama-3-8b-int4-h100": ("h100:1", "int4", "llama-3-8b"),
+    "llama-3-8b-int4-l4": ("l4:1", "int4", "llama-3-8b"),
+    "llama-3-8b-16-b200": ("b200:2x8", None, "llama-3-8b"),
+    "gemma-3-12b-2-h100": ("h100:2", None, "gemma-3-12b"),
+    "qwen3-30b-a3b-4-h100": ("h100:4", None, "qwen3-30b-a3b"),
 }
 
 
@@ -104,9 +62,9 @@ def main() -> None:
     for name in options.shapes or [
         name for name, shape in SHAPES.items() if _is_gpu(shape[0]) == (options.kind == "gpu")
     ]:
-        topology, quantization, config = SHAPES[name]
+        topology, quantization, model = SHAPES[name]
         sizes = {"prompt_length": 2048, "capacity": 8192} if _is_gpu(topology) else {}
-        for program in compile_for(config, topology, quantization=quantization, **sizes):
+        for program in compile_for(config_of(model), topology, quantization=quantization, **sizes):
             facts = {k: v for k, v in dataclasses.asdict(program).items() if k != "text"}
             found[f"{name} {topology} {program.name}"] = facts
             sent = f"{program.collectives} of {program.collective_bytes / 1e6:.2f} MB"

@@ -18,42 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from shapes.published import fields_of
 
 from hfax.bench import report as reports
 from hfax.bench.run import Plan, run
 from hfax.bench.spec import Case, SubjectSpec
 
 GROUPS = ["weights", "peers", "recipe", "context", "speculation"]
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": {
-        "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"],
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-    },
-    "llama-3.2-1b": {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-    },
-}
+SHAPES = {name: fields_of(name) for name in ("qwen3-0.6b", "llama-3.2-1b")}
 SHAPES["tiny"] = SHAPES["qwen3-0.6b"] | {
     "hidden_size": 128,
     "intermediate_size": 256,

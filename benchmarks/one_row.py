@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from hfax.kernels.cpu import calls, library
+from hfax.kernels.encodings import Encoding
 
-OUT, WIDTH, INT4_GROUP = 16384, 2048, 128
+OUT, WIDTH, GROUP = 16384, 2048, 128
 TURNS = 40
 
 
@@ -28,14 +29,20 @@ def _products() -> dict[str, tuple[Callable[..., jax.Array], tuple[jax.Array, ..
     floats = jnp.asarray(rng.standard_normal((OUT, WIDTH), np.float32))
     int8 = jnp.asarray(rng.integers(-127, 128, (OUT, WIDTH)), jnp.int8)
     int4 = jnp.asarray(rng.integers(0, 256, (OUT, WIDTH // 2)), jnp.uint8)
-    scales = [jnp.asarray(rng.random((OUT, groups)), jnp.bfloat16) for groups in (1, WIDTH // INT4_GROUP)]
+    scale = jnp.asarray(rng.random((OUT, WIDTH // GROUP)), jnp.bfloat16)
     half = row.astype(jnp.bfloat16)
     out = jnp.dtype(jnp.float32)
+
+    def packed(encoding: Encoding) -> Callable[..., jax.Array]:
+        return lambda x, w, s: calls.linear_packed(x, w, s, None, encoding=encoding, out_dtype=out)
+
     return {
         "float32": (lambda x, w: calls.linear(x, w, out), (row, floats), 4),
         "bfloat16": (lambda x, w: calls.linear(x, w, out), (half, floats.astype(jnp.bfloat16)), 2),
-        "int8": (lambda x, w, s: calls.linear_int8(x, w, s, out), (half, int8, scales[0]), 1),
-        "int4": (lambda x, w, s: calls.linear_int4(x, w, s, out), (half, int4, scales[1]), 0.5),
+        "int8": (packed("int8"), (half, int8, scale), 1),
+        "fp8": (packed("fp8"), (half, floats.astype(jnp.float8_e4m3fn), scale), 1),
+        "int4": (packed("int4"), (half, int4, scale), 0.5),
+        "fp4": (packed("fp4"), (half, int4, scale), 0.5),
     }
 
 

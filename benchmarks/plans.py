@@ -12,39 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-import transformers
+from shapes.published import config_of
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128256,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-}
-SHAPES = {
-    "llama-3-8b": transformers.LlamaConfig(
-        **LLAMA, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32
-    ),
-    "llama-3-70b": transformers.LlamaConfig(
-        **LLAMA, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64
-    ),
-    "qwen3-235b-a22b": transformers.Qwen3MoeConfig(
-        architectures=["Qwen3MoeForCausalLM"],
-        vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
-        moe_intermediate_size=1536,
-        num_hidden_layers=94,
-        num_attention_heads=64,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        dtype="bfloat16",
-    ),
-    "deepseek-v3": transformers.DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"], dtype="bfloat16"),
-}
 CASES = [
     ("llama-3-8b", "v5e:2x4"),
     ("llama-3-70b", "v6e:2x4"),
@@ -65,7 +34,7 @@ def measure(shape: str, topology: str) -> dict:
     from hfax.planning.plan import make_plans
 
     begin = time.perf_counter()
-    (plan,) = make_plans(shape, SHAPES[shape], [topology], batches=[8], context=8192)
+    (plan,) = make_plans(shape, config_of(shape), [topology], batches=[8], context=8192)
     seconds = time.perf_counter() - begin
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {**dataclasses.asdict(plan), "seconds": round(seconds, 1), "peak_memory_bytes": peak}

@@ -19,19 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from shapes.published import config_of
 
-SHAPES = {
-    "qwen3-0.6b": {
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 40960,
-    },
+SHAPES: dict[str, dict[str, int]] = {  # fields that differ from Qwen3-0.6B's
+    "qwen3-0.6b": {},
     "small": {
         "vocab_size": 1000,
         "hidden_size": 128,
@@ -140,15 +131,14 @@ def main() -> None:
     parser.add_argument("--without-transformers", action="store_true")
     parser.add_argument("--only-transformers", action="store_true", help="What the run starts itself.")
     arguments = parser.parse_args()
-    shape = SHAPES[arguments.shape]
-    config = transformers.Qwen3Config(**shape, dtype="bfloat16")
+    config = config_of("qwen3-0.6b", **SHAPES[arguments.shape])
     if arguments.only_transformers:
-        print(run_transformers(config, *draw_requests(arguments.requests, shape["vocab_size"]), 32, 1024))
+        print(run_transformers(config, *draw_requests(arguments.requests, config.vocab_size), 32, 1024))
         return
     from hfax import AutoModelForTPU, Engine, EngineConfig
 
     model = AutoModelForTPU.from_config(config, dtype="bfloat16")
-    prompts, counts = draw_requests(arguments.requests, shape["vocab_size"])
+    prompts, counts = draw_requests(arguments.requests, config.vocab_size)
     print(f"{len(prompts)} requests, {sum(map(len, prompts))} prompt tokens, {sum(counts)} to write", flush=True)
     engine = Engine(model, config=EngineConfig(max_num_seqs=32, max_num_batched_tokens=512, max_model_len=2048))
     engine.warm_up()
@@ -172,7 +162,7 @@ def main() -> None:
         "output_tokens_per_second": sum(counts) / own,
         "times_one_by_one": statistics.median(seconds["one by one"]) / own,
         "times_transformers": statistics.median(seconds["transformers"]) / own if seconds["transformers"] else None,
-        "prefix": prefix_seconds(engine, shape["vocab_size"]),
+        "prefix": prefix_seconds(engine, config.vocab_size),
     }
     print(json.dumps(report, indent=2))
     engine.close()

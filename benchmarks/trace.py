@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from shapes.published import config_of
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
@@ -35,15 +37,7 @@ _GROUPS = {"jax": ("/jax/", "/jaxlib/"), "torch": ("/torch/",), "torchax": ("/to
 
 def make_tracer(layers: int, tokens: int) -> Any:
     """A function that traces once, of a model of Llama-3-8B's shape."""
-    config = transformers.LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        architectures=["LlamaForCausalLM"],
-    )
+    config = config_of("llama-3-8b", num_hidden_layers=layers)
     skeleton = open_skeleton(config, dtype="bfloat16")
     buffers = {name: jnp.asarray(to_numpy(buffer)) for name, buffer in skeleton.buffers.items()}
     params = {name: jax.ShapeDtypeStruct(tuple(t.shape), jnp.bfloat16) for name, t in skeleton.shapes.items()}

@@ -30,6 +30,7 @@ SECTIONS = {
         "Diagnosis",
         "verify",
         "Verification",
+        "KeptCache",
         "PromptResult",
         "Difference",
     ),
@@ -57,6 +58,7 @@ SECTIONS = {
     ),
     "Exporting": ("export", "Bundle", "export_stablehlo"),
     "Extending": (
+        "device_processor",
         "register_patch",
         "Patch",
         "OpPatch",
@@ -86,6 +88,7 @@ SECTIONS = {
 BESIDE = {
     "PromptResult": "hfax.evaluation.verification",
     "Difference": "hfax.evaluation.first_difference",
+    "KeptCache": "hfax.generation.kept_cache",
     "Request": "hfax.engine.request",
     "Patch": "hfax.patches.patch",
 }

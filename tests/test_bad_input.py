@@ -265,11 +265,10 @@ def test_trusted_custom_code_runs_forward_and_generate(custom: Path) -> None:
         (InvalidInputError, ["float"], [[0.5, 1.5]], {}),
         (InvalidInputError, ["rectangular"], [[1, 2], [3]], {}),
         (InvalidInputError, ["(1, 3)", "(1, 4)"], _IDS, {"attention_mask": [[1, 1, 1]]}),
-        (InvalidInputError, ["right", "padding_side"], _IDS, {"attention_mask": [[1, 1, 0, 0]]}),
         (InvalidInputError, ["max_new_tokens", "0"], _IDS, {"max_new_tokens": 0}),
         (InvalidInputError, ["temperature"], _IDS, {"do_sample": True, "temperature": -1.0}),
         (InvalidInputError, ["top_p"], _IDS, {"do_sample": True, "top_p": 1.5}),
-        (UnsupportedOptionError, ["num_beams"], _IDS, {"num_beams": 4}),
+        (InvalidInputError, ["num_beams"], _IDS, {"num_beams": -4}),
         (UnsupportedOptionError, ["max_tokens", "max_new_tokens"], _IDS, {"max_tokens": 4}),
     ],
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import transformers
+from published import config_of
 
 import hfax
 from hfax.cli.app import run
@@ -13,22 +14,8 @@ from hfax.errors import InvalidInputError
 from hfax.kernels.cpu import library
 
 
-def _llama_8b() -> transformers.LlamaConfig:
-    return transformers.LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        dtype="bfloat16",
-        tie_word_embeddings=False,
-        architectures=["LlamaForCausalLM"],
-    )
-
-
 def test_figures_of_a_full_size_model_are_the_arithmetic() -> None:
-    found = hfax.diagnose(_llama_8b())
+    found = hfax.diagnose(config_of("llama-3-8b"))
     assert found.verdict == "works with patches"
     assert found.num_parameters == 8_030_261_248
     assert found.weight_bytes == 2 * found.num_parameters
@@ -122,7 +109,7 @@ def test_models_of_images_and_sound_are_traced_too(config: Any, task: str) -> No
 
 
 def test_check_compares_a_small_copy_with_transformers() -> None:
-    config = hfax.shrink_config(_llama_8b())
+    config = hfax.shrink_config(config_of("llama-3-8b"))
     assert hfax.diagnose(config, check=True).checked == "agrees"
 
 
@@ -134,7 +121,7 @@ def test_no_config(tmp_path: Path) -> None:
 def test_command_prints_json_and_its_exit_code_is_the_verdict(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    hfax.shrink_config(_llama_8b()).save_pretrained(tmp_path / "good")
+    hfax.shrink_config(config_of("llama-3-8b")).save_pretrained(tmp_path / "good")
     hfax.shrink_config(transformers.LongformerConfig(architectures=["LongformerForMaskedLM"])).save_pretrained(
         tmp_path / "bad"
     )

@@ -162,6 +162,7 @@ def test_public_surface() -> None:
         "UnsupportedOptionError",
         "Verification",
         "__version__",
+        "device_processor",
         "diagnose",
         "export",
         "export_stablehlo",

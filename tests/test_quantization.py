@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 import torch
 import transformers
+from packed_weights import packed_array, packed_tensor
 
 from hfax import AutoModelForTPU
 from hfax.errors import CheckpointCorruptError, UnsupportedOptionError
@@ -110,3 +113,39 @@ def test_experts_are_packed_too():
     assert isinstance(model.params["model.layers.0.mlp.experts.gate_up_proj"], QuantizedArray)
     model.generation_config.eos_token_id = None
     assert model.generate(IDS, max_new_tokens=5, do_sample=False).shape == (1, 13)
+
+
+def with_stored_weights(model, form, *, permuted=False):
+    """Replaces the weights of the first layer by codes at random, as other libraries store them."""
+    for name, array in model.params.items():
+        if ".layers.0." in name and array.ndim == 2:
+            tensor = packed_tensor(*form, tuple(array.shape), permuted=permuted)
+            model.params[name] = packed_array(tensor, getattr(torch, array.dtype.name))
+    assert model.quantization == form[0]
+    return model
+
+
+@pytest.mark.parametrize("format", ["safetensors", "orbax"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        ("int8", 64, "float32", True),
+        ("int4", 32, "float16", True),
+        ("fp4", 32, "bfloat16", False),
+        ("fp8", 128, "float32", False),
+    ],
+    ids=str,
+)
+def test_stored_weights_are_saved_and_loaded_again_bit_for_bit(folder, tmp_path, form, format):
+    """What the codes mean, offsets and the order of columns too."""
+    model = with_stored_weights(AutoModelForTPU.from_pretrained(folder), form, permuted=True)
+    model.save_pretrained(tmp_path, format=format)
+    again = AutoModelForTPU.from_pretrained(tmp_path)
+    for name, array in model.params.items():
+        assert jax.tree.structure(again.params[name]) == jax.tree.structure(array)
+        for got, expected in zip(jax.tree.leaves(again.params[name]), jax.tree.leaves(array), strict=True):
+            assert got.dtype == expected.dtype
+            np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
+    logits = model(input_ids=IDS).logits
+    assert logits.isfinite().all()
+    assert torch.equal(again(input_ids=IDS).logits, logits)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from hfax.exporting.bundle import export
     from hfax.exporting.stablehlo import export_stablehlo
     from hfax.flax_nnx import to_nnx
+    from hfax.generation.device_processor import device_processor
     from hfax.lora.config import LoraConfig
     from hfax.patches.patch import ForwardPatch, FunctionPatch, InputPatch, OpPatch
     from hfax.patches.registry import register_patch
@@ -94,6 +95,7 @@ _HOMES = {
     "UnsupportedModelError": "hfax.errors",
     "UnsupportedOptionError": "hfax.errors",
     "Verification": "hfax.evaluation.verification",
+    "device_processor": "hfax.generation.device_processor",
     "diagnose": "hfax.doctor",
     "export": "hfax.exporting.bundle",
     "export_stablehlo": "hfax.exporting.stablehlo",
@@ -146,6 +148,7 @@ __all__ = [
     "UnsupportedOptionError",
     "Verification",
     "__version__",
+    "device_processor",
     "diagnose",
     "export",
     "export_stablehlo",

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import transformers
 from transformers import PretrainedConfig
 
+from hfax.backends.jax.size_classes import size_classes_of
 from hfax.errors import HfaxError, UnsupportedModelError
 from hfax.kernels.cpu import library
 from hfax.kernels.target import compiling_for
@@ -26,6 +27,7 @@ from hfax.load.config import read_any_config
 from hfax.patches import registry
 from hfax.tracing.abstract import example_inputs, open_skeleton, without_weights
 from hfax.tracing.observations import Observations, observing
+from hfax.tracing.prefixes import UnprovenError
 from hfax.tracing.traced_model import TracedModel
 
 _PROMPT, _CAPACITIES = 64, (128, 256)
@@ -45,6 +47,8 @@ class Diagnosis:
         wide_dtypes: line to the 64-bit dtype ("float64" or "int64") requested there; programs compute in 32 bits.
         patches: patches that were applied, name to reason.
         refusals: patches that were not applied because the model's code differs, name to reason; the original code runs.
+        why_not_padded: why forward calls are compiled for each number of tokens and rows; None if sizes share programs, or if the
+            model fails.
         lowerings: kernels selected for the default device and these shapes; empty if the model does not generate.
         cpu_kernels: instruction set of hfax's C++ kernels and where their library is from, or why there are none; None if the
             default device is not a CPU, or the model does not generate.
@@ -69,6 +73,7 @@ class Diagnosis:
     wide_dtypes: dict[str, str]
     patches: dict[str, str]
     refusals: dict[str, str]
+    why_not_padded: str | None
     lowerings: tuple[str, ...]
     cpu_kernels: str | None
     num_parameters: int
@@ -125,6 +130,7 @@ def diagnose(
         wide_dtypes=look.seen.wide,
         patches=patches,
         refusals=registry.refusals(skeleton.module),
+        why_not_padded=None if look.problems else _why_not_padded(traced, params),
         lowerings=tuple(sorted(look.lowerings)),
         cpu_kernels=look.cpu_kernels,
         num_parameters=sum(t.numel() for name, t in skeleton.shapes.items() if name not in buffers),
@@ -213,6 +219,25 @@ class _Look:
             jax.eval_shape(lambda *a: step(*a), self.params, cache, token, scalar, row, _ids(large))
         if target.platform == "cpu":
             self.cpu_kernels = str(library.kernels())
+
+
+def _why_not_padded(traced: TracedModel, params: dict[str, Any]) -> str | None:
+    """Why a forward call with a mask is not padded to a size class; None if it is."""
+    traits, tokens = traced.traits, jax.ShapeDtypeStruct((3, _PROMPT), jnp.int32)
+    if traits.main_input != "input_ids":
+        return f"its main input is {traits.main_input}, not token ids"
+    inputs = {"input_ids": tokens}
+    inputs |= {"attention_mask": tokens} if traits.takes_attention_mask else {}
+    inputs |= {"decoder_input_ids": tokens} if traits.is_encoder_decoder else {}
+    why = "it takes fewer tokens than are tried"
+    for call in size_classes_of(traced.module, traits).calls(inputs):
+        try:
+            call.prove(traced, params)
+        except UnprovenError as error:
+            why = str(error)
+        else:
+            return None
+    return why
 
 
 _OPERATION_FIX = "Register an OpPatch for it (hfax.register_patch)."

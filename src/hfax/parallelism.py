@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from hfax.errors import InvalidInputError
+from hfax.kernels.quantized import together
 from hfax.load.placement import free_bytes
 from hfax.load.quantize import Quantized, bytes_of, layouts
 from hfax.load.skeleton import Skeleton
@@ -64,7 +65,7 @@ def plan_over(
         mesh,
         roles=lambda: roles_of(skeleton),
         given=given,
-        granularity={name: layout.group for name, layout in packed.items()},
+        granularity={name: together(layout.encoding, layout.group) for name, layout in packed.items()},
         num_bytes=weight_bytes(skeleton, quantization),
     )
 

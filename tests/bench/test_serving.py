@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from hfax.bench import serving
+from hfax.cli.app import run
 from hfax.errors import HfaxError, InvalidInputError
 
 ASKED: list[dict] = []
@@ -86,6 +87,15 @@ def test_poisson_arrivals_take_their_time(url):
 def test_nobody_there_is_an_error():
     with pytest.raises(HfaxError, match="Could not query the model name"):
         serving.run_load(serving.Load(url="http://127.0.0.1:9"))
+
+
+def test_the_command_fails_if_every_request_did(url, capsys):
+    """It exited with 0 and a table without a figure."""
+    command = ["bench", "serve", "--url", url, "--num-requests", "1"]
+    assert run(command) == 0
+    ASKED.extend([{}] * 2)  # the next is the fourth
+    assert run(command) == 1
+    assert "1 failed: status 500" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["", "0", "9:3", "a:b", "1:2:3"])

@@ -10,6 +10,8 @@ import pytest
 from terminal import Terminal
 from tiny_checkpoints import CONTEXT, make_tokenizer, save_language_model
 
+from hfax.generation.generate import GenerationLoop
+
 LENGTH = ("--max-new-tokens", "8", "--temperature", "0")
 
 
@@ -37,6 +39,19 @@ def test_replies_follow_the_whole_history(hfax_here, checkpoint, tmp_path):
     assert messages[2]["content"] in done.out
     assert len(re.findall(r"8 tokens, [\d.]+ tokens/s", done.err)) == 2
     assert "tokens/s" not in done.out
+
+
+def test_a_reply_reads_what_is_new_and_the_conversation_again_after_a_reset(hfax_here, checkpoint, monkeypatch):
+    read, start = [], GenerationLoop.start
+
+    def spy(loop, inputs):
+        read.append(sorted(inputs)[-1])
+        return start(loop, inputs)
+
+    monkeypatch.setattr(GenerationLoop, "start", spy)
+    stdin = "Hello, this is a first message\nB\nC\n/reset\nSomething else\n"
+    assert hfax_here("chat", checkpoint, *LENGTH, stdin=stdin).code == 0
+    assert read == ["input_ids", "new", "new", "input_ids"]
 
 
 def test_reset_keeps_the_system_message_only(hfax_here, checkpoint, tmp_path):

@@ -11,13 +11,13 @@ from tiny_checkpoints import CONTEXT, make_tokenizer
 PROMPT = "The quick brown fox"
 
 
-def greedy_text(folder, ids: list[int], num_tokens: int) -> str:
+def greedy_text(folder, ids: list[int], num_tokens: int, **options) -> str:
     """What plain transformers writes."""
     import torch
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(folder)
-    out = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=num_tokens)[0, len(ids) :]
+    out = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=num_tokens, **options)[0, len(ids) :]
     return make_tokenizer().decode(out, skip_special_tokens=True)
 
 
@@ -26,6 +26,14 @@ def test_writes_what_transformers_writes_and_nothing_else_to_stdout(hfax_here, c
     assert done.code == 0, done.err
     assert done.out.rstrip("\n") == greedy_text(checkpoint, make_tokenizer()(PROMPT)["input_ids"], 24).rstrip("\n")
     assert "load" in done.err
+
+
+def test_beams_give_the_best_text_at_the_end(hfax_here, checkpoint):
+    done = hfax_here("generate", checkpoint, PROMPT, "--max-new-tokens", "24", "--temperature", "0", "--num-beams", "4")
+    assert done.code == 0, done.err
+    ids = make_tokenizer()(PROMPT)["input_ids"]
+    best = greedy_text(checkpoint, ids, 24, num_beams=4)
+    assert done.out.rstrip("\n") == best.rstrip("\n") != greedy_text(checkpoint, ids, 24).rstrip("\n")
 
 
 def test_chat_wraps_the_prompt_in_the_template(hfax_here, checkpoint):

@@ -12,13 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import pytest
-from code_blocks import ROOT, CodeBlock, code_blocks
+from code_blocks import CodeBlock, code_blocks, pages_of_docs
 
 import hfax
 from hfax.demo import demo_folder
 
-PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *pages_of_docs(),
+]
 ELSEWHERE = {
     "docs/parallel.md": "tests/sharding/test_docs.py, on eight devices",
     "CONTRIBUTING.md": "parts of files, which its recipes tell where to put",
@@ -32,9 +37,27 @@ OF_OTHER_TESTS = {
 """Words of blocks that need what this environment does not have, and the tests of the same calls."""
 
 
+GUIDES: dict[str, dict[str, str]] = {
+    "docs/index.md": {'"Qwen/Qwen3-0.6B"': "demo", "max_new_tokens=40": "max_new_tokens=4"},
+    "docs/troubleshooting.md": {},
+    "docs/guides/embeddings.md": {
+        '"sentence-transformers/all-MiniLM-L6-v2"': "feature-extraction",
+        '"distilbert/distilbert-base-uncased-finetuned-sst-2-english"': "text-classification",
+    },
+    "docs/guides/images-and-speech.md": {
+        '"Qwen/Qwen2-VL-2B-Instruct"': "image-text-to-text",
+        '"google/vit-base-patch16-224"': "image-classification",
+        '"openai/whisper-tiny"': "whisper",
+        '"speech.flac"': "sound",
+        "max_new_tokens=64": "max_new_tokens=4",
+    },
+}
+"""By page: words, and the small checkpoint or the words that stand for them."""
+
+
 def test_every_page_is_run_here_or_elsewhere() -> None:
     with_python = {page for page in PAGES if code_blocks(page, "python")}
-    assert with_python == {"README.md", "docs/serving.md", "docs/training.md", *ELSEWHERE}
+    assert with_python == {"README.md", "docs/serving.md", "docs/training.md", *GUIDES, *ELSEWHERE}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -88,6 +111,21 @@ def test_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipeline_ch
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
     assert float(names["value"]) > 0
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_a_guide(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipeline_checkpoints: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoints, replaced = pipeline_checkpoints, {}
+    for words, stand_in in GUIDES[page].items():
+        if stand_in == "whisper":
+            checkpoints.save_whisper(tmp_path / stand_in)
+        elif stand_in in checkpoints.SAVE:
+            checkpoints.SAVE[stand_in](tmp_path / stand_in)
+        folder = demo_folder() if stand_in == "demo" else tmp_path / stand_in
+        replaced[words] = repr(str(folder)) if folder.exists() else "sound.copy()" if stand_in == "sound" else stand_in
+    image = np.zeros((30, 30, 3), np.uint8)
+    assert _run(page, {"sound": checkpoints.sound(1.0), "image": PIL.Image.fromarray(image)}, replaced)
 
 
 def test_the_page_on_serving(capsys: pytest.CaptureFixture[str]) -> None:

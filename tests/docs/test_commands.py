@@ -22,7 +22,7 @@ import processes
 import pytest
 import servers
 import typer.main
-from code_blocks import ROOT, command_lines, hfax_commands
+from code_blocks import ROOT, command_lines, hfax_commands, pages_of_docs
 
 from hfax.cli.app import app
 
@@ -30,12 +30,28 @@ PAGES = [
     "README.md",
     "CONTRIBUTING.md",
     "examples/README.md",
-    *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")),
+    *pages_of_docs(),
 ]
 NOT_HERE = {
     "pip install -e '.[cpu,serve]'": "needs the network",
     "pip install -e '.[cpu,train]'": "needs the network",
     "pip install -e '.[cpu,eval]'": "needs the network",
+    "pip install 'hfax[cpu]'": "needs the network",
+    "pip install 'hfax[tpu]'": "needs the network",
+    "python3 -m venv env && . env/bin/activate": "the tests run in an environment",
+    "gcloud compute tpus tpu-vm create hfax --zone us-west4-a --accelerator-type v5litepod-8 --version v2-alpha-tpuv5-lite": (
+        "needs Google Cloud"
+    ),
+    "gcloud compute tpus tpu-vm ssh hfax --zone us-west4-a": "needs Google Cloud",
+    "gcloud compute tpus tpu-vm delete hfax --zone us-west4-a": "needs Google Cloud",
+    'gcloud compute tpus tpu-vm ssh hfax --zone us-west4-a --worker all --command "hfax launch script.py"': (
+        "needs Google Cloud"
+    ),
+    "docker build -f deploy/Dockerfile --build-arg EXTRA=cpu -t hfax .": "needs Docker; tests/deploy reads the file",
+    "docker run -p 8000:8000 -e HFAX_API_KEY=secret -v hfax:/cache hfax serve Qwen/Qwen3-0.6B --host 0.0.0.0": (
+        "needs Docker"
+    ),
+    "kubectl apply -f deploy/kubernetes.yaml": "needs a cluster; tests/deploy reads the file",
     "git clone https://github.com/hfax/hfax && cd hfax": "needs the network",
     "hfax launch script.py": "needs the hosts of a TPU slice, or srun",
     'gcloud compute tpus tpu-vm ssh NAME --zone ZONE --worker all --command "hfax launch script.py"': "needs Google Cloud",

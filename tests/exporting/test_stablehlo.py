@@ -118,4 +118,6 @@ def test_what_cannot_be_exported(tmp_path: Path) -> None:
     )
     with pytest.raises(InvalidInputError, match="nothing to export"):
         hfax.export_stablehlo(bert, tmp_path / "b")
+    with pytest.raises(UnsupportedOptionError, match="beam search"):
+        hfax.export_stablehlo(AutoModelForTPU.from_config(config), tmp_path / "c", num_beams=2)
     assert not list(tmp_path.iterdir())

@@ -174,9 +174,7 @@ def test_overrides_come_before_the_config_and_that_before_the_model(llama_folder
     assert model.generate(_IDS, generation_config=config, max_new_tokens=8, do_sample=False).shape[1] == 6 + 8
 
 
-@pytest.mark.parametrize(
-    "option", [{"num_beams": 3}, {"guidance_scale": 2.0}, {"penalty_alpha": 0.5}, {"max_new_token": 3}]
-)
+@pytest.mark.parametrize("option", [{"token_healing": True}, {"penalty_alpha": 0.5}, {"max_new_token": 3}])
 def test_what_is_not_implemented_is_refused_by_name(hfax_llama: JaxModel, option: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedOptionError, match=next(iter(option))):
         hfax_llama.generate(_IDS, max_new_tokens=3, **option)

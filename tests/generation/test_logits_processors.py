@@ -7,7 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from processor_contracts import CASES, NOT_ON_TORCH_XLA, VOCAB, Batch, check, reference_processors, spec_of
+from processor_contracts import (
+    BEAM_CASES,
+    CASES,
+    NOT_ON_TORCH_XLA,
+    NOT_OPTIONS,
+    VOCAB,
+    Batch,
+    check,
+    reference_processors,
+    spec_of,
+)
 from transformers import GenerationConfig
 
 from hfax.backends.torch_xla import sampling as torch_xla_sampling
@@ -33,8 +43,13 @@ def test_each_row_of_a_left_padded_batch_scores_as_transformers_scores_it_alone(
     check(name, scores_of_steps)
 
 
+@pytest.mark.parametrize("name", BEAM_CASES)
+def test_filters_leave_beam_search_more_than_the_tokens_that_end_a_text(name: str):
+    check(name, scores_of_steps, BEAM_CASES)
+
+
 def test_every_processor_is_in_the_table_of_contracts():
-    assert {name for case in CASES.values() for name in spec_of(case)[0].active} == set(PROCESSORS)
+    assert {name for case in CASES.values() for name in spec_of(case)[0].active} | set(NOT_OPTIONS) == set(PROCESSORS)
 
 
 def test_torch_xla_has_the_same_processors_in_the_same_order_except_those_listed():

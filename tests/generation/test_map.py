@@ -101,3 +101,42 @@ def test_an_output_of_something_else(demo, tokenizer, tmp_path):
         demo.map(TEXTS, batch_size=2, tokenizer=tokenizer, output=out)
     with pytest.raises(InvalidInputError, match="batch_size=0"):
         demo.map(TEXTS, batch_size=0, tokenizer=tokenizer)
+
+
+def test_rows_of_any_length_compile_one_program_for_each_size_class(tmp_path):
+    config = transformers.BertConfig(
+        vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+    )
+    model = AutoModelForTPU.from_config(config, task="feature-extraction")
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(3, 60, n).tolist() for n in rng.integers(4, 257, 1000)]
+    options = {"batch_size": 32, "select": lambda out: {"pooled": out.pooler_output}, "output": tmp_path / "out.jsonl"}
+    found = model.map(rows, **options)
+    assert len(model.parts.programs.made) <= 7  # 16, 32, 64, 96, 128, 192, 256
+    for place in (0, 511, 512, 999):  # in two windows, and at their ends
+        alone = model(input_ids=[rows[place]]).pooler_output[0]
+        np.testing.assert_allclose(found[place]["pooled"], alone, atol=1e-5)
+    assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == found
+
+
+def test_an_interrupted_run_over_sorted_rows_goes_on_after_its_last_window(tmp_path):
+    config = transformers.BertConfig(
+        vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+    )
+    model = AutoModelForTPU.from_config(config, task="feature-extraction")
+    rows, seen = [[3 + i % 50] * (1 + i % 7) for i in range(40)], []
+
+    def select(out):
+        seen.append(1)
+        if len(seen) == 20:
+            raise KeyboardInterrupt
+        return {"pooled": out.pooler_output}
+
+    options = {"batch_size": 2, "select": select, "output": tmp_path / "out.jsonl"}
+    with pytest.raises(KeyboardInterrupt):
+        model.map(rows, **options)
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 32
+    found = model.map(rows, **options)
+    assert len(seen) == 24
+    for place in (0, 31, 32, 39):
+        np.testing.assert_allclose(found[place]["pooled"], model(input_ids=[rows[place]]).pooler_output[0], atol=1e-5)

@@ -21,7 +21,8 @@ from hfax.kernels.cpu.instruction_sets import INSTRUCTION_SETS
 NEON = next(s for s in INSTRUCTION_SETS if s.name == "neon")
 IS_NATIVE = platform.machine() in NEON.machines
 _COMPILER, _EMULATOR, _SYSTEM = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
-_DTYPES = {"bool": 1, "int8": 2, "int32": 4, "int64": 5, "uint8": 6, "float32": 11, "bfloat16": 16}
+_DTYPES = {"bool": 1, "int8": 2, "int32": 4, "int64": 5, "uint8": 6, "float16": 10, "float32": 11, "bfloat16": 16}
+_DTYPES["float8_e4m3fn"] = 20
 """Codes of XLA's FFI."""
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from packed_weights import packed_array, packed_tensor
 
 from hfax.kernels.attention import Causal, Mask, attention, causal_positions
 from hfax.kernels.gpu import attention as kernels
@@ -121,11 +122,33 @@ def test_prompts_by_the_triton_kernel(length, widths, window, softcap, padding, 
 def test_packed_weights_by_the_triton_kernel(rows, shape, bits):
     weight = torch.from_numpy(np.random.default_rng(0).standard_normal(shape, np.float32))
     packed = quantize(weight, f"int{bits}", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-    assert quantized.fits(rows, packed.shape, bits, packed.group)
+    assert quantized.fits(rows, packed.shape, packed.encoding, packed.group)
     x = normal(rows, shape[1], dtype=jnp.bfloat16)
-    got = quantized.linear(x, packed.values, packed.scale, bits=bits, out_dtype=jnp.float32, interpret=True)
+    got = quantized.linear(
+        x, packed.values, packed.scale, encoding=packed.encoding, out_dtype=jnp.float32, interpret=True
+    )
     scale = np.repeat(np.asarray(packed.scale, np.float64), packed.group, axis=1)
-    expected = np.asarray(x, np.float64) @ (np.asarray(packed.integers(), np.float64) * scale).T
+    expected = np.asarray(x, np.float64) @ (np.asarray(packed.numbers(), np.float64) * scale).T
+    np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("rows", [1, 17])
+@pytest.mark.parametrize(
+    "form", [("int4", 32, "float16", False), ("int4", 64, "float32", False), ("int8", 128, "float16", False)], ids=str
+)
+def test_stored_weights_by_the_triton_kernels(form, rows):
+    """Groups that share words."""
+    x = normal(rows, 512, dtype=jnp.bfloat16)
+    exact, chosen = np.asarray(x, np.float64), np.random.default_rng(2).integers(0, 3, rows)
+    one, several = (packed_array(packed_tensor(*form, shape)) for shape in ((64, 512), (3, 64, 512)))
+    assert quantized.fits(rows, one.shape, one.encoding, one.group)
+    assert experts.fits_packed(x, several.shape, several.encoding, several.group)
+    options = {"encoding": form[0], "interpret": True}
+    got = quantized.linear(x, one.values, one.scale, out_dtype=jnp.float32, **options)
+    expected = exact @ np.asarray(one.dequantize(), np.float64).T
+    np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max())
+    got = experts.grouped_linear_packed(x, several.values, several.scale, jnp.asarray(chosen), **options)
+    expected = np.einsum("ri,roi->ro", exact, np.asarray(several.dequantize(), np.float64)[chosen])
     np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max())
 
 
@@ -148,26 +171,28 @@ def test_packed_experts_by_the_triton_kernel(rows, bits):
     weight = torch.from_numpy(np.random.default_rng(0).standard_normal((3, 48, 256), np.float32))
     packed = quantize(weight, f"int{bits}", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     x, chosen = normal(rows, 256, seed=1, dtype=jnp.bfloat16), np.random.default_rng(2).integers(0, 4, rows)
-    assert experts.fits_packed(x, packed.shape, packed.group)
-    got = experts.grouped_linear_packed(x, packed.values, packed.scale, jnp.asarray(chosen), bits=bits, interpret=True)
+    assert experts.fits_packed(x, packed.shape, packed.encoding, packed.group)
+    got = experts.grouped_linear_packed(
+        x, packed.values, packed.scale, jnp.asarray(chosen), encoding=packed.encoding, interpret=True
+    )
     is_here = chosen < 3
     scale = np.repeat(np.asarray(packed.scale, np.float64), packed.group, axis=2)
-    numbers = np.asarray(packed.integers(), np.float64) * scale
+    numbers = np.asarray(packed.numbers(), np.float64) * scale
     expected = np.einsum("ri,roi->ro", np.asarray(x, np.float64)[is_here], numbers[chosen[is_here]])
     np.testing.assert_allclose(got[is_here], expected, atol=1e-5 * np.abs(expected).max())
 
 
 def test_products_that_the_kernel_of_packed_weights_does_not_take():
-    assert quantized.fits(128, (64, 256), 4, 128)
-    assert not quantized.fits(129, (64, 256), 4, 128)
-    assert not quantized.fits(1, (64, 256), 8, 64)
-    assert not quantized.fits(1, (72, 256), 8, 128)
+    assert quantized.fits(128, (64, 256), "int4", 128)
+    assert not quantized.fits(129, (64, 256), "int4", 128)
+    assert not quantized.fits(1, (64, 256), "int8", 64)
+    assert not quantized.fits(1, (72, 256), "int8", 128)
     with pytest.raises(ValueError, match="no kernel for 129 rows"):
         quantized.linear(
             jnp.zeros((129, 256), jnp.bfloat16),
             jnp.zeros((64, 256), jnp.int8),
             jnp.ones((64, 2), jnp.bfloat16),
-            bits=8,
+            encoding="int8",
             out_dtype=jnp.float32,
         )
 

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from packed_weights import FORMATS, packed_array, packed_tensor
 
 from hfax.kernels import quantized
 from hfax.kernels.cpu import library
@@ -55,7 +56,7 @@ def test_every_group_of_8_bits(group):
     rng = np.random.default_rng(0)
     values = jnp.asarray(rng.integers(-127, 128, (40, 1536)), jnp.int8)
     scale = jnp.asarray(rng.random((40, 1536 // group)), jnp.bfloat16)
-    packed = quantized.QuantizedArray(values=values, scale=scale, bits=8, dtype=jnp.dtype("float32"))
+    packed = quantized.QuantizedArray(values=values, scale=scale, encoding="int8", dtype=jnp.dtype("float32"))
     x = normal(3, 1536)
     got, _ = on_cpu(quantized.linear, x, packed)
     numbers = np.asarray(packed.dequantize(), np.float64)
@@ -96,3 +97,57 @@ def test_what_is_not_finite_shows(weight):
     x = normal(3, 256, dtype="bfloat16").at[1, 3].set(jnp.inf)
     got, _ = on_cpu(quantized.linear, x, packed)
     assert (~np.isfinite(np.asarray(got, np.float32)).all(axis=1)).tolist() == [False, True, False]
+
+
+def exact_products(x, packed):
+    """In float64, and the error that rounded activations and a sum in float32 allow."""
+    wide_x, wide = np.asarray(x, np.float64), np.asarray(packed.dequantize(), np.float64)
+    allowed = 2.0**-15 * np.abs(wide_x).max() * np.abs(wide).sum(1)
+    if packed.offset is not None:  # numbers near 0 may be sums of large ones
+        allowed = (
+            allowed
+            + 2.0**-15 * np.abs(wide_x).max() * np.abs(np.asarray(packed.offset, np.float64)).sum(1) * packed.group
+        )
+    return wide_x @ wide.T, allowed
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_every_format_of_stored_weights(form):
+    """With each, a row has the same bits alone, beside others and on every instruction set."""
+    packed = packed_array(packed_tensor(*form))
+    x = normal(9, 512)
+    exact, allowed = exact_products(x, packed)
+    for rows in (1, 9):
+        got, chosen = on_cpu(quantized.linear, x[:rows], packed)
+        assert any(KERNELS in way for way in chosen)
+        assert (np.abs(got - exact[:rows]) <= allowed).all()
+    alone, _ = on_cpu(quantized.linear, x[:1], packed)
+    np.testing.assert_array_equal(alone[0], got[0])
+    for instructions in library.available_instruction_sets()[:1]:
+        with library.compiled_for(instructions.name):
+            np.testing.assert_array_equal(on_cpu(quantized.linear, x, packed)[0], got)
+
+
+@pytest.mark.parametrize("form", [("int4", 128, "float16", True), ("fp8", 128, "float32", False)], ids=str)
+def test_every_number_of_columns_of_stored_weights(form):
+    """Rows of a weight that fill no vector, more rows of activations than are computed together, and permuted columns."""
+    for out in (1, 15, 70):
+        packed = packed_array(packed_tensor(*form, (out, 640), permuted=True))
+        x = normal(200, 640)
+        exact, allowed = exact_products(x, packed)
+        got, _ = on_cpu(quantized.linear, x, packed)
+        assert (np.abs(got - exact) <= allowed).all()
+        np.testing.assert_array_equal(on_cpu(quantized.linear, x[197:198], packed)[0], got[197:198])
+
+
+@pytest.mark.parametrize(
+    "form", [("int4", 32, "bfloat16", True), ("fp4", 32, "bfloat16", False), ("fp8", 128, "float32", True)], ids=str
+)
+def test_each_row_gets_the_stored_matrix_of_its_expert(form):
+    packed = packed_array(packed_tensor(*form, (5, 24, 256), permuted=True))
+    x, experts = normal(7, 256), jnp.array([4, 0, 0, 2, 4, 4, 1])
+    got, chosen = on_cpu(grouped_linear, x, packed, experts)
+    assert any(KERNELS in way for way in chosen)
+    matrices = np.asarray(packed.dequantize(), np.float64)[np.asarray(experts)]
+    expected = np.einsum("ri,roi->ro", np.asarray(x, np.float64), matrices)
+    np.testing.assert_allclose(got, expected, atol=2.0**-14 * np.abs(x).max() * np.abs(matrices).sum(-1).max())

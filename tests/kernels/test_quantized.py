@@ -4,9 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from packed_weights import FORMATS, HERE, packed_array, packed_tensor
 
 from hfax.kernels import quantized
 from hfax.kernels.experts import grouped_linear
+from hfax.load.packed import PackedLayout
+from hfax.load.quantize import kept_layout
+from hfax.load.quantize import pack as pack_stored
 
 from .cpu_programs import normal, pack
 
@@ -54,3 +58,45 @@ def test_plain_jax_gives_each_row_the_packed_matrix_of_its_expert(weight):
     x, experts = normal(7, 128), jnp.array([4, 0, 0, 2, 4, 4, 1])
     expected = np.einsum("ri,roi->ro", x, np.asarray(packed.dequantize())[np.asarray(experts)])
     np.testing.assert_allclose(grouped_linear(x, packed, experts), expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_a_stored_weight_keeps_its_numbers(form, permuted):
+    """Bit for bit, in the weight's order of columns."""
+    tensor = packed_tensor(*form, permuted=permuted)
+    packed, expected = packed_array(tensor), tensor.dequantize().numpy()
+    np.testing.assert_array_equal(packed.dequantize(), expected)
+    np.testing.assert_array_equal(packed.rows(jnp.array([3, 0])), expected[[3, 0]])
+    x = normal(3, 512)
+    np.testing.assert_allclose(quantized.linear(x, packed), np.asarray(x) @ expected.T, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "group", "width", "platform", "kept"),
+    [
+        ("int4", 32, 512, "cpu", 32),
+        ("int4", 512, 512, "cpu", 128),  # a group of a whole row is several with one scale
+        ("int4", 32, 192, "cpu", None),  # columns whose codes share words
+        ("int8", 576, 576, "cpu", 64),
+        ("int8", 8, 512, "cpu", None),
+        ("fp8", 128, 512, "tpu", 128),
+        ("fp8", 64, 512, "tpu", None),
+        ("int4", 32, 512, "tpu", 32),
+        ("fp4", 16, 512, "tpu", None),
+        ("int4", 64, 512, "gpu", 64),
+        ("int4", 256, 512, "tpu", 128),
+        ("int8", 128, 512, "gpu", 128),
+        ("fp4", 32, 512, "gpu", None),
+    ],
+)
+def test_weights_stay_packed_where_a_kernel_multiplies_with_them(encoding, group, width, platform, kept):
+    found = kept_layout(PackedLayout(encoding=encoding, group=group, shape=(40, width)), platform)
+    assert (None if found is None else found.group) == kept
+
+
+def test_codes_without_a_number_are_not_kept():
+    """Kernels take the code of float8's NaN for a number."""
+    tensor = packed_tensor("fp8", 128, "float32", False)
+    tensor.codes.view(torch.uint8)[3, 5] = 0x7F
+    assert pack_stored(tensor, torch.float32, HERE) is None

@@ -1,4 +1,4 @@
-"""Models from GGUF files: the tokens that transformers generates from the same file, or from the model that the file was made of."""
+"""Models from GGUF files: the tokens that transformers generates from the same file, or from the model it was made of."""
 
 from __future__ import annotations
 
@@ -47,7 +47,13 @@ class Family:
     is_mapped: bool = True
 
 
-GEMMA: dict[str, Any] = {**SIZES, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 8, "tie_word_embeddings": True}
+GEMMA: dict[str, Any] = {
+    **SIZES,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 8,
+    "tie_word_embeddings": True,
+}
 GEMMA_KEYS = {".attention.key_length": 256, ".attention.value_length": 256, ".attention.sliding_window": 8}
 EXPERTS = {".expert_count": 4, ".expert_used_count": 2}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -97,7 +103,14 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(config=transformers.Phi3Config(**SIZES), architecture=MODEL_ARCH.PHI3),
     "gpt2": Family(
         config=transformers.GPT2Config(
-            vocab_size=97, n_positions=1024, n_embd=64, n_layer=2, n_head=4, initializer_range=0.2, bos_token_id=1, eos_token_id=None
+            vocab_size=97,
+            n_positions=1024,
+            n_embd=64,
+            n_layer=2,
+            n_head=4,
+            initializer_range=0.2,
+            bos_token_id=1,
+            eos_token_id=None,
         ),
         architecture=MODEL_ARCH.GPT2,
         metadata={".context_length": 1024, ".feed_forward_length": 256, ".attention.layer_norm_epsilon": 1e-5},
@@ -146,7 +159,13 @@ def mixed(name: str, array: np.ndarray) -> Type:
     """As files mix them: matrices in several types, which fit rows of 32, and vectors in float32."""
     if array.ndim < 2 or "gate_inp" in name or "position" in name:
         return Type.F32
-    kinds = {"attn_q.": Type.Q4_0, "attn_k.": Type.Q4_1, "attn_v.": Type.Q5_0, "ffn_down": Type.Q5_1, "token_embd": Type.F16}
+    kinds = {
+        "attn_q.": Type.Q4_0,
+        "attn_k.": Type.Q4_1,
+        "attn_v.": Type.Q5_0,
+        "ffn_down": Type.Q5_1,
+        "token_embd": Type.F16,
+    }
     return next((kind for part, kind in kinds.items() if part in name), Type.Q8_0)
 
 
@@ -175,7 +194,13 @@ def test_a_mixture_of_k_quants_gives_transformers_tokens(tmp_path: Path) -> None
         config=transformers.LlamaConfig(**{**SIZES, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}),
         architecture=MODEL_ARCH.LLAMA,
     )
-    kinds = {"attn_q": Type.Q4_K, "attn_k": Type.Q3_K, "attn_v": Type.Q6_K, "attn_output": Type.Q2_K, "ffn_down": Type.Q5_K}
+    kinds = {
+        "attn_q": Type.Q4_K,
+        "attn_k": Type.Q3_K,
+        "attn_v": Type.Q6_K,
+        "attn_output": Type.Q2_K,
+        "ffn_down": Type.Q5_K,
+    }
     tensors = tensors_of(random_model(family.config), family.architecture)
     raw = {
         name: k_quants(array.shape, next((kind for part, kind in kinds.items() if part in name), Type.Q4_K), seed)
@@ -298,8 +323,11 @@ def test_the_config_is_transformers(tmp_path: Path, name: str) -> None:
     own = type(plain)(**{key: value for key, value in mine.items() if key != "model_type"})
     fields = {
         key
-        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
-        + ("vocab_size", "tie_word_embeddings", "rms_norm_eps", "rope_parameters", "max_position_embeddings", "layer_types")
+        for key in (
+            *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
+            *("vocab_size", "tie_word_embeddings", "rms_norm_eps", "rope_parameters", "max_position_embeddings"),
+            "layer_types",
+        )
         if hasattr(plain, key)
     }
     assert {key: getattr(own, key) for key in fields} == {key: getattr(plain, key) for key in fields}
@@ -314,7 +342,9 @@ def test_the_config_is_transformers(tmp_path: Path, name: str) -> None:
         (mixed, torch.bfloat16),
     ],
 )
-def test_the_dtype_is_the_files_own_or_bfloat16_if_it_is_quantized(tmp_path: Path, type_of: Any, dtype: torch.dtype) -> None:
+def test_the_dtype_is_the_files_own_or_bfloat16_if_it_is_quantized(
+    tmp_path: Path, type_of: Any, dtype: torch.dtype
+) -> None:
     family = FAMILIES["llama"]
     path = write(tmp_path / "model.gguf", family, random_model(family.config), type_of)
     assert AutoModelForTPU.from_pretrained(path).dtype == dtype
@@ -387,7 +417,12 @@ def test_weights_stay_packed_where_a_kernel_multiplies_with_them(tmp_path: Path)
     scale = np.full((*codes.shape[:2], 1), 2.0**-9, np.float16)
     raw = np.concatenate([scale.view(np.uint8), codes.view(np.uint8)], -1).reshape(shape[0], -1)
     path = write_gguf(
-        tmp_path / "model.gguf", "llama", metadata_of(family), tensors, raw={"blk.0.ffn_down.weight": raw}, raw_type=Type.Q8_0
+        tmp_path / "model.gguf",
+        "llama",
+        metadata_of(family),
+        tensors,
+        raw={"blk.0.ffn_down.weight": raw},
+        raw_type=Type.Q8_0,
     )
     model = AutoModelForTPU.from_pretrained(path, dtype="float32")
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)

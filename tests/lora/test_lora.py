@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -11,6 +12,7 @@ import peft
 import pytest
 import torch
 from adapted_models import IDS, LLAMA, base, logits, with_peft
+from packed_weights import packed_array, packed_tensor
 from safetensors.numpy import load_file
 from tiny_models import random_model, save, tiny_llama_config
 from transformers import (
@@ -316,3 +318,28 @@ def test_an_adapter_of_a_table_that_scales_its_rows(tmp_path):
     model.unmerge_adapter()
     with pytest.raises(UnsupportedOptionError, match="without use_dora on embeddings"):
         model.add_adapter(LoraConfig(r=2, target_modules=["embed_tokens"], use_dora=True), "dora")
+
+
+@pytest.mark.parametrize("form", [("int4", 32, "float16", True), ("fp8", 128, "float32", False)], ids=str)
+def test_an_adapter_trains_beside_stored_weights_as_beside_their_numbers(form):
+    """With offsets and columns in another order: losses are those of the same weights as numbers."""
+    config = tiny_llama_config(hidden_size=128, intermediate_size=256, num_hidden_layers=1)
+    packed = AutoModelForTPU.from_config(config, dtype="float32")
+    plain = AutoModelForTPU.from_config(config, dtype="float32")
+    for name, array in packed.params.items():
+        plain.params[name] = array
+        if "proj" in name:
+            tensor = packed_tensor(*form, tuple(array.shape), permuted=True)
+            smaller = None if tensor.offset is None else tensor.offset / 256
+            packed.params[name] = packed_array(dataclasses.replace(tensor, scale=tensor.scale / 256, offset=smaller))
+            plain.params[name] = packed.params[name].dequantize()
+    losses = []
+    for model in (packed, plain):
+        model.add_adapter(LoraConfig(r=4, target_modules="all-linear"))
+        step = make_train_step(model, optax.adam(1e-2))
+        state = step.init(seed=0)
+        for _ in range(3):
+            state, metrics = step(state, {"input_ids": IDS, "labels": IDS})
+            losses.append(float(metrics["loss"]))
+    assert losses[2] < losses[0]
+    np.testing.assert_allclose(losses[:3], losses[3:], rtol=1e-5)

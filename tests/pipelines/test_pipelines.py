@@ -35,6 +35,16 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     ),
     "image-classification": ("image-classification", [picture(0), picture(1)], {"top_k": 2}),
     "image-text-to-text": ("image-text-to-text", [{"role": "user", "content": _CONTENT}], _GREEDY),
+    "image-text-to-text, beams": (
+        "image-text-to-text",
+        [{"role": "user", "content": _CONTENT}],
+        {"max_new_tokens": 6, "do_sample": False, "num_beams": 3},
+    ),
+    "automatic-speech-recognition, as many beams as transformers": (
+        "automatic-speech-recognition",
+        sound(1.0),
+        {"generate_kwargs": {"max_new_tokens": 12}},
+    ),
     "automatic-speech-recognition": ("automatic-speech-recognition", sound(1.0), {"generate_kwargs": _WHISPER}),
     "automatic-speech-recognition, long, with times": (
         "automatic-speech-recognition",

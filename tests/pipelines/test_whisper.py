@@ -52,6 +52,17 @@ SHORT: dict[str, dict[str, Any]] = {
     "more tokens": {"max_new_tokens": 30, "language": "en"},
     "the whole result": {"return_dict_in_generate": True, "output_scores": True, "language": "en"},
     "segments": {"return_timestamps": True, "return_segments": True, "language": "en"},
+    "beams": {"num_beams": 3, "language": "en", "return_dict_in_generate": True, "output_scores": True},
+    "beams with timestamps": {"num_beams": 2, "return_timestamps": True, "language": "en"},
+    "a processor in Python": {
+        "logits_processor": transformers.LogitsProcessorList([lambda ids, scores: scores.roll(len(ids[0]), dims=1)]),
+        "language": "en",
+    },
+    "a criterion in Python": {
+        "stopping_criteria": transformers.StoppingCriteriaList([lambda ids, scores: ids.shape[1] > 7]),
+        "max_new_tokens": 30,
+        "language": "en",
+    },
     "other suppressed tokens": {"suppress_tokens": [9, 10, 40], "begin_suppress_tokens": [30], "language": "en"},
 }
 LONG: dict[str, dict[str, Any]] = {
@@ -136,9 +147,6 @@ def test_the_skeleton_is_left_alone(ours: Any, theirs: Any, processor: Any) -> N
     ("options", "message"),
     [
         ({"return_token_timestamps": True, "return_timestamps": True}, "attention weights"),
-        ({"num_beams": 3}, "num_beams=3"),
-        ({"stopping_criteria": [lambda *a, **k: False]}, "stopping_criteria"),
-        ({"logits_processor": [lambda ids, scores: scores]}, "Python code"),
     ],
 )
 def test_what_is_not_done_says_so(ours: Any, processor: Any, options: dict[str, Any], message: str) -> None:

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import transformers
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from published import config_of
 
 from hfax import export
 from hfax.errors import BackendNotAvailableError, UnsupportedOptionError
@@ -21,23 +21,8 @@ from hfax.train.memory_plan import make_train_plans
 
 pytestmark = [pytest.mark.gpu_compile, pytest.mark.usefixtures("gpu_compiler")]
 
-WIDTHS = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
-LLAMA = transformers.LlamaConfig(  # Llama-3-8B with two layers
-    architectures=["LlamaForCausalLM"], vocab_size=128256, num_hidden_layers=2, dtype="bfloat16", **WIDTHS
-)
-EXPERTS = transformers.Qwen3MoeConfig(  # Qwen3-30B-A3B with two layers
-    architectures=["Qwen3MoeForCausalLM"],
-    vocab_size=151936,
-    hidden_size=2048,
-    moe_intermediate_size=768,
-    num_hidden_layers=2,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    head_dim=128,
-    num_experts=128,
-    num_experts_per_tok=8,
-    dtype="bfloat16",
-)
+LLAMA = config_of("llama-3-8b", num_hidden_layers=2)
+EXPERTS = config_of("qwen3-30b-a3b", num_hidden_layers=2)
 SIZES = {"prompt_length": 2048, "capacity": 65536}
 MB = 1 << 20
 
@@ -103,7 +88,7 @@ def compiled(machine, function, *arguments):
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("rows", [1, 2, 128])
 def test_the_kernel_of_packed_weights_compiles_for_each_generation(machine, bits, rows):
-    multiply = functools.partial(quantized.linear, bits=bits, out_dtype=jnp.float32)
+    multiply = functools.partial(quantized.linear, encoding=f"int{bits}", out_dtype=jnp.float32)
     values = ((512, 128 * bits), jnp.int8 if bits == 8 else jnp.uint8)
     program = compiled(machine, multiply, ((rows, 1024), jnp.bfloat16), values, ((512, 8), jnp.bfloat16))
     assert "xla.gpu.triton" in program.as_text()

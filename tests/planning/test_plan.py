@@ -6,6 +6,7 @@ import re
 
 import pytest
 import transformers
+from published import config_of
 from tiny_models import TPU_SIZES, tiny_llama_config
 
 from hfax import AutoModelForTPU
@@ -14,42 +15,9 @@ from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.planning.chips import CHIPS
 from hfax.planning.plan import make_plans
 
-LLAMA_8B = transformers.LlamaConfig(
-    architectures=["LlamaForCausalLM"],
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    tie_word_embeddings=False,
-    dtype="bfloat16",
+LLAMA_8B, LLAMA_70B, QWEN3_235B, DEEPSEEK_V3 = (
+    config_of(name) for name in ("llama-3-8b", "llama-3-70b", "qwen3-235b-a22b", "deepseek-v3")
 )
-LLAMA_70B = transformers.LlamaConfig(
-    **LLAMA_8B.to_dict()
-    | {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "head_dim": 128,
-    }
-)
-QWEN3_235B = transformers.Qwen3MoeConfig(
-    architectures=["Qwen3MoeForCausalLM"],
-    vocab_size=151936,
-    hidden_size=4096,
-    intermediate_size=12288,
-    moe_intermediate_size=1536,
-    num_hidden_layers=94,
-    num_attention_heads=64,
-    num_key_value_heads=4,
-    head_dim=128,
-    num_experts=128,
-    num_experts_per_tok=8,
-    dtype="bfloat16",
-)
-DEEPSEEK_V3 = transformers.DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"], dtype="bfloat16")
 SMALL = tiny_llama_config(**TPU_SIZES)
 
 

@@ -71,7 +71,7 @@ def test_a_weight_whose_split_nobody_said_is_left_to_xla() -> None:
     weight = quantized.QuantizedArray(
         values=jnp.ones((512, 1024), jnp.int8),
         scale=jnp.ones((512, 8), jnp.bfloat16),
-        bits=8,
+        encoding="int8",
         dtype=jnp.dtype("bfloat16"),
     )
     got, chosen = on_tpu(quantized.linear, mesh, normal(2, 1024), weight)

@@ -148,5 +148,23 @@ def test_one_device_and_many_agree(name, mesh, expected):
     np.testing.assert_array_equal(one, expected(name)[2])
 
 
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("dense", "fsdp 2, tensor 2, data 2"), ("encoder_decoder", "data 2, tensor 4"), ("state_space", "tensor 2")],
+)
+def test_beams_are_the_same_on_many_devices(name, mesh):
+    def search(model):
+        ids, mask = prompts(batch=6)
+        options = {"num_beams": 3, "num_return_sequences": 2, "eos_token_id": [7, 11], "output_scores": True}
+        found = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, **options)
+        return found.sequences, found.beam_indices, found.sequences_scores
+
+    ours = search(AutoModelForTPU.from_config(CONFIGS[name], parallelism=MESHES[mesh]))
+    ids, parents, scores = search(AutoModelForTPU.from_config(CONFIGS[name]))
+    np.testing.assert_array_equal(ours[0], ids)
+    np.testing.assert_array_equal(ours[1], parents)
+    np.testing.assert_allclose(ours[2], scores, atol=1e-4)
+
+
 def test_eight_devices():
     assert jax.device_count() == 8

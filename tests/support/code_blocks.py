@@ -42,6 +42,12 @@ class CodeBlock:
         exec(compile("\n" * self.line + text, str(ROOT / self.page), "exec"), names)
 
 
+def pages_of_docs() -> list[str]:
+    """The pages of docs/ and its guides, below the repository's root; the log keeps what was once."""
+    folders = [ROOT / "docs", ROOT / "docs" / "guides"]
+    return sorted(str(path.relative_to(ROOT)) for folder in folders for path in folder.glob("*.md"))
+
+
 def code_blocks(page: str, *languages: str) -> list[CodeBlock]:
     """The blocks of a page in these languages, in order."""
     text = (ROOT / page).read_text(encoding="utf-8")

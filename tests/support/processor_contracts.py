@@ -31,6 +31,11 @@ FIRST_TIMESTAMP, TEXT_END = 30, 20
 
 NOT_ON_TORCH_XLA = {"timestamps": "Whisper's, whose own `generate` that backend does not run"}
 """Processors that only JAX has, and why."""
+NOT_OPTIONS = {
+    "prefix_allowed_tokens": "a function of the caller's, in tests/generation/test_custom_processors.py",
+    "watermark": "torch's random numbers on the host, in tests/generation/test_options_of_text.py",
+}
+"""Processors whose values are not made from options, and where they are tested."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +81,9 @@ def _timestamps(lift: float, max_initial: int) -> Case:
 _BAD_WORDS = [[7], [1, 2], [PAD, 1], [PAD, PAD, 2], [0, 1, 2, 3], [11], [2, 5]]
 _BIASES = [[[7], -2.5], [[1, 2], 4.0], [[0, 2], 1.5], [[PAD, PAD, 1], 3.0], [[2, 9], 0.5]]
 
+_ENCODER = np.asarray([[0, 1, 2, 0, 0, 1, 30, -1], [1] * 8, [2, 0, 2, 0, PAD, 2, -1, -1], [0, 0, 1, 2, PAD, PAD, 1, 7]])
+"""What an encoder reads in each row, -1 at padding."""
+
 CASES: Mapping[str, Case] = {
     "nothing": Case(),
     "repetition_penalty": Case(options={"repetition_penalty": 1.7}),
@@ -84,6 +92,16 @@ CASES: Mapping[str, Case] = {
     "frequency_reward": Case(extra={"frequency_penalty": -0.25}),
     "presence_and_frequency_after_repetition": Case(
         options={"repetition_penalty": 2.0}, extra={"presence_penalty": 0.5, "frequency_penalty": 0.25}
+    ),
+    **{
+        f"encoder_no_repeat_{size}": Case(
+            options={"encoder_no_repeat_ngram_size": size}, extra={"encoder_ids": _ENCODER}
+        )
+        for size in (1, 2, 3)
+    },
+    "encoder_repetition": Case(options={"encoder_repetition_penalty": 1.4}, extra={"encoder_ids": _ENCODER}),
+    "encoder_repetition_reward": Case(
+        options={"encoder_repetition_penalty": 0.7, "repetition_penalty": 1.2}, extra={"encoder_ids": _ENCODER}
     ),
     "no_repeat_unigrams": Case(options={"no_repeat_ngram_size": 1}),
     "no_repeat_bigrams": Case(options={"no_repeat_ngram_size": 2}),
@@ -107,6 +125,8 @@ CASES: Mapping[str, Case] = {
     "timestamps_likelier_than_text_that_may_begin_anywhere": _timestamps(3.0, 1 << 30),
     "renormalize": Case(options={"renormalize_logits": True, "suppress_tokens": [1]}),
     "temperature": _sampled(temperature=0.6),
+    "top_h": _sampled(top_h=0.4),
+    "top_h_after_bans": _sampled(top_h=0.9, temperature=0.5, suppress_tokens=[2, 3]),
     "top_k": _sampled(top_k=5),
     "top_k_past_vocabulary": _sampled(top_k=1000),
     "top_p": _sampled(top_p=0.8),
@@ -136,6 +156,18 @@ CASES: Mapping[str, Case] = {
         renormalize_logits=True,
     ),
 }
+
+
+BEAM_CASES: Mapping[str, Case] = {
+    "top_k": _sampled(num_beams=2, top_k=1),
+    "top_p": _sampled(num_beams=2, top_p=1e-6),
+    "top_k_top_p": _sampled(num_beams=2, top_k=9, top_p=1e-6),
+    "min_p": _sampled(num_beams=2, min_p=0.99),
+    "typical_p": _sampled(num_beams=2, typical_p=1e-6),
+    "epsilon_cutoff": _sampled(num_beams=2, epsilon_cutoff=0.9),
+    "eta_cutoff": _sampled(num_beams=2, eta_cutoff=0.9),
+}
+"""Filters that would leave one token: in beam search they leave one more than there are tokens that end a text."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,14 +204,17 @@ def spec_of(case: Case) -> tuple[SamplingSpec, dict[str, np.ndarray]]:
     )
 
 
-def check(name: str, scores_of: ScoresOf) -> None:
+def check(name: str, scores_of: ScoresOf, cases: Mapping[str, Case] = CASES) -> None:
     """Assert that a backend's processors make of a case what transformers makes of it."""
-    case = CASES[name]
+    case = cases[name]
     batch = _batch(name, case)
     found = scores_of(*spec_of(case), batch)
     for row, length in enumerate(PROMPT_LENGTHS):
         text = np.concatenate([batch.prompts[row, -length:], batch.drawn[row]])
-        processors = reference_processors(case.config, length, case.extra)
+        extra = dict(case.extra)
+        if "encoder_ids" in extra:
+            extra["encoder_ids"] = torch.tensor(extra["encoder_ids"][row][extra["encoder_ids"][row] >= 0])[None]
+        processors = reference_processors(case.config, length, extra)
         for step in range(MAX_NEW_TOKENS):
             ids = torch.tensor(text[None, : length + step], dtype=torch.int64)
             expected = processors(ids, torch.tensor(batch.logits[step, row][None]))[0].numpy()
@@ -209,9 +244,9 @@ def reference_processors(
     Args:
         config: the options.
         prompt_length: tokens of the prompt, which has no padding.
-        extra: see `Case`.
+        extra: see `Case`; `encoder_ids` is a tensor, [1, length].
     """
-    config = copy.deepcopy(config)
+    config, extra = copy.deepcopy(config), dict(extra or {})
     config.max_length = prompt_length + MAX_NEW_TOKENS
     config._eos_token_tensor = None if config.eos_token_id is None else torch.tensor(config.eos_token_id)
     if config.min_new_tokens is not None:
@@ -219,9 +254,10 @@ def reference_processors(
     return _reference_model()._get_logits_processor(
         config,
         input_ids_seq_length=prompt_length,
+        encoder_input_ids=extra.pop("encoder_ids", None),
         device="cpu",
         model_kwargs={},
-        logits_processor=_further_processors(prompt_length, **(extra or {})),
+        logits_processor=_further_processors(prompt_length, **extra),
     )
 
 

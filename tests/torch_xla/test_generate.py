@@ -13,6 +13,7 @@ import scipy.stats
 import tiny_models
 import torch
 import transformers
+from transformers.generation import logits_process
 
 import hfax
 from hfax import AutoModelForTPU
@@ -185,6 +186,29 @@ def test_the_distribution_of_draws(llama: tuple, options: dict) -> None:
     assert (model.generate(ids, **given, seed=6)[:, -1].numpy() != drawn).any()
 
 
+def _python(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    return scores - 3 * torch.nn.functional.one_hot(input_ids[:, -3:], scores.shape[1]).sum(dim=1)
+
+
+def test_the_callers_processors_and_criteria(llama: tuple) -> None:
+    model, plain, _ = llama
+    given = {
+        "logits_processor": transformers.LogitsProcessorList(
+            [logits_process.RepetitionPenaltyLogitsProcessor(1.3), _python, logits_process.TopKLogitsWarper(30)]
+        ),
+        "prefix_allowed_tokens_fn": lambda prompt, ids: [(int(ids[-1]) + prompt + n) % 128 for n in range(1, 90, 2)],
+        "stopping_criteria": transformers.StoppingCriteriaList([lambda ids, scores: ids[:, 9:].sum(dim=1) > 400]),
+    }
+    for names in ([*given], ["logits_processor"], ["prefix_allowed_tokens_fn"], ["stopping_criteria"]):
+        options = {"max_new_tokens": NEW, "do_sample": False, **{n: given[n] for n in names}}
+        theirs = plain.generate(**prompts(), **options)
+        assert model.generate(**prompts(), **options).tolist() == theirs.tolist()
+    marked = lambda ids, scores: scores  # noqa: E731
+    marked.keyed = None  # as on hfax.device_processor, which needs JAX
+    with pytest.raises(UnsupportedOptionError, match="device_processor"):
+        model.generate(**prompts(), max_new_tokens=2, logits_processor=[marked])
+
+
 def test_records_streams_and_stop_strings(llama: tuple) -> None:
     model, reference, _ = llama
     ids = prompts()["input_ids"][1:]
@@ -281,6 +305,8 @@ def test_what_this_backend_lacks_names_the_other(llama: tuple) -> None:
     ids = prompts()["input_ids"][1:]
     with pytest.raises(UnsupportedOptionError, match="penalty_alpha"):
         model.generate(ids, penalty_alpha=0.5, top_k=4, max_new_tokens=3)
+    with pytest.raises(UnsupportedOptionError, match=r"num_beams=4: .* does not support beam search"):
+        model.generate(ids, num_beams=4, max_new_tokens=3)
     with pytest.raises(UnsupportedOptionError, match="does not support speculative"):
         model.generate(ids, prompt_lookup_num_tokens=3, max_new_tokens=3)
     with pytest.raises(InvalidInputError, match="vocabulary"):

@@ -5,23 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+from published import config_of
 from tiny_models import TPU_SIZES, tiny_llama_config
-from transformers import LlamaConfig
 
 from hfax import InvalidInputError
 from hfax.cli.app import run
 from hfax.train.memory_plan import make_train_plans
 
-LLAMA_8B = LlamaConfig(
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    vocab_size=128256,
-    tie_word_embeddings=False,
-    architectures=["LlamaForCausalLM"],
-)
+LLAMA_8B = config_of("llama-3-8b", dtype=None)
 SMALL = tiny_llama_config(**{**TPU_SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "dtype": None})
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import inspect
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -19,8 +20,10 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.generation import generation_request as requests
+from hfax.generation.custom_processors import Place, read_processors, reject_beside_beams
 from hfax.generation.generation_request import GenerationOptions
 from hfax.generation.overrides import without_dropped
+from hfax.generation.stopping import end_tokens, read_stopping
 from hfax.known_words import missing_attribute
 from hfax.load.host_arrays import narrow, to_numpy
 from hfax.load.skeleton import FLOAT_DTYPES, Skeleton, resolve_dtype
@@ -32,6 +35,11 @@ from hfax.tracing.structure import flatten, has_torch, is_array, is_of_jax, unfl
 from hfax.tracing.traits import ModelTraits
 
 _ID_INPUTS = ("input_ids", "decoder_input_ids")
+_NOT_CONFIGURED = (
+    *("logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria"),
+    *("negative_prompt_ids", "negative_prompt_attention_mask", "past_key_values", "cache"),
+)
+"""Arguments of transformers' `generate` that are neither in GenerationConfig nor inputs of a model."""
 _SAMPLING_EXTRAS = ("presence_penalty", "frequency_penalty")
 
 
@@ -164,6 +172,8 @@ class BaseModel:
         """
         given = torch.from_numpy(self._host_array("sequences", sequences)).long()
         steps = tuple(torch.from_numpy(np.array(self._host_array("scores", step))) for step in scores)
+        if beam_indices is not None:
+            beam_indices = torch.from_numpy(self._host_array("beam_indices", beam_indices)).long()
         return self._skeleton.module.compute_transition_scores(given, steps, beam_indices, normalize_logits)  # pyright: ignore[reportCallIssue]
 
     def push_to_hub(
@@ -252,7 +262,6 @@ class BaseModel:
         generation_config: GenerationConfig | None,
         options: dict[str, Any],
         seed: int | None,
-        timestamps: Mapping[str, int] | None = None,
         draw_seed: Callable[[], int] = draw_seed,
     ) -> tuple[Request, bool]:
         """The checked call of `generate`, and whether its inputs are torch tensors."""
@@ -260,7 +269,7 @@ class BaseModel:
         prompt = given if inputs is None else inputs
         keep_log_probs = bool(options.pop("output_log_probs", False))
         extras = {n: options.pop(n) for n in _SAMPLING_EXTRAS if options.get(n) is not None}
-        extras |= {"timestamps": timestamps} if timestamps is not None else {}
+        started, further = time.time(), {n: options.pop(n, None) for n in _NOT_CONFIGURED}
         config, model_inputs = requests.resolve_generation_config(self.generation_config, generation_config, options)
         known = set(inspect.signature(self._skeleton.module.forward).parameters)
         mask = model_inputs.get("attention_mask")
@@ -273,19 +282,52 @@ class BaseModel:
         arrays = {n: self._host_array(n, v) for n, v in model_inputs.items() if is_array(v) or isinstance(v, list)}
         static = {n: v for n, v in model_inputs.items() if n not in arrays and v is not None}
         arrays = registry.prepare_inputs(self._skeleton.module, arrays, self.patches, self.backend)
+        kept = further["past_key_values"] if further["cache"] is None else further["cache"]
         prompts = self._prompts(prompt, arrays, config)
+        prompts = prompts if kept is None else self._resumed(kept, prompts, {**arrays, **static})
+        width = prompts.given.shape[1]
+        stopping = read_stopping(further["stopping_criteria"], config, width, started)
+        most = requests.resolve_max_new_tokens(config, prompts.longest, self._context())
+        place = Place(prompt_length=width, max_length=width + most)
+        custom = read_processors(
+            further["logits_processor"],
+            further["prefix_allowed_tokens_fn"],
+            config,
+            place,
+            self.config.get_text_config().vocab_size,
+        )
+        extras["encoder_ids"] = prompts.encoder_ids
+        negative = [
+            None if further[n] is None else self._host_array(n, further[n])
+            for n in ("negative_prompt_ids", "negative_prompt_attention_mask")
+        ]
+        reject_beside_beams(custom, stopping.criteria, config)
         eos_ids = as_ids_tuple(config.eos_token_id)
+        ends = end_tokens(further["stopping_criteria"])
         keep = [n for n, on in (("scores", config.output_scores), ("logits", config.output_logits)) if on]
         options_resolved = GenerationOptions(
             config=config,
-            max_new_tokens=requests.resolve_max_new_tokens(config, prompts.longest, self._context()),
+            max_new_tokens=most,
             seed=int(seed) if seed is not None else draw_seed() if config.do_sample else 0,
-            eos_token_ids=eos_ids,
+            eos_token_ids=eos_ids if ends is None else ends,
             pad_token_id=config.pad_token_id if config.pad_token_id is not None else (eos_ids or (0,))[0],
             keep=(*keep, *(("log_probs",) if keep_log_probs else ())),
             extra_sampling=extras,
+            custom=custom,
+            stopping=stopping,
+            negative=requests.read_negative(
+                *negative, config=config, prompts=prompts, traits=self._traits, vocab_size=self._vocab_size()
+            ),
         )
         return Request(prompts=prompts, options=options_resolved, static=static), to_torch
+
+    def _resumed(self, kept: Any, prompts: requests.Prompts, inputs: Mapping[str, Any]) -> requests.Prompts:
+        """The prompts of which a cache holds the beginning."""
+        raise UnsupportedOptionError(
+            f"The backend {self.backend} does not take past_key_values.",
+            "Its loop reads every prompt from the beginning.",
+            'Pass the whole text without it, or use backend="jax".',
+        )
 
     @functools.cached_property
     def _known_arguments(self) -> tuple[frozenset[str], tuple[str, ...]]:
@@ -337,6 +379,12 @@ class BaseModel:
     ) -> requests.Prompts:
         traits, buckets = self._traits, buckets or self._buckets
         if traits.is_encoder_decoder:
+            if requests.EMBEDS in arrays:
+                raise UnsupportedOptionError(
+                    f"generate() of an encoder-decoder does not take {requests.EMBEDS}.",
+                    "The encoder reads token ids, which are embedded inside the program.",
+                    f"Pass {traits.main_input}, or generate with plain transformers.",
+                )
             main = traits.main_input
             encoder = {**arrays, **({main: self._host_array(main, prompt)} if prompt is not None else {})}
             decoder = encoder.pop("decoder_input_ids", None)
@@ -358,6 +406,10 @@ class BaseModel:
                 pad_token_id=config.pad_token_id,
                 buckets=buckets,
             )
+        embeds, known = arrays.get(requests.EMBEDS), prompt is not None
+        if embeds is not None:
+            prompt = requests.ids_of_embeds(embeds, None if prompt is None else self._host_array("input_ids", prompt))
+            arrays = {"attention_mask": np.ones(embeds.shape[:2], np.int32), **arrays} if not known else arrays
         if prompt is None:
             if config.bos_token_id is None:
                 raise InvalidInputError(
@@ -371,7 +423,7 @@ class BaseModel:
         prompts = requests.pad_decoder_prompts(
             ids,
             arrays.pop("attention_mask", None),
-            vocab_size=self._vocab_size(),
+            vocab_size=self._vocab_size() if embeds is None or known else None,
             pad_token_id=config.pad_token_id,
             eos_token_ids=as_ids_tuple(config.eos_token_id),
             context=self._context(),
@@ -383,7 +435,7 @@ class BaseModel:
             positions = geometry.prompt_positions(self._skeleton.module, {**prompts.inputs, **prompts.static})
             if positions is not None:
                 prompts.inputs["position_ids"] = positions
-        return prompts
+        return prompts if embeds is None or known else dataclasses.replace(prompts, given=prompts.given[:, :0])
 
     def _decoder_start(self, config: GenerationConfig, rows: int) -> np.ndarray:
         start: Any = config.decoder_start_token_id

@@ -44,7 +44,7 @@ class HfaxSubject:
             return self._prefill(prompt)
         # room for warm-up and timed tokens; max_new_tokens sets the cache capacity
         most = max(case.capacity - prompt.shape[1] - case.draft_tokens - 1, case.tokens + 2)
-        options: dict[str, Any] = {"max_new_tokens": most, "do_sample": False}
+        options: dict[str, Any] = {"max_new_tokens": most, "do_sample": False, "num_beams": 1}
         if case.draft_tokens:
             options["prompt_lookup_num_tokens"] = case.draft_tokens
         request = self.model.read_request(prompt, **options)
@@ -68,7 +68,7 @@ class HfaxSubject:
         return run
 
     def _prefill(self, prompt: np.ndarray) -> Callable[[], tuple[float, list[int]]]:
-        request = self.model.read_request(prompt, max_new_tokens=1, do_sample=False)
+        request = self.model.read_request(prompt, max_new_tokens=1, do_sample=False, num_beams=1)
 
         def run() -> tuple[float, list[int]]:
             start = time.perf_counter()

@@ -71,7 +71,7 @@ def bench_serve(
     json_output: model_options.JsonOption = False,
     verbose: model_options.VerboseOption = False,
 ) -> None:
-    """Load-test an OpenAI-compatible server: hfax or another."""
+    """Load-test an OpenAI-compatible server: hfax or another. Exit code 1 if every request to a server failed."""
     with reporting(verbose):
         from rich.console import Console
 
@@ -108,10 +108,11 @@ def bench_serve(
             serving.plot(reports, plot)
         if json_output:
             typer.echo(json.dumps(reports))
-            return
-        out = Console()
+        out = Console(quiet=json_output)
         for report in reports:
             for table in serving.table_of(report):
                 out.print(table)
             for what, count in report["errors"].items():
                 out.print(f"{count} failed: {what}")
+        if any(report["failed"] == report["requests"] for report in reports):
+            raise typer.Exit(1)

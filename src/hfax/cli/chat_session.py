@@ -28,6 +28,7 @@ from hfax.errors import HfaxError, InvalidInputError
 
 if TYPE_CHECKING:
     from hfax.backends.jax.model import JaxModel
+    from hfax.generation.kept_cache import KeptCache
 
 _DEFAULT_LENGTH = 1024
 _HELP = """\
@@ -74,6 +75,7 @@ class ChatSession:
         self._options, self._phases, self._console, self._ctrl_c = options, phases, console, ctrl_c
         self._messages = list(messages)
         self._saved_to = saved_to
+        self._cache: KeptCache | None = None
 
     def greet(self) -> None:
         """Show the model name and basic help."""
@@ -150,7 +152,9 @@ class ChatSession:
                 self._ctrl_c,
                 default_length=_DEFAULT_LENGTH,
                 output=output,
+                cache=self._cache,
             )
+            self._cache = answer.cache
             if answer.num_tokens:
                 output.finish()
         if answer.finish_reason != "interrupted" or answer.text:

@@ -40,8 +40,8 @@ def convert(
 ) -> None:
     """Convert a checkpoint to another format, with its config and tokenizer; weights keep their dtypes, bit for bit.
 
-    Reads safetensors, Flax (flax_model.msgpack) and PyTorch pickle files, single or sharded. Holds one tensor in memory at a time,
-    except for orbax, which loads the whole model.
+    Reads safetensors, Flax (flax_model.msgpack) and PyTorch pickle files, single or sharded. Weights that another library quantized
+    become plain numbers, except in orbax. Holds one tensor in memory at a time, except for orbax, which loads the whole model.
     """
     with reporting(verbose):
         from hfax.load.source import resolve_checkpoint
@@ -59,15 +59,17 @@ def convert(
 
             model = AutoModelForTPU.from_pretrained(found.folder, trust_remote_code=trust_remote_code)
             model.save_pretrained(target, format=str(to))
-            copy_companions(found.folder, target)
+            copy_companions(found.folder, target, without=("config.json", "generation_config.json"))
         else:
             from hfax.load.config import read_config
             from hfax.load.convert import convert_weights
+            from hfax.load.formats import find_weights
             from hfax.load.store import open_store
             from hfax.tracing.abstract import open_skeleton
 
             config = read_config(found, trust_remote_code=trust_remote_code)
             code = str(found.folder) if trust_remote_code else None
+            store = find_weights(config, open_store(found))
             skeleton = open_skeleton(config, dtype="float32", code_folder=code)
-            convert_weights(found, open_store(found), skeleton, target, str(to))
+            convert_weights(found, store, skeleton, target, str(to))
         typer.echo(f"{target}: {to}")

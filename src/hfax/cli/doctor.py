@@ -69,6 +69,8 @@ def _as_text(found) -> str:  # noqa: ANN001 (its class would import jax)
         lines.append(f"  operations       {found.operations_per_token / 1e9:.2f} billion per token")
     if found.static_arguments:
         lines.append(f"  static arguments {', '.join(found.static_arguments)}")
+    if found.why_not_padded is not None:
+        lines.append(f"  a program for each size of a forward call: {found.why_not_padded}")
     lines += [f"  lowering         {way}" for way in found.lowerings]
     if found.cpu_kernels is not None:
         lines.append(f"  cpu kernels      {found.cpu_kernels}")

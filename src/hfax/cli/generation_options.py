@@ -46,6 +46,15 @@ def _check_stop(value: list[str]) -> list[str]:
     return value
 
 
+NumBeamsOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Beams of beam search, which prints the text at the end; 1: no beam search. Default: the model's.",
+        rich_help_panel=_PANEL,
+        show_default=False,
+    ),
+]
 MaxNewTokensOption = Annotated[
     int | None,
     typer.Option(
@@ -125,6 +134,7 @@ class WritingOptions:
     top_k: TopKOption = None
     top_p: TopPOption = None
     min_p: MinPOption = None
+    num_beams: NumBeamsOption = None
     seed: SeedOption = None
     stop: StopOption = dataclasses.field(default_factory=list)
 
@@ -151,13 +161,16 @@ class WritingOptions:
     def as_arguments(self) -> dict[str, Any]:
         """Convert to arguments of `model.generate`, without length and seed."""
         if self.temperature == 0:
-            return {"do_sample": False, **self._stops()}
+            return {"do_sample": False, **self._beams(), **self._stops()}
         drawn = {
             name: value
             for name in ("temperature", "top_k", "top_p", "min_p")
             if (value := getattr(self, name)) is not None
         }
-        return {**({"do_sample": True} if drawn else {}), **drawn, **self._stops()}
+        return {**({"do_sample": True} if drawn else {}), **drawn, **self._beams(), **self._stops()}
+
+    def _beams(self) -> dict[str, int]:
+        return {} if self.num_beams is None else {"num_beams": self.num_beams}
 
     def _stops(self) -> dict[str, Any]:
         return {"stop_strings": list(self.stop)} if self.stop else {}

@@ -19,6 +19,7 @@ from hfax.cli.text_stream import TextStream, decode_answer
 
 if TYPE_CHECKING:
     from hfax.backends.jax.model import JaxModel
+    from hfax.generation.kept_cache import KeptCache
 
 FinishReason = Literal["eos", "stop_string", "length", "interrupted"]
 
@@ -33,6 +34,7 @@ class Answer:
         finish_reason: "eos", "stop_string", "length" (max_new_tokens or the end of the context), or "interrupted" (Ctrl-C).
         seconds: time of prefill and decoding, without tracing and compilation.
         seed: the seed that reproduces this completion.
+        cache: of the prompt and the text, for an answer that continues them; of an earlier one if this one was interrupted.
     """
 
     text: str
@@ -41,6 +43,7 @@ class Answer:
     finish_reason: FinishReason
     seconds: float
     seed: int
+    cache: KeptCache | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -58,6 +61,7 @@ def write_answer(
     *,
     default_length: int,
     output: AnswerOutput | None,
+    cache: KeptCache | None = None,
 ) -> Answer:
     """Run `model.generate` on one prompt.
 
@@ -69,7 +73,9 @@ def write_answer(
         phases: phase display; its trace and compile seconds are subtracted.
         ctrl_c: Ctrl-C handler that stops generation early; the partial output is returned.
         default_length: default max_new_tokens, limited to the remaining context.
-        output: receives the text as it is generated; None: all tokens are generated on the device in one call.
+        output: receives the text as it is generated, with beam search at the end; None: all tokens are generated on the device in
+            one call.
+        cache: of an earlier answer, whose text is not read again.
     """
     seed = options.draw_seed()
     is_encoder_decoder = bool(model.config.is_encoder_decoder)
@@ -78,22 +84,31 @@ def write_answer(
     before = () if is_encoder_decoder else prompt_ids
     write = output.write if output else lambda piece: None
     stream = TextStream(tokenizer, before, write, should_stop=lambda: ctrl_c.was_pressed)
+    is_streamed = output is not None and (options.num_beams or model.generation_config.num_beams or 1) == 1
     compiled = phases.seconds["trace"] + phases.seconds["compile"]
+    arguments = options.as_arguments()
+    if cache is not None and cache.can_continue([list(prompt_ids)]):
+        arguments["past_key_values"] = cache
     start, is_interrupted = time.perf_counter(), False
     try:
         with ctrl_c.raising():
-            sequences = model.generate(
+            result = model.generate(
                 [list(prompt_ids)],
                 attention_mask=[[1] * len(prompt_ids)],
-                streamer=stream if output else None,
+                streamer=stream if is_streamed else None,
                 tokenizer=tokenizer,
                 seed=seed,
                 max_new_tokens=length,
-                **options.as_arguments(),
+                return_dict_in_generate=True,
+                **arguments,
             )
-            if output is None:
-                stream.token_ids = [int(t) for t in sequences[0][1 if is_encoder_decoder else len(prompt_ids) :]]
+            cache = result.get("cache")
+            if not is_streamed:
+                stream.token_ids = [
+                    int(t) for t in result["sequences"][0][1 if is_encoder_decoder else len(prompt_ids) :]
+                ]
                 stream.pieces = [decode_answer(tokenizer, before, stream.token_ids)]
+                write(stream.text)
     except KeyboardInterrupt:
         is_interrupted = True
         stream.end()
@@ -105,6 +120,7 @@ def write_answer(
         finish_reason="interrupted" if is_interrupted else _finish_reason(model, stream, options, length),
         seconds=seconds,
         seed=seed,
+        cache=cache,
     )
 
 

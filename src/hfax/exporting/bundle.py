@@ -17,6 +17,7 @@ import jax
 
 from hfax.backends.jax.backend import load_saved
 from hfax.backends.jax.model import JaxModel
+from hfax.backends.jax.weights import packed_layouts
 from hfax.backends.protocol import LoadOptions
 from hfax.errors import UnsupportedModelError, UnsupportedOptionError
 from hfax.exporting.folders import replacing
@@ -142,7 +143,7 @@ def _layout_of(model: JaxModel, topology: str, parallelism: Any) -> Layout:
         )
     # a mesh even for one device: it tells Pallas the target chip
     mesh = make_mesh(parallelism, model.config, devices)
-    return Layout.of(plan_over(model.skeleton, mesh, model.quantization))  # pyright: ignore[reportArgumentType]
+    return Layout.of(plan_over(model.skeleton, mesh, packed_layouts(model.params)))
 
 
 def _write_checkpoint(model: JaxModel, folder: Path, layout: Layout) -> None:

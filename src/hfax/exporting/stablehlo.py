@@ -76,6 +76,12 @@ def export_stablehlo(
             "No calls were passed, and it does not generate from token ids alone or no sizes were given.",
             'Pass calls=[{"input_ids": …, "attention_mask": …}], with arrays of the expected shapes.',
         )
+    if writes and options.get("num_beams", model.generation_config.num_beams) not in (None, 1):
+        raise UnsupportedOptionError(
+            "StableHLO export does not support beam search (num_beams).",
+            "The loop of an export, which runs without hfax, continues each sequence on its own.",
+            "Pass num_beams=1.",
+        )
     with replacing(folder := Path(folder), MANIFEST) as writing:
         constants: dict[str, Any] = {}
         loops, forwards = [], []

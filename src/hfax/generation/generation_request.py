@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,11 +17,18 @@ import numpy as np
 from transformers import GenerationConfig
 
 from hfax.errors import InvalidInputError, UnsupportedOptionError
+from hfax.generation.custom_processors import CustomProcessors
+from hfax.generation.stopping import Stopping
 from hfax.known_words import has_word, reject_arguments
 from hfax.load.host_arrays import narrow
 from hfax.programs.buckets import Buckets
 from hfax.tracing.geometry import HostArray, keep_on_host
 from hfax.tracing.traits import ModelTraits
+
+logger = logging.getLogger(__name__)
+
+EMBEDS = "inputs_embeds"
+"""The input that replaces the embeddings of token ids in a decoder's prompt."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +42,7 @@ class Prompts:
         longest: length of the longest (decoder) prompt in tokens, without padding.
         num_padded_rows: rows of `inputs`, a power of two; rows past `len(given)` are padding.
         static: inputs that are constants of the prefill program: the geometry of images and audio.
+        kept: the `KeptCache` that holds the beginning of the prompts; `inputs` are then those of `kept_cache.resume`.
     """
 
     given: np.ndarray
@@ -41,6 +51,13 @@ class Prompts:
     longest: int
     num_padded_rows: int
     static: dict[str, Any] = dataclasses.field(default_factory=dict)
+    kept: Any = None
+
+    @property
+    def encoder_ids(self) -> np.ndarray | None:
+        """[padded rows, length], what the encoder reads, or the prompts of a decoder, -1 at padding; None without token ids."""
+        ids = self.inputs.get("input_ids")
+        return None if ids is None or EMBEDS in self.inputs else np.where(self.inputs["attention_mask"] != 0, ids, -1)
 
     @property
     def padded_shape(self) -> tuple[int, int]:
@@ -60,7 +77,11 @@ class GenerationOptions:
         eos_token_ids: end-of-sequence tokens.
         pad_token_id: fills the output after the end of a sequence.
         keep: per-step outputs, as in `LoopSpec.keep`.
-        extra_sampling: options that GenerationConfig lacks (presence_penalty, frequency_penalty, timestamps).
+        extra_sampling: options that GenerationConfig lacks (presence_penalty, frequency_penalty).
+        custom: the caller's logits processors.
+        stopping: the caller's stopping criteria.
+        negative: for classifier-free guidance `input_ids` and `attention_mask` of the texts without the prompts, [padded rows,
+            length] int32.
         speculation: how draft tokens are proposed, a `Speculation`; None: no speculative decoding.
         draft: the draft model and its weights, if there is one.
     """
@@ -72,6 +93,9 @@ class GenerationOptions:
     pad_token_id: int
     keep: tuple[str, ...]
     extra_sampling: Mapping[str, Any]
+    custom: CustomProcessors = dataclasses.field(default_factory=CustomProcessors)
+    stopping: Stopping = dataclasses.field(default_factory=Stopping)
+    negative: Mapping[str, np.ndarray] | None = None
     speculation: Any = None
     draft: Any = None
 
@@ -168,8 +192,8 @@ def pad_decoder_prompts(
 
     Args:
         input_ids: [batch, length] or [length] token ids.
-        attention_mask: [batch, length], 0 at padding, which must be on the left; None: as in transformers, pad tokens are padding
-            unless the pad token is also an end-of-sequence token.
+        attention_mask: [batch, length], 0 at padding; on the right, it is moved to the left, if there are only
+            tokens; None: as in transformers, pad tokens are padding unless the pad token is also an end-of-sequence token.
         vocab_size: exclusive upper bound of the ids.
         pad_token_id: padding value (never read).
         eos_token_ids: end-of-sequence tokens.
@@ -185,12 +209,18 @@ def pad_decoder_prompts(
     ids = as_ids("input_ids", input_ids, vocab_size)
     if attention_mask is None and pad_token_id is not None and pad_token_id not in eos_token_ids:
         attention_mask = ids != pad_token_id
-    mask = np.ones_like(ids) if attention_mask is None else _as_mask(attention_mask, ids.shape)
     rows, length = ids.shape
     padded_rows, bucket = buckets.prompt(rows, length, None if context is None else max(context - 1, length))
-    extras = extras or {}
+    extras = dict(extras or {})
     static = {n: v for n, v in keep_on_host(extras).items() if isinstance(v, HostArray)}
     by_token = {n for n, v in extras.items() if n not in static and _is_by_token(n, v, ids.shape)}
+    moves = not is_exact and by_token == set(extras)
+    mask = np.ones_like(ids) if attention_mask is None else _as_mask(attention_mask, ids.shape, moves=moves)
+    if not mask[:, -1].all():
+        _say_that_padding_moves()
+        ends = np.argmax(mask[:, ::-1] != 0, axis=1)
+        ids, mask = _moved_right(ids, ends, 0), _moved_right(mask, ends, 0)
+        extras = {n: _moved_right(v, ends, v.ndim - 2 if n == "position_ids" else 0) for n, v in extras.items()}
     contents = {n: v for n, v in extras.items() if n not in static and n not in by_token}
     bucket = length if is_exact else bucket
     padded_rows = rows if contents else padded_rows
@@ -216,11 +246,31 @@ def pad_decoder_prompts(
     )
 
 
+def ids_of_embeds(embeds: np.ndarray, ids: np.ndarray | None) -> np.ndarray:
+    """The ids of prompts given as embeddings, [batch, length]; -1 without any, which processors do not count as text.
+
+    Args:
+        embeds: [batch, length, hidden].
+        ids: the ids that were given beside the embeddings, if any.
+
+    Raises:
+        InvalidInputError: the embeddings are not of that shape, or there is not one for each id.
+    """
+    if embeds.ndim != 3 or embeds.shape[1] == 0 or (ids is not None and np.atleast_2d(ids).shape != embeds.shape[:2]):
+        beside = "" if ids is None else f" beside input_ids of shape {np.shape(ids)}"
+        raise InvalidInputError(
+            f"inputs_embeds has shape {embeds.shape}{beside}.",
+            "It holds one embedding for each token of the prompts: [batch, length, hidden].",
+            "Pass the output of the model's input embeddings, with the ids of the same tokens or without ids.",
+        )
+    return np.full(embeds.shape[:2], -1, np.int32) if ids is None else ids
+
+
 def _is_by_token(name: str, array: np.ndarray, shape: tuple[int, ...]) -> bool:
     """Whether an input has one value per token of prompts of `shape`."""
     if name == "position_ids":
         return array.shape[-2:] == shape
-    return array.shape[:2] == shape and (array.dtype.kind in "biu" or name == "bbox")
+    return array.shape[:2] == shape and (array.dtype.kind in "biu" or name in ("bbox", EMBEDS))
 
 
 def pad_encoder_inputs(
@@ -279,6 +329,9 @@ def check_speculation(
     inputs: set[str],
     vocabularies: tuple[int, int] | None,
     is_both: bool,
+    has_beams: bool = False,
+    waits_for_host: bool = False,
+    is_guided: bool = False,
 ) -> None:
     """Raise if a call does not support speculative decoding.
 
@@ -288,13 +341,19 @@ def check_speculation(
         inputs: names of the inputs.
         vocabularies: vocabulary sizes of both models' logits.
         is_both: both prompt lookup and an assistant model were requested.
+        has_beams: the call asks for beam search.
+        waits_for_host: the host processes the scores of every token.
+        is_guided: classifier-free guidance was requested.
 
     Raises:
         UnsupportedOptionError: the call does not support it; the message says why.
     """
     reasons = {
+        "Draft tokens continue one text; beam search continues several.": has_beams,
         "It supports one sequence; the call generates several.": sequences > 1,
         "Draft tokens come from prompt lookup or an assistant model, not both.": is_both,
+        "A logits processor of the call runs on the host, one token at a time.": waits_for_host,
+        "Guidance reads a second text one token at a time.": is_guided,
         "The two models' vocabularies differ in size.": vocabularies is not None and len(set(vocabularies)) > 1,
         "Encoder-decoder models are not supported.": any(t.is_encoder_decoder for t in traits),
         "Recurrent layers cannot be rolled back to an earlier token.": any(t.has_recurrent_layers for t in traits),
@@ -357,7 +416,66 @@ def check_vocabulary(name: str, ids: np.ndarray, vocab_size: int | None) -> None
         )
 
 
-def _as_mask(value: Any, shape: tuple[int, ...], side: str | None = "left") -> np.ndarray:
+def read_negative(
+    ids: Any, mask: Any, *, config: GenerationConfig, prompts: Prompts, traits: ModelTraits, vocab_size: int | None
+) -> dict[str, np.ndarray] | None:
+    """The texts without the prompts for classifier-free guidance, as in `GenerationOptions.negative`; None without guidance.
+
+    Args:
+        ids: `negative_prompt_ids` of `generate`; None: the last token of each prompt, as in transformers.
+        mask: `negative_prompt_attention_mask`.
+        config: the options.
+        prompts: the prompts.
+        traits: the model's.
+        vocab_size: exclusive upper bound of the ids.
+
+    Raises:
+        InvalidInputError: the ids are no batch of as many rows as the prompts, or there is no `guidance_scale`.
+        UnsupportedOptionError: the call does not support guidance.
+    """
+    if config.guidance_scale in (None, 1):
+        if ids is not None or mask is not None:
+            raise InvalidInputError(
+                "negative_prompt_ids without guidance_scale.",
+                "It is the text that guidance moves away from.",
+                "Pass guidance_scale above 1, or remove negative_prompt_ids.",
+            )
+        return None
+    if traits.is_encoder_decoder or (config.num_beams or 1) > 1:
+        raise UnsupportedOptionError(
+            f"guidance_scale={config.guidance_scale} with an encoder-decoder or with beam search.",
+            "The second text continues one sequence of a decoder.",
+            "Pass guidance_scale=None.",
+        )
+    rows = len(prompts.given)
+    found = prompts.given[:, -1:] if ids is None else as_ids("negative_prompt_ids", ids, vocab_size)
+    if len(found) != rows:
+        raise InvalidInputError(
+            f"negative_prompt_ids has {len(found)} rows; there are {rows} prompts.",
+            "Each prompt is moved away from one text.",
+            "Pass as many rows, padded on the left.",
+        )
+    marks = np.ones_like(found) if mask is None else _as_mask(mask, found.shape)
+    widths = ((0, prompts.num_padded_rows - rows), (0, 0))
+    return {"input_ids": np.pad(found, widths).astype(np.int32), "attention_mask": np.pad(marks, widths, mode="edge")}
+
+
+@functools.cache
+def _say_that_padding_moves() -> None:
+    logger.warning(
+        'Prompts are padded on the right; their padding is moved to the left, also in the returned ids. Pass padding_side="left" '
+        "to the tokenizer."
+    )
+
+
+def _moved_right(array: np.ndarray, by: np.ndarray, rows_axis: int) -> np.ndarray:
+    """Each row of an array, [batch, length, …] from `rows_axis` on, with its last `by` tokens at its beginning."""
+    rows = np.moveaxis(array, rows_axis, 0)
+    moved = [np.roll(row, count, axis=rows_axis) for row, count in zip(rows, by, strict=True)]
+    return np.moveaxis(np.stack(moved), 0, rows_axis)
+
+
+def _as_mask(value: Any, shape: tuple[int, ...], side: str | None = "left", moves: bool = False) -> np.ndarray:
     mask = np.asarray(value)
     mask = (mask[None] if mask.ndim == 1 else mask) != 0
     if mask.shape != shape:
@@ -373,25 +491,22 @@ def _as_mask(value: Any, shape: tuple[int, ...], side: str | None = "left") -> n
             "An empty prompt gives the model nothing to continue.",
             "Pass at least one token, for example the tokenizer's BOS token.",
         )
-    if side == "left" and not mask[:, -1].all():
+    if side == "left" and not moves and not mask[:, -1].all():
         row = int(np.flatnonzero(~mask[:, -1])[0])
         raise InvalidInputError(
             f"Prompt {row} is padded on the right: its attention_mask ends in 0.",
-            "New tokens are appended at the end, and would follow the padding.",
+            "New tokens would follow the padding, which cannot be moved for a model that counts it or that reads images too.",
             'Tokenize with padding_side="left".',
         )
     return mask.astype(np.int32)
 
 
 _NOT_TAKEN = {
-    "inputs_embeds": "Prompts are token ids, which are embedded inside the program.",
-    "decoder_inputs_embeds": "Prompts are token ids, which are embedded inside the program.",
+    "decoder_inputs_embeds": "Decoder prompts are token ids, which are embedded inside the program.",
     "encoder_outputs": "The encoder runs in the same program as the prompt.",
     "encoder_hidden_states": "Only the prompt would attend to it, not the generated tokens.",
     "input_shape_ids": "Only prompt tokens would have one, not generated tokens.",
     "input_pronunciation_ids": "Only prompt tokens would have one, not generated tokens.",
-    "cache": "hfax allocates its own cache and fills it from the prompt.",
-    "past_key_values": "hfax allocates its own cache and fills it from the prompt.",
     "cache_params": "hfax allocates its own cache and fills it from the prompt.",
 }
 """Forward inputs that transformers' `generate` accepts, and why hfax's does not."""

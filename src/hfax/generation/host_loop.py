@@ -16,6 +16,8 @@ import numpy as np
 
 from hfax.errors import InvalidInputError
 from hfax.generation.generation_request import GenerationOptions, Prompts
+from hfax.generation.host_processors import TextSoFar
+from hfax.generation.stopping import CriteriaCheck
 
 _CHUNK_SECONDS = 0.05
 """Target interval between updates of a streamer, in seconds."""
@@ -46,6 +48,7 @@ class Generated:
         lengths: [sequences], generated tokens, the end-of-sequence token included.
         scores, logits: [steps, sequences, vocab] float32, processed and raw, or None.
         log_probs: [sequences, steps] float32 of the generated tokens under the raw logits, or None.
+        state: the last state of the loop.
     """
 
     new_tokens: np.ndarray
@@ -53,6 +56,7 @@ class Generated:
     scores: np.ndarray | None
     logits: np.ndarray | None
     log_probs: np.ndarray | None
+    state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,20 +137,26 @@ def run_generation(
         streamer.put(for_streamer(prompts.given))
     first, most = prompts.padded_length, options.max_new_tokens
     lengths = np.full(sequences, -1, np.int64)
+    stopping, repeats = options.stopping, options.config.num_return_sequences or 1
+    criteria = CriteriaCheck(stopping, TextSoFar(prompts.given, first, repeats)) if stopping.criteria else None
     seen, chunk, started = 0, 1, time.perf_counter()
     while True:
         progress = loop.read(state)
         steps = progress.num_steps
         tokens = progress.tokens[:sequences, first : first + steps]
         lengths = ended(tokens, seen, lengths, options, stop_check)
+        if criteria is not None:
+            lengths = criteria.ended(progress.tokens, seen, steps, lengths, loop.record(state, "scores"))
         stopped = (lengths >= 0) & ~progress.finished[:sequences]
         if streamer is not None:
             for column in range(seen, steps if lengths[0] < 0 else int(lengths[0])):
                 streamer.put(for_streamer(tokens[:, column]))
-        is_complete = steps >= most or bool((lengths >= 0).all())
+        is_complete = steps >= most or bool((lengths >= 0).all()) or stopping.is_past_deadline
         seconds, left = time.perf_counter() - started, most - steps
         unwatched = left if loop.unwatched_chunk is None else loop.unwatched_chunk
-        chunk = next_chunk(chunk, seconds, left, unwatched, streamer is not None, stop_check is not None)
+        is_timed = streamer is not None or stopping.deadline is not None
+        chunk = next_chunk(chunk, seconds, left, unwatched, is_timed, stop_check is not None)
+        chunk = min(chunk, stopping.chunk or chunk)
         # processes that share a model follow process 0, whatever their own clocks and streamers say
         is_complete, chunk, lengths, stopped = loop.agree((is_complete, chunk, lengths, stopped))
         if is_complete:
@@ -189,6 +199,7 @@ def _collect(
         scores=record("scores"),
         logits=record("logits"),
         log_probs=None if log_probs is None else np.where(past_end, 0.0, log_probs.T),
+        state=state,
     )
 
 
@@ -206,9 +217,9 @@ def ended(
     return lengths
 
 
-def next_chunk(last: int, seconds: float, left: int, unwatched: int, is_streaming: bool, has_stop_strings: bool) -> int:
-    """Tokens to generate before the host looks again, at most `left`; `unwatched` without streamer and stop strings."""
-    if is_streaming:
+def next_chunk(last: int, seconds: float, left: int, unwatched: int, is_timed: bool, has_stop_strings: bool) -> int:
+    """Tokens to generate before the host looks again, at most `left`; `unwatched` without streamer, time and stop strings."""
+    if is_timed:
         chunk = max(1, min(2 * last, int(last * _CHUNK_SECONDS / max(seconds, 1e-6)), _MAX_CHUNK))
     else:
         chunk = _STOP_STRING_CHUNK if has_stop_strings else unwatched

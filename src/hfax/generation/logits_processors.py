@@ -63,6 +63,30 @@ def penalize_repetition(scores: jax.Array, at: DecodeStep) -> jax.Array:
     return jnp.where(at.state["seen"], jnp.where(scores < 0, scores * penalty, scores / penalty), scores)
 
 
+def favour_encoder_tokens(scores: jax.Array, at: DecodeStep) -> jax.Array:
+    """Multiply positive scores of the encoder's tokens by the penalty, divide negative ones: `encoder_repetition_penalty`."""
+    ids, penalty = _encoder_ids(scores, at), at.values["encoder_repetition_penalty"]
+    is_read = jnp.zeros(scores.shape, bool).at[jnp.arange(len(ids))[:, None], ids].set(True, mode="drop")
+    return jnp.where(is_read, jnp.where(scores < 0, scores / penalty, scores * penalty), scores)
+
+
+def ban_encoder_ngrams(scores: jax.Array, at: DecodeStep) -> jax.Array:
+    """Ban tokens that follow the last `encoder_no_repeat_ngram_size - 1` tokens anywhere in what the encoder reads."""
+    size, ids = at.spec.encoder_no_repeat_ngram_size, _encoder_ids(scores, at)
+    repeats = (jnp.arange(ids.shape[1])[None] + size - 1 < ids.shape[1]) & (at.lengths >= size - 1)[:, None]
+    for offset in range(size - 1):
+        last = jax.lax.dynamic_index_in_dim(at.tokens, jnp.maximum(at.end - size + 1 + offset, 0), axis=1)
+        repeats &= jnp.roll(ids, -offset, axis=1) == last
+    following = jnp.where(repeats, jnp.roll(ids, -(size - 1), axis=1), scores.shape[-1])
+    return scores.at[jnp.arange(len(ids))[:, None], following].set(_NEVER, mode="drop")
+
+
+def _encoder_ids(scores: jax.Array, at: DecodeStep) -> jax.Array:
+    """[batch, length] int32; the vocabulary's size at padding."""
+    ids = at.values["encoder_ids"]
+    return jnp.repeat(ids, scores.shape[0] // len(ids), axis=0)
+
+
 def penalize_generated(scores: jax.Array, at: DecodeStep) -> jax.Array:
     """Presence and frequency penalty as in vLLM and OpenAI: on generated tokens, after the repetition penalty."""
     counts = at.state["counts"]
@@ -94,6 +118,15 @@ def hold_back_end(scores: jax.Array, at: DecodeStep) -> jax.Array:
     is_short = (at.lengths < at.values["min_length"]) | (at.step < at.values["min_new_tokens"])
     limits = jnp.where(is_short, _NEVER, jnp.inf)[:, None]
     return scores.at[:, at.values["min_length_eos"]].min(limits, mode="drop")
+
+
+def keep_allowed(scores: jax.Array, at: DecodeStep) -> jax.Array:
+    """Keep what `prefix_allowed_tokens_fn` allows; where all of that is banned for every sequence of a prompt, allow it anyway."""
+    allowed = at.values["allowed"]  # [prompts, sequences, vocab]
+    limits = jnp.where(allowed, 0.0, _NEVER)
+    kept = scores.reshape(allowed.shape) + limits
+    is_impossible = jnp.isneginf(kept.max(axis=-1, keepdims=True)).all(axis=1, keepdims=True)
+    return jnp.where(is_impossible, limits, kept).reshape(scores.shape)
 
 
 def force_first(scores: jax.Array, at: DecodeStep) -> jax.Array:
@@ -157,6 +190,17 @@ def divide_by_temperature(scores: jax.Array, at: DecodeStep) -> jax.Array:
     return scores / at.values["temperature"]
 
 
+def keep_top_h(scores: jax.Array, at: DecodeStep) -> jax.Array:
+    """Keep the most likely of 100 tokens while their entropy sums to at most `top_h` of the whole (2509.02510)."""
+    candidates = jax.lax.top_k(scores, min(100, scores.shape[-1]))[0]
+    log_probs = jax.nn.log_softmax(candidates, axis=-1)
+    terms = jnp.where(log_probs == _NEVER, 0.0, -jnp.exp(log_probs) * log_probs)
+    total = terms.sum(axis=-1, keepdims=True)
+    is_kept = (jnp.cumsum(terms, axis=-1) <= at.values["top_h"] * total) & (candidates > _NEVER)
+    kept = jnp.where(is_kept, candidates, jnp.inf).min(axis=-1, keepdims=True)
+    return _at_least(scores, jnp.minimum(kept, scores.max(axis=-1, keepdims=True)))
+
+
 def keep_top_k(scores: jax.Array, at: DecodeStep) -> jax.Array:
     """Keep the `top_k` highest scores."""
     return _at_least(scores, _top_k_border(_candidates(scores, at), at))
@@ -205,6 +249,8 @@ def keep_typical(scores: jax.Array, at: DecodeStep) -> jax.Array:
     probabilities = jnp.exp(log_probs)
     keys = _ordered_keys(jnp.abs(-log_probs - _entropy(log_probs)))
     border = _smallest_border(keys, probabilities, at.values["typical_p"])
+    if at.spec.min_tokens_to_keep > 1:
+        border = jnp.maximum(border, ~_highest(~keys, at.spec.min_tokens_to_keep))
     return jnp.where(keys <= border, scores, _NEVER)
 
 
@@ -220,6 +266,11 @@ def keep_eta(scores: jax.Array, at: DecodeStep) -> jax.Array:
     return _keep_likely(scores, log_probs, jnp.minimum(log_epsilon, 0.5 * log_epsilon - _entropy(log_probs)))
 
 
+def add_watermark(scores: jax.Array, at: DecodeStep) -> jax.Array:
+    """Raise the tokens of each row's green list, which the host draws (2301.10226)."""
+    return scores + at.values["watermark"]
+
+
 def renormalize(scores: jax.Array, at: DecodeStep) -> jax.Array:
     """Turn scores into log-probabilities."""
     return jax.nn.log_softmax(scores, axis=-1)
@@ -227,11 +278,14 @@ def renormalize(scores: jax.Array, at: DecodeStep) -> jax.Array:
 
 PROCESSORS: Mapping[str, Processor] = {
     "sequence_bias": add_sequence_bias,
+    "encoder_repetition_penalty": favour_encoder_tokens,
     "repetition_penalty": penalize_repetition,
     "presence_frequency_penalty": penalize_generated,
     "no_repeat_ngram_size": ban_repeated_ngrams,
+    "encoder_no_repeat_ngram_size": ban_encoder_ngrams,
     "bad_words_ids": ban_words,
     "min_length": hold_back_end,
+    "prefix_allowed_tokens": keep_allowed,
     "forced_bos_token_id": force_first,
     "forced_eos_token_id": force_end,
     "remove_invalid_values": remove_invalid,
@@ -240,6 +294,7 @@ PROCESSORS: Mapping[str, Processor] = {
     "begin_suppress_tokens": suppress_at_begin,
     "timestamps": pair_timestamps,
     "temperature": divide_by_temperature,
+    "top_h": keep_top_h,
     "top_k": keep_top_k,
     "top_k_top_p": keep_top_k_top_p,
     "top_p": keep_top_p,
@@ -247,9 +302,26 @@ PROCESSORS: Mapping[str, Processor] = {
     "typical_p": keep_typical,
     "epsilon_cutoff": keep_epsilon,
     "eta_cutoff": keep_eta,
+    "watermark": add_watermark,
     "renormalize_logits": renormalize,
 }
 """In the order of transformers' `_get_logits_processor`."""
+
+FILTERS = frozenset({"top_k_top_p", "top_p", "min_p", "epsilon_cutoff", "eta_cutoff"})
+"""Processors that keep the tokens of the highest scores, at least one. (`top_k` is as large as it must be, and typical sampling
+keeps the most typical ones.)"""
+
+
+def keep_at_least(scores: jax.Array, filtered: jax.Array, at: DecodeStep) -> jax.Array:
+    """Scores that a filter left, [batch, vocab], and the `min_tokens_to_keep` highest ones that it got."""
+    if (count := at.spec.min_tokens_to_keep) == 1:
+        return filtered
+    return jnp.where(scores >= _highest(scores, count), scores, filtered)
+
+
+def _highest(values: jax.Array, count: int) -> jax.Array:
+    """The value of rank `count` of each row, [batch, 1]."""
+    return jax.lax.top_k(values, min(count, values.shape[-1]))[0].min(axis=-1, keepdims=True)
 
 
 def _force(scores: jax.Array, ids: jax.Array, where: jax.Array) -> jax.Array:

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
-from transformers.generation import logits_process
+from transformers.generation.logits_process import WhisperNoSpeechDetection
 
 from hfax.errors import UnsupportedModelError, UnsupportedOptionError
 
 GenerateFunction = Callable[..., Any]
-"""`loop(inputs, generation_config, options, timestamps)`: the general `generate`, torch tensors in and out."""
+"""`loop(inputs, generation_config, options)`: the general `generate`, torch tensors in and out."""
 
 GENERAL_ALL_THE_SAME = {
     "Blip2ForConditionalGeneration": "it runs its language model on the prompt with features, as forward does",
@@ -109,12 +109,11 @@ class _GeneralGeneration(GenerationMixin):
         **options: Any,
     ) -> Any:
         """transformers' general `generate`, implemented by hfax's loop."""
-        given = {"stopping_criteria": stopping_criteria, "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn}
-        given |= {n: options.pop(n, None) for n in ("assistant_model", "streamer", "custom_generate")}
-        if wrong := [n for n, v in given.items() if v is not None and (n != "stopping_criteria" or len(v))]:
+        given = {n: options.pop(n, None) for n in ("assistant_model", "streamer", "custom_generate")}
+        if wrong := [n for n, v in given.items() if v is not None]:
             raise UnsupportedOptionError(
                 f"{', '.join(wrong)} cannot be used with {type(self).__name__}.",
-                "Python code cannot run inside the compiled loop.",
+                "It generates several times in a call.",
                 "Remove it, or generate with plain transformers.",
             )
         asked = (options.get("output_attentions"), getattr(generation_config, "output_attentions", None))
@@ -124,39 +123,23 @@ class _GeneralGeneration(GenerationMixin):
                 "hfax's attention does not materialize them; Whisper needs them for word-level timestamps.",
                 "Use return_timestamps=True for segment-level timestamps.",
             )
-        timestamps = None
-        for processor in logits_processor or ():
-            found = self._hfax_option(processor, options.get("decoder_input_ids"))
-            timestamps = found.pop("timestamps", timestamps)
-            options.update(found)
-        return self._hfax_loop(inputs, generation_config, options, timestamps)
+        processors = list(logits_processor or ())
+        for detector in [p for p in processors if isinstance(p, WhisperNoSpeechDetection)]:
+            self._hfax_detect(detector, options.get("decoder_input_ids"))
+            processors.remove(detector)
+        options |= {
+            "logits_processor": processors,
+            "stopping_criteria": list(stopping_criteria or ()),
+            "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
+        }
+        return self._hfax_loop(inputs, generation_config, options)
 
-    def _hfax_option(self, processor: Any, ids: Any) -> dict[str, Any]:
-        """The option equivalent to one of transformers' processors."""
-        if isinstance(processor, logits_process.SuppressTokensLogitsProcessor):
-            return {"suppress_tokens": processor.suppress_tokens.tolist()}
-        if isinstance(processor, logits_process.SuppressTokensAtBeginLogitsProcessor):
-            return {"begin_suppress_tokens": processor.begin_suppress_tokens.tolist()}
-        if isinstance(processor, logits_process.WhisperTimeStampLogitsProcessor):
-            most = processor.max_initial_timestamp_index
-            return {
-                "timestamps": {
-                    "timestamp_begin": processor.timestamp_begin,
-                    "timestamp_text_end": int(processor.eos_token_id),
-                    "timestamp_max_initial": 1 << 30 if most is None else int(most),
-                }
-            }
-        if isinstance(processor, logits_process.WhisperNoSpeechDetection):
-            scores: Any = None
-            if processor.start_of_trans_offset <= 1:
-                scores = self._hfax_forward(**(processor.inputs or {})).logits[:, -1]  # type: ignore[attr-defined]
-            processor(ids, scores)  # it only stores a probability
-            return {}
-        raise UnsupportedOptionError(
-            f"{type(self).__name__} uses {type(processor).__name__}.",
-            "Python code cannot run inside the compiled loop.",
-            "Generate with plain transformers.",
-        )
+    def _hfax_detect(self, detector: WhisperNoSpeechDetection, ids: Any) -> None:
+        """Let the detector store the probability of silence, all that it does, from a forward pass."""
+        scores: Any = None
+        if detector.start_of_trans_offset <= 1:
+            scores = self._hfax_forward(**(detector.inputs or {})).logits[:, -1]  # type: ignore[attr-defined]
+        detector(ids, scores)
 
 
 logger = logging.getLogger(__name__)

@@ -5,22 +5,27 @@ The processors are in `logits_processors`; nothing here knows models or caches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from hfax.generation.logits_processors import PROCESSORS, DecodeStep
+from hfax.generation.logits_processors import FILTERS, PROCESSORS, DecodeStep, keep_at_least
 from hfax.generation.sampling_config import SamplingSpec
 
-SamplingState = dict[str, jax.Array]
+SamplingState = dict[str, Any]
 
 _BLOCK = 256
 """Tokens per block in two-level sampling; near the square root of a large vocabulary, where both levels cost least."""
 
 
 def init_sampling_state(
-    spec: SamplingSpec, vocab_size: int, prompt: jax.Array, prompt_mask: jax.Array
+    spec: SamplingSpec,
+    vocab_size: int,
+    prompt: jax.Array,
+    prompt_mask: jax.Array,
+    length: jax.Array | int | None = None,
 ) -> SamplingState:
     """The initial state of the active processors.
 
@@ -29,16 +34,24 @@ def init_sampling_state(
         vocab_size: vocabulary size of the logits.
         prompt: [batch, length] int32, left-padded.
         prompt_mask: [batch, length] bool.
+        length: columns of `prompt` that are filled; None: all.
 
     Returns:
         `first` [batch] int32, the column of the first real token; `prompt_lengths` [batch] int32; `seen` [batch, vocab] bool;
-        `counts` [batch, vocab] int32, occurrences of generated tokens.
+        `counts` [batch, vocab] int32, occurrences of generated tokens; `custom`, the states of `spec.custom`.
     """
-    rows, length = prompt.shape
-    first = jnp.argmax(prompt_mask, axis=1).astype(jnp.int32)
-    state = {"first": first, "prompt_lengths": length - first}
+    rows, width = prompt.shape
+    length = width if length is None else length
+    first = jnp.where(prompt_mask.any(axis=1), jnp.argmax(prompt_mask, axis=1), length).astype(jnp.int32)
+    state: SamplingState = {"first": first, "prompt_lengths": length - first}
+    if spec.custom:
+        state["custom"] = tuple(
+            init_sampling_state(part, vocab_size, prompt, prompt_mask, length) if isinstance(part, SamplingSpec) else {}
+            for part in spec.custom
+        )
     if "repetition_penalty" in spec.active:
-        real = jnp.where(jnp.arange(length)[None] >= first[:, None], prompt, vocab_size)
+        columns = jnp.arange(width)[None]
+        real = jnp.where((columns >= first[:, None]) & (columns < length), prompt, vocab_size)
         seen = jnp.zeros((rows, vocab_size), bool)
         state["seen"] = seen.at[jnp.arange(rows)[:, None], real].set(True, mode="drop")
     if "presence_frequency_penalty" in spec.active:
@@ -54,18 +67,23 @@ def update_sampling_state(spec: SamplingSpec, state: SamplingState, tokens: jax.
         state["seen"] = state["seen"].at[rows, tokens].set(True, mode="drop")
     if "presence_frequency_penalty" in spec.active:
         state["counts"] = state["counts"].at[rows, tokens].add(1, mode="drop")
+    if spec.custom:
+        state["custom"] = tuple(
+            update_sampling_state(part, held, tokens) if isinstance(part, SamplingSpec) else held
+            for part, held in zip(spec.custom, state["custom"], strict=True)
+        )
     return state
 
 
 def process_logits(
     spec: SamplingSpec,
-    values: Mapping[str, jax.Array],
+    values: Mapping[str, Any],
     state: SamplingState,
     logits: jax.Array,
     tokens: jax.Array,
     step: jax.Array,
 ) -> jax.Array:
-    """Processed scores of the next token.
+    """Processed scores of the next token: `penalize`, then `warp`.
 
     Args:
         spec: the active processors.
@@ -78,7 +96,44 @@ def process_logits(
     Returns:
         [batch, vocab] float32, -inf for banned tokens.
     """
-    at = DecodeStep(
+    return warp(spec, values, state, penalize(spec, values, state, logits, tokens, step), tokens, step)
+
+
+def penalize(
+    spec: SamplingSpec,
+    values: Mapping[str, Any],
+    state: SamplingState,
+    logits: jax.Array,
+    tokens: jax.Array,
+    step: jax.Array,
+) -> jax.Array:
+    """The first half of `process_logits`: penalties, and the caller's processors that run on the device."""
+    at = _step(spec, values, state, tokens, step)
+    scores = _apply(spec.penalties, logits.astype(jnp.float32), at)
+    for index, part in enumerate(spec.custom):
+        if isinstance(part, SamplingSpec):
+            scores = process_logits(part, values["custom"][index], state["custom"][index], scores, tokens, step)
+        else:
+            scores = part.apply(scores, at)
+    return scores
+
+
+def warp(
+    spec: SamplingSpec,
+    values: Mapping[str, Any],
+    state: SamplingState,
+    scores: jax.Array,
+    tokens: jax.Array,
+    step: jax.Array,
+) -> jax.Array:
+    """The second half of `process_logits`: temperature, the filters of sampling, normalization."""
+    return _apply(spec.warpers, scores, _step(spec, values, state, tokens, step))
+
+
+def _step(
+    spec: SamplingSpec, values: Mapping[str, Any], state: SamplingState, tokens: jax.Array, step: jax.Array
+) -> DecodeStep:
+    return DecodeStep(
         spec=spec,
         values=values,
         state=state,
@@ -87,10 +142,13 @@ def process_logits(
         end=values["prompt_length"] + step,
         lengths=state["prompt_lengths"] + step,
     )
-    scores = logits.astype(jnp.float32)
+
+
+def _apply(names: Collection[str], scores: jax.Array, at: DecodeStep) -> jax.Array:
     for name, processor in PROCESSORS.items():
-        if name in spec.active:
-            scores = processor(scores, at)
+        if name in names:
+            processed = processor(scores, at)
+            scores = keep_at_least(scores, processed, at) if name in FILTERS else processed
     return scores
 
 

@@ -17,20 +17,13 @@ from transformers import GenerationConfig
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "num_beams": (1, None),
     "num_beam_groups": (1, None),
     "diversity_penalty": (0.0, None),
     "constraints": (None,),
     "force_words_ids": (None,),
     "penalty_alpha": (None, 0.0),
     "dola_layers": (None,),
-    "guidance_scale": (None, 1.0),
-    "top_h": (None,),
-    "watermarking_config": (None,),
-    "encoder_repetition_penalty": (1.0, None),
-    "encoder_no_repeat_ngram_size": (0, None),
     "token_healing": (False, None),
-    "max_time": (None,),
     "assistant_early_exit": (None,),
     "is_assistant": (False, None),
     "use_mtp": (False, None),
@@ -47,9 +40,35 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Options that hfax does not implement, with their no-op values (for the cache, those that match what hfax does anyway)."""
 
+_MOVED = "It moved from transformers to code on the Hub ({}) that hfax does not run."
+_OTHER_LOOP = "It is another way of choosing tokens, which hfax's loop does not have."
+_DRAFTS = "hfax drafts with prompt_lookup_num_tokens or another model as assistant_model."
+_LAYERS = "Programs return what the next token needs, not what each layer computes."
+WHY: dict[str, str] = {
+    "num_beam_groups": _MOVED.format("transformers-community/group-beam-search"),
+    "diversity_penalty": "It separates groups of beams. " + _MOVED.format("transformers-community/group-beam-search"),
+    "constraints": _MOVED.format("transformers-community/constrained-beam-search"),
+    "force_words_ids": _MOVED.format("transformers-community/constrained-beam-search"),
+    "penalty_alpha": _OTHER_LOOP,
+    "dola_layers": _OTHER_LOOP,
+    "token_healing": "It changes the end of the prompt by its text; tokenize the prompt without a partial last word.",
+    "assistant_early_exit": _DRAFTS,
+    "is_assistant": _DRAFTS,
+    "use_mtp": _DRAFTS,
+    "speculation_type": _DRAFTS,
+    "low_memory": "A program's memory is fixed when it is compiled; a smaller batch or dtype needs less.",
+    "prefill_chunk_size": "The prompt is read at once; hfax.Engine reads prompts in chunks.",
+    "continuous_batching_config": "hfax.Engine batches continuously and has its own EngineConfig.",
+    "output_attentions": _LAYERS + " For attentions, call the model itself on the text.",
+    "output_hidden_states": _LAYERS
+    + " For hidden states, call the model itself on the text with output_hidden_states=True.",
+    "cache_config": "hfax's cache has the dtype of the weights, and its size follows from the call.",
+    "cache_implementation": "hfax's cache is of fixed size on the device; it is neither offloaded nor quantized.",
+}
+"""Why an option of `NEUTRAL_VALUES` is not implemented, and what is there instead."""
+
 WITHOUT_EFFECT = frozenset(
     {
-        *("early_stopping", "length_penalty"),  # read only by beam search
         # how many tokens an assistant model drafts at a time, which changes no output; hfax drafts num_assistant_tokens
         *("num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_ensemble_weight"),
         *(
@@ -78,13 +97,19 @@ _RULES: dict[str, _Rule] = {
     "typical_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
     "epsilon_cutoff": ("from 0 (off) to below 1", lambda x: 0 <= x < 1),
     "eta_cutoff": ("from 0 (off) to below 1", lambda x: 0 <= x < 1),
+    "top_h": ("above 0 and at most 1", lambda x: 0 < x <= 1),
     "repetition_penalty": _ABOVE_ZERO,
+    "encoder_repetition_penalty": _ABOVE_ZERO,
+    "encoder_no_repeat_ngram_size": _COUNT,
+    "guidance_scale": _FINITE,
     "presence_penalty": _FINITE,
     "frequency_penalty": _FINITE,
     "no_repeat_ngram_size": _COUNT,
     "min_length": _COUNT,
     "min_new_tokens": _COUNT,
     "num_return_sequences": _POSITIVE,
+    "num_beams": _POSITIVE,
+    "length_penalty": _FINITE,
     "prompt_lookup_num_tokens": _POSITIVE,
     "max_matching_ngram_size": _POSITIVE,
     "num_assistant_tokens": _POSITIVE,
@@ -102,9 +127,8 @@ def reject_unsupported(config: GenerationConfig) -> None:
         if not any(value is n or (n is not None and value == n) for n in neutral):
             raise UnsupportedOptionError(
                 f"{name}={value!r} is not implemented by hfax.",
-                "Unsupported options are rejected, not ignored. It was passed to generate() or set in the checkpoint's "
-                "generation_config.json.",
-                f"Pass {name}={neutral[0]!r}, and use greedy search or sampling.",
+                f"{WHY[name]} It was passed to generate() or set in the checkpoint's generation_config.json.",
+                f"Pass {name}={neutral[0]!r}.",
             )
 
 
@@ -128,13 +152,26 @@ def check_ranges(config: GenerationConfig, extra: dict[str, float]) -> None:
             "Logits are divided by the temperature, which must be above 0 for sampling.",
             "Pass do_sample=False for greedy decoding.",
         )
-    repeats = config.num_return_sequences
-    if repeats is not None and repeats > 1 and not config.do_sample:
+    repeats, beams = config.num_return_sequences, config.num_beams or 1
+    _check_beams(config)
+    if beams == 1 and repeats is not None and repeats > 1 and not config.do_sample:
         raise InvalidInputError(
             f"num_return_sequences={repeats} with do_sample=False.",
             "Greedy search returns the same sequence each time.",
-            "Pass do_sample=True, or num_return_sequences=1.",
+            "Pass do_sample=True, num_beams, or num_return_sequences=1.",
         )
+
+
+def _check_beams(config: GenerationConfig) -> None:
+    repeats, beams = config.num_return_sequences or 1, config.num_beams or 1
+    if 1 < beams < repeats:
+        raise InvalidInputError(
+            f"num_return_sequences={repeats} with num_beams={beams}.",
+            "Beam search ends with as many texts as there are beams.",
+            f"Pass num_return_sequences={beams} or less, or more beams.",
+        )
+    if config.early_stopping not in (None, True, False, "never"):
+        reject_value("early_stopping", config.early_stopping, 'early_stopping must be True, False or "never".')
 
 
 def check_ids(name: str, value: Any, vocab_size: int) -> list[int]:

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from transformers import GenerationConfig
 
+from hfax.errors import UnsupportedOptionError
+from hfax.generation.beam_config import num_beams
 from hfax.generation.sampling_checks import (
     check_biases,
     check_decay,
@@ -35,12 +37,51 @@ class SamplingSpec:
         active: names of the active processors, sorted; they run in the order of `logits_processors.PROCESSORS`.
         num_candidates: candidates for top-k, a power of two so that values of `top_k` share programs; 0 without top-k.
         no_repeat_ngram_size: n-gram size; 0 to disable.
+        min_tokens_to_keep: tokens that every sampling filter keeps: more than one in beam search, where all of a beam's tokens may
+            end its text.
+        encoder_no_repeat_ngram_size: n-gram size; 0 to disable.
+        custom: the caller's processors, between the penalties and the warpers: a `SamplingSpec` for each of transformers' own,
+            a `DeviceProcessor` for a function of JAX arrays.
+        visits_host: further processors of the caller are Python that runs on the host, after `custom`.
     """
 
     do_sample: bool
     active: tuple[str, ...]
     num_candidates: int
     no_repeat_ngram_size: int
+    min_tokens_to_keep: int = 1
+    encoder_no_repeat_ngram_size: int = 0
+    custom: tuple[Any, ...] = ()
+    visits_host: bool = False
+
+    @property
+    def penalties(self) -> frozenset[str]:
+        """The active processors before the caller's."""
+        return frozenset(self.active) - WARPERS
+
+    @property
+    def warpers(self) -> frozenset[str]:
+        """The active processors after the caller's."""
+        return frozenset(self.active) & WARPERS
+
+
+WARPERS = frozenset(
+    {
+        *(
+            "temperature",
+            "top_h",
+            "top_k",
+            "top_k_top_p",
+            "top_p",
+            "min_p",
+            "typical_p",
+            "epsilon_cutoff",
+            "eta_cutoff",
+        ),
+        *("watermark", "renormalize_logits"),
+    }
+)
+"""Processors that run after the caller's, in transformers' order."""
 
 
 def make_sampling_spec(
@@ -52,6 +93,7 @@ def make_sampling_spec(
     presence_penalty: float = 0.0,
     frequency_penalty: float = 0.0,
     timestamps: Mapping[str, int] | None = None,
+    encoder_ids: np.ndarray | None = None,
 ) -> tuple[SamplingSpec, dict[str, np.ndarray]]:
     """Check the generation options of a call and split them into spec and values.
 
@@ -64,6 +106,7 @@ def make_sampling_spec(
         frequency_penalty: subtracted from a token's score once per earlier occurrence.
         timestamps: Whisper's timestamp rules: `timestamp_begin`, the first timestamp token (the token before it is banned),
             `timestamp_text_end`, the end-of-sequence token, and `timestamp_max_initial`, the maximum index of the first timestamp.
+        encoder_ids: [prompts, length], what the encoder reads (for decoders the prompts), -1 at padding; for `encoder_…` options.
 
     Returns:
         The spec, and the values by name: scalars, or id lists padded with `vocab_size` to a power-of-two length.
@@ -78,12 +121,14 @@ def make_sampling_spec(
     found = _Processors(vocab_size)
     found.values["prompt_length"] = np.asarray(prompt_length, np.int32)
     _add_penalties(found, config, presence_penalty, frequency_penalty)
+    _add_encoder(found, config, encoder_ids)
     _add_sequences(found, config, eos)
     _add_lengths(found, config, eos, max_new_tokens)
     _add_token_lists(found, config)
     if timestamps is not None:
         found.add("timestamps", **timestamps)
-    num_candidates = _add_warpers(found, config) if config.do_sample else 0
+    at_least = 1 + max(_num_eos(config), 1) if num_beams(config) > 1 else 1
+    num_candidates = _add_warpers(found, config, at_least) if config.do_sample else 0
     for name in ("remove_invalid_values", "renormalize_logits"):
         if getattr(config, name):
             found.add(name)
@@ -92,6 +137,8 @@ def make_sampling_spec(
         active=tuple(sorted(found.active)),
         num_candidates=num_candidates,
         no_repeat_ngram_size=int(config.no_repeat_ngram_size or 0),
+        min_tokens_to_keep=at_least if config.do_sample else 1,
+        encoder_no_repeat_ngram_size=int(config.encoder_no_repeat_ngram_size or 0),
     )
     return spec, found.values
 
@@ -133,6 +180,10 @@ def _eos_ids(config: GenerationConfig, vocab_size: int) -> list[int]:
     return ids[(ids >= 0) & (ids < vocab_size)].tolist()
 
 
+def _num_eos(config: GenerationConfig) -> int:
+    return 0 if config.eos_token_id is None else int(np.size(config.eos_token_id))
+
+
 def _add_penalties(found: _Processors, config: GenerationConfig, presence: float, frequency: float) -> None:
     if config.repetition_penalty not in (None, 1.0):
         found.add("repetition_penalty", repetition_penalty=float(config.repetition_penalty))
@@ -140,6 +191,23 @@ def _add_penalties(found: _Processors, config: GenerationConfig, presence: float
         found.add("presence_frequency_penalty", presence_penalty=float(presence), frequency_penalty=float(frequency))
     if config.no_repeat_ngram_size:
         found.add("no_repeat_ngram_size")
+
+
+def _add_encoder(found: _Processors, config: GenerationConfig, encoder_ids: np.ndarray | None) -> None:
+    options = {"encoder_repetition_penalty": (None, 1.0), "encoder_no_repeat_ngram_size": (None, 0)}
+    active = [name for name, off in options.items() if getattr(config, name) not in off]
+    if not active:
+        return
+    if encoder_ids is None:
+        raise UnsupportedOptionError(
+            f"{active[0]}={getattr(config, active[0])!r} for a model that reads no token ids.",
+            "It compares what is written with the ids that the encoder reads.",
+            f"Pass {active[0]}=None.",
+        )
+    for name in active:
+        found.add(name)
+    found.values["encoder_ids"] = np.where(encoder_ids < 0, found.vocab_size, encoder_ids).astype(np.int32)
+    found.values["encoder_repetition_penalty"] = np.asarray(config.encoder_repetition_penalty or 1.0, np.float32)
 
 
 def _add_sequences(found: _Processors, config: GenerationConfig, eos: list[int]) -> None:
@@ -180,14 +248,17 @@ def _add_token_lists(found: _Processors, config: GenerationConfig) -> None:
             found.add(name, **{name: ids})
 
 
-def _add_warpers(found: _Processors, config: GenerationConfig) -> int:
-    """Add temperature, top-k, top-p and similar filters; returns the number of candidates for top-k."""
+def _add_warpers(found: _Processors, config: GenerationConfig, at_least: int) -> int:
+    """Add temperature, top-k, top-p and similar filters that keep `at_least` tokens; returns top-k's number of candidates."""
     temperature = 1.0 if config.temperature is None else float(config.temperature)
     found.add("temperature", temperature=temperature)
-    has_top_k = bool(config.top_k) and config.top_k < found.vocab_size
+    if config.top_h is not None:
+        found.add("top_h", top_h=float(config.top_h))
+    top_k = max(int(config.top_k), at_least) if config.top_k else 0
+    has_top_k = 0 < top_k < found.vocab_size
     has_top_p = config.top_p is not None and config.top_p < 1
     if has_top_k:
-        found.add("top_k_top_p" if has_top_p else "top_k", top_k=int(config.top_k))
+        found.add("top_k_top_p" if has_top_p else "top_k", top_k=top_k)
     elif has_top_p:
         found.add("top_p")
     if has_top_p:
@@ -199,4 +270,4 @@ def _add_warpers(found: _Processors, config: GenerationConfig) -> int:
     for name in ("epsilon_cutoff", "eta_cutoff"):
         if getattr(config, name):
             found.add(name, **{name: float(getattr(config, name))})
-    return power_of_two(int(config.top_k)) if has_top_k else 0
+    return power_of_two(top_k) if has_top_k else 0

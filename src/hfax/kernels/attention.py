@@ -22,7 +22,7 @@ from hfax.kernels.online_softmax import OnlineSoftmax
 from hfax.kernels.paged import JointPages, Pages, SeparatePages
 from hfax.sharding.mesh import HEAD_AXES, TENSOR, batch_axes
 
-_MASKED = -1e30
+OWN_MASK = -1e30
 """Replaces minus infinity in scores: its exp() is 0, and fully masked rows stay finite."""
 _MAX_SCORES_BYTES = 64 << 20
 """Maximum size of a full score matrix; larger ones are computed in blocks."""
@@ -359,7 +359,7 @@ def _all_at_once(
         mask = _grouped(mask, kv_heads, num_queries, num_keys)
         if mask.dtype == jnp.bool_:
             seen = mask.any(axis=-1, keepdims=True)
-            scores = jnp.where(mask, scores, _MASKED)
+            scores = jnp.where(mask, scores, OWN_MASK)
         else:
             scores = scores + mask.astype(jnp.float32)
             seen = (scores > -jnp.inf).any(axis=-1, keepdims=True)

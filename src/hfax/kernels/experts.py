@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from hfax.kernels import target
 from hfax.kernels.cpu import calls, library
-from hfax.kernels.quantized import QuantizedArray
+from hfax.kernels.quantized import QuantizedArray, group_sums, ordered
 from hfax.sharding.mesh import HEAD_AXES, batch_axes, expert_axes, size_of
 
 
@@ -43,11 +43,13 @@ def grouped_linear(
         [rows, out_features] in the dtype of `x`; or [devices, rows, out_features], split over the devices by its first axis.
     """
     mesh, is_packed = target.mesh(), isinstance(weight, QuantizedArray)
+    if isinstance(weight, QuantizedArray):
+        x, weight = ordered(x, weight)
     has_pallas = target.is_for("tpu") or target.nvidia_gpu() is not None
     if mesh is None or mesh.size == 1 or (is_packed and not has_pallas):
         return _on_one_device(_summed(x), weight, experts, is_transposed).astype(x.dtype)
     split = expert_axes(mesh, weight.shape[0])
-    parts = weight.scale.shape[2] if isinstance(weight, QuantizedArray) else x.shape[-1]  # groups are not split
+    parts = x.shape[-1] // (weight.unit if isinstance(weight, QuantizedArray) else 1)  # groups are not split
     inner = () if split or parts % size_of(mesh, HEAD_AXES) else HEAD_AXES
     # Pallas kernels are not partitioned automatically, so do it even if all devices do the same
     if size_of(mesh, split or inner) == 1 and not has_pallas:
@@ -69,7 +71,7 @@ def grouped_linear(
     in_axis = 1 if is_transposed else 2
     weight_spec = P(*(split or None if i == 0 else inner or None if i == in_axis else None for i in range(3)))
     of_x = P(split, rows, None) if x.ndim == 3 else P(rows, inner or None)
-    # integers and scales of a packed weight are split alike
+    # codes, scales and offsets of a packed weight are split alike
     specs = (of_x, jax.tree.map(lambda _: weight_spec, weight), P(rows))
     of_out = P(split, rows, None) if is_kept else P(rows, None)
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=of_out, check_vma=False)(x, weight, experts)
@@ -119,7 +121,8 @@ def _on_one_device(
     if _has_kernel(x, weight) and not is_transposed:
         target.choose("experts: C++ kernel, each chosen matrix read once")
         if isinstance(weight, QuantizedArray):
-            return calls.linear_experts_packed(x, weight.values, weight.scale, experts, bits=weight.bits)
+            parts = weight.values, weight.scale, weight.offset
+            return calls.linear_experts_packed(x, *parts, experts, encoding=weight.encoding)
         return calls.linear_experts(x, weight, experts)
     if isinstance(weight, QuantizedArray):
         if not is_transposed and (out := _packed_by_pallas(x, weight, experts)) is not None:
@@ -140,14 +143,21 @@ def _on_one_device(
         chosen = weight[jnp.minimum(experts, num_experts - 1)]
         return jnp.einsum(form, x, chosen, preferred_element_type=jnp.float32)
     target.choose("experts: rows sorted, ragged product")
+    return _ragged_product(x, weight, experts, is_transposed)
+
+
+def _ragged_product(
+    x: jax.Array, weight: jax.Array, experts: jax.Array, is_transposed: bool, precision: jax.lax.Precision | None = None
+) -> jax.Array:
+    """Each row with the matrix of its expert, in float32."""
     order = jnp.argsort(experts, stable=True)
-    sizes = jnp.bincount(experts, length=num_experts).astype(jnp.int32)
+    sizes = jnp.bincount(experts, length=weight.shape[0]).astype(jnp.int32)
     numbers = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (1 if is_transposed else 2,)), ((), ())),
         lhs_ragged_dimensions=[0],
         rhs_group_dimensions=[0],
     )
-    out = jax.lax.ragged_dot_general(x[order], weight, sizes, numbers, preferred_element_type=jnp.float32)
+    out = jax.lax.ragged_dot_general(x[order], weight, sizes, numbers, precision, preferred_element_type=jnp.float32)
     return jnp.zeros_like(out).at[order].set(out)
 
 
@@ -179,17 +189,23 @@ def _gpu_kernels() -> Any:
 
 def _packed_by_pallas(x: jax.Array, weight: QuantizedArray, experts: jax.Array) -> jax.Array | None:
     """By a Pallas kernel, in float32; None if there is none for the target, or it does not support the shapes."""
-    if (on_gpu := _gpu_kernels()) is not None and on_gpu.fits_packed(x, weight.shape, weight.group):
-        target.choose(f"experts: Triton kernel (int{weight.bits} weights)")
-        return on_gpu.grouped_linear_packed(x, weight.values, weight.scale, experts, bits=weight.bits)
-    if not target.is_for("tpu") or target.is_differentiated() or x.dtype != jnp.bfloat16:
-        return None
-    from hfax.kernels.tpu import quantized as kernels
+    of_weight: dict[str, Any] = {"encoding": weight.encoding, "group": weight.group}
+    if (on_gpu := _gpu_kernels()) is not None and on_gpu.fits_packed(x, weight.shape, **of_weight):
+        target.choose(f"experts: Triton kernel ({weight.encoding} weights)")
+        out = on_gpu.grouped_linear_packed(x, weight.values, weight.scale, experts, encoding=weight.encoding)
+    elif target.is_for("tpu") and not target.is_differentiated() and x.dtype == jnp.bfloat16:
+        from hfax.kernels.tpu import quantized as kernels
 
-    if not kernels.fits_experts(weight.shape, weight.bits, weight.group):
+        if not kernels.fits_experts(weight.shape, **of_weight):
+            return None
+        target.choose(f"experts: Pallas kernel ({weight.encoding} weights)")
+        out = kernels.experts_linear(x, weight.values, weight.scale, experts, encoding=weight.encoding)
+    else:
         return None
-    target.choose(f"experts: Pallas kernel (int{weight.bits} weights)")
-    return kernels.experts_linear(x, weight.values, weight.scale, experts, bits=weight.bits)
+    if weight.offset is None:
+        return out
+    sums = group_sums(x, weight.offset.shape[-1])
+    return out + _ragged_product(sums, weight.offset.astype(jnp.float32), experts, False, jax.lax.Precision.HIGHEST)
 
 
 def _has_kernel(x: jax.Array, weight: jax.Array | QuantizedArray) -> bool:

@@ -1,7 +1,7 @@
 """8-bit and 4-bit weights with scales, and matrix products with them.
 
 A `QuantizedArray` replaces a weight array: it has the shape of the weight and the dtype of its dequantized values, and is a pytree
-of integers and scales, so programs move only those. Code that supports it multiplies with the integers; other code calls
+of codes and scales, so programs move only those. Code that supports it multiplies with the codes; other code calls
 `dequantize()`. Quantization itself is in `hfax.load.quantize`.
 """
 
@@ -18,32 +18,39 @@ from jax.sharding import PartitionSpec as P
 
 from hfax.kernels import target
 from hfax.kernels.cpu import calls, library
+from hfax.kernels.encodings import BITS, FP4_VALUES, WORD_COLUMNS, Encoding
 from hfax.sharding.mesh import BATCH_AXES, batch_axes, size_of
-
-INT4_GROUP = 128
-"""Columns that share a scale and a word layout in 4-bit weights."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedArray:
-    """A weight, [..., out, in], as integers times scales.
+    """A weight, [..., out, in], as codes: each number is that of its code times its group's scale, plus its offset.
 
     Args:
-        values: [..., out, in] int8; or, for 4 bits, [..., out, in / 2] uint8: of each 128 columns, word i of 32 little-endian
-            words of 16 bits holds columns i, 32 + i, 64 + i and 96 + i, from its lowest bits up, each plus 8.
-        scale: [..., out, in / group] bfloat16.
-        bits: 8 or 4.
+        values: [..., out, in] int8 or float8_e4m3fn; or, for 4 bits, [..., out, in / 2] uint8: of each 128 columns, word i of 32
+            little-endian words of 16 bits holds columns i, 32 + i, 64 + i and 96 + i, from its lowest bits up; integers plus 8.
+        scale: [..., out, in / group] bfloat16, float16 or float32.
+        offset: [..., out, in / group] in one of the dtypes of `scale`; None: 0.
+        columns: [in] int32, the weight's column that each column of the codes is; None: the same.
+        encoding: of the codes.
         dtype: dtype of the dequantized values.
-        spec: sharding of the weight over a mesh, shared by integers and scales; None: unsharded or unknown. Needed by traces of
-            multi-device programs, which cannot query the sharding of an array.
+        spec: sharding of the weight over a mesh, shared by codes, scales and offsets; None: unsharded or unknown. Needed by traces
+            of multi-device programs, which cannot query the sharding of an array.
     """
 
     values: jax.Array
     scale: jax.Array
-    bits: int = dataclasses.field(metadata={"static": True})
+    offset: jax.Array | None = None
+    columns: jax.Array | None = None
+    encoding: Encoding = dataclasses.field(metadata={"static": True})
     dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
     spec: P | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def bits(self) -> int:
+        """Of a code: 8 or 4."""
+        return BITS[self.encoding]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -63,31 +70,75 @@ class QuantizedArray:
 
     @property
     def nbytes(self) -> int:
-        """Size of the integers and scales, in bytes."""
-        return self.values.nbytes + self.scale.nbytes
+        """Size of the codes, scales, offsets and order of columns, in bytes."""
+        return sum(part.nbytes for part in jax.tree.leaves(self))
 
     @property
     def group(self) -> int:
         """Columns that share a scale."""
         return self.shape[-1] // self.scale.shape[-1]
 
-    def integers(self) -> jax.Array:
-        """[..., out, in] int8."""
+    @property
+    def unit(self) -> int:
+        """Columns that stay together on a device: a group, and those that share words."""
+        return together(self.encoding, self.group)
+
+    def numbers(self) -> jax.Array:
+        """[..., out, in] int8 or, of "fp8" and "fp4", float32: what the codes mean, in their own order of columns."""
         if self.bits == 8:
-            return self.values
+            return self.values if self.encoding == "int8" else self.values.astype(jnp.float32)
         pairs = self.values.reshape(*self.values.shape[:-1], -1, 32, 2)
         nibbles = jnp.stack([pairs[..., 0] & 15, pairs[..., 0] >> 4, pairs[..., 1] & 15, pairs[..., 1] >> 4], axis=-2)
-        return nibbles.reshape(self.shape).astype(jnp.int8) - jnp.int8(8)
+        codes = nibbles.reshape(self.shape)
+        if self.encoding == "int4":
+            return codes.astype(jnp.int8) - jnp.int8(8)
+        return jnp.asarray(FP4_VALUES, jnp.float32)[codes]
 
     def dequantize(self) -> jax.Array:
-        """[..., out, in] in `dtype`; the products are rounded once."""
-        groups = self.integers().reshape(*self.scale.shape, -1).astype(jnp.float32)
-        return (groups * self.scale[..., None].astype(jnp.float32)).astype(self.dtype).reshape(self.shape)
+        """[..., out, in] in `dtype`; computed in float32, and rounded once at the end."""
+        numbers = self.numbers().reshape(*self.scale.shape, -1).astype(jnp.float32)
+        groups = numbers * self.scale[..., None].astype(jnp.float32)
+        if self.offset is not None:
+            groups = groups + self.offset[..., None].astype(jnp.float32)
+        weight = groups.astype(self.dtype).reshape(self.shape)
+        return weight if self.columns is None else weight[..., jnp.argsort(self.columns)]
 
     def rows(self, index: jax.Array) -> jax.Array:
         """`weight[index]` in `dtype`, for an embedding table; dequantizes only those rows."""
-        picked = dataclasses.replace(self, values=self.values[index], scale=self.scale[index], spec=None)
-        return picked.dequantize()
+        offset = None if self.offset is None else self.offset[index]
+        parts = {"values": self.values[index], "scale": self.scale[index], "offset": offset}
+        return dataclasses.replace(self, **parts, spec=None).dequantize()
+
+
+def together(encoding: Encoding, group: int) -> int:
+    """Columns of a packed weight that stay together on a device: a group, and those that share words."""
+    return math.lcm(group, WORD_COLUMNS) if BITS[encoding] == 4 else group
+
+
+def ordered(x: jax.Array, weight: QuantizedArray) -> tuple[jax.Array, QuantizedArray]:
+    """Activations, [..., in_features], in the order of the weight's codes, and the weight in its order of columns."""
+    if weight.columns is None:
+        return x, weight
+    return x[..., weight.columns], dataclasses.replace(weight, columns=None)
+
+
+def group_sums(x: jax.Array, groups: int) -> jax.Array:
+    """The sums of each group of columns of activations, [..., in_features], as [..., groups] float32."""
+    return x.reshape(*x.shape[:-1], groups, -1).sum(axis=-1, dtype=jnp.float32)
+
+
+def sums_with_offset(x: jax.Array, offset: jax.Array) -> jax.Array:
+    """What offsets add to `x @ weight.T`: the sums of groups of columns, times the groups' offsets.
+
+    Args:
+        x: [..., in_features].
+        offset: [out_features, groups].
+
+    Returns:
+        [..., out_features] float32.
+    """
+    sums = group_sums(x, offset.shape[1])
+    return jnp.matmul(sums, offset.astype(jnp.float32).T, precision=jax.lax.Precision.HIGHEST)
 
 
 def linear(x: jax.Array, weight: QuantizedArray, bias: jax.Array | None = None) -> jax.Array:
@@ -103,19 +154,25 @@ def linear(x: jax.Array, weight: QuantizedArray, bias: jax.Array | None = None) 
     """
     rows = math.prod(x.shape[:-1])
     if x.dtype in (jnp.bfloat16, jnp.float32) and library.may_be_called():
-        target.choose(f"linear: C++ kernel (int{weight.bits} weights, activations rounded to 16 bits)")
-        multiply = calls.linear_int8 if weight.bits == 8 else calls.linear_int4
+        target.choose(f"linear: C++ kernel ({weight.encoding} weights, {_rounding(weight)})")
+        x, weight = ordered(x, weight)
         out_dtype = x.dtype if bias is None else jnp.dtype(jnp.float32)
-        out = multiply(x.reshape(rows, -1), weight.values, weight.scale, out_dtype).reshape(*x.shape[:-1], -1)
+        of_weight: dict[str, Any] = {"encoding": weight.encoding, "out_dtype": out_dtype}
+        out = calls.linear_packed(x.reshape(rows, -1), weight.values, weight.scale, weight.offset, **of_weight)
+        out = out.reshape(*x.shape[:-1], -1)
     elif (found := _pallas_kernel(x, weight)) is not None:
-        target.choose(f"linear: Pallas kernel (int{weight.bits} weights)")
-        out = _by_kernel(x, weight, *found)
+        target.choose(f"linear: Pallas kernel ({weight.encoding} weights)")
+        out = _by_kernel(*ordered(x, weight), *found)
     else:
-        target.choose(f"linear: int{weight.bits} weights made numbers, then XLA's matrix product")
+        target.choose(f"linear: {weight.encoding} weights made numbers, then XLA's matrix product")
         numbers = weight.dequantize().astype(x.dtype)
         contract = (((x.ndim - 1,), (1,)), ((), ()))
         out = jax.lax.dot_general(x, numbers, contract, preferred_element_type=target.product_dtype(x.dtype))
     return (out if bias is None else out + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+def _rounding(weight: QuantizedArray) -> str:
+    return "made float32" if weight.encoding == "fp8" else "activations rounded to 16 bits"
 
 
 def without_batch_axes(spec: P | None, ndim: int) -> P:
@@ -153,21 +210,24 @@ def _pallas_kernel(x: jax.Array, weight: QuantizedArray) -> tuple[Any, P, P] | N
     parts = [1 if mesh is None else size_of(mesh, axes) for axes in (*of_weight, of_x[0] if x.ndim > 1 else None)]
     shape = (weight.shape[0] // parts[0], weight.shape[1] // parts[1])
     rows = math.prod(x.shape[:-1]) // parts[2]
-    return (kernels, of_x, of_weight) if kernels.fits(rows, shape, weight.bits, weight.group) else None
+    return (kernels, of_x, of_weight) if kernels.fits(rows, shape, weight.encoding, weight.group) else None
 
 
 def _by_kernel(x: jax.Array, weight: QuantizedArray, kernels: Any, of_x: P, of_weight: P) -> jax.Array:
     """Each device multiplies its own shard; partial sums of a row are added in float32."""
 
-    def local(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
+    def local(x: jax.Array, weight: QuantizedArray) -> jax.Array:
         flat = x.reshape(-1, x.shape[-1])
-        out = kernels.linear(flat, values, scale, bits=weight.bits, out_dtype=jnp.float32)
+        out = kernels.linear(flat, weight.values, weight.scale, encoding=weight.encoding, out_dtype=jnp.float32)
+        if weight.offset is not None:
+            out = out + sums_with_offset(flat, weight.offset)
         out = out.reshape(*x.shape[:-1], -1)
         return jax.lax.psum(out, of_weight[1]) if of_weight[1] else out
 
     mesh = target.mesh()
     if mesh is None or mesh.size == 1:
-        return local(x, weight.values, weight.scale)
+        return local(x, weight)
     of_out = P(*of_x[:-1], of_weight[0])
-    call = jax.shard_map(local, mesh=mesh, in_specs=(of_x, of_weight, of_weight), out_specs=of_out, check_vma=False)
-    return call(x, weight.values, weight.scale)
+    # codes, scales and offsets are split alike
+    specs = (of_x, jax.tree.map(lambda _: of_weight, weight))
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=of_out, check_vma=False)(x, weight)

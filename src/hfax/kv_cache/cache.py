@@ -6,6 +6,7 @@ are in the objects that transformers' modelling code expects. Independent of the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -35,6 +36,8 @@ class LayeredCache(Cache):
         return [isinstance(x, RecurrentLayer) and not isinstance(x, FullAttentionLayer) for x in self.layers]
 
 
+_ROWS_SECOND = ("key_pages", "value_pages", "positions")
+"""Arrays with another axis before that of the sequences: pages of a head (`kernels.paged`), kinds of positions (`IndexedLayer`)."""
 _WINDOWS = ("sliding_attention", "chunked_attention")
 
 
@@ -66,10 +69,7 @@ def make_cache(
     Raises:
         UnsupportedModelError: hfax has no cache for a kind of layer in the config.
     """
-    text_config = config.get_text_config(decoder=True)
-    types, kwargs = get_layer_types_and_kwargs(text_config)
-    crossing = getattr(text_config, "cross_attention_layers", None) or ()  # layers that attend only to images
-    types = ["cross_attention" if index in crossing else kind for index, kind in enumerate(types)]
+    types, kwargs = _layer_kinds(config)
     if not keeps_windows:
         types = ["full_attention" if kind in _WINDOWS else kind for kind in types]
     own = LayeredCache(
@@ -85,6 +85,28 @@ def make_cache(
     cross = LayeredCache(layers=[CrossAttentionLayer(ops, capacity, None) for _ in types])
     _restore(cross, arrays or {}, "cross_layers")
     return EncoderDecoderCache(own, cross)
+
+
+def _layer_kinds(config: PretrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
+    """The kind of each layer of the text model, and the arguments of its cache."""
+    text_config = config.get_text_config(decoder=True)
+    types, kwargs = get_layer_types_and_kwargs(text_config)
+    crossing = getattr(text_config, "cross_attention_layers", None) or ()  # layers that attend only to images
+    return ["cross_attention" if index in crossing else kind for index, kind in enumerate(types)], kwargs
+
+
+def rows_axis(name: str) -> int:
+    """The axis of the cache array of that name on which the sequences of a batch are."""
+    return 1 if name.rpartition(".")[2] in _ROWS_SECOND else 0
+
+
+def only_read(config: PretrainedConfig, names: Iterable[str]) -> set[str]:
+    """The names of arrays that decoding only reads, and that are the same for all texts of a prompt: keys and values of an
+    encoder's output, or of images."""
+    names = set(names)
+    kinds = _layer_kinds(config)[0] if any(name.startswith("layers.") for name in names) else []
+    crossing = tuple(f"layers.{index}." for index, kind in enumerate(kinds) if kind == "cross_attention")
+    return {name for name in names if name.startswith(("cross_layers.", *crossing))}
 
 
 def cache_arrays(cache: Cache | EncoderDecoderCache) -> dict[str, Tensor]:

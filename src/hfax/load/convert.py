@@ -7,9 +7,10 @@ written by `save_pretrained`, because its arrays use the module's own names.
 
 from __future__ import annotations
 
+import json
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,13 +104,23 @@ def convert_weights(source: CheckpointSource, store: TensorStore, skeleton: Skel
 
         _save_flax(folder, skeleton, store, {n: t for n, t in targets.items() if not is_copy(t)})
     copy_companions(source.folder, folder)
+    if store.assembled:
+        _forget_quantization(folder / "config.json")
 
 
-def copy_companions(given: Path, folder: Path) -> None:
-    """Copy all checkpoint files except the weights."""
+def copy_companions(given: Path, folder: Path, *, without: Collection[str] = ()) -> None:
+    """Copy all checkpoint files except the weights and those named `without`."""
     for path in given.iterdir():
-        if path.is_file() and not any(path.match(pattern) for pattern in _LEFT_BEHIND):
+        if path.is_file() and path.name not in without and not any(path.match(pattern) for pattern in _LEFT_BEHIND):
             shutil.copyfile(path, folder / path.name)
+
+
+def _forget_quantization(path: Path) -> None:
+    """Remove `quantization_config` from a config.json and its parts: the weights beside it are plain numbers."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        part.pop("quantization_config", None)
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _save_flax(folder: Path, skeleton: Skeleton, store: TensorStore, targets: dict[str, str]) -> None:

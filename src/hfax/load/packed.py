@@ -9,17 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 
-Encoding = Literal["int8", "int4", "fp8", "fp4"]
-"""What a code means: a signed integer of 8 or 4 bits, a float8_e4m3fn, or one of the 16 values of `FP4_VALUES`."""
-
-BITS: dict[Encoding, int] = {"int8": 8, "int4": 4, "fp8": 8, "fp4": 4}
-
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The values of float4_e2m1fn, by code (OCP Microscaling Formats 1.0, table 5)."""
+from hfax.kernels.encodings import BITS as BITS
+from hfax.kernels.encodings import FP4_VALUES, Encoding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

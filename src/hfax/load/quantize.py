@@ -7,9 +7,10 @@ transformers' experts interface. Norms, biases, other embeddings and convolution
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 import torch
@@ -17,7 +18,8 @@ from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from hfax.errors import CheckpointCorruptError, UnsupportedOptionError
-from hfax.kernels.quantized import INT4_GROUP, QuantizedArray
+from hfax.kernels.encodings import WORD_COLUMNS, Encoding
+from hfax.kernels.quantized import QuantizedArray
 from hfax.load.packed import BITS, PackedLayout, PackedTensor
 from hfax.load.placement import place
 
@@ -26,12 +28,10 @@ Quantization = Literal["int8", "int4"]
 Quantized = Quantization | Mapping[str, PackedLayout] | None
 """What weights are quantized to, or how a checkpoint's own are packed, by name; None: not at all."""
 
-_GROUPS = {"int8": (128, 64, 32), "int4": (INT4_GROUP,)}
-"""Group sizes (columns per scale); the first that divides the row width is used."""
-
-
-SCALE_SUFFIX = "_scale"
-"""Appended to a weight's name to form the name of its scales in a saved checkpoint."""
+_GROUPS = {"int8": (128, 64, 32), "int4": (WORD_COLUMNS,)}
+"""Group sizes (columns per scale) of weights quantized here; the first that divides the row width is used."""
+_GROUPS_OF_OTHERS = (128, 64, 32, 16)
+"""Group sizes of weights packed by others; a multiple is split into the largest that a kernel multiplies with."""
 
 
 def check_name(quantization: str | None) -> None:
@@ -71,7 +71,7 @@ def quantize(tensor: torch.Tensor, quantization: Quantization, where: Sharding) 
     if group is None:
         return quantize(tensor, "int8", where) if quantization == "int4" else None
     values, scale = _int8(tensor, group) if quantization == "int8" else _int4(tensor)
-    return restore(values, scale, tensor.dtype, where)
+    return restore({"values": values, "scale": scale}, tensor.dtype, where)
 
 
 def pack(tensor: PackedTensor, dtype: torch.dtype, where: Sharding) -> QuantizedArray | None:
@@ -82,19 +82,68 @@ def pack(tensor: PackedTensor, dtype: torch.dtype, where: Sharding) -> Quantized
         dtype: of the dequantized values.
         where: its sharding.
     """
-    if not can_keep(tensor.layout):
+    platform = next(iter(where.device_set)).platform
+    layout = kept_layout(tensor.layout, platform)
+    if (
+        layout is None
+        or (tensor.columns is not None and splits_columns(where, tensor.layout.shape))
+        or _has_nan(tensor)
+    ):
         return None
-    exact = tensor.scale.to(torch.bfloat16)
-    if tensor.offset is not None or tensor.columns is not None or not torch.equal(exact.float(), tensor.scale.float()):
-        return None
-    values = tensor.codes if tensor.encoding == "int8" else _in_words(tensor.codes.add(8).view(torch.uint8))
-    return restore(values, exact, dtype, where)
+
+    def of_groups(numbers: torch.Tensor) -> torch.Tensor:
+        repeated = numbers.repeat_interleave(tensor.layout.group // layout.group, dim=-1)
+        return (
+            repeated.float() if platform == "tpu" and numbers.dtype == torch.float16 else repeated
+        )  # it has no float16
+
+    parts = {"scale": of_groups(tensor.scale)}
+    if tensor.offset is not None:
+        parts["offset"] = of_groups(tensor.offset)
+    if tensor.columns is not None:
+        parts["columns"] = tensor.columns.to(torch.int32)
+    if BITS[tensor.encoding] == 8:
+        return restore({"values": tensor.codes, **parts}, dtype, where)
+    codes = tensor.codes.add(8).view(torch.uint8) if tensor.encoding == "int4" else tensor.codes
+    return restore({"values": _in_words(codes), **parts}, dtype, where, tensor.encoding)
 
 
-def can_keep(layout: PackedLayout) -> bool:
-    """Whether weights stay packed as they are stored."""
-    encodings: dict[str, Any] = _GROUPS
-    return layout.group in encodings.get(layout.encoding, ()) and layout.shape[-1] % layout.group == 0
+def kept_layout(layout: PackedLayout, platform: str) -> PackedLayout | None:
+    """How a stored weight is packed on devices of a platform, where a large group is several; None: it is dequantized."""
+    group = _kept_group(layout, platform)
+    return None if group is None else dataclasses.replace(layout, group=group)
+
+
+def _kept_group(layout: PackedLayout, platform: str) -> int | None:
+    width = layout.shape[-1]
+    if width % layout.group or (BITS[layout.encoding] == 4 and width % WORD_COLUMNS):
+        return None
+    return next(
+        (g for g in _GROUPS_OF_OTHERS if layout.group % g == 0 and _can_read(platform, layout.encoding, g)), None
+    )
+
+
+def _can_read(platform: str, encoding: Encoding, group: int) -> bool:
+    """Whether a kernel of the platform multiplies with codes in groups of this many columns."""
+    if platform == "cpu":
+        return True
+    if platform == "tpu":
+        from hfax.kernels.tpu.quantized import can_read  # Pallas takes a second to import
+    elif platform in ("cuda", "gpu"):
+        from hfax.kernels.gpu.quantized import can_read
+    else:
+        return False
+    return can_read(encoding, group)
+
+
+def splits_columns(where: Sharding, shape: tuple[int, ...]) -> bool:
+    """Whether devices hold different columns, which a permutation would mix."""
+    return where.shard_shape(shape)[-1] != shape[-1]
+
+
+def _has_nan(tensor: PackedTensor) -> bool:
+    """Whether a code of 8 bits stands for no number, which the kernels do not look for."""
+    return tensor.encoding == "fp8" and bool((tensor.codes.view(torch.uint8).bitwise_and(0x7F) == 0x7F).any())
 
 
 def layouts(
@@ -138,27 +187,48 @@ def _group(width: int, quantization: Quantization) -> int | None:
     return next((g for g in _GROUPS[quantization] if width % g == 0), None)
 
 
-def restore(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, where: Sharding) -> QuantizedArray:
-    """Build a `QuantizedArray` from stored integers (int8, or uint8 for 4 bits) and scales, both sharded as `where`.
+def restore(
+    parts: Mapping[str, torch.Tensor], dtype: torch.dtype, where: Sharding, encoding: Encoding | None = None
+) -> QuantizedArray:
+    """Build a `QuantizedArray` from its arrays in host memory.
+
+    Args:
+        parts: by field; `values` and `scale` at least.
+        dtype: of the dequantized values.
+        where: sharding of the weight.
+        encoding: of the codes; None: int8, int4 or fp8, by their dtype.
 
     Raises:
-        CheckpointCorruptError: unexpected dtypes.
+        CheckpointCorruptError: unexpected dtypes or shapes.
     """
-    bits = {torch.int8: 8, torch.uint8: 4}.get(values.dtype)
-    if bits is None or scale.dtype != torch.bfloat16 or values.ndim != scale.ndim:
+    values, scale = parts["values"], parts["scale"]
+    encoding = encoding or encoding_of(str(values.dtype).removeprefix("torch."))
+    of_groups = [part for name, part in parts.items() if name in ("scale", "offset")]
+    fits = all(part.dtype in _SCALE_DTYPES and part.shape == scale.shape for part in of_groups)
+    if encoding is None or not fits or values.shape[:-1] != scale.shape[:-1]:
         raise CheckpointCorruptError(
-            f"A quantized weight is stored as {values.dtype} with {scale.dtype} scales.",
-            "hfax stores int8, or uint8 for 4 bits, with bfloat16 scales.",
+            f"A quantized weight is stored as {values.dtype} {tuple(values.shape)} with {scale.dtype} scales"
+            f" {tuple(scale.shape)}.",
+            "hfax stores int8, float8_e4m3fn, or uint8 for 4 bits, with floating-point scales of at most 32 bits.",
             "Save the quantized model again.",
         )
+    placed = {field: place(part, part_sharding(field, where)) for field, part in parts.items()}
     name = str(dtype).removeprefix("torch.")
-    return QuantizedArray(
-        values=place(values, where),
-        scale=place(scale, where),
-        bits=bits,
-        dtype=jnp.dtype(name),
-        spec=spec_of(where),
-    )
+    return QuantizedArray(**placed, encoding=encoding, dtype=jnp.dtype(name), spec=spec_of(where))
+
+
+_SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def encoding_of(dtype: str) -> Encoding | None:
+    """The encoding of codes stored in this dtype, if it is not "fp4"."""
+    found: dict[str, Encoding] = {"int8": "int8", "uint8": "int4", "float8_e4m3fn": "fp8"}
+    return found.get(dtype)
+
+
+def part_sharding(field: str, where: Sharding) -> Sharding:
+    """The sharding of a field of a `QuantizedArray`: the weight's, but every device has the order of columns."""
+    return NamedSharding(where.mesh, P()) if field == "columns" and isinstance(where, NamedSharding) else where
 
 
 def spec_of(where: Sharding) -> P | None:
@@ -174,7 +244,7 @@ def _int8(tensor: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _int4(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    groups = tensor.float().reshape(*tensor.shape[:-1], -1, INT4_GROUP)
+    groups = tensor.float().reshape(*tensor.shape[:-1], -1, WORD_COLUMNS)
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
     scale = (largest / -8).to(torch.bfloat16)
     values = (groups / _nonzero(scale)).round_().clamp_(-8, 7).to(torch.int8).add_(8).view(torch.uint8)

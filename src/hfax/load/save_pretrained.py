@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import torch
 from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
@@ -19,8 +20,8 @@ from hfax.kernels.quantized import QuantizedArray
 from hfax.load.convert import save_flax
 from hfax.load.folder import write_configs
 from hfax.load.orbax_checkpoint import Parts, remove_orbax, save_orbax
-from hfax.load.quantize import SCALE_SUFFIX
 from hfax.load.save import save_safetensors
+from hfax.load.saved_parts import names_of
 from hfax.load.skeleton import Skeleton
 from hfax.sharding.layout import to_host
 
@@ -81,11 +82,11 @@ def save_model(
 
 
 def by_stored_name(params: Mapping[str, jax.Array | QuantizedArray]) -> dict[str, jax.Array]:
-    """Arrays by stored name: a quantized weight's integers under its name, its scales under the name with a suffix."""
+    """Arrays by stored name: a quantized weight's codes under its name, the rest under the name with a suffix."""
     arrays: dict[str, jax.Array] = {}
     for name, array in params.items():
         if isinstance(array, QuantizedArray):
-            arrays |= {name: array.values, name + SCALE_SUFFIX: array.scale}
+            arrays |= {stored: getattr(array, field) for field, stored in names_of(name, array).items()}
         else:
             arrays[name] = array
     return arrays
@@ -95,6 +96,12 @@ def _as_host_tensor(array: jax.Array) -> torch.Tensor:
     """The array as a torch tensor in host memory; not copied if it is on a single CPU device."""
     here = jax.local_devices(backend="cpu")[0]
     if len(array.sharding.device_set) > 1:
-        return torch.from_dlpack(jax.device_put(to_host(array), here))
+        return _from_dlpack(jax.device_put(to_host(array), here))
     on_host = next(iter(array.devices())).platform == "cpu"
-    return torch.from_dlpack(array if on_host else jax.device_put(array, here))
+    return _from_dlpack(array if on_host else jax.device_put(array, here))
+
+
+def _from_dlpack(array: jax.Array) -> torch.Tensor:
+    if array.dtype == jnp.float8_e4m3fn:  # not every dlpack has it
+        return torch.from_dlpack(array.view(jnp.uint8)).view(torch.float8_e4m3fn)
+    return torch.from_dlpack(array)

@@ -35,8 +35,8 @@ class CheckpointSource:
 
     Args:
         name: the name as requested.
-        folder: has config.json, tokenizer files and weights; transformers' `from_pretrained` accepts it. For GGUF, a folder that was
-            made from the file's metadata, without weights.
+        folder: has config.json, tokenizer files and weights; transformers' `from_pretrained` accepts it. For GGUF, a folder made
+            from the file's metadata, without weights.
         revision: commit of a Hub repository; None for a local folder.
         format: weight format.
         weight_files: weight files, in order.
@@ -63,8 +63,8 @@ def resolve_checkpoint(
     """Find a checkpoint, downloading missing files.
 
     Args:
-        name_or_path: a folder, a Hub repository id ("Qwen/Qwen3-0.6B"), or "demo"; or a GGUF file: its path, "owner/repo/file.gguf",
-            or "owner/repo:Q4_K_M" for the repository's only one of that name.
+        name_or_path: a folder, a Hub repository id ("Qwen/Qwen3-0.6B"), or "demo"; or a GGUF file: its path,
+            "owner/repo/file.gguf", or "owner/repo:Q4_K_M" for the repository's only one of that name.
         revision: branch, tag or commit of a Hub repository; its main branch if None. Ignored for folders.
         token: Hub token for private and gated repositories; None uses the token stored by `hf auth login`, False sends none.
         cache_dir: Hub cache folder; None: huggingface_hub's default.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import numpy as np
 import torch
@@ -22,6 +22,10 @@ def _no_packed(name: str) -> PackedTensor:
     raise KeyError(name)
 
 
+def _unknown_dtype(name: str) -> torch.dtype | None:
+    return None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorStore:
     """Stored tensors by name.
@@ -32,11 +36,13 @@ class TensorStore:
         read_slice: returns part of a tensor, given one slice per axis, without reading the rest.
         shape: returns a tensor's shape.
         float_dtype: dtype of the floating-point tensors; None if there are none.
+        dtype: returns the dtype that a tensor is stored in; None if it is unknown.
         is_flax: written by a Flax class, which does not store some of the PyTorch class's weights.
         packed: how weights are packed, by name; `read` dequantizes them.
         read_packed: reads a weight that is in `packed`.
         rules: transformers' conversion rules for a model of this config, for a format with names of its own; None: the rules of the
             model's class.
+        assembled: names of weights that are made of several tensors, so that part of one costs as much as all of it.
     """
 
     names: Iterable[str]
@@ -44,18 +50,21 @@ class TensorStore:
     read_slice: Callable[[str, tuple[slice, ...]], torch.Tensor]
     shape: Callable[[str], tuple[int, ...]]
     float_dtype: torch.dtype | None
+    dtype: Callable[[str], torch.dtype | None] = _unknown_dtype
     is_flax: bool = False
     packed: Mapping[str, PackedLayout] = dataclasses.field(default_factory=dict)
     read_packed: Callable[[str], PackedTensor] = _no_packed
     rules: Callable[[PretrainedConfig], list[WeightTransform]] | None = None
+    assembled: Collection[str] = frozenset()
 
-    def with_weights(self, weights: Mapping[str, StoredWeight]) -> TensorStore:
+    def with_weights(self, weights: Mapping[str, StoredWeight], *, without: Collection[str] = ()) -> TensorStore:
         """The store in which tensors that belong together are one weight each.
 
         Args:
             weights: by name.
+            without: names of tensors that it does not have.
         """
-        parts = {part for weight in weights.values() for part in weight.parts}
+        parts = {part for weight in weights.values() for part in weight.parts} | set(without)
 
         def read(name: str) -> torch.Tensor:
             if name not in weights:
@@ -76,6 +85,7 @@ class TensorStore:
             shape=lambda name: weights[name].shape if name in weights else self.shape(name),
             packed={name: weight.layout for name, weight in weights.items() if weight.layout is not None},
             read_packed=read_packed,
+            assembled=frozenset(weights),
         )
 
 
@@ -94,6 +104,7 @@ def open_store(source: CheckpointSource) -> TensorStore:
             read_slice=lambda name, index: tensors[name][index].clone(),
             shape=lambda name: tuple(tensors[name].shape),
             float_dtype=next(iter(dtypes), None),
+            dtype=lambda name: tensors[name].dtype,
         )
     if source.format == "flax":
         return _open_flax(source)
@@ -101,15 +112,15 @@ def open_store(source: CheckpointSource) -> TensorStore:
         return _open_gguf(source)
     files = [SafetensorsFile(path) for path in source.weight_files]
     where = {name: file for file in files for name in file.tensors}
-    floats = (name for name, file in where.items() if "F" in file.tensors[name].dtype)
-    first = next(floats, None)
-    stored = None if first is None else _TORCH_DTYPES.get(where[first].tensors[first].dtype)
+    dtypes = (file.tensors[name].dtype for name, file in where.items())
+    stored = next((_TORCH_DTYPES[dtype] for dtype in dtypes if dtype in _TORCH_DTYPES), None)
     return TensorStore(
         names=tuple(where),
         read=lambda name: as_torch(where[name].read(name)),
         read_slice=lambda name, index: as_torch(where[name].read_slice(name, index)),
         shape=lambda name: where[name].tensors[name].shape,
         float_dtype=stored,
+        dtype=lambda name: where[name].tensors[name].torch_dtype,
     )
 
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.sharding import SingleDeviceSharding
 
 from hfax.errors import CheckpointCorruptError
 from hfax.kernels.quantized import QuantizedArray
@@ -32,18 +33,20 @@ from hfax.load.orbax_checkpoint import OrbaxStore
 from hfax.load.packed import PackedLayout
 from hfax.load.placement import check_fits, place, place_slices
 from hfax.load.quantize import (
-    SCALE_SUFFIX,
     Quantization,
     bytes_of,
-    can_keep,
+    encoding_of,
+    kept_layout,
     layouts,
     pack,
+    part_sharding,
     quantize,
     restore,
     spec_of,
     weights_to_quantize,
 )
 from hfax.load.rules import check_shape, draw_missing, dtype_rule
+from hfax.load.saved_parts import saved_parts
 from hfax.load.skeleton import Skeleton
 from hfax.load.store import TensorStore
 from hfax.sharding.layout import Layout
@@ -55,6 +58,7 @@ logger = logging.getLogger(__name__)
 _READERS = 2
 """Number of steps loaded concurrently; bounds the tensors held in host memory."""
 _COMPARED_BYTES = 1 << 20
+_COMPARED_NUMBERS = 1 << 20
 
 
 def load_weights(
@@ -83,7 +87,7 @@ def load_weights(
         OutOfMemoryError: the weights do not fit on the device.
     """
     plan = plan_conversion(skeleton, store.names, store.rules)
-    stored = {} if quantization else stored_layouts(skeleton, store, plan)
+    stored = {} if quantization else stored_layouts(skeleton, store, layout.device.platform, plan)
     packed = layouts(skeleton.module, skeleton.shapes, skeleton.tied, quantization or stored)
     needed = sum(
         bytes_of(packed[name]) if name in packed else t.numel() * t.element_size()
@@ -98,12 +102,15 @@ def load_weights(
     )
     target_dtype = dtype_rule(skeleton.module, skeleton.dtype)
     expected = {**skeleton.shapes, **{alias: skeleton.shapes[name] for alias, name in skeleton.tied.items()}}
+    still_packed: list[int] = []
+    dequantized: list[int] = []
+    errors: list[float] = []
 
     def load_slices(step: ConversionStep) -> list[tuple[str, Weight]] | None:
         """Load a weight stored unconverted that no device holds in full."""
         name, stored = step.target, step.sources[0][0]
         where = layout.weight(skeleton.tied.get(name, name))
-        if step.converter is not None or name in packed or where.is_fully_replicated:
+        if step.converter is not None or name in packed or where.is_fully_replicated or stored in store.assembled:
             return None
         if (shape := store.shape(stored)) != tuple(expected[name].shape):
             return None  # the full load reports this error
@@ -129,13 +136,21 @@ def load_weights(
             wanted, where = target_dtype(name, expected[name]), layout.weight(skeleton.tied.get(name, name))
             kept = pack(tensor, wanted, where)
             placed.append((name, place(tensor.dequantize().to(wanted), where) if kept is None else kept))
+            (dequantized if kept is None else still_packed).append(placed[-1][1].nbytes)
         return placed
 
     def load_step(step: ConversionStep) -> list[tuple[str, Weight]]:
         if (sliced := load_slices(step) or load_packed(step)) is not None:
             return sliced
         placed: list[tuple[str, Weight]] = []
-        for name, tensor in run_step(step, store.read, skeleton.module):
+        wanted = None if step.target not in expected else target_dtype(step.target, expected[step.target])
+
+        def read(name: str) -> torch.Tensor:
+            # in the weight's dtype before experts are stacked: dequantized in float32, a layer would be twice as large
+            return store.read(name).to(wanted) if name in store.assembled and wanted else store.read(name)
+
+        is_stored_packed = any(source in store.assembled for source, _ in step.sources)
+        for name, tensor in run_step(step, read, skeleton.module):
             if name not in expected:
                 raise CheckpointCorruptError(
                     f"{step.sources[0][0]!r} was converted to {name!r}, which the model does not have.",
@@ -149,6 +164,10 @@ def load_weights(
             where = layout.weight(own_name)
             small = quantize(tensor, quantization, where) if quantization and own_name in packed else None
             placed.append((name, place(tensor, where) if small is None else small))
+            if small is not None and quantization and is_stored_packed:
+                errors.append(_relative_error(tensor, quantization))
+            elif is_stored_packed:
+                dequantized.append(tensor.nbytes)
         return placed
 
     weights: dict[str, Weight] = {}
@@ -159,6 +178,8 @@ def load_weights(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    if store.assembled:
+        _report(still_packed, dequantized, errors, quantization)
     tied = _settle_ties(weights, skeleton.tied)
     without = unknown_to_flax(skeleton.module, skeleton.shapes) if store.is_flax else set()
     missing = check_complete(skeleton, set(weights), plan.unexpected, strict=strict, without=without)
@@ -166,14 +187,56 @@ def load_weights(
     return weights, tied
 
 
+def _report(
+    still_packed: list[int], dequantized: list[int], errors: list[float], quantization: Quantization | None
+) -> None:
+    """Log what became of the weights that the checkpoint stores quantized.
+
+    Args:
+        still_packed: sizes of those with the checkpoint's own codes, in bytes.
+        dequantized: sizes of those that are numbers.
+        errors: relative errors of those that were quantized again.
+        quantization: what to.
+    """
+    logger.info(
+        "quantized weights of the checkpoint: %d stay packed (%.1f MB), %d were dequantized (%.1f MB)",
+        len(still_packed),
+        sum(still_packed) / 1e6,
+        len(dequantized),
+        sum(dequantized) / 1e6,
+    )
+    if errors:
+        logger.warning(
+            "%d weights that the checkpoint stores quantized were quantized again to %s: this adds an error of %.2f%% "
+            "(root mean square, at most %.2f%%); omit quantization to keep the checkpoint's own values",
+            len(errors),
+            quantization,
+            100 * math.sqrt(sum(e * e for e in errors) / len(errors)),
+            100 * max(errors),
+        )
+
+
+def _relative_error(tensor: torch.Tensor, quantization: Quantization) -> float:
+    """Root mean square of the error of quantization, relative to the weight's."""
+    here = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    error = size = 0.0
+    for rows in tensor.reshape(-1, tensor.shape[-1]).split(max(1, _COMPARED_NUMBERS // tensor.shape[-1])):
+        packed = quantize(rows.float(), quantization, here)
+        if packed is not None:
+            difference = torch.from_numpy(np.array(packed.dequantize())) - rows.float()
+            error, size = error + float(difference.square().sum()), size + float(rows.float().square().sum())
+    return math.sqrt(error / size) if size else 0.0
+
+
 def stored_layouts(
-    skeleton: Skeleton, store: TensorStore, plan: ConversionPlan | None = None
+    skeleton: Skeleton, store: TensorStore, platform: str, plan: ConversionPlan | None = None
 ) -> dict[str, PackedLayout]:
     """How the weights that stay packed as another library's checkpoint stores them are packed, by name.
 
     Args:
         skeleton: the model structure.
         store: the checkpoint's weights.
+        platform: of the devices.
         plan: from `plan_conversion`.
     """
     if not store.packed:
@@ -186,28 +249,30 @@ def stored_layouts(
         if name not in can_multiply or not all(source in store.packed for source, _ in step.sources):
             continue
         own = store.packed[step.sources[0][0]]
-        layout = dataclasses.replace(own, shape=tuple(skeleton.shapes[name].shape))
-        if can_keep(layout):
+        layout = kept_layout(dataclasses.replace(own, shape=tuple(skeleton.shapes[name].shape)), platform)
+        if layout is not None:
             found[name] = layout
     return found
 
 
 def load_quantized(skeleton: Skeleton, store: TensorStore, layout: Layout) -> dict[str, Weight]:
-    """Load a quantized checkpoint written by `save_pretrained`: the module's own names, integers and scales.
+    """Load a quantized checkpoint written by `save_pretrained`: the module's own names, codes and scales.
 
     Raises:
         CheckpointCorruptError: tensors are missing, unexpected or misshapen.
     """
     names = set(store.names)
-    scales = {name + SCALE_SUFFIX for name in skeleton.shapes} & names
-    _check_names(set(skeleton.shapes), names - scales)
+    packed = saved_parts(skeleton.shapes, names)
+    _check_names({*skeleton.shapes, *(n for parts in packed.values() for n in parts.names.values())}, names)
     target_dtype = dtype_rule(skeleton.module, skeleton.dtype)
     weights: dict[str, Weight] = {}
     for name, meta in skeleton.shapes.items():
-        tensor, wanted, where = store.read(name), target_dtype(name, meta), layout.weight(name)
-        if name + SCALE_SUFFIX in names:
-            weights[name] = restore(tensor, store.read(name + SCALE_SUFFIX), wanted, where)
+        wanted, where = target_dtype(name, meta), layout.weight(name)
+        if (parts := packed.get(name)) is not None:
+            tensors = {field: store.read(stored) for field, stored in parts.names.items()}
+            weights[name] = restore(tensors, wanted, where, parts.encoding)
         else:
+            tensor = store.read(name)
             weights[name] = place(tensor.to(wanted) if tensor.is_floating_point() else tensor, where)
         _check_stored_shape(name, weights[name], meta)
     return weights
@@ -226,30 +291,29 @@ def load_arrays(skeleton: Skeleton, store: OrbaxStore, layout: Layout) -> tuple[
     stored = store.arrays
     tied = {alias: name for alias, name in skeleton.tied.items() if alias not in stored}
     expected = {**skeleton.shapes, **{a: skeleton.shapes[name] for a, name in skeleton.tied.items() if a in stored}}
-    scales = {name + SCALE_SUFFIX for name in expected} & set(stored)
-    _check_names(set(expected), set(stored) - scales)
+    packed = saved_parts(expected, stored)
+    of_weight = {part: (field, name) for name, parts in packed.items() for field, part in parts.names.items()}
+    _check_names({*expected, *of_weight}, set(stored))
     target_dtype = dtype_rule(skeleton.module, skeleton.dtype)
     weight_dtypes = {name: jnp.dtype(str(target_dtype(name, meta)).split(".")[-1]) for name, meta in expected.items()}
 
-    def wanted(name: str, weight: str) -> jax.ShapeDtypeStruct:
-        found = stored[name]
-        is_float = weight + SCALE_SUFFIX not in scales and jnp.issubdtype(found.dtype, jnp.floating)
-        where = layout.weight(skeleton.tied.get(weight, weight))
+    def wanted(stored_name: str) -> jax.ShapeDtypeStruct:
+        found, (field, weight) = stored[stored_name], of_weight.get(stored_name, (None, stored_name))
+        is_float = field is None and jnp.issubdtype(found.dtype, jnp.floating)
+        where = part_sharding(field or "values", layout.weight(skeleton.tied.get(weight, weight)))
         return jax.ShapeDtypeStruct(found.shape, weight_dtypes[weight] if is_float else found.dtype, sharding=where)
 
-    arrays: Any = {name: wanted(name, name.removesuffix(SCALE_SUFFIX) if name in scales else name) for name in stored}
+    arrays: Any = {name: wanted(name) for name in stored}
     if not layout.is_described:
         needed = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays.values())
         check_fits(needed, layout.device, "Loading the weights", "Use more or larger devices.")
         arrays = store.read(arrays)
     weights: dict[str, Weight] = {name: arrays[name] for name in expected}
     for name in expected:
-        if name + SCALE_SUFFIX in scales:
-            bits = 8 if arrays[name].dtype == jnp.int8 else 4
+        if (parts := packed.get(name)) is not None:
             weights[name] = QuantizedArray(
-                values=arrays[name],
-                scale=arrays[name + SCALE_SUFFIX],
-                bits=bits,
+                **{field: arrays[part] for field, part in parts.names.items()},
+                encoding=parts.encoding or encoding_of(arrays[name].dtype.name) or "int8",
                 dtype=weight_dtypes[name],
                 spec=spec_of(layout.weight(skeleton.tied.get(name, name))),
             )

@@ -47,7 +47,8 @@ def pipeline(
     Args:
         task: a transformers pipeline task, such as "text-generation", "text-classification", "token-classification",
             "fill-mask", "feature-extraction", "zero-shot-classification", "image-classification", "image-text-to-text" or
-            "automatic-speech-recognition"; or "question-answering", which transformers 5 no longer has.
+            "automatic-speech-recognition"; or one that transformers 5 no longer has: "question-answering", "summarization",
+            "translation", "translation_xx_to_yy" with two language codes, and "text2text-generation".
         model: a folder, a Hub id or "demo", loaded for the task; or a loaded hfax model.
         backend: see `AutoModelForTPU.from_pretrained`. This and the next seven arguments apply only if the model is loaded here.
         dtype: weight dtype.
@@ -61,9 +62,9 @@ def pipeline(
             names; default: from the model's folder), `batch_size`, `top_k`, and other call defaults.
 
     Returns:
-        transformers' pipeline object for the task. Text is generated with one beam; transformers uses five for some tasks (speech
-        recognition). A program is compiled for each input shape; for text, pass `padding="max_length"` and `max_length` to
-        pipelines that support them, so that all inputs share one shape.
+        transformers' pipeline object for the task. Its defaults are transformers', such as five beams for speech recognition. Texts
+        of any length share programs where the model allows it (`JaxModel.pads_inputs`); otherwise, and for images, a program is
+        compiled for each input shape.
 
     Raises:
         UnsupportedOptionError: an unknown task, or one that does not fit the model.
@@ -85,7 +86,8 @@ def pipeline(
             "Omit it; use dtype to set the weight dtype.",
         )
     own = _own_pipelines()
-    if (pipeline_class := own.get(task)) is None:
+    general = "translation" if _names_languages(task) else task
+    if (pipeline_class := own.get(general)) is None:
         try:
             implementation = PIPELINE_REGISTRY.check_task(task)[1]["impl"]
             pipeline_class = pkgutil.resolve_name(implementation) if isinstance(implementation, str) else implementation
@@ -103,7 +105,7 @@ def pipeline(
         loaded = AutoModelForTPU.from_pretrained(
             model,
             backend=backend,
-            task=task if task in TASK_TO_AUTO_CLASS else None,
+            task=general if general in TASK_TO_AUTO_CLASS else None,
             dtype=dtype,
             revision=revision,
             token=token,
@@ -114,12 +116,10 @@ def pipeline(
         )
     else:
         loaded = _checked(model)
-    if getattr(pipeline_class, "_pipeline_calls_generate", False):
-        options = {"num_beams": 1, **options}
     parts = _parts(pipeline_class, loaded, options, trust_remote_code)
     try:
-        if task in own:
-            return pipeline_class(model=loaded, device="cpu", **parts, **options)
+        if general in own:
+            return pipeline_class(model=loaded, task=task, device="cpu", **parts, **options)
         return transformers.pipeline(  # pyright: ignore[reportCallIssue]
             task,  # pyright: ignore[reportArgumentType]
             model=loaded,  # type: ignore[arg-type]
@@ -187,5 +187,13 @@ def _checked(model: Any) -> JaxModel:
 
 def _own_pipelines() -> dict[str, Any]:
     from hfax.pipelines.question_answering import QuestionAnsweringPipeline
+    from hfax.pipelines.text_to_text import TextToTextPipeline
 
-    return {"question-answering": QuestionAnsweringPipeline}
+    to_text = ("summarization", "translation", "text2text-generation")
+    return {"question-answering": QuestionAnsweringPipeline, **dict.fromkeys(to_text, TextToTextPipeline)}
+
+
+def _names_languages(task: str) -> bool:
+    """Whether a task is "translation_xx_to_yy"."""
+    parts = task.split("_")
+    return len(parts) == 4 and parts[0] == "translation" and parts[2] == "to"

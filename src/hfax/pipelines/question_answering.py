@@ -35,8 +35,8 @@ class QuestionAnsweringPipeline(ChunkPipeline):
     _load_feature_extractor = False
     _load_tokenizer = True
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, task="question-answering", **kwargs)
+    def __init__(self, *args: Any, task: str = "question-answering", **kwargs: Any) -> None:
+        super().__init__(*args, task=task, **kwargs)
         if not getattr(self.tokenizer, "is_fast", False):
             raise InvalidInputError(
                 f"question-answering needs a fast tokenizer, not {type(self.tokenizer).__name__}.",

@@ -22,9 +22,10 @@ from transformers import GenerationConfig, PretrainedConfig
 from hfax.generation.decoding import LoopSpec, advance, start
 from hfax.generation.sampling_config import make_sampling_spec
 from hfax.kernels.constraints import cache_spec
+from hfax.kernels.encodings import BITS
 from hfax.kernels.quantized import QuantizedArray
 from hfax.kernels.target import compiler_options, compiling_for
-from hfax.load.quantize import Quantization, bits_and_group, weights_to_quantize
+from hfax.load.quantize import Quantization, layouts
 from hfax.load.skeleton import Skeleton
 from hfax.parallelism import plan_over
 from hfax.planning.devices import topology_devices
@@ -114,19 +115,18 @@ def compile_programs(
     def everywhere(tree: Any) -> Any:
         return jax.tree.map(lambda a: on_devices(a.shape, a.dtype, P()), tree)
 
-    packed = weights_to_quantize(skeleton.module, skeleton.shapes, skeleton.tied) if quantization else set()
+    packed = layouts(skeleton.module, skeleton.shapes, skeleton.tied, quantization)
 
     def weight(name: str, whole: jax.ShapeDtypeStruct) -> Any:
         shape, dtype, spec = whole.shape, whole.dtype, plan.weights[name].spec
-        found = bits_and_group(shape[-1], quantization) if quantization and name in packed else None
-        if found is None:
+        if (found := packed.get(name)) is None:
             return on_devices(shape, dtype, spec)
-        bits, group = found
-        stored = (*shape[:-1], shape[-1] * bits // 8)
+        stored = (*shape[:-1], shape[-1] * BITS[found.encoding] // 8)
+        of_codes = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}.get(found.encoding, jnp.uint8)
         return QuantizedArray(
-            values=on_devices(stored, jnp.int8 if bits == 8 else jnp.uint8, spec),  # pyright: ignore[reportArgumentType]
-            scale=on_devices((*shape[:-1], shape[-1] // group), jnp.bfloat16, spec),  # pyright: ignore[reportArgumentType]
-            bits=bits,
+            values=on_devices(stored, of_codes, spec),  # pyright: ignore[reportArgumentType]
+            scale=on_devices((*shape[:-1], shape[-1] // found.group), jnp.bfloat16, spec),  # pyright: ignore[reportArgumentType]
+            encoding=found.encoding,
             dtype=dtype,
             spec=spec,
         )

@@ -32,6 +32,31 @@ class Buckets:
         return min(fitting, default=capacity_bucket(tokens))
 
 
+def size_class(n: int, smallest: int = 1) -> tuple[int, int]:
+    """The smallest size of a class, and the largest, to which the others are padded.
+
+    Classes end at powers of two, and from 64 also half-way between them (64, 96, 128, 192, …): nine up to 512, and at most a
+    third of what is computed is padding.
+
+    Args:
+        n: a size in the class.
+        smallest: where the first class ends.
+    """
+    top = max(power_of_two(n), smallest)
+    half = top // 4 * 3
+    if top <= smallest:
+        return 1, top
+    if top < 128:
+        return top // 2 + 1, top
+    return (top // 2 + 1, half) if n <= half else (half + 1, top)
+
+
+def length_class(length: int, limit: int | None = None) -> tuple[int, int]:
+    """The `size_class` of a forward call's tokens, from 16 and up to `limit` (the model's context length)."""
+    low, high = size_class(length, _SMALLEST_PROMPT)
+    return low, high if limit is None or length > limit else min(high, limit)
+
+
 def power_of_two(n: int) -> int:
     """The smallest power of two that is at least `n` and at least 1."""
     return 1 << max(n - 1, 0).bit_length()

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from hfax.errors import UnsupportedModelError, UnsupportedOptionError
+from hfax.errors import UnsupportedOptionError
+from hfax.load.formats import without_quantization
 from hfax.load.host_arrays import to_numpy
 from hfax.load.skeleton import Skeleton, build_skeleton, resolve_dtype, resolve_model_class
 from hfax.synthetic.images import feature_counts
@@ -43,7 +44,7 @@ def open_skeleton(
 
     Raises:
         InvalidInputError: XLA devices do not support the dtype.
-        UnsupportedModelError: there is no class for the model, or it is quantized in a format other than hfax's.
+        UnsupportedModelError: there is no class for the model, or it is quantized in a format that hfax does not read.
         UnsupportedOptionError: the model does not support the task, or hfax does not support the attention implementation.
     """
     if attn_implementation not in (None, "eager"):
@@ -52,23 +53,12 @@ def open_skeleton(
             "Kernels written for torch devices do not run on XLA; hfax has its own attention.",
             'Remove it, or pass "eager" for transformers\' reference implementation.',
         )
-    if getattr(config, "quantization_config", None) is not None and not is_quantized_by_hfax(config):
-        raise UnsupportedModelError(
-            "The checkpoint is quantized.",
-            "Its weights are packed for a kernel library that does not run on XLA.",
-            "Use the unquantized checkpoint of the same model, with dtype='bfloat16'.",
-        )
+    config = without_quantization(config)
     register_interfaces()
     model_class = resolve_model_class(config, task, code_folder=code_folder)
     own = {"sdpa": ATTENTION_NAME, "eager": ADDITIVE_NAME}
     resolved = resolve_dtype(dtype, config, stored_dtype)
     return build_skeleton(model_class, config, resolved, attention=attn_implementation or own, experts=ATTENTION_NAME)
-
-
-def is_quantized_by_hfax(config: PretrainedConfig) -> bool:
-    """Whether a checkpoint was quantized by hfax."""
-    given = getattr(config, "quantization_config", None)
-    return isinstance(given, dict) and given.get("quant_method") == "hfax"
 
 
 def without_weights(skeleton: Skeleton) -> tuple[TracedModel, dict[str, jax.ShapeDtypeStruct]]:

@@ -6,6 +6,7 @@ where the target keeps pages.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -90,6 +91,21 @@ def arrays_in(cache: Any, out: Any) -> Arrays:
         layers = own.rnn_state.items()
         return {f"state.{layer}.{i}": tracing.unwrap(a) for layer, states in layers for i, a in enumerate(states)}
     return {f"state.{i}": tracing.unwrap(a) for i, a in enumerate(out.state)}
+
+
+def take_texts(array: jax.Array, order: jax.Array, axis: int) -> jax.Array:
+    """An array with the texts of each prompt, on `axis`, in another order.
+
+    Args:
+        array: [batch · texts, …], or with these rows on another axis.
+        order: [batch, texts] int32, the text of the prompt that each place takes.
+        axis: the axis of rows.
+    """
+    split = array.reshape(*array.shape[:axis], *order.shape, *array.shape[axis + 1 :])
+    take = functools.partial(
+        jnp.take, axis=axis, mode="clip"
+    )  # a gather in each prompt, which devices do for their own
+    return jax.vmap(take, in_axes=(axis, 0), out_axes=axis)(split, order).reshape(array.shape)
 
 
 def _head_dim(config: Any) -> int | None:

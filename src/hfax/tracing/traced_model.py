@@ -24,6 +24,7 @@ from jax.core import Tracer
 from hfax.errors import UnsupportedModelError
 from hfax.kernels.constraints import constrain_cache
 from hfax.kernels.rows import Rows
+from hfax.kv_cache.cache import only_read, rows_axis
 from hfax.kv_cache.pooled import make_pooled_cache, pooled_arrays
 from hfax.load.host_arrays import narrow, to_numpy
 from hfax.load.skeleton import Skeleton
@@ -31,7 +32,7 @@ from hfax.patches import registry
 from hfax.patches.masks import decoder_padding
 from hfax.tracing import geometry, whole_text
 from hfax.tracing import torchax as tracing
-from hfax.tracing.caches import arrays_in, cache_arguments, open_cache
+from hfax.tracing.caches import arrays_in, cache_arguments, open_cache, take_texts
 from hfax.tracing.encoders import EncoderOutputs, run_encoder
 from hfax.tracing.pytrees import register_output_class
 from hfax.tracing.structure import Leaf, Node, Static, flatten, is_array, unflatten
@@ -179,6 +180,9 @@ class TracedModel:
         inputs_mask = inputs.get("attention_mask")
         if not traits.takes_attention_mask:
             inputs.pop("attention_mask", None)
+        if "inputs_embeds" in inputs:
+            del inputs["input_ids"]
+            inputs["inputs_embeds"] = inputs["inputs_embeds"].astype(str(self.module.dtype).removeprefix("torch."))
 
         def call(module: torch.nn.Module) -> tuple[jax.Array, Arrays]:
             mask = None if traits.is_encoder_decoder else inputs_mask
@@ -290,6 +294,20 @@ class TracedModel:
         logits, arrays = self._call(params, call, kept=kept)
         arrays |= {_ON_MODULES + name: array for name, array in kept.items()}
         return logits, constrain_cache(arrays)
+
+    def reorder(self, cache: Arrays, order: jax.Array) -> Arrays:
+        """The cache with the texts of each prompt in another order.
+
+        What belongs to a prompt, not to a text, stays as it is: the encoder output, and keys and values of it or of images.
+
+        Args:
+            cache: the cache arrays, whose rows are the texts, prompt by prompt.
+            order: [batch, texts] int32, the text of the prompt that each place takes; a text may be in several places.
+        """
+        config: Any = self.module.config
+        fixed = only_read(config, cache) | {name for name in cache if name.startswith("encoder.")}
+        moved = {n: a if n in fixed else take_texts(a, order, rows_axis(n)) for n, a in cache.items()}
+        return constrain_cache(moved)
 
     def run_rows(
         self,

@@ -85,18 +85,22 @@ BACKEND = JaxBackend()
 
 def _load(source: CheckpointSource, options: LoadOptions) -> JaxModel:
     from hfax.load.config import read_config
-    from hfax.load.formats import find_weights
+    from hfax.load.formats import find_weights, is_quantized_by_hfax
+    from hfax.load.saved_parts import saved_layouts
     from hfax.load.store import open_store
     from hfax.load.weights import load_quantized, load_weights, stored_layouts
 
     config = read_config(source, trust_remote_code=options.trust_remote_code)
-    store, packed = open_store(source), _packed_by_hfax(config)
-    if packed is None:
-        store = find_weights(config, store)
+    is_own = is_quantized_by_hfax(config)
+    store = find_weights(config, open_store(source))
     skeleton = _open_skeleton(config, options, source, store.float_dtype)
-    stored = stored_layouts(skeleton, store)
-    layout = _choose_layout(skeleton, options, options.quantization or packed or stored)
-    if packed is None:
+    stored = (
+        saved_layouts({n: tuple(t.shape) for n, t in skeleton.shapes.items()}, set(store.names), store.shape)
+        if is_own
+        else stored_layouts(skeleton, store, _default_device().platform)
+    )
+    layout = _choose_layout(skeleton, options, options.quantization or stored)
+    if not is_own:
         params, tied = load_weights(
             skeleton,
             store,
@@ -154,19 +158,22 @@ def load_saved(
 
     Args:
         source: the folder.
-        layout_of: returns the layout from the skeleton and the name of the quantization.
+        layout_of: returns the layout from the skeleton and how its quantized weights are packed, by name.
         options: loading options.
         programs: folder of programs compiled for the model.
         sizes: prompt and cache sizes that the programs were compiled for.
     """
     from hfax.load.config import read_config
     from hfax.load.orbax_checkpoint import OrbaxStore
+    from hfax.load.saved_parts import saved_layouts
     from hfax.load.weights import load_arrays
 
     config = read_config(source, trust_remote_code=options.trust_remote_code)
     skeleton = _open_skeleton(config, options, source)
-    layout = layout_of(skeleton, _packed_by_hfax(config))
-    params, tied = load_arrays(skeleton, OrbaxStore(source.weight_files[0]), layout)
+    store = OrbaxStore(source.weight_files[0])
+    shapes = {n: tuple(t.shape) for n, t in skeleton.shapes.items()}
+    layout = layout_of(skeleton, saved_layouts(shapes, set(store.arrays), lambda name: store.arrays[name].shape))
+    params, tied = load_arrays(skeleton, store, layout)
     return _finish(
         skeleton,
         params,
@@ -209,14 +216,6 @@ def _choose_layout(skeleton: Skeleton, options: LoadOptions, packed: Any) -> Lay
     from hfax.parallelism import choose_layout
 
     return choose_layout(skeleton, options.parallelism, packed, _default_device())
-
-
-def _packed_by_hfax(config: PretrainedConfig) -> Any:
-    """The quantization of a checkpoint saved by hfax; None if it is not quantized."""
-    from hfax.tracing.abstract import is_quantized_by_hfax
-
-    given: Any = config.quantization_config if is_quantized_by_hfax(config) else None
-    return None if given is None else f"int{given['bits']}"
 
 
 def _finish(

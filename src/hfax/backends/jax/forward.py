@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from hfax.backends.jax.results import as_torch_tree
+from hfax.backends.jax.size_classes import PaddedCall
 from hfax.errors import InvalidInputError
 from hfax.programs.checks import raise_failed
 from hfax.programs.program_cache import ProgramCache
@@ -32,6 +33,43 @@ def reject_traced(inputs: Mapping[str, Any], class_name: str) -> None:
             "Calling the model runs its own compiled program; its weights would become constants of yours.",
             "Use the pure function: jax.jit(lambda params, ids: model.apply(params, input_ids=ids))(model.params, ids).",
         )
+
+
+def run_padded(
+    model: TracedModel,
+    programs: ProgramCache,
+    layout: Layout,
+    weights: dict[str, jax.Array],
+    call: PaddedCall,
+    *,
+    to_torch: bool,
+) -> Any:
+    """As `run_forward`, with padded inputs and outputs in the sizes of the call.
+
+    Raises:
+        UnprovenError: an output may depend on padding; nothing was compiled.
+        InvalidInputError: a check in the modelling code failed.
+        OutOfMemoryError: the program does not fit the device.
+    """
+    arrays, structure = flatten(call.inputs, is_array)
+    arrays = layout.put_rows(arrays)
+
+    def forward(params: dict[str, jax.Array], arrays: list[jax.Array]) -> tuple[list[jax.Array], Any]:
+        cuts = call.prove(model, weights)
+        outputs, note = flatten(model.apply_checked(params, (), unflatten(structure, arrays)), is_array)
+        return outputs, (note, cuts)
+
+    args = (weights, arrays)
+    program = programs.get(_name(arrays), (structure, call.key), forward, args)
+    note, cuts = program.note
+    outputs = call.cut(program.run(*args), cuts)
+    result, checks = unflatten(note, as_torch_tree(outputs) if to_torch else outputs)
+    raise_failed(checks)
+    return result
+
+
+def _name(arrays: list[Any]) -> str:
+    return "forward " + ", ".join(str(list(a.shape)) for a in arrays[:3])
 
 
 def run_forward(
@@ -64,9 +102,8 @@ def run_forward(
         outputs = model.apply_checked(params, (), unflatten(structure, arrays))
         return flatten(outputs, is_array)
 
-    shapes = ", ".join(str(list(a.shape)) for a in arrays[:3])
     args = (weights, arrays)
-    program = programs.get(f"forward {shapes}", structure, forward, args)
+    program = programs.get(_name(arrays), structure, forward, args)
     outputs = program.run(*args)
     result, checks = unflatten(program.note, as_torch_tree(outputs) if to_torch else outputs)
     raise_failed(checks)

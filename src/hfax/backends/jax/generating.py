@@ -15,6 +15,8 @@ from hfax.backends.base_model import Request
 from hfax.backends.jax.results import give
 from hfax.errors import UnsupportedOptionError
 from hfax.generation import generation_request as requests
+from hfax.generation.beam_config import num_beams
+from hfax.generation.beam_loop import run_beam_search
 from hfax.generation.generate import GenerationLoop, open_loop
 from hfax.generation.host_loop import Streamer, make_stop_check, run_generation
 from hfax.generation.outputs import as_sequences
@@ -57,7 +59,7 @@ def with_drafts(request: Request, model: ModelParts, assistant: ModelParts | Non
     Raises:
         UnsupportedOptionError: the call does not support speculative decoding.
     """
-    speculation = _speculation(request.options.config, request.prompts, model, assistant)
+    speculation = _speculation(request.options, request.prompts, model, assistant)
     draft = None if assistant is None else (assistant.traced, assistant.weights)
     return dataclasses.replace(
         request, options=dataclasses.replace(request.options, speculation=speculation, draft=draft)
@@ -65,8 +67,9 @@ def with_drafts(request: Request, model: ModelParts, assistant: ModelParts | Non
 
 
 def _speculation(
-    config: GenerationConfig, prompts: requests.Prompts, model: ModelParts, assistant: ModelParts | None
+    options: requests.GenerationOptions, prompts: requests.Prompts, model: ModelParts, assistant: ModelParts | None
 ) -> Speculation | None:
+    config = options.config
     lookup: int | None = config.prompt_lookup_num_tokens
     if lookup is None and assistant is None:
         return None
@@ -77,6 +80,9 @@ def _speculation(
         inputs=set(prompts.inputs) | set(prompts.static),
         vocabularies=vocabularies,
         is_both=lookup is not None and assistant is not None,
+        has_beams=num_beams(config) > 1,
+        waits_for_host=options.custom.waits_for_host,
+        is_guided=options.negative is not None,
     )
     if assistant is not None:
         return Speculation(num_tokens=config.num_assistant_tokens or _ASSISTANT_TOKENS, max_ngram=0)
@@ -127,15 +133,14 @@ def run_request(
         to_torch: return torch tensors instead of jax arrays.
     """
     config = request.options.config
-    generated = run_generation(
-        loop,
-        inputs,
-        request.prompts,
-        request.options,
-        streamer=streamer,
-        stop_check=make_stop_check(config.stop_strings, tokenizer),
-    )
-    return as_sequences(
+    if num_beams(config) > 1:
+        generated = run_beam_search(loop, inputs, request.prompts, request.options, streamer=streamer)
+    else:
+        stop_check = make_stop_check(config.stop_strings, tokenizer)
+        generated = run_generation(
+            loop, inputs, request.prompts, request.options, streamer=streamer, stop_check=stop_check
+        )
+    result = as_sequences(
         generated,
         request.prompts.given,
         num_return_sequences=config.num_return_sequences or 1,
@@ -143,6 +148,9 @@ def run_request(
         as_dict=bool(config.return_dict_in_generate) or bool(request.options.keep),
         give=lambda array: give(array, to_torch),
     )
+    if config.return_dict_in_generate and not is_encoder_decoder and (cache := loop.keep(generated, request.prompts)):
+        result["cache"] = cache
+    return result
 
 
 def call_own_generate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sized
 from pathlib import Path
 from typing import Any
@@ -46,16 +47,23 @@ def map_dataset(
     """
     is_left = generate is not None and not is_encoder_decoder
     pad: Any = generation_config.pad_token_id
+    seen = 0
 
     def run(rows: list[Any]) -> list[Any]:
+        nonlocal seen
+        count, seen = len(rows), max(seen, len(rows))
+        if generate is None:  # the last batch has the program of those before
+            rows = [*rows, *rows[-1:] * (seen - count)]
         inputs = batches.encode(rows, column, tokenizer, is_left=is_left, pad_token_id=pad or 0)
         if generate is None:
             outputs = forward(**inputs, **options)
-            return batches.as_rows(outputs if select is None else select(outputs), len(rows))
+            return batches.as_rows(outputs if select is None else select(outputs), count)
         sequences = np.asarray(generate(**inputs, **options))
         start = 1 if is_encoder_decoder else inputs["input_ids"].shape[1]
         ends = as_ids_tuple(options.get("eos_token_id", generation_config.eos_token_id))
         return batches.new_tokens(sequences[:, start:], ends, tokenizer)
 
     total = len(dataset) if isinstance(dataset, Sized) else None
-    return list(batches.map_rows(dataset, run, batch_size=batch_size, output=output, total=total, progress=progress))
+    length = functools.partial(batches.row_length, column=column) if generate is None else None
+    given = {"batch_size": batch_size, "output": output, "total": total, "progress": progress, "length": length}
+    return list(batches.map_rows(dataset, run, **given))

@@ -18,20 +18,25 @@ import torch
 from transformers import GenerationConfig
 
 from hfax.backends.base_model import BaseModel, Request, draw_seed
-from hfax.backends.jax.forward import reject_traced, run_forward
+from hfax.backends.jax.forward import reject_traced, run_forward, run_padded
 from hfax.backends.jax.generating import call_own_generate, open_request, parts_of, run_request, with_drafts
 from hfax.backends.jax.mapping import map_dataset
+from hfax.backends.jax.size_classes import size_classes_of
 from hfax.backends.jax.warming import compile_generation, reject_other_inputs
 from hfax.backends.jax.weights import (
     as_state_dict,
     cast,
     count_numbers,
+    moved,
     packed_layouts,
     quantization_of,
     replaced,
 )
+from hfax.errors import UnsupportedOptionError
 from hfax.generation.generate import GenerationLoop
+from hfax.generation.generation_request import Prompts
 from hfax.generation.host_loop import Streamer
+from hfax.generation.kept_cache import KeptCache, resumed
 from hfax.generation.overrides import has_own_generate
 from hfax.generation.warm_up import WarmedUp
 from hfax.launch.driven import drive
@@ -47,6 +52,7 @@ from hfax.programs.model_parts import ModelParts
 from hfax.programs.program_cache import ProgramCache
 from hfax.sharding.layout import Layout
 from hfax.sharding.partition import ShardingPlan
+from hfax.tracing.prefixes import UnprovenError
 from hfax.tracing.structure import has_torch
 from hfax.tracing.traced_model import TracedModel
 from hfax.tracing.training import Training
@@ -67,6 +73,8 @@ class JaxModel(AdapterMethods, BaseModel):
         name_or_path: source of the weights.
         folder: local folder of the checkpoint; None for random weights.
         task: the pipeline task passed when loading, if any.
+        pads_inputs: calls pad tokens and rows to the end of their size class, where the model's trace proves that no output depends
+            on it, so that many sizes share few programs; False: a program for each size.
     """
 
     backend = "jax"
@@ -102,6 +110,8 @@ class JaxModel(AdapterMethods, BaseModel):
         )
         self.patches = self._traced.patches_used
         self._programs = ProgramCache(self._traced.key, layout, bundled=programs)
+        self.pads_inputs = True
+        self._size_classes = size_classes_of(skeleton.module, self._traced.traits)
 
     @property
     def jax_device(self) -> jax.Device:
@@ -124,7 +134,7 @@ class JaxModel(AdapterMethods, BaseModel):
 
     @property
     def quantization(self) -> str | None:
-        """ "int8" or "int4" if the matrices of linear layers are quantized, else None."""
+        """ "int8", "int4", "fp8" or "fp4" if the matrices of linear layers are quantized, else None."""
         return quantization_of(self.params)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
@@ -226,6 +236,8 @@ class JaxModel(AdapterMethods, BaseModel):
                 traced: other values of the same shapes do not recompile. Everything else (`use_cache=False`,
                 `output_hidden_states=True`, …) becomes part of the program. 64-bit values become 32-bit ones.
 
+        Tokens and rows share programs with other sizes, see `pads_inputs` and `why_not_padded`.
+
         Returns:
             The model's output, with torch tensors if any input was one, else with jax arrays.
 
@@ -237,7 +249,18 @@ class JaxModel(AdapterMethods, BaseModel):
         inputs = self._by_name(args, inputs)
         reject_traced(inputs, type(self).__name__)
         to_torch, prepared = has_torch(inputs), self.prepare_inputs(inputs)
-        return run_forward(self._traced, self._programs, self._layout, self._arrays(), prepared, to_torch=to_torch)
+        parts = (self._traced, self._programs, self._layout, self._arrays())
+        for call in self._size_classes.calls(prepared) if self.pads_inputs else ():
+            try:
+                return run_padded(*parts, call, to_torch=to_torch)
+            except UnprovenError as error:
+                self._size_classes.refuse(call, str(error))
+        return run_forward(*parts, prepared, to_torch=to_torch)
+
+    @property
+    def why_not_padded(self) -> tuple[str, ...]:
+        """Why calls so far were compiled for their own size: where an output may depend on padding. Empty if none was."""
+        return tuple(dict.fromkeys(self._size_classes.refused.values()))
 
     forward = __call__
     """Alias of `__call__`, which transformers' pipelines call."""
@@ -285,21 +308,27 @@ class JaxModel(AdapterMethods, BaseModel):
             assistant_model: a smaller hfax model with the same vocabulary for speculative decoding: it drafts
                 `num_assistant_tokens` at a time, which this model verifies in one step. `prompt_lookup_num_tokens` drafts from the
                 text instead. Both change speed, not output, and support one sequence.
-            **options: any generation option by name, and further model inputs (`attention_mask`, `pixel_values`, …). In addition
-                to transformers': `presence_penalty` (subtracted from the logits of tokens already generated), `frequency_penalty`
-                (subtracted once per occurrence), and `output_log_probs=True` (log-probabilities of the new tokens as `log_probs`).
+            **options: any generation option by name; `logits_processor`, `prefix_allowed_tokens_fn` and `stopping_criteria`, as in
+                transformers (what is neither transformers' own nor an `hfax.device_processor` runs on the host after every token);
+                `negative_prompt_ids` and `negative_prompt_attention_mask` for `guidance_scale`; and further model
+                inputs (`attention_mask`, `inputs_embeds`, `pixel_values`, …). In addition to transformers': `presence_penalty`
+                (subtracted from the logits of tokens already generated), `frequency_penalty` (once per occurrence), and
+                `output_log_probs=True` (log-probabilities of the new tokens as `log_probs`). `past_key_values` is the `cache` that
+                an earlier call returned: the prompts begin with its texts, and only the tokens after them are read.
 
         Returns:
             [batch · num_return_sequences, prompt + new] ids, prompts first; int64 torch for torch prompts, else int32 jax. With
-            `return_dict_in_generate=True`, transformers' output class with `sequences`, `scores`, `logits`.
+            `return_dict_in_generate=True`, transformers' output class with `sequences`, `scores`, `logits`; of a beam search
+            `beam_indices` and `sequences_scores`; and for other calls of decoders `cache`: an opaque `KeptCache`, which holds
+            memory of the device for as long as it exists.
 
         Raises:
             InvalidInputError: a prompt or an option is out of range.
             UnsupportedOptionError: hfax does not implement an option; options are never ignored.
         """
 
-        def run(prompt: Any, config: Any, options: dict[str, Any], timestamps: Any, assistant: Any = None) -> Any:
-            request, to_torch = self._read_request(prompt, config, options, seed, timestamps, assistant)
+        def run(prompt: Any, config: Any, options: dict[str, Any], assistant: Any = None) -> Any:
+            request, to_torch = self._read_request(prompt, config, options, seed, assistant)
             return run_request(
                 *self.open_loop(request),
                 request,
@@ -310,7 +339,7 @@ class JaxModel(AdapterMethods, BaseModel):
             )
 
         if not has_own_generate(self.module):
-            return run(inputs, generation_config, options, None, assistant_model)
+            return run(inputs, generation_config, options, assistant_model)
         named = {"generation_config": generation_config, "assistant_model": assistant_model}
         return call_own_generate(
             self.module,
@@ -334,7 +363,7 @@ class JaxModel(AdapterMethods, BaseModel):
             assistant_model: as in `generate`.
             **options: as in `generate`, without a streamer.
         """
-        return self._read_request(inputs, None, options, seed, None, assistant_model)[0]
+        return self._read_request(inputs, None, options, seed, assistant_model)[0]
 
     def open_loop(self, request: Request) -> tuple[GenerationLoop, dict[str, jax.Array]]:
         """The loop of `generate` before its first step, and the inputs of its `start`.
@@ -350,17 +379,25 @@ class JaxModel(AdapterMethods, BaseModel):
         generation_config: GenerationConfig | None,
         options: dict[str, Any],
         seed: int | None,
-        timestamps: Mapping[str, int] | None,
         assistant_model: JaxModel | None,
     ) -> tuple[Request, bool]:
         """The checked call of `generate`, with a seed shared by all processes, and whether its inputs are torch tensors."""
         seeds = draw_seed
         if self._layout.spans_processes:  # a given one, too: a command draws it in each process
             seed, seeds = None if seed is None else agree(seed), lambda: agree(draw_seed())
-        request, to_torch = self._request(inputs, generation_config, options, seed, timestamps, seeds)
+        request, to_torch = self._request(inputs, generation_config, options, seed, seeds)
         return with_drafts(
             request, self.parts, None if assistant_model is None else parts_of(assistant_model)
         ), to_torch
+
+    def _resumed(self, kept: Any, prompts: Prompts, inputs: Mapping[str, Any]) -> Prompts:
+        if not isinstance(kept, KeptCache):
+            raise UnsupportedOptionError(
+                f"past_key_values is a {type(kept).__name__}.",
+                "hfax's programs read caches of their own layout.",
+                "Pass the `cache` that an earlier generate(..., return_dict_in_generate=True) of this model returned.",
+            )
+        return resumed(kept, prompts, inputs, self._traced.key)
 
     def compile(
         self,
@@ -425,6 +462,8 @@ class JaxModel(AdapterMethods, BaseModel):
         **options: Any,
     ) -> list[Any]:
         """Run the model over a dataset, batch by batch, on all devices of the mesh axes "data" and "fsdp".
+
+        For forward passes, rows of similar length make a batch: those of 16 batches are sorted and written together.
 
         Args:
             dataset: texts, lists of token ids, or mappings with either under `column` (such as rows of `datasets`).
@@ -502,7 +541,7 @@ class JaxModel(AdapterMethods, BaseModel):
             InvalidInputError: `mesh` is invalid for `from_pretrained`, or an adapter is merged.
         """
         self._layout = choose_layout(self._skeleton, mesh, packed_layouts(self.params), self._layout.device)
-        self.params = {n: jax.device_put(a, self._layout.weight(n)) for n, a in self.params.items()}
+        self.params = {n: moved(a, self._layout.weight(n)) for n, a in self.params.items()}
         self.buffers = {n: jax.device_put(b, self._layout.replicated) for n, b in self.buffers.items()}
         self._traced.use_buffers(self.buffers)
         self.adapters.move_to(self._layout)

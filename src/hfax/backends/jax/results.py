@@ -25,6 +25,13 @@ def as_torch_tree(arrays: list[jax.Array]) -> list[Any]:
     return [convert(a) for a in arrays]
 
 
+def on_host(array: jax.Array) -> np.ndarray | None:
+    """The array as it is in this process's memory, without a copy; None if it is elsewhere."""
+    if len(array.sharding.device_set) > 1 or next(iter(array.devices())).platform != "cpu":
+        return None
+    return np.asarray(array)
+
+
 def give(array: np.ndarray, to_torch: bool) -> Any:
     """A host array as a torch tensor, int32 as torch's usual int64, or as a jax array."""
     if to_torch:

@@ -12,11 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from jax.sharding import Sharding
 
 from hfax.backends.jax.results import as_torch_tree
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.kernels.quantized import QuantizedArray
 from hfax.load.packed import PackedLayout
+from hfax.load.quantize import part_sharding, spec_of, splits_columns
 from hfax.load.rules import dtype_rule
 from hfax.load.skeleton import Skeleton
 
@@ -24,15 +26,15 @@ Weights = Mapping[str, jax.Array]
 
 
 def quantization_of(weights: Weights) -> str | None:
-    """ "int8" or "int4" if some weights are quantized, else None."""
-    bits = {array.bits for array in weights.values() if isinstance(array, QuantizedArray)}
-    return f"int{min(bits)}" if bits else None
+    """The encoding of quantized weights, of the one with the fewest bits if there are several; None: no weight is quantized."""
+    found = {(array.bits, array.encoding) for array in weights.values() if isinstance(array, QuantizedArray)}
+    return min(found)[1] if found else None
 
 
 def packed_layouts(weights: Weights) -> dict[str, PackedLayout]:
     """How each quantized weight is packed, by name."""
     return {
-        name: PackedLayout(encoding="int8" if array.bits == 8 else "int4", group=array.group, shape=array.shape)
+        name: PackedLayout(encoding=array.encoding, group=array.group, shape=array.shape)
         for name, array in weights.items()
         if isinstance(array, QuantizedArray)
     }
@@ -77,6 +79,17 @@ def as_state_dict(weights: Weights, tied: Mapping[str, str], class_name: str) ->
     names = list(weights)
     found = dict(zip(names, as_torch_tree([weights[name] for name in names]), strict=True))
     return found | {alias: found[name] for alias, name in tied.items()}
+
+
+def moved(weight: Any, where: Sharding) -> Any:
+    """A weight with another sharding. A packed one with an order of columns of its own is dequantized where columns are split."""
+    if not isinstance(weight, QuantizedArray):
+        return jax.device_put(weight, where)
+    if weight.columns is not None and splits_columns(where, weight.shape):
+        return jax.device_put(weight.dequantize(), where)
+    fields = {f: a for f in ("values", "scale", "offset", "columns") if (a := getattr(weight, f)) is not None}
+    placed = {field: jax.device_put(array, part_sharding(field, where)) for field, array in fields.items()}
+    return dataclasses.replace(weight, **placed, spec=spec_of(where))
 
 
 def cast(weights: Weights, skeleton: Skeleton, dtype: torch.dtype) -> dict[str, jax.Array]:

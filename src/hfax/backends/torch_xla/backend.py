@@ -11,6 +11,7 @@ from hfax.backends.protocol import LoadOptions
 from hfax.backends.torch_xla import runtime
 from hfax.errors import BackendNotAvailableError, UnsupportedModelError, UnsupportedOptionError
 from hfax.load.config import read_config, read_generation_config
+from hfax.load.formats import find_weights
 from hfax.load.skeleton import Skeleton, build_skeleton, resolve_dtype, resolve_model_class
 from hfax.load.store import open_store
 
@@ -51,7 +52,7 @@ class TorchXlaBackend:
                 'Save the model with format="safetensors", or use backend="jax".',
             )
         config = read_config(source, trust_remote_code=options.trust_remote_code)
-        store = open_store(source)
+        store = find_weights(config, open_store(source))
         skeleton = _open_skeleton(config, options, source, store.float_dtype)
         spread = _spread(skeleton, options)
         device = runtime.device()
@@ -93,9 +94,9 @@ def _open_skeleton(
         )
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModelError(
-            "The checkpoint is quantized.",
-            "Its weights are packed for a library that does not run on torch_xla.",
-            'Use the unquantized checkpoint, or backend="jax" if hfax saved it.',
+            "The checkpoint was quantized by hfax.",
+            "Its packed weights do not run on torch_xla.",
+            'Use the unquantized checkpoint, or backend="jax".',
         )
     register_interfaces()
     attention: Any = options.attn_implementation or {"sdpa": NAME, "eager": ADDITIVE_NAME}

@@ -16,9 +16,11 @@ from transformers.cache_utils import Cache
 
 from hfax.backends.torch_xla import runtime, sampling
 from hfax.backends.torch_xla.cache_ops import XlaCacheOps
-from hfax.errors import UnsupportedModelError
+from hfax.errors import UnsupportedModelError, UnsupportedOptionError
+from hfax.generation.custom_processors import with_custom
 from hfax.generation.generation_request import GenerationOptions, Prompts
 from hfax.generation.host_loop import Progress
+from hfax.generation.host_processors import HostProcessors, TextSoFar
 from hfax.generation.sampling_config import make_sampling_spec
 from hfax.kv_cache.cache import cache_arrays, make_cache
 from hfax.patches import registry
@@ -77,6 +79,12 @@ class XlaGenerationLoop:
                 "For decoders, it does not support inputs that every step reads.",
                 'Use backend="jax".',
             )
+        if options.negative is not None:
+            raise UnsupportedOptionError(
+                "The backend torch_xla does not support guidance_scale.",
+                "Its loop reads one text for each sequence.",
+                'Pass guidance_scale=None, or use backend="jax".',
+            )
         self.module, self.traits, self.prompts, self.options = module, traits, prompts, options
         self.static, self.device, self.used = dict(static), device, used
         self.place = place
@@ -88,10 +96,28 @@ class XlaGenerationLoop:
             max_new_tokens=options.max_new_tokens,
             **options.extra_sampling,
         )
-        sampling.check_supported(self.spec)
         self.vocab_size = vocab_size
         self.capacity = buckets.capacity(*prompts.padded_shape, prompts.padded_length + options.max_new_tokens)
-        self.values = {name: self._put(value) for name, value in values.items()}
+        sampling.check_custom(options.custom)
+        self.spec, values = with_custom(
+            self.spec,
+            values,
+            options.custom,
+            prompts=prompts.num_padded_rows,
+            sequences=self.repeats,
+            capacity=self.capacity,
+            vocab_size=vocab_size,
+            prompt_length=prompts.padded_length,
+            max_new_tokens=options.max_new_tokens,
+        )
+        sampling.check_supported(self.spec)
+        self.values: dict[str, Any] = {name: self._put(value) for name, value in values.items() if name != "custom"}
+        self.values["custom"] = [{n: self._put(v) for n, v in held.items()} for held in values.get("custom", ())]
+        self.host = None
+        if options.custom.waits_for_host:
+            text = TextSoFar(prompts.given, prompts.padded_length, self.repeats)
+            self.host = HostProcessors(options.custom, text, self.repeats, vocab_size)
+            self.unwatched_chunk = 1
         self.eos = self._put(np.asarray(options.eos_token_ids or (-1,), np.int64))
         self.pad = self._put(np.int64(options.pad_token_id))
 
@@ -238,7 +264,13 @@ class XlaGenerationLoop:
             "prompt_lengths": state["prompt_lengths"],
             **state["memory"],
         }
-        scores = sampling.process(self.spec, self.values, at, logits)
+        if self.host is not None:
+            tokens = state["tokens"].cpu().numpy()
+            found = self.host.values(tokens, state["num_steps"], len(tokens))
+            self.values |= {name: self._put(array) for name, array in found.items()}
+        scores = sampling.penalize(self.spec, self.values, at, logits)
+        scores = scores if self.host is None or not self.spec.visits_host else self._on_host(state, scores)
+        scores = sampling.warp(self.spec, self.values, at, scores)
         uniform = state["uniform"].index_select(1, step.reshape(1))[:, 0] if "uniform" in state else None
         token = torch.where(state["finished"], self.pad, sampling.choose(self.spec, scores, uniform))
         if self.options.keep:
@@ -254,6 +286,13 @@ class XlaGenerationLoop:
             "step": step + 1,
             "num_steps": state["num_steps"] + 1,
         }
+
+    def _on_host(self, state: State, scores: Any) -> Any:
+        """The scores after the caller's processors."""
+        assert self.host is not None
+        runtime.sync()
+        tokens = state["tokens"].cpu().numpy()
+        return self._put(self.host.process(tokens, state["num_steps"], scores.cpu().numpy()))
 
     def _cache(self, **given: Any) -> Any:
         return make_cache(

@@ -13,6 +13,7 @@ from hfax.backends.base_model import BaseModel
 from hfax.backends.torch_xla import generation, runtime
 from hfax.backends.torch_xla.sharding import Spread
 from hfax.errors import UnsupportedModelError, UnsupportedOptionError
+from hfax.generation.beam_config import num_beams
 from hfax.generation.host_loop import Streamer, make_stop_check, run_generation
 from hfax.generation.outputs import as_sequences
 from hfax.generation.overrides import has_own_generate
@@ -171,6 +172,13 @@ class TorchXlaModel(BaseModel):
                 "The backend torch_xla does not support speculative decoding.",
                 "Its loop generates one token per step.",
                 'Remove prompt_lookup_num_tokens and assistant_model, or use backend="jax".',
+            )
+        if num_beams(config) > 1:
+            raise UnsupportedOptionError(
+                f"num_beams={config.num_beams}: the backend torch_xla does not support beam search.",
+                "Its loop continues each sequence on its own. The number was passed to generate() or set in the checkpoint's "
+                "generation_config.json.",
+                'Pass num_beams=1, or use backend="jax".',
             )
         loop = generation.XlaGenerationLoop(
             self.module,

@@ -6,13 +6,14 @@ Random numbers are generated on the host once per call, from one Philox stream p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from hfax.errors import UnsupportedOptionError
+from hfax.generation.custom_processors import CustomProcessors
 from hfax.generation.sampling_config import SamplingSpec
 
 _NEVER = -float("inf")
@@ -28,7 +29,7 @@ def uniform_numbers(seed: int, rows: int, steps: int) -> np.ndarray:
 
 def check_supported(spec: SamplingSpec) -> None:
     """Raise `UnsupportedOptionError` for options that this backend lacks."""
-    lacking = [name for name in spec.active if name not in PROCESSORS]
+    lacking = [name for part in (spec, *spec.custom) for name in part.active if name not in PROCESSORS]
     if lacking:
         raise UnsupportedOptionError(
             f"The backend torch_xla does not support {', '.join(lacking)}.",
@@ -37,8 +38,18 @@ def check_supported(spec: SamplingSpec) -> None:
         )
 
 
+def check_custom(custom: CustomProcessors) -> None:
+    """Raise `UnsupportedOptionError` for functions of JAX arrays."""
+    if any(not isinstance(part, dict) for part in custom.on_device):
+        raise UnsupportedOptionError(
+            "The backend torch_xla does not support hfax.device_processor.",
+            "It marks a function of JAX arrays, and this backend's program is torch's.",
+            'Pass a function of torch tensors, or use backend="jax".',
+        )
+
+
 def process(spec: SamplingSpec, values: Mapping[str, Any], at: Mapping[str, Any], logits: Any) -> Any:
-    """Scores of the next token, [batch, vocab] float32.
+    """Scores of the next token, [batch, vocab] float32: `penalize`, then `warp`.
 
     Args:
         spec: the active processors.
@@ -47,10 +58,26 @@ def process(spec: SamplingSpec, values: Mapping[str, Any], at: Mapping[str, Any]
             state from `remember`.
         logits: [batch, vocab].
     """
-    scores = logits.float()
+    return warp(spec, values, at, penalize(spec, values, at, logits))
+
+
+def penalize(spec: SamplingSpec, values: Mapping[str, Any], at: Mapping[str, Any], logits: Any) -> Any:
+    """The first half of `process`: penalties, and the caller's processors that are options."""
+    scores = _apply(spec.penalties, spec, values, at, logits.float())
+    for index, part in enumerate(spec.custom):
+        scores = process(part, values["custom"][index], at, scores)
+    return scores
+
+
+def warp(spec: SamplingSpec, values: Mapping[str, Any], at: Mapping[str, Any], scores: Any) -> Any:
+    """The second half of `process`: temperature, the filters of sampling, normalization."""
+    return _apply(spec.warpers, spec, values, at, scores)
+
+
+def _apply(names: Collection[str], spec: SamplingSpec, values: Any, at: Mapping[str, Any], scores: Any) -> Any:
     at = {**at, "spec": spec}
     for name, processor in PROCESSORS.items():
-        if name in spec.active:
+        if name in names:
             scores = processor(scores, values, at)
     return scores
 
@@ -75,7 +102,8 @@ def choose(spec: SamplingSpec, scores: Any, uniform: Any) -> Any:
 def remember(spec: SamplingSpec, vocab: int, prompt: Any, mask: Any) -> dict[str, Any]:
     """The processors' initial state from the prompt, [batch, length], where `mask` is not 0."""
     state: dict[str, Any] = {}
-    if "repetition_penalty" in spec.active:
+    active = {name for part in (spec, *spec.custom) for name in part.active}
+    if "repetition_penalty" in active:
         seen = torch.zeros((prompt.shape[0], vocab + 1), dtype=torch.float32, device=prompt.device)
         real = torch.where(mask != 0, prompt, vocab)
         state["seen"] = seen.scatter(1, real, 1.0)[:, :vocab]
@@ -118,6 +146,27 @@ def _repetition(scores: Any, values: Any, at: Any) -> Any:
     return torch.where(at["seen"] > 0, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
 
 
+def _encoder_repetition(scores: Any, values: Any, at: Any) -> Any:
+    ids, penalty = _encoder_ids(scores, values), values["encoder_repetition_penalty"]
+    marks = torch.zeros_like(torch.nn.functional.pad(scores, (0, 1))).scatter(1, ids, 1.0)[:, :-1]
+    return torch.where(marks > 0, torch.where(scores < 0, scores / penalty, scores * penalty), scores)
+
+
+def _encoder_ngrams(scores: Any, values: Any, at: Any) -> Any:
+    size, ids, tokens = at["spec"].encoder_no_repeat_ngram_size, _encoder_ids(scores, values), at["tokens"]
+    index = torch.arange(ids.shape[1], device=ids.device)[None]
+    repeats = (index + size - 1 < ids.shape[1]) & (at["lengths"] >= size - 1)[:, None]
+    for offset in range(size - 1):
+        last = tokens.index_select(1, (at["end"] - size + 1 + offset).reshape(1).clamp(min=0))
+        repeats = repeats & (torch.roll(ids, -offset, dims=1) == last)
+    return _banned(scores, torch.where(repeats, torch.roll(ids, -(size - 1), dims=1), scores.shape[-1]))
+
+
+def _encoder_ids(scores: Any, values: Any) -> Any:
+    ids = values["encoder_ids"].long()
+    return ids.repeat_interleave(scores.shape[0] // ids.shape[0], dim=0)
+
+
 def _presence(scores: Any, values: Any, at: Any) -> Any:
     counts = at["counts"]
     return scores - values["frequency_penalty"] * counts - values["presence_penalty"] * (counts > 0)
@@ -149,6 +198,13 @@ def _force(scores: Any, ids: Any, where: Any) -> Any:
     return torch.where(where.reshape(-1, 1), torch.where(kept > 0, 0.0, _NEVER), scores)
 
 
+def _allowed(scores: Any, values: Any, at: Any) -> Any:
+    limits = torch.where(values["allowed"], 0.0, _NEVER)
+    kept = scores.reshape(limits.shape) + limits
+    is_impossible = torch.isneginf(kept.amax(dim=-1, keepdim=True)).all(dim=1, keepdim=True)
+    return torch.where(is_impossible, limits, kept).reshape(scores.shape)
+
+
 def _forced_bos(scores: Any, values: Any, at: Any) -> Any:
     return _force(scores, values["forced_bos_token_id"], at["lengths"] == 1)
 
@@ -165,6 +221,15 @@ def _suppress(scores: Any, values: Any, at: Any) -> Any:
 def _suppress_begin(scores: Any, values: Any, at: Any) -> Any:
     is_forced = (at["prompt_lengths"] <= 1) & ("forced_bos_token_id" in at["spec"].active)
     return _banned(scores, values["begin_suppress_tokens"], at["step"] == is_forced.long())
+
+
+def _top_h(scores: Any, values: Any, at: Any) -> Any:
+    candidates = torch.topk(scores, min(100, scores.shape[-1]), dim=-1).values
+    log_probs = torch.log_softmax(candidates, dim=-1)
+    terms = torch.where(torch.isinf(log_probs), 0.0, -torch.exp(log_probs) * log_probs)
+    is_kept = (terms.cumsum(dim=-1) <= values["top_h"] * terms.sum(dim=-1, keepdim=True)) & ~torch.isinf(candidates)
+    kept = torch.where(is_kept, candidates, float("inf")).min(dim=-1, keepdim=True).values
+    return torch.where(scores < torch.minimum(kept, scores.max(dim=-1, keepdim=True).values), _NEVER, scores)
 
 
 def _top_k(scores: Any, values: Any, at: Any) -> Any:
@@ -237,11 +302,14 @@ def _ends_with(at: Any, prefixes: Any) -> Any:
 
 PROCESSORS: Mapping[str, Processor] = {
     "sequence_bias": _sequence_bias,
+    "encoder_repetition_penalty": _encoder_repetition,
     "repetition_penalty": _repetition,
     "presence_frequency_penalty": _presence,
     "no_repeat_ngram_size": _ngrams,
+    "encoder_no_repeat_ngram_size": _encoder_ngrams,
     "bad_words_ids": _bad_words,
     "min_length": _min_length,
+    "prefix_allowed_tokens": _allowed,
     "forced_bos_token_id": _forced_bos,
     "forced_eos_token_id": _forced_eos,
     "remove_invalid_values": lambda scores, values, at: torch.nan_to_num(scores),
@@ -249,6 +317,7 @@ PROCESSORS: Mapping[str, Processor] = {
     "suppress_tokens": _suppress,
     "begin_suppress_tokens": _suppress_begin,
     "temperature": lambda scores, values, at: scores / values["temperature"],
+    "top_h": _top_h,
     "top_k": _top_k,
     "top_k_top_p": _top_k_top_p,
     "top_p": _top_p,
@@ -256,6 +325,7 @@ PROCESSORS: Mapping[str, Processor] = {
     "typical_p": _typical,
     "epsilon_cutoff": _epsilon,
     "eta_cutoff": _eta,
+    "watermark": lambda scores, values, at: scores + values["watermark"],
     "renormalize_logits": lambda scores, values, at: torch.log_softmax(scores, dim=-1),
 }
 """In the order of transformers' `_get_logits_processor`."""

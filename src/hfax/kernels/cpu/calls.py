@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hfax.kernels.cpu import library
+from hfax.kernels.encodings import BITS, Encoding
 
 
 def linear(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
@@ -45,23 +46,32 @@ def matmul(a: jax.Array, b: jax.Array, *, turn_a: bool, turn_b: bool, out_dtype:
     return _ffi_call("hfax_matmul", shape)(a, b, turn_a=turn_a, turn_b=turn_b)
 
 
-def linear_int8(x: jax.Array, weight: jax.Array, scale: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
-    """`x @ (weight · scale).T` with float32 accumulation.
+def linear_packed(
+    x: jax.Array,
+    values: jax.Array,
+    scale: jax.Array,
+    offset: jax.Array | None,
+    *,
+    encoding: Encoding,
+    out_dtype: jnp.dtype,
+) -> jax.Array:
+    """`x @ weight.T` with float32 accumulation, where a weight is a code times its group's scale plus its offset.
 
     Args:
         x: [rows, in_features] float32 or bfloat16.
-        weight: [out_features, in_features] int8.
-        scale: [out_features, groups] bfloat16; groups of 32 to 512 columns, a multiple of 32.
+        values: [out_features, in_features] int8 or float8_e4m3fn; of 4 bits [out_features, in_features / 2] uint8, in the order of
+            `hfax.kernels.quantized`.
+        scale: [out_features, groups] bfloat16, float16 or float32; groups of 16 to 512 columns, a multiple of 16, that share no
+            words of 4-bit weights with half of another.
+        offset: like `scale`; None: 0.
+        encoding: of `values`.
         out_dtype: float32 or bfloat16.
+
+    Returns:
+        [rows, out_features].
     """
-    shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), out_dtype)
-    return _ffi_call("hfax_linear_int8", shape)(x, weight, scale)
-
-
-def linear_int4(x: jax.Array, weight: jax.Array, scale: jax.Array, out_dtype: jnp.dtype) -> jax.Array:
-    """Like `linear_int8` for 4-bit weights, two per byte (`hfax.kernels.quantized`), [out_features, in_features / 2] uint8."""
-    shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), out_dtype)
-    return _ffi_call("hfax_linear_int4", shape)(x, weight, scale)
+    shape = jax.ShapeDtypeStruct((x.shape[0], values.shape[0]), out_dtype)
+    return _ffi_call("hfax_linear_packed", shape)(x, values, scale, _or_none(offset), encoding=_number_of(encoding))
 
 
 def linear_experts(x: jax.Array, weight: jax.Array, experts: jax.Array) -> jax.Array:
@@ -80,11 +90,27 @@ def linear_experts(x: jax.Array, weight: jax.Array, experts: jax.Array) -> jax.A
 
 
 def linear_experts_packed(
-    x: jax.Array, weight: jax.Array, scale: jax.Array, experts: jax.Array, *, bits: int
+    x: jax.Array,
+    values: jax.Array,
+    scale: jax.Array,
+    offset: jax.Array | None,
+    experts: jax.Array,
+    *,
+    encoding: Encoding,
 ) -> jax.Array:
-    """Like `linear_experts` for 8-bit or 4-bit weights in the format of `linear_int8` and `linear_int4`, with an experts axis."""
-    shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), x.dtype)
-    return _ffi_call(f"hfax_linear_experts_int{bits}", shape)(x, weight, scale, experts.astype(jnp.int32))
+    """Like `linear_experts` for weights in the format of `linear_packed`, with an experts axis."""
+    shape = jax.ShapeDtypeStruct((x.shape[0], values.shape[1]), x.dtype)
+    call = _ffi_call("hfax_linear_experts_packed", shape)
+    return call(x, values, scale, _or_none(offset), experts.astype(jnp.int32), encoding=_number_of(encoding))
+
+
+def _or_none(offset: jax.Array | None) -> jax.Array:
+    return jnp.zeros((0,), jnp.float32) if offset is None else offset
+
+
+def _number_of(encoding: Encoding) -> np.int64:
+    """Its number in packed.h."""
+    return np.int64(list(BITS).index(encoding))
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

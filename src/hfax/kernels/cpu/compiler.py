@@ -13,7 +13,7 @@ from pathlib import Path
 from hfax.kernels.cpu.instruction_sets import InstructionSet
 
 SOURCE = Path(__file__).with_name("kernels.cc")
-HEADERS = ("common.h", "lanes.h", "matmul.h", "norms.h", "packed.h", "prompt_attention.h")
+HEADERS = ("common.h", "fp8.h", "lanes.h", "matmul.h", "norms.h", "packed.h", "prompt_attention.h")
 _FLAGS = (
     "-std=c++17",
     "-O3",

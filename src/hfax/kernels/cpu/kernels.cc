@@ -8,7 +8,7 @@
 #include "common.h"
 #include "matmul.h"
 #include "norms.h"
-#include "packed.h"
+#include "fp8.h"
 #include "prompt_attention.h"
 
 namespace {
@@ -334,36 +334,72 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
   return ffi::Error::InvalidArgument("hfax: the weight must be float32 or bfloat16");
 }
 
-ffi::Error check_groups(int64_t width, int64_t groups, int bits) {
-  const int64_t group = groups ? width / groups : 0;
-  if (group && width % groups == 0 && group % (bits == 4 ? 128 : 32) == 0 && group <= kMaxGroup) return ffi::Error::Success();
-  return ffi::Error::InvalidArgument("hfax: packed weights have groups of another width");
+// Codes of any type, scales, and offsets, which are empty if there are none; the last axis of each is of columns or groups.
+struct PackedBuffers {
+  ffi::AnyBuffer values, scale, offset;
+  int64_t encoding;
+
+  static OfGroups numbers(const ffi::AnyBuffer& x) {
+    return {x.element_count() ? static_cast<const uint8_t*>(x.untyped_data()) : nullptr, x.element_type()};
+  }
+
+  // Matrix `number` of `num_columns` rows.
+  template <Encoding kCode>
+  Packed<kCode> matrix(int64_t number, int64_t num_columns, int64_t width) const {
+    const int64_t groups = scale.dimensions().back(), rows = number * num_columns;
+    return {static_cast<const uint8_t*>(values.untyped_data()) + rows * width * bits_of(kCode) / 8, numbers(scale).from(rows * groups),
+            numbers(offset).from(rows * groups), width, width / groups};
+  }
+
+  ffi::Error check(int64_t width) const {
+    const int64_t groups = scale.dimensions().back(), group = groups ? width / groups : 0;
+    const bool is_small = encoding == kInt4 || encoding == kFp4;
+    const bool fits = group && width % groups == 0 && group % kLeastGroup == 0 && group <= kMaxGroup;
+    if (!fits || (is_small && (width % 128 || (group % 128 && 128 % group))))
+      return ffi::Error::InvalidArgument("hfax: packed weights have groups of another width");
+    for (const ffi::DataType type : {scale.element_type(), offset.element_type()})
+      if (type != ffi::BF16 && type != ffi::F16 && type != ffi::F32)
+        return ffi::Error::InvalidArgument("hfax: scales and offsets must be bfloat16, float16 or float32");
+    if (offset.element_count() && offset.element_count() != scale.element_count())
+      return ffi::Error::InvalidArgument("hfax: scales and offsets must have one shape");
+    return ffi::Error::Success();
+  }
+};
+
+// Calls `use` with what the codes are, as a constant.
+template <typename Use>
+ffi::Error with_encoding(int64_t encoding, const Use& use) {
+  switch (encoding) {
+    case kInt8: return use(std::integral_constant<Encoding, kInt8>{});
+    case kInt4: return use(std::integral_constant<Encoding, kInt4>{});
+    case kFp8: return use(std::integral_constant<Encoding, kFp8>{});
+    case kFp4: return use(std::integral_constant<Encoding, kFp4>{});
+    default: return ffi::Error::InvalidArgument("hfax: there is no such encoding");
+  }
 }
 
-template <int kBits>
-ffi::Error linear_packed(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const void* values, const ffi::Buffer<ffi::BF16>& scale, ffi::Result<ffi::AnyBuffer>& out) {
-  const int64_t width = x.dimensions()[1], groups = scale.dimensions()[1];
-  if (auto error = check_groups(width, groups, kBits); error.failure()) return error;
-  const Packed<kBits> weight{static_cast<const uint8_t*>(values), reinterpret_cast<const Bf16*>(scale.untyped_data()), width, width / groups};
-  const int64_t num_columns = out->dimensions()[1], per_chunk = packed_chunk(weight), chunks = (num_columns + per_chunk - 1) / per_chunk;
-  return with_activations(x, [&](const auto* from) {
-    const Rounded rows = Rounded::make(pool, from, nullptr, x.dimensions()[0], weight);
-    return as_numbers(out, [&](auto* to) {
-      parallel(pool, chunks, [&](int64_t chunk) {
-        multiply_packed(rows, weight, chunk * per_chunk, std::min(num_columns, (chunk + 1) * per_chunk), to, num_columns);
+// What weights of an encoding are multiplied with.
+template <Encoding kCode>
+using RowsFor = std::conditional_t<kCode == kFp8, Widened, Rounded>;
+
+// x [M, K], values [N, K] or, of 4 bits, [N, K / 2], scale and offset [N, K / group] -> [M, N].
+ffi::Error linear_packed(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer values, ffi::AnyBuffer scale, ffi::AnyBuffer offset,
+                         ffi::Result<ffi::AnyBuffer> out, int64_t encoding) {
+  const int64_t width = x.dimensions()[1], num_columns = out->dimensions()[1];
+  const PackedBuffers buffers{values, scale, offset, encoding};
+  if (auto error = buffers.check(width); error.failure()) return error;
+  return with_encoding(encoding, [&](auto code) {
+    const auto weight = buffers.matrix<decltype(code)::value>(0, num_columns, width);
+    const int64_t per_chunk = packed_chunk(weight), chunks = (num_columns + per_chunk - 1) / per_chunk;
+    return with_activations(x, [&](const auto* from) {
+      const auto rows = RowsFor<decltype(code)::value>::make(pool, from, nullptr, x.dimensions()[0], weight);
+      return as_numbers(out, [&](auto* to) {
+        parallel(pool, chunks, [&](int64_t chunk) {
+          multiply_packed(rows, weight, chunk * per_chunk, std::min(num_columns, (chunk + 1) * per_chunk), to, num_columns);
+        });
       });
     });
   });
-}
-
-// x [M, K], weight [N, K] int8, scale [N, K / group] bfloat16 -> [M, N].
-ffi::Error linear_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S8> weight, ffi::Buffer<ffi::BF16> scale, ffi::Result<ffi::AnyBuffer> out) {
-  return linear_packed<8>(pool, x, weight.typed_data(), scale, out);
-}
-
-// x [M, K], weight [N, K / 2] uint8, scale [N, K / group] bfloat16 -> [M, N].
-ffi::Error linear_int4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U8> weight, ffi::Buffer<ffi::BF16> scale, ffi::Result<ffi::AnyBuffer> out) {
-  return linear_packed<4>(pool, x, weight.typed_data(), scale, out);
 }
 
 // ---------------------------------------------------------------------------------------------------------------- experts
@@ -439,44 +475,36 @@ ffi::Error linear_experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer
   return run(Floating<Bf16>{}, w, Activations(x).data());
 }
 
-template <int kBits>
-ffi::Error linear_packed_experts(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const void* values, int64_t num_experts, int64_t num_columns,
-                                 const ffi::Buffer<ffi::BF16>& scale, const ffi::Buffer<ffi::S32>& experts, ffi::Result<ffi::AnyBuffer>& out) {
+// x [S, K], values [E, N, K] or, of 4 bits, [E, N, K / 2], scale and offset [E, N, K / group], experts [S] -> [S, N].
+ffi::Error linear_experts_packed(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer values, ffi::AnyBuffer scale, ffi::AnyBuffer offset,
+                                 ffi::Buffer<ffi::S32> experts, ffi::Result<ffi::AnyBuffer> out, int64_t encoding) {
+  const int64_t num_experts = values.dimensions()[0], num_columns = values.dimensions()[1];
   if (auto error = check_experts(x, experts, num_experts); error.failure()) return error;
-  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], groups = scale.dimensions()[2];
-  if (auto error = check_groups(width, groups, kBits); error.failure()) return error;
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
+  const PackedBuffers buffers{values, scale, offset, encoding};
+  if (auto error = buffers.check(width); error.failure()) return error;
   const ByExpert sorted(experts.typed_data(), rows, num_experts);
-  const auto matrix = [&](int64_t e) {
-    return Packed<kBits>{static_cast<const uint8_t*>(values) + e * num_columns * width * kBits / 8,
-                         reinterpret_cast<const Bf16*>(scale.untyped_data()) + e * num_columns * groups, width, width / groups};
-  };
-  return with_activations(x, [&](const auto* from) {
-    std::vector<Rounded> rounded;
-    for (const int64_t e : sorted.chosen) {
-      const int64_t first = sorted.starts[e];
-      rounded.push_back(Rounded::make(pool, from, sorted.order.data() + first, sorted.starts[e + 1] - first, matrix(e)));
-    }
-    return as_numbers(out, [&](auto* to) {
-      std::vector<std::decay_t<decltype(*to)>> results(rows * num_columns);
-      const int64_t per_chunk = packed_chunk(matrix(0)), chunks = (num_columns + per_chunk - 1) / per_chunk;
-      parallel(pool, sorted.chosen.size() * chunks, [&](int64_t piece) {
-        const int64_t chosen = piece / chunks, e = sorted.chosen[chosen], begin = piece % chunks * per_chunk;
-        multiply_packed(rounded[chosen], matrix(e), begin, std::min(num_columns, begin + per_chunk), results.data() + sorted.starts[e] * num_columns, num_columns);
+  return with_encoding(encoding, [&](auto code) {
+    const auto matrix = [&](int64_t e) { return buffers.matrix<decltype(code)::value>(e, num_columns, width); };
+    return with_activations(x, [&](const auto* from) {
+      using Rows = RowsFor<decltype(code)::value>;
+      std::vector<Rows> of_chosen;
+      for (const int64_t e : sorted.chosen) {
+        const int64_t first = sorted.starts[e];
+        of_chosen.push_back(Rows::make(pool, from, sorted.order.data() + first, sorted.starts[e + 1] - first, matrix(e)));
+      }
+      return as_numbers(out, [&](auto* to) {
+        std::vector<std::decay_t<decltype(*to)>> results(rows * num_columns);
+        const int64_t per_chunk = packed_chunk(matrix(0)), chunks = (num_columns + per_chunk - 1) / per_chunk;
+        parallel(pool, sorted.chosen.size() * chunks, [&](int64_t piece) {
+          const int64_t chosen = piece / chunks, e = sorted.chosen[chosen], begin = piece % chunks * per_chunk;
+          multiply_packed(of_chosen[chosen], matrix(e), begin, std::min(num_columns, begin + per_chunk), results.data() + sorted.starts[e] * num_columns, num_columns);
+        });
+        for (int64_t i = 0; i < rows; ++i)
+          std::memcpy(to + sorted.order[i] * num_columns, results.data() + i * num_columns, num_columns * sizeof(*to));
       });
-      for (int64_t i = 0; i < rows; ++i)
-        std::memcpy(to + sorted.order[i] * num_columns, results.data() + i * num_columns, num_columns * sizeof(*to));
     });
   });
-}
-
-// x [S, K], weight [E, N, K] int8, scale [E, N, K / group] bfloat16, experts [S] -> [S, N].
-ffi::Error linear_experts_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S8> weight, ffi::Buffer<ffi::BF16> scale, ffi::Buffer<ffi::S32> experts, ffi::Result<ffi::AnyBuffer> out) {
-  return linear_packed_experts<8>(pool, x, weight.typed_data(), weight.dimensions()[0], weight.dimensions()[1], scale, experts, out);
-}
-
-// x [S, K], weight [E, N, K / 2] uint8, scale [E, N, K / group] bfloat16, experts [S] -> [S, N].
-ffi::Error linear_experts_int4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U8> weight, ffi::Buffer<ffi::BF16> scale, ffi::Buffer<ffi::S32> experts, ffi::Result<ffi::AnyBuffer> out) {
-  return linear_packed_experts<4>(pool, x, weight.typed_data(), weight.dimensions()[0], weight.dimensions()[1], scale, experts, out);
 }
 
 // -------------------------------------------------------------------------------------------------------------- attention
@@ -1053,21 +1081,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     hfax_linear, linear,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_linear_int8, linear_int8,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_linear_packed, linear_packed,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::S8>>()
-                                  .Arg<ffi::Buffer<ffi::BF16>>()
-                                  .Ret<ffi::AnyBuffer>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_linear_int4, linear_int4,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::U8>>()
-                                  .Arg<ffi::Buffer<ffi::BF16>>()
-                                  .Ret<ffi::AnyBuffer>());
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("encoding"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_decode_attention, decode_attention,
                               ffi::Ffi::Bind()
@@ -1089,20 +1111,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_linear_experts, linear_experts,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_linear_experts_int8, linear_experts_int8,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_linear_experts_packed, linear_experts_packed,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::S8>>()
-                                  .Arg<ffi::Buffer<ffi::BF16>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::AnyBuffer>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_linear_experts_int4, linear_experts_int4,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::U8>>()
-                                  .Arg<ffi::Buffer<ffi::BF16>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::AnyBuffer>());
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("encoding"));

@@ -134,6 +134,40 @@ inline void turn(Ints (&rows)[kLanes]) {
 }
 #endif
 
+// Of each byte the entry of its lowest four bits in a table of 16, or 0 if its highest is set; other bits are 0.
+inline Ints look_up(const uint8_t (&table)[16], Ints indices) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  return (Ints)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table))), (__m512i)indices);
+#elif defined(__AVX2__)
+  return (Ints)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table))), (__m256i)indices);
+#elif defined(__ARM_NEON)
+  return (Ints)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)indices);
+#else
+  uint8_t bytes[kLanes * 4];
+  std::memcpy(bytes, &indices, sizeof(bytes));
+  for (uint8_t& byte : bytes) byte = byte & 0x80 ? 0 : table[byte];
+  return load_words(bytes);
+#endif
+}
+
+// kLanes numbers of float8_e4m3fn, each divided by 256. None may be the one that stands for no number.
+inline Floats load_fp8(const uint8_t* p) {
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+  const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 7);
+  return (Floats)_mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16(static_cast<short>(0xbf80))));
+#elif defined(__AVX2__) && defined(__F16C__)
+  const __m128i wide = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))), 7);
+  return (Floats)_mm256_cvtph_ps(_mm_and_si128(wide, _mm_set1_epi16(static_cast<short>(0xbf80))));
+#else
+  const Ints wide = __builtin_convertvector(*reinterpret_cast<const Bytes*>(p), Ints);
+  const Ints size = wide & (Ints{} + 0x7f), sign = wide & (Ints{} + std::numeric_limits<int32_t>::min());
+  const Floats small = __builtin_convertvector(size, Floats) * 0x1p-17f;
+  const Ints large = (size << 20) + (112 << 23);
+  const Ints bits = (size < 8 ? reinterpret_cast<const Ints&>(small) : large) | sign;
+  return reinterpret_cast<const Floats&>(bits);
+#endif
+}
+
 // Four vectors added up in part: each quarter of the result, of four lanes, has a part of each one's total.
 inline Ints quarters_of(Ints a, Ints b, Ints c, Ints d) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)

@@ -44,11 +44,9 @@ logger = logging.getLogger(__name__)
 
 _TARGETS = (
     "hfax_linear",
-    "hfax_linear_int8",
-    "hfax_linear_int4",
+    "hfax_linear_packed",
     "hfax_linear_experts",
-    "hfax_linear_experts_int8",
-    "hfax_linear_experts_int4",
+    "hfax_linear_experts_packed",
     "hfax_exp",
     "hfax_rms_norm",
     "hfax_row_sums",

@@ -16,8 +16,9 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from hfax.kernels.encodings import BITS, Encoding
 from hfax.kernels.expert_tiles import in_tiles
-from hfax.kernels.gpu.quantized import GROUP, as_words, plane_of, unpacked
+from hfax.kernels.gpu.quantized import GROUP, as_words, can_read, plane_of, unpacked
 from hfax.kernels.gpu.trial import agrees
 
 _FEW, _MANY = 16, 64
@@ -34,10 +35,10 @@ def fits(x: jax.Array, weight: jax.Array, *, is_transposed: bool = False) -> boo
     return is_half and width % _FEW == 0 and out_features % _FEW == 0 and weight.size < _MAX_ELEMENTS
 
 
-def fits_packed(x: jax.Array, shape: tuple[int, ...], group: int) -> bool:
+def fits_packed(x: jax.Array, shape: tuple[int, ...], encoding: Encoding, group: int) -> bool:
     """Whether `grouped_linear_packed` supports rows of this dtype and weights of this shape, [experts, out, in]."""
     is_half = x.dtype in (jnp.bfloat16, jnp.float16)
-    return is_half and group == GROUP and shape[1] % _FEW == 0 and math.prod(shape) < _MAX_ELEMENTS
+    return is_half and can_read(encoding, group) and shape[1] % _FEW == 0 and math.prod(shape) < _MAX_ELEMENTS
 
 
 @functools.cache
@@ -56,7 +57,7 @@ def _trial() -> tuple[np.ndarray, np.ndarray]:
     numbers = np.asarray(unpacked(values.reshape(192, 128), 4), np.float64).reshape(3, 64, 256)
     numbers = numbers * np.repeat(np.asarray(scale, np.float64), GROUP, axis=2) / 8
     exact, chosen = np.asarray(x, np.float64), np.asarray(experts)
-    got = grouped_linear(x, weight, experts), grouped_linear_packed(x, values, scale, experts, bits=4) / 8
+    got = grouped_linear(x, weight, experts), grouped_linear_packed(x, values, scale, experts, encoding="int4") / 8
     matrices = np.asarray(weight, np.float64), numbers
     expected = [np.einsum("ri,roi->ro", exact, matrix[chosen]) for matrix in matrices]
     return np.concatenate([np.asarray(a) for a in got]), np.concatenate(expected)
@@ -87,24 +88,30 @@ def grouped_linear(
     return _by_tiles(kernel, x, experts, [weight], [pl.BlockSpec(whole, place)], out_features, columns, interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("bits", "interpret"))
+@functools.partial(jax.jit, static_argnames=("encoding", "interpret"))
 def grouped_linear_packed(
-    x: jax.Array, values: jax.Array, scale: jax.Array, experts: jax.Array, *, bits: int, interpret: bool = False
+    x: jax.Array,
+    values: jax.Array,
+    scale: jax.Array,
+    experts: jax.Array,
+    *,
+    encoding: Encoding,
+    interpret: bool = False,
 ) -> jax.Array:
     """`grouped_linear` with packed weights, for arrays supported according to `fits_packed`.
 
     Args:
         x: as in `grouped_linear`.
         values: as in `hfax.kernels.quantized.QuantizedArray`, with a leading experts axis.
-        scale: [experts, out_features, in_features / 128] bfloat16.
+        scale: [experts, out_features, in_features / group] bfloat16, float16 or float32.
         experts: as in `grouped_linear`.
-        bits: 8 or 4.
+        encoding: of `values`.
         interpret: run the kernel in interpret mode, for tests.
 
     Returns:
         [rows, out_features] float32.
     """
-    num_experts, out_features, groups = scale.shape
+    (num_experts, out_features, _), groups, bits = scale.shape, x.shape[1] // GROUP, BITS[encoding]
     planes = 1 if bits == 8 else 4
     lanes = GROUP // planes
     flat = values.reshape(num_experts * out_features, -1)
@@ -112,12 +119,13 @@ def grouped_linear_packed(
     columns = math.gcd(out_features, _COLUMNS)
     specs = [
         pl.BlockSpec((num_experts, columns, groups, lanes), lambda n, t: (0, n, 0, 0)),
-        pl.BlockSpec((num_experts, columns, groups), lambda n, t: (0, n, 0)),
+        pl.BlockSpec((num_experts, columns, groups, scale.shape[2] // groups), lambda n, t: (0, n, 0, 0)),
     ]
-    arrays = [words.reshape(num_experts, out_features, groups, lanes), scale]
+    scales = scale.reshape(num_experts, out_features, groups, -1)
+    arrays = [words.reshape(num_experts, out_features, groups, lanes), scales]
     kernel = functools.partial(_multiply_packed_tile, planes=planes)
     shaped = x.reshape(x.shape[0], groups, planes, lanes)
-    return _by_tiles(kernel, shaped, experts, arrays, specs, out_features, columns, interpret, f"int{bits}_experts")
+    return _by_tiles(kernel, shaped, experts, arrays, specs, out_features, columns, interpret, f"{encoding}_experts")
 
 
 def _by_tiles(
@@ -182,10 +190,13 @@ def _multiply_packed_tile(
     expert, groups = expert_ref[...], x_ref.shape[1]
 
     def add(group: Any, sums: jax.Array) -> jax.Array:
-        weight, part = weight_ref[expert, :, group, :], jnp.zeros(out_ref.shape, jnp.float32)
-        for plane in range(planes):
-            numbers = plane_of(weight, plane, planes).astype(x_ref.dtype)
-            part += triton.dot(x_ref[:, group, plane, :], numbers, trans_b=True)
-        return sums + part * scale_ref[expert, :, group].astype(jnp.float32)[None]
+        weight, own = weight_ref[expert, :, group, :], scale_ref.shape[3]
+        for scale in range(own):
+            part = jnp.zeros(out_ref.shape, jnp.float32)
+            for plane in range(scale * planes // own, (scale + 1) * planes // own):
+                numbers = plane_of(weight, plane, planes).astype(x_ref.dtype)
+                part += triton.dot(x_ref[:, group, plane, :], numbers, trans_b=True)
+            sums += part * scale_ref[expert, :, group, scale].astype(jnp.float32)[None]
+        return sums
 
     out_ref[...] = jax.lax.fori_loop(0, _steps(used_ref, groups), add, jnp.zeros(out_ref.shape, jnp.float32))

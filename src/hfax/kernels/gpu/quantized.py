@@ -16,10 +16,11 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from hfax.kernels.encodings import BITS, Encoding
 from hfax.kernels.gpu.trial import agrees
 
 GROUP = 128
-"""Columns that share a scale."""
+"""Columns of a step: those that share a scale or, of 4-bit weights, words."""
 _MAX_ROWS = 128
 _MIN_DOT_ROWS = 16
 """Rows of x of the smallest matrix product of a GPU's tensor cores."""
@@ -27,13 +28,17 @@ _TILE = 4096
 """Elements of a single row's tile of products: 32 for each of 128 threads."""
 
 
-def fits(rows: int, shape: tuple[int, ...], bits: int, group: int) -> bool:
+def can_read(encoding: Encoding, group: int) -> bool:
+    """Whether the kernels multiply with weights in this format."""
+    return (encoding == "int8" and group == GROUP) or (encoding == "int4" and group in (GROUP, 64, 32))
+
+
+def fits(rows: int, shape: tuple[int, ...], encoding: Encoding, group: int) -> bool:
     """Whether the kernel supports this number of rows and a weight of this shape, [out, in], on one device."""
     return (
         0 < rows <= _MAX_ROWS
         and len(shape) == 2
-        and bits in (4, 8)
-        and group == GROUP
+        and can_read(encoding, group)
         and shape[0] % _MIN_DOT_ROWS == 0
         and shape[1] % GROUP == 0
     )
@@ -54,7 +59,11 @@ def _trial() -> tuple[np.ndarray, np.ndarray]:
         values = jnp.asarray(rng.integers(0, 255, (64, 32 * bits)), jnp.uint8)
         values = values.astype(jnp.int8) if bits == 8 else values
         numbers = np.asarray(unpacked(values, bits), np.float64) * np.repeat(np.asarray(scale, np.float64), 128, 1)
-        got.append(np.asarray(linear(x, values, scale, bits=bits, out_dtype=jnp.float32)).ravel())
+        got.append(
+            np.asarray(
+                linear(x, values, scale, encoding="int8" if bits == 8 else "int4", out_dtype=jnp.float32)
+            ).ravel()
+        )
         expected.append((np.asarray(x, np.float64) @ numbers.T).ravel())
     return np.concatenate(got), np.concatenate(expected)
 
@@ -74,9 +83,15 @@ def as_words(values: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(pairs, jnp.uint16)
 
 
-@functools.partial(jax.jit, static_argnames=("bits", "out_dtype", "interpret"))  # a kernel is traced once per shape
+@functools.partial(jax.jit, static_argnames=("encoding", "out_dtype", "interpret"))  # a kernel is traced once per shape
 def linear(
-    x: jax.Array, values: jax.Array, scale: jax.Array, *, bits: int, out_dtype: Any, interpret: bool = False
+    x: jax.Array,
+    values: jax.Array,
+    scale: jax.Array,
+    *,
+    encoding: Encoding,
+    out_dtype: Any,
+    interpret: bool = False,
 ) -> jax.Array:
     """`x @ weight.T` with float32 accumulation, for shapes supported according to `fits`.
 
@@ -85,8 +100,8 @@ def linear(
     Args:
         x: [rows, in_features] bfloat16 or float16.
         values: as in `hfax.kernels.quantized.QuantizedArray`.
-        scale: [out_features, in_features / 128] bfloat16.
-        bits: 8 or 4.
+        scale: [out_features, in_features / group] bfloat16, float16 or float32.
+        encoding: of `values`.
         out_dtype: dtype of the result.
         interpret: run the kernel in interpret mode, for tests.
 
@@ -94,8 +109,8 @@ def linear(
         [rows, out_features].
     """
     rows, width = x.shape
-    out_features, groups = scale.shape
-    if not fits(rows, (out_features, width), bits, width // groups):
+    out_features, groups, bits = scale.shape[0], width // GROUP, BITS[encoding]
+    if not fits(rows, (out_features, width), encoding, width // scale.shape[1]):
         raise ValueError(f"no kernel for {rows} rows and a weight [{out_features}, {width}]; ask `fits` first")
     planes = 1 if bits == 8 else 4
     weight = values.reshape(out_features, groups, GROUP) if bits == 8 else as_words(values)
@@ -111,7 +126,7 @@ def linear(
         kernel = functools.partial(_multiply_rows, planes=planes)
         x, warps = jnp.pad(x, ((0, count - rows), (0, 0))), 4 if count < 64 else 8
         stages = 4 if count < 64 else 2  # shared memory of compute capability 8.9 holds two of 128 rows
-    x = x.reshape(count, groups, planes, lanes)
+    x, scale = x.reshape(count, groups, planes, lanes), scale.reshape(out_features, groups, -1)
     out = pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((count, out_features), out_dtype),
@@ -119,12 +134,12 @@ def linear(
         in_specs=[
             pl.BlockSpec(x.shape, lambda i: (0, 0, 0, 0)),
             pl.BlockSpec((columns, groups, lanes), lambda i: (i, 0, 0)),
-            pl.BlockSpec((columns, groups), lambda i: (i, 0)),
+            pl.BlockSpec((columns, *scale.shape[1:]), lambda i: (i, 0, 0)),
         ],
         out_specs=pl.BlockSpec((count, columns), lambda i: (0, i)),
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
-        name=f"int{bits}_linear",
+        name=f"{encoding}_linear",
     )(x, weight, scale)
     return out[:rows]
 
@@ -141,14 +156,20 @@ def plane_of(weight: jax.Array, plane: int, planes: int) -> jax.Array:
     return ((weight >> (4 * plane)) & 15).astype(jnp.int32) - 8
 
 
+def scale_of(plane: int, planes: int, scales: int) -> int:
+    """Which of the scales that 128 columns have is the plane's."""
+    return plane * scales // planes
+
+
 def _multiply_row(x_ref: Any, weight_ref: Any, scale_ref: Any, out_ref: Any, *, planes: int, step: int) -> None:
     """One row of x with a block of the weight's rows, in tiles of [weight rows, groups, lanes]."""
     columns, groups, lanes = weight_ref.shape
 
     def add(index: Any, sums: jax.Array) -> jax.Array:
         part = pl.ds(index * step, step)
-        weight, scale = weight_ref[:, part, :], scale_ref[:, part].astype(jnp.float32)
+        weight = weight_ref[:, part, :]
         for plane in range(planes):
+            scale = scale_ref[:, part, scale_of(plane, planes, scale_ref.shape[2])].astype(jnp.float32)
             numbers = plane_of(weight, plane, planes).astype(jnp.float32) * scale[:, :, None]
             sums += numbers * x_ref[0, part, plane, :].astype(jnp.float32)[None]
         return sums
@@ -162,11 +183,14 @@ def _multiply_rows(x_ref: Any, weight_ref: Any, scale_ref: Any, out_ref: Any, *,
     count, (columns, groups, _) = x_ref.shape[0], weight_ref.shape
 
     def add(group: Any, sums: jax.Array) -> jax.Array:
-        weight, part = weight_ref[:, group, :], jnp.zeros((count, columns), jnp.float32)
-        for plane in range(planes):
-            numbers = plane_of(weight, plane, planes).astype(x_ref.dtype)
-            part += triton.dot(x_ref[:, group, plane, :], numbers, trans_b=True)
-        return sums + part * scale_ref[:, group].astype(jnp.float32)[None]
+        weight, own = weight_ref[:, group, :], scale_ref.shape[2]
+        for scale in range(own):
+            part = jnp.zeros((count, columns), jnp.float32)
+            for plane in range(scale * planes // own, (scale + 1) * planes // own):
+                numbers = plane_of(weight, plane, planes).astype(x_ref.dtype)
+                part += triton.dot(x_ref[:, group, plane, :], numbers, trans_b=True)
+            sums += part * scale_ref[:, group, scale].astype(jnp.float32)[None]
+        return sums
 
     sums = jax.lax.fori_loop(0, groups, add, jnp.zeros((count, columns), jnp.float32))
     out_ref[...] = sums.astype(out_ref.dtype)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from hfax.kernels.encodings import BITS, Encoding
 from hfax.kernels.expert_tiles import in_tiles
 
 _LANES = 128
@@ -27,22 +28,34 @@ _DEPTHS = (2048, 1792, 1536, 1280, 1024, 896, 768, 640, 512, 384, 256)
 _MANY, _DEPTH_OF_MANY = 128, 1024
 
 
-def fits(rows: int, shape: tuple[int, ...], bits: int, group: int) -> bool:
+def can_read(encoding: Encoding, group: int) -> bool:
+    """Whether the kernels multiply with weights in this format."""
+    return group in ((_LANES,) if BITS[encoding] == 8 else (_LANES, 64, 32))
+
+
+def fits(rows: int, shape: tuple[int, ...], encoding: Encoding, group: int) -> bool:
     """Whether the kernel supports this number of rows and a weight of this shape, [out, in], on one device."""
-    return len(shape) == 2 and rows <= _MAX_ROWS and group == _LANES and _tiles(rows, shape, bits) is not None
+    can = len(shape) == 2 and rows <= _MAX_ROWS and can_read(encoding, group)
+    return can and _tiles(rows, shape, BITS[encoding]) is not None
 
 
-@functools.partial(jax.jit, static_argnames=("bits", "out_dtype", "interpret"))  # a kernel is traced once per shape
+@functools.partial(jax.jit, static_argnames=("encoding", "out_dtype", "interpret"))  # a kernel is traced once per shape
 def linear(
-    x: jax.Array, values: jax.Array, scale: jax.Array, *, bits: int, out_dtype: Any, interpret: bool = False
+    x: jax.Array,
+    values: jax.Array,
+    scale: jax.Array,
+    *,
+    encoding: Encoding,
+    out_dtype: Any,
+    interpret: bool = False,
 ) -> jax.Array:
     """`x @ weight.T` with float32 accumulation, for shapes supported according to `fits`.
 
     Args:
         x: [rows, in_features]; multiplied as bfloat16.
         values: as in `hfax.kernels.quantized.QuantizedArray`.
-        scale: [out_features, in_features / group] bfloat16.
-        bits: 8 or 4.
+        scale: [out_features, in_features / group] bfloat16 or float32.
+        encoding: of `values`.
         out_dtype: dtype of the result.
         interpret: run the kernel in interpret mode, for tests.
 
@@ -51,7 +64,7 @@ def linear(
     """
     rows, width = x.shape
     out_features, groups = scale.shape
-    group = width // groups
+    group, bits = width // groups, BITS[encoding]
     if (tiles := _tiles(rows, (out_features, width), bits)) is None:
         raise ValueError(f"no kernel for {rows} rows and a weight [{out_features}, {width}]; ask `fits` first")
     columns, depth = tiles
@@ -61,7 +74,7 @@ def linear(
     # one matrix per block of columns, with groups as rows
     scales = scale.T.reshape(width // depth, depth // group, out_features)
     stored = depth * bits // 8
-    multiply = functools.partial(_multiply_int8 if bits == 8 else _multiply_int4, group=group)
+    multiply = _multiplication(encoding, group)
     result = pl.pallas_call(
         functools.partial(_kernel, multiply=multiply),
         grid=(pl.cdiv(out_features, columns), width // depth),
@@ -75,19 +88,25 @@ def linear(
         scratch_shapes=[pltpu.VMEM((count, columns), jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
-        name=f"int{bits}_linear",
+        name=f"{encoding}_linear",
     )(*inputs, values, scales)
     return result[:rows]
 
 
-def fits_experts(shape: tuple[int, ...], bits: int, group: int) -> bool:
+def fits_experts(shape: tuple[int, ...], encoding: Encoding, group: int) -> bool:
     """Whether `experts_linear` supports matrices of this shape, [experts, out, in]."""
-    return len(shape) == 3 and group == _LANES and _tiles(1, shape[1:], bits) is not None
+    return len(shape) == 3 and can_read(encoding, group) and _tiles(1, shape[1:], BITS[encoding]) is not None
 
 
-@functools.partial(jax.jit, static_argnames=("bits", "interpret"))
+@functools.partial(jax.jit, static_argnames=("encoding", "interpret"))
 def experts_linear(
-    x: jax.Array, values: jax.Array, scale: jax.Array, experts: jax.Array, *, bits: int, interpret: bool = False
+    x: jax.Array,
+    values: jax.Array,
+    scale: jax.Array,
+    experts: jax.Array,
+    *,
+    encoding: Encoding,
+    interpret: bool = False,
 ) -> jax.Array:
     """Multiply each row by the transposed matrix of its expert; unused matrices are not read.
 
@@ -98,7 +117,7 @@ def experts_linear(
         values: as in `linear`, with a leading experts axis.
         scale: as in `linear`, with a leading experts axis.
         experts: [rows] int32; rows with an index past the last expert are undefined.
-        bits: 8 or 4.
+        encoding: of `values`.
         interpret: run the kernel in interpret mode, for tests.
 
     Returns:
@@ -106,7 +125,7 @@ def experts_linear(
     """
     rows, width = x.shape
     num_experts, out_features, groups = scale.shape
-    group = width // groups
+    group, bits = width // groups, BITS[encoding]
     if (tiles := _tiles(1, (out_features, width), bits)) is None:
         raise ValueError(f"no kernel for matrices [{out_features}, {width}]; ask `fits_experts` first")
     columns, depth = tiles
@@ -116,7 +135,7 @@ def experts_linear(
     padded = x.astype(jnp.bfloat16)[source]
     inputs = [padded] if bits == 8 else list(_by_nibbles(padded))
     scales = scale.swapaxes(1, 2).reshape(num_experts, width // depth, depth // group, out_features)
-    multiply = functools.partial(_multiply_int8 if bits == 8 else _multiply_int4, group=group)
+    multiply = _multiplication(encoding, group)
     specs = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=2,
         # tiles before weight columns: if the columns fit a step, data shared by the tiles of an expert is read once
@@ -135,7 +154,7 @@ def experts_linear(
         out_shape=jax.ShapeDtypeStruct((count * height, out_features), jnp.float32),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
         interpret=interpret,
-        name=f"int{bits}_experts",
+        name=f"{encoding}_experts",
     )(of_tile, used, *inputs, values, scales)
     return result[place]
 
@@ -186,7 +205,15 @@ def _experts_kernel(of_tile: Any, used: Any, *refs: Any, multiply: Any) -> None:
         out[...] = total[...].astype(out.dtype)
 
 
-def _multiply_int8(x: Any, weight: Any, scale: Any, *, group: int) -> jax.Array:
+def _multiplication(encoding: Encoding, group: int) -> Any:
+    if BITS[encoding] == 8:
+        return functools.partial(_multiply_bytes, group=group)
+    return functools.partial(
+        _multiply_nibbles, group=group, number=_number_of_fp4 if encoding == "fp4" else _number_of_int4
+    )
+
+
+def _multiply_bytes(x: Any, weight: Any, scale: Any, *, group: int) -> jax.Array:
     total = 0.0
     for g in range(scale.shape[0]):
         here = slice(g * group, (g + 1) * group)
@@ -195,22 +222,43 @@ def _multiply_int8(x: Any, weight: Any, scale: Any, *, group: int) -> jax.Array:
     return jnp.asarray(total)
 
 
-def _multiply_int4(lower: Any, upper: Any, weight: Any, scale: Any, *, group: int) -> jax.Array:
-    """128 bytes hold two groups of columns; each half of the lanes is multiplied by the scale of its group."""
-    rows, total = lower.shape[0], 0.0
-    is_first = jax.lax.broadcasted_iota(jnp.int32, (rows, _LANES), 1) < group // 2
-    for pair in range(scale.shape[0] // 2):
+def _multiply_nibbles(lower: Any, upper: Any, weight: Any, scale: Any, *, group: int, number: Any) -> jax.Array:
+    """128 bytes hold two words' columns, one in each half of the lanes; even bytes have planes 0 and 1, odd ones 2 and 3.
+
+    Lanes that belong to different groups are multiplied apart, each with its group's scale.
+    """
+    rows, groups, total = lower.shape[0], 2 * _LANES // group, 0.0
+    lane = jax.lax.broadcasted_iota(jnp.int32, (rows, _LANES), 1)
+    half, count = (lane >= _LANES // 2).astype(jnp.int32), 2 if group == _LANES else 4
+    part = half if count == 2 else 2 * half + (lane & 1)
+    for pair in range(scale.shape[0] // groups):
         here = slice(pair * _LANES, (pair + 1) * _LANES)
         stored = weight[:, here].astype(jnp.int32)
-        sums = jnp.zeros((2 * rows, weight.shape[0]), jnp.float32)
+        sums = []
         for x, nibbles in ((lower, stored & 15), (upper, stored >> 4)):
-            numbers = (nibbles - 8).astype(jnp.float32).astype(jnp.bfloat16)
             each = x[:, here].astype(jnp.float32)
-            halves = jnp.concatenate([jnp.where(is_first, each, 0.0), jnp.where(is_first, 0.0, each)])
-            sums = sums + _dot(halves.astype(jnp.bfloat16), numbers)
-        scales = scale[2 * pair : 2 * pair + 2, :].astype(jnp.float32)
-        total = total + sums[:rows] * scales[:1] + sums[rows:] * scales[1:]
+            parts = jnp.concatenate([jnp.where(part == p, each, 0.0) for p in range(count)])
+            sums.append(_dot(parts.astype(jnp.bfloat16), number(nibbles).astype(jnp.float32).astype(jnp.bfloat16)))
+        scales = scale[groups * pair : groups * (pair + 1), :].astype(jnp.float32)
+        for p in range(count):
+            own = slice(p * rows, (p + 1) * rows)
+            if group == 32:  # a plane each
+                first = 4 * (p // 2) + 2 * (p % 2)
+                total = total + sums[0][own] * scales[first : first + 1] + sums[1][own] * scales[first + 1 : first + 2]
+            else:
+                total = total + (sums[0][own] + sums[1][own]) * scales[p : p + 1]
     return jnp.asarray(total)
+
+
+def _number_of_int4(nibbles: jax.Array) -> jax.Array:
+    return nibbles - 8
+
+
+def _number_of_fp4(nibbles: jax.Array) -> jax.Array:
+    """By arithmetic, since a kernel has no tables: twice the sizes are 0, 1, 2, 3, 4, 6, 8 and 12."""
+    size = nibbles & 7
+    twice = size + jnp.maximum(size - 4, 0) + 2 * jnp.maximum(size - 6, 0)
+    return jnp.where(nibbles < 8, twice, -twice).astype(jnp.float32) * 0.5
 
 
 def _dot(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -84,7 +84,12 @@ _EXPERTS = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
-_GEMMA = {**_FIELDS, **_HEADS, "attention.sliding_window": "sliding_window", "final_logit_softcapping": "final_logit_softcapping"}
+_GEMMA = {
+    **_FIELDS,
+    **_HEADS,
+    "attention.sliding_window": "sliding_window",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
 
 _OUTSIDE = {r"^token_embd\.": "model.embed_tokens.", r"^output\.": "lm_head.", r"^blk\.": "model.layers."}
 _NORM = {r"^output_norm\.": "model.norm."}

@@ -85,7 +85,7 @@ def _make_config(model: GgufModel) -> Any:
 
 def _write_tokenizer(model: GgufModel, folder: Path) -> None:
     """Write the tokenizer as transformers builds it from the metadata; a file without one, or of an unknown kind, gets none."""
-    from transformers.integrations.gguf import convert_gguf_tokenizer
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
     if "tokenizer.ggml.model" not in model.metadata:
         return
@@ -95,7 +95,9 @@ def _write_tokenizer(model: GgufModel, folder: Path) -> None:
         PreTrainedTokenizerFast(tokenizer_object=backend, **options).save_pretrained(folder)
     except OSError:
         raise
-    except Exception as error:  # transformers raises ValueError, KeyError, IndexError, … for vocabularies that it does not know
+    except (
+        Exception
+    ) as error:  # transformers raises ValueError, KeyError, IndexError, … for vocabularies that it does not know
         logger.warning(
             "%s: transformers cannot build its tokenizer: %s: %s", model.files[0].path, type(error).__name__, error
         )
@@ -103,7 +105,7 @@ def _write_tokenizer(model: GgufModel, folder: Path) -> None:
 
 def _tokenizer_metadata(model: GgufModel) -> tuple[dict[str, Any], dict[str, Any]]:
     """What `transformers.integrations.gguf.get_gguf_tokenizer` returns, from metadata that are read already."""
-    from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING
 
     given = {
         key.removeprefix("tokenizer."): value.tolist() if isinstance(value, np.ndarray) else value

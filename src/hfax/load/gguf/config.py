@@ -32,7 +32,9 @@ def read_config(model: GgufModel) -> dict[str, Any]:
     if model.architecture not in ARCHITECTURES:
         return _known_to_transformers(model)
     values = _values(model)
-    architecture = MIXTRAL if values.get("expert_count") and model.architecture == "llama" else ARCHITECTURES[model.architecture]
+    architecture = (
+        MIXTRAL if values.get("expert_count") and model.architecture == "llama" else ARCHITECTURES[model.architecture]
+    )
     found = {field: values[key] for key, field in architecture.fields.items() if key in values}
     if differing := [key for key in architecture.fields if isinstance(values.get(key), np.ndarray)]:
         raise UnsupportedModelError(
@@ -89,8 +91,13 @@ def _check_sizes(model: GgufModel) -> None:
     }
     wrong |= {key: values.get(key) for key in _REQUIRED if not isinstance(values.get(key), int) or values[key] < 1}
     has_table = "token_embd.weight" in model.names and len(model.shape("token_embd.weight")) == 2
-    limits = {"block_count": len(model.names), "attention.head_count": model.shape("token_embd.weight")[1] if has_table else 0}
-    wrong |= {key: values[key] for key, most in limits.items() if isinstance(values.get(key), int) and values[key] > most}
+    limits = {
+        "block_count": len(model.names),
+        "attention.head_count": model.shape("token_embd.weight")[1] if has_table else 0,
+    }
+    wrong |= {
+        key: values[key] for key, most in limits.items() if isinstance(values.get(key), int) and values[key] > most
+    }
     if wrong or not has_table:
         listed = ", ".join(f"{key}={value!r}" for key, value in sorted(wrong.items())) or "no token_embd.weight"
         raise CheckpointCorruptError(
@@ -123,7 +130,7 @@ def _token(model: GgufModel, kind: str) -> int | None:
 
 
 def _attention_scale(values: dict[str, Any], width: int) -> int:
-    """Gemma's divisor of scores before its square root, which files leave out; llama.cpp tells the largest models by their layers."""
+    """Gemma's divisor of scores before its square root, which files leave out; llama.cpp tells large models by their layers."""
     heads = values["attention.head_count"]
     largest = values["block_count"] in (46, 62)
     return width // heads if largest else values.get("attention.key_length", width // heads)

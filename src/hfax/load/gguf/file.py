@@ -8,6 +8,7 @@ before it is used. This module knows nothing about models, nor what the bytes of
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import mmap
 import os
@@ -54,7 +55,19 @@ TYPES: dict[int, tuple[str, int, int]] = {
 }
 """ggml's number of each type: its name, and the values and bytes of a block."""
 
-_SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<?", 10: "<u8", 11: "<i8", 12: "<f8"}
+_SCALARS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "<?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
 """The numpy dtype of each type of metadata but strings and arrays."""
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
@@ -135,7 +148,7 @@ class GgufFile:
         """
         info = self.tensors[name]
         array = np.empty((last - first, info.row_bytes), np.uint8)
-        buffer, done = memoryview(array).cast("B"), 0
+        buffer, done = memoryview(array.data).cast("B"), 0
         while done < len(buffer):
             try:
                 count = os.preadv(self._fd, [buffer[done:]], info.begin + first * info.row_bytes + done)
@@ -259,7 +272,9 @@ def _read_table(reader: _Reader, number: int, metadata: dict[str, Any]) -> tuple
         shape = reader.unpack(f"<{dimensions}Q", f"tensor {name!r}")[::-1]  # the fastest first in the file
         kind, offset = reader.unpack("<IQ", f"tensor {name!r}")
         if kind not in TYPES:
-            reader.fail(f"tensor {name!r} has the type {kind}, which ggml did not have when this version of hfax was made")
+            reader.fail(
+                f"tensor {name!r} has the type {kind}, which ggml did not have when this version of hfax was made"
+            )
         if offset % alignment:
             reader.fail(f"tensor {name!r} is at {offset}, which is not a multiple of the alignment {alignment}")
         found.append((name, kind, shape, offset))
@@ -268,7 +283,7 @@ def _read_table(reader: _Reader, number: int, metadata: dict[str, Any]) -> tuple
     if len(tensors) < len(found):
         reader.fail("two of its tensors have one name")
     ordered = sorted(tensors, key=lambda name: tensors[name].begin)
-    for one, other in zip(ordered, ordered[1:], strict=False):
+    for one, other in itertools.pairwise(ordered):
         if tensors[one].end > tensors[other].begin:
             reader.fail(f"tensors {one!r} and {other!r} overlap")
     return tensors, reader.position
@@ -277,7 +292,9 @@ def _read_table(reader: _Reader, number: int, metadata: dict[str, Any]) -> tuple
 def _locate(reader: _Reader, name: str, kind: int, shape: tuple[int, ...], begin: int) -> TensorInfo:
     _, values, size = TYPES[kind]
     if shape[-1] % values or 0 in shape:
-        reader.fail(f"tensor {name!r} of type {TYPES[kind][0]} has shape {shape}, whose rows are not blocks of {values}")
+        reader.fail(
+            f"tensor {name!r} of type {TYPES[kind][0]} has shape {shape}, whose rows are not blocks of {values}"
+        )
     end = begin + math.prod(shape) // values * size
     if end > reader.size:
         reader.fail(f"tensor {name!r} ends at byte {end}, and the file at {reader.size}")

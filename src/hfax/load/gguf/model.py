@@ -41,13 +41,14 @@ class GgufModel:
                 "The files of a split model lie in one folder, named …-00001-of-0000N.gguf, and share no tensor.",
                 "Download all files of the model again, under the names that they had.",
             )
-        self.architecture = self.metadata.get("general.architecture")
-        if not isinstance(self.architecture, str):
+        architecture = self.metadata.get("general.architecture")
+        if not isinstance(architecture, str):
             raise CheckpointCorruptError(
                 f"{paths[0]} does not say which architecture it holds.",
-                f"Its metadata have general.architecture={self.architecture!r}.",
+                f"Its metadata have general.architecture={architecture!r}.",
                 "Make the file again with llama.cpp's convert_hf_to_gguf.py.",
             )
+        self.architecture: str = architecture
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -1,0 +1,16 @@
+"""What the codes of packed weights mean."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Encoding = Literal["int8", "int4", "fp8", "fp4"]
+"""What a code means: a signed integer of 8 or 4 bits, a float8_e4m3fn, or one of the 16 values of `FP4_VALUES`."""
+
+BITS: dict[Encoding, int] = {"int8": 8, "int4": 4, "fp8": 8, "fp4": 4}
+
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The values of float4_e2m1fn, by code (OCP Microscaling Formats 1.0, table 5)."""
+
+WORD_COLUMNS = 128
+"""Columns whose codes of 4 bits share words, see `hfax.kernels.quantized.QuantizedArray`."""

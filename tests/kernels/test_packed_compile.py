@@ -1,0 +1,82 @@
+"""The kernels for weights as other libraries store them are compiled for chips that are not there."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from hfax.kernels.encodings import BITS
+from hfax.kernels.experts import grouped_linear
+from hfax.kernels.quantized import QuantizedArray, linear
+from hfax.kernels.target import compiling_for
+from hfax.planning.devices import topology_devices
+
+CODES = {"int8": "int8", "fp8": "float8_e4m3fn"}
+
+
+over_shapes = pytest.mark.parametrize(
+    ("lead", "rows"),
+    [((), 1), ((), 60), ((8,), 1), ((8,), 60)],
+    ids=["row", "rows", "row of experts", "rows of experts"],
+)
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.usefixtures("tpu_compiler")
+@over_shapes
+@pytest.mark.parametrize(
+    ("encoding", "group", "dtype", "has_offset"),
+    [
+        ("int8", 128, "float32", True),
+        ("int4", 128, "float32", True),
+        ("int4", 32, "float32", True),
+        ("fp4", 32, "bfloat16", False),
+        ("fp8", 128, "float32", False),
+    ],
+)
+def test_kernels_compile_for_tpu(encoding, group, dtype, has_offset, lead, rows):
+    check("v5e:2x2", encoding, group, dtype, has_offset, lead, rows)
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("gpu_compiler")
+@over_shapes
+@pytest.mark.parametrize("machine", ["h100:1", "l4:1"])
+@pytest.mark.parametrize(
+    ("encoding", "group", "dtype", "has_offset"),
+    [
+        ("int8", 128, "float32", False),
+        ("int4", 128, "float16", True),
+        ("int4", 64, "float16", False),
+        ("int4", 32, "float32", True),
+    ],
+)
+def test_kernels_compile_for_gpu(machine, encoding, group, dtype, has_offset, lead, rows):
+    check(machine, encoding, group, dtype, has_offset, lead, rows)
+
+
+def check(topology, encoding, group, dtype, has_offset, lead, rows):
+    """Compiles a product for the first of these devices, by the kernel."""
+    device = topology_devices(topology)[0]
+    mesh = Mesh(np.array([device]), ("tensor",))
+
+    def given(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, P()))
+
+    of_groups = given((*lead, 512, 1024 // group), dtype)
+    weight = QuantizedArray(
+        values=given((*lead, 512, 1024 * BITS[encoding] // 8), CODES.get(encoding, "uint8")),
+        scale=of_groups,
+        offset=of_groups if has_offset else None,
+        encoding=encoding,
+        dtype=jnp.dtype("bfloat16"),
+    )
+    x, experts = given((rows, 1024), "bfloat16"), given((rows,), "int32")
+    with compiling_for(device, mesh=mesh) as where:
+        if lead:
+            jax.jit(grouped_linear).lower(x, weight, experts).compile()
+        else:
+            jax.jit(linear).lower(x, weight).compile()
+    assert all(f"kernel ({encoding} weights)" in way for way in where.chosen)
