@@ -67,9 +67,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory, pipeline_checkpoints: 
     qwen3 = save(folder / "qwen3", random_model(transformers.Qwen3Config(**sizes)), tokenizer)
     save(folder / "qwen3-moe", random_model(transformers.Qwen3MoeConfig(**sizes, **experts)), tokenizer)
     pipeline_checkpoints.SAVE["text-classification"](folder / "classifier")
+    pipeline_checkpoints.SAVE["feature-extraction"](folder / "encoder")
     return {
         **dict.fromkeys(["qwen3", "my-checkpoint", "my-model", "folder", "shape"], qwen3),
-        **{"qwen3-moe": folder / "qwen3-moe", "my-classifier": folder / "classifier", "flax-model": FLAX},
+        **{name: folder / name for name in ("qwen3-moe", "encoder")},
+        **{"my-classifier": folder / "classifier", "flax-model": FLAX},
     }
 
 

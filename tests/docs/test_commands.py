@@ -80,6 +80,7 @@ STAND_INS = {
     "Qwen/Qwen3-30B-A3B": "qwen3-moe",
     "meta-llama/Meta-Llama-3-8B": "./my-model/config.json",
     "distilbert/distilbert-base-uncased-finetuned-sst-2-english": "./my-classifier",
+    "sentence-transformers/all-MiniLM-L6-v2": "encoder",
     "owner/flax-model": "./flax-model",
     "pretrained=./model": "pretrained=./my-model",
     "--port 8000": "--port 0",
@@ -110,6 +111,7 @@ BEFORE = {
     "hfax train sft.yaml --resume --accept-change learning_rate": "hfax train sft.yaml",
     "hfax convert ./model ./for-flax --to flax": "hfax convert owner/flax-model ./model",
     "hfax convert ./model ./parts --to orbax": "hfax convert owner/flax-model ./model",
+    "hfax serve bundle --max-model-len 512": "hfax export demo --out bundle",
     "hfax chat Qwen/Qwen3-0.6B --history talk.json": r"printf 'Hello\n/save talk.json\n' | hfax chat demo",
 }
 """Command lines that need what another one leaves behind."""
@@ -275,11 +277,17 @@ def test_a_command_line_works(line: str) -> None:
 @pytest.mark.usefixtures("workplace")
 @pytest.mark.parametrize("line", _marked("serve"), ids=str)
 def test_a_server_starts_and_answers(line: str) -> None:
+    if before := BEFORE.get(line):
+        _run_line(before)
     arguments = _arguments(line)[1:]
     with servers.started(*arguments) as (_, client, _lines):
         keys = re.findall(r"--api-key (\S+)", line)
         headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
         (model,) = client.get("/v1/models", headers=headers).json()["data"]
+        if "encoder" in arguments:
+            body = {"model": model["id"], "input": ["A text.", "Another one."]}
+            assert len(client.post("/v1/embeddings", headers=headers, json=body).json()["data"]) == 2
+            return
         body = {"model": model["id"], "prompt": "Return a new", "max_tokens": 3}
         answer = client.post("/v1/completions", headers=headers, json=body).json()
     assert answer["usage"]["completion_tokens"] == 3

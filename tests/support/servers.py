@@ -19,6 +19,14 @@ import hfax
 SOURCE = Path(hfax.__file__).parents[1]
 
 
+def _healthy(client: httpx.Client) -> bool:
+    """False while the model loads, and where nothing listens any more: the caller looks whether the process lives."""
+    try:
+        return client.get("/health").status_code == 200
+    except httpx.ConnectError:
+        return False
+
+
 @contextlib.contextmanager
 def started(
     *arguments: str, flags: tuple[str, ...] = (), waits: bool = True, **variables: str
@@ -50,8 +58,10 @@ def started(
             time.sleep(0.05)
         address = next(line.split()[2].rstrip(",") for line in lines if "Listening on" in line)
         with httpx.Client(base_url=address, timeout=60) as client:
-            while waits and client.get("/health").status_code != 200:
-                assert process.poll() is None, "".join(lines)
+            while waits and not _healthy(client):
+                if process.poll() is not None:
+                    reader.join(20)
+                    raise AssertionError("".join(lines))
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
             yield process, client, lines
