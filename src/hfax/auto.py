@@ -70,7 +70,8 @@ class AutoModelForTPU:
         """Load a checkpoint from a local folder or the Hugging Face Hub.
 
         Args:
-            pretrained_model_name_or_path: a folder, a Hub id such as "Qwen/Qwen3-0.6B", or "demo" for the model bundled with hfax.
+            pretrained_model_name_or_path: a folder; a Hub id such as "Qwen/Qwen3-0.6B"; a GGUF file's path, or its name on the Hub
+                ("owner/repo:Q4_K_M"); or "demo" for the model bundled with hfax.
             backend: "jax", "torch_xla", the name of a third-party backend, or "auto" for the first available one.
             task: a pipeline task name such as "text-classification", to load a class other than the checkpoint's own.
             dtype: "auto" for the checkpoint's dtype, or "float32", "bfloat16", "float16", or a torch dtype.

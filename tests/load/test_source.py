@@ -99,7 +99,7 @@ INCOMPLETE = {
     "empty": ([], CheckpointNotFoundError, "It has: nothing"),
     "no weights": (["config.json", "README.md"], CheckpointNotFoundError, "has no weights"),
     "tensorflow": (["config.json", "tf_model.h5"], CheckpointNotFoundError, "it has tf_model.h5"),
-    "gguf": (["config.json", "q4.gguf"], CheckpointNotFoundError, "GGUF"),
+    "gguf": (["config.json", "q4.gguf"], CheckpointCorruptError, "q4.gguf is not a readable GGUF"),
     "adapter": (["config.json", "adapter_model.safetensors"], CheckpointNotFoundError, "merge_and_unload"),
     "original": (["config.json", "consolidated.00.pth"], CheckpointNotFoundError, "it has consolidated.00.pth"),
     "no index": (["config.json", *SHARDS], CheckpointNotFoundError, "Download model.safetensors.index.json too"),

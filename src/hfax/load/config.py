@@ -77,14 +77,19 @@ def read_generation_config(folder: Path | None, module: PreTrainedModel) -> Gene
 
 
 def read_any_config(model: str | Path | PretrainedConfig, trust_remote_code: bool) -> PretrainedConfig:
-    """A config from a Hub id, a folder, a config.json, "demo", or a config object (copied).
+    """A config from a Hub id, a folder, a config.json, a GGUF file, "demo", or a config object (copied).
 
     Raises:
         InvalidInputError: no config was found.
+        HfaxError: a GGUF file was not found or is not readable, see `resolve_checkpoint`.
     """
+    from hfax.load.source import names_gguf, resolve_checkpoint
+
     if isinstance(model, PretrainedConfig):
         return copy.deepcopy(model)
     path: Any = demo_folder() if model == "demo" else model
+    if names_gguf(path):
+        path = resolve_checkpoint(path).folder
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:

@@ -119,6 +119,15 @@ def resolve_checkpoint(
 _GGUF_ON_HUB = re.compile(r"(?P<repo>[^/:]+/[^/:]+)(?::(?P<tag>[\w.-]+)|/(?P<file>[^:]+\.gguf))")
 
 
+def names_gguf(name_or_path: str | os.PathLike[str]) -> bool:
+    """Whether a name can only be a GGUF model's: a file, a folder without other weights, or a file of a Hub repository."""
+    name = os.fspath(name_or_path)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return is_gguf([path.name for path in folder.iterdir()])
+    return name.endswith(".gguf") or (not folder.exists() and _GGUF_ON_HUB.fullmatch(name) is not None)
+
+
 def _open_folder(name: str, folder: Path, commit: str | None, gguf: str | None = None) -> CheckpointSource:
     names = {path.name for path in folder.iterdir() if path.is_file() or path.name == ORBAX_FOLDER}
     where = f"{name} ({folder})" if commit or name == DEMO_NAME else str(folder)
