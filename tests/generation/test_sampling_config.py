@@ -101,7 +101,8 @@ def test_every_field_of_generation_config_is_honoured_rejected_or_without_effect
             "num_return_sequences",
             "return_dict_in_generate",
         ),
-        *("output_scores", "output_logits", "pad_token_id", "bos_token_id", "decoder_start_token_id"),
+        *("output_scores", "output_logits", "output_hidden_states", "output_attentions"),
+        *("pad_token_id", "bos_token_id", "decoder_start_token_id"),
         *("num_beams", "early_stopping", "length_penalty"),
         *("prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens"),
     }
@@ -127,8 +128,6 @@ def test_every_field_of_generation_config_is_honoured_rejected_or_without_effect
         ("low_memory", True),
         ("prefill_chunk_size", 64),
         ("continuous_batching_config", {}),
-        ("output_attentions", True),
-        ("output_hidden_states", True),
         ("cache_config", {"backend": "quanto"}),
         ("cache_implementation", "quantized"),
     ],

@@ -222,6 +222,7 @@ def save_whisper(folder: Path) -> Path:
         "no_timestamps_token_id": ids("<|notimestamps|>"),
         "prev_sot_token_id": ids("<|startofprev|>"),
         "max_initial_timestamp_index": 20,
+        "alignment_heads": [[0, 1], [1, 0], [1, 3]],
         "return_timestamps": False,
         "suppress_tokens": [1, 2, 7],
         "begin_suppress_tokens": [5, ids("<|endoftext|>")],

@@ -51,6 +51,11 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
         sound(3.1),
         {"return_timestamps": True, "generate_kwargs": {**_WHISPER, "language": "de"}},
     ),
+    "automatic-speech-recognition, long, with times of words": (
+        "automatic-speech-recognition",
+        sound(3.1),
+        {"return_timestamps": "word", "generate_kwargs": {**_WHISPER, "language": "de"}},
+    ),
     "automatic-speech-recognition, ctc": ("automatic-speech-recognition, ctc", sound(1.0), {}),
     "automatic-speech-recognition, ctc, letters": (
         "automatic-speech-recognition, ctc",

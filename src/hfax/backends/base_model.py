@@ -45,11 +45,19 @@ _SAMPLING_EXTRAS = ("presence_penalty", "frequency_penalty")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """A checked call of `generate`: prompts, options, and forward arguments that are not arrays."""
+    """A checked call of `generate`.
+
+    Args:
+        prompts: the padded prompts.
+        options: the resolved options.
+        static: forward arguments that are not arrays.
+        given: of an encoder-decoder, forward's arrays by name as the caller gave them.
+    """
 
     prompts: requests.Prompts
     options: GenerationOptions
     static: dict[str, Any]
+    given: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 def draw_seed() -> int:
@@ -282,6 +290,7 @@ class BaseModel:
         arrays = {n: self._host_array(n, v) for n, v in model_inputs.items() if is_array(v) or isinstance(v, list)}
         static = {n: v for n, v in model_inputs.items() if n not in arrays and v is not None}
         arrays = registry.prepare_inputs(self._skeleton.module, arrays, self.patches, self.backend)
+        as_given = self._as_given(prompt, arrays) if self._traits.is_encoder_decoder else {}
         kept = further["past_key_values"] if further["cache"] is None else further["cache"]
         prompts = self._prompts(prompt, arrays, config)
         prompts = prompts if kept is None else self._resumed(kept, prompts, {**arrays, **static})
@@ -319,7 +328,11 @@ class BaseModel:
                 *negative, config=config, prompts=prompts, traits=self._traits, vocab_size=self._vocab_size()
             ),
         )
-        return Request(prompts=prompts, options=options_resolved, static=static), to_torch
+        return Request(prompts=prompts, options=options_resolved, static=static, given=as_given), to_torch
+
+    def _as_given(self, prompt: Any, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        main = self._traits.main_input
+        return {**arrays, **({main: self._host_array(main, prompt)} if prompt is not None else {})}
 
     def _resumed(self, kept: Any, prompts: requests.Prompts, inputs: Mapping[str, Any]) -> requests.Prompts:
         """The prompts of which a cache holds the beginning."""
@@ -385,8 +398,7 @@ class BaseModel:
                     "The encoder reads token ids, which are embedded inside the program.",
                     f"Pass {traits.main_input}, or generate with plain transformers.",
                 )
-            main = traits.main_input
-            encoder = {**arrays, **({main: self._host_array(main, prompt)} if prompt is not None else {})}
+            main, encoder = traits.main_input, self._as_given(prompt, arrays)
             decoder = encoder.pop("decoder_input_ids", None)
             if main not in encoder:
                 raise InvalidInputError(

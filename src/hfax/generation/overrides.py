@@ -74,9 +74,25 @@ def run_own_generate(
     Returns:
         The result of the class's method.
     """
+    attention = module.config._attn_implementation
+
+    def with_own_attention(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Whisper sets "eager" for word-level timestamps; hfax's programs return the weights with any implementation."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if module.config._attn_implementation != attention:
+                module.config._attn_implementation = attention
+            return function(*args, **kwargs)
+
+        return call
+
     host = object.__new__(_host_class(type(module)))
     host.__dict__.update(module.__dict__)
-    host.__dict__.update(generation_config=generation_config, _hfax_forward=forward, _hfax_loop=loop)
+    host.__dict__.update(
+        generation_config=generation_config,
+        _hfax_forward=with_own_attention(forward),
+        _hfax_loop=with_own_attention(loop),
+    )
     with torch.no_grad():
         return host.generate(*(() if prompt is None else (prompt,)), **options)
 
@@ -115,13 +131,6 @@ class _GeneralGeneration(GenerationMixin):
                 f"{', '.join(wrong)} cannot be used with {type(self).__name__}.",
                 "It generates several times in a call.",
                 "Remove it, or generate with plain transformers.",
-            )
-        asked = (options.get("output_attentions"), getattr(generation_config, "output_attentions", None))
-        if any(asked):
-            raise UnsupportedOptionError(
-                f"{type(self).__name__}.generate() cannot return attention weights.",
-                "hfax's attention does not materialize them; Whisper needs them for word-level timestamps.",
-                "Use return_timestamps=True for segment-level timestamps.",
             )
         processors = list(logits_processor or ())
         for detector in [p for p in processors if isinstance(p, WhisperNoSpeechDetection)]:

@@ -31,8 +31,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "low_memory": (False, None),
     "prefill_chunk_size": (None,),
     "continuous_batching_config": (None,),
-    "output_attentions": (False, None),
-    "output_hidden_states": (False, None),
     "cache_config": (None,),
     "cache_implementation": (
         None, "static", "dynamic", "dynamic_full", "hybrid", "hybrid_chunked", "sliding_window"
@@ -43,7 +41,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 _MOVED = "It moved from transformers to code on the Hub ({}) that hfax does not run."
 _OTHER_LOOP = "It is another way of choosing tokens, which hfax's loop does not have."
 _DRAFTS = "hfax drafts with prompt_lookup_num_tokens or another model as assistant_model."
-_LAYERS = "Programs return what the next token needs, not what each layer computes."
 WHY: dict[str, str] = {
     "num_beam_groups": _MOVED.format("transformers-community/group-beam-search"),
     "diversity_penalty": "It separates groups of beams. " + _MOVED.format("transformers-community/group-beam-search"),
@@ -59,9 +56,6 @@ WHY: dict[str, str] = {
     "low_memory": "A program's memory is fixed when it is compiled; a smaller batch or dtype needs less.",
     "prefill_chunk_size": "The prompt is read at once; hfax.Engine reads prompts in chunks.",
     "continuous_batching_config": "hfax.Engine batches continuously and has its own EngineConfig.",
-    "output_attentions": _LAYERS + " For attentions, call the model itself on the text.",
-    "output_hidden_states": _LAYERS
-    + " For hidden states, call the model itself on the text with output_hidden_states=True.",
     "cache_config": "hfax's cache has the dtype of the weights, and its size follows from the call.",
     "cache_implementation": "hfax's cache is of fixed size on the device; it is neither offloaded nor quantized.",
 }

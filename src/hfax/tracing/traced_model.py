@@ -32,6 +32,7 @@ from hfax.patches import registry
 from hfax.patches.masks import decoder_padding
 from hfax.tracing import geometry, whole_text
 from hfax.tracing import torchax as tracing
+from hfax.tracing.attention_weights import attention_weights
 from hfax.tracing.caches import arrays_in, cache_arguments, open_cache, take_texts
 from hfax.tracing.encoders import EncoderOutputs, run_encoder
 from hfax.tracing.pytrees import register_output_class
@@ -118,7 +119,8 @@ class TracedModel:
         def call(module: torch.nn.Module) -> Any:
             call_args, call_kwargs = unflatten(structure, tracing.wrap([_as_traced(a) for a in arrays]))
             call_kwargs = tracing.wrap_constants(call_kwargs)
-            outputs, out_structure = flatten(module(*call_args, **call_kwargs), tracing.is_tensor)
+            with attention_weights(module, call_kwargs):
+                outputs, out_structure = flatten(module(*call_args, **call_kwargs), tracing.is_tensor)
             return [tracing.unwrap(o) for o in outputs], out_structure
 
         checks: dict[str, jax.Array] = {}

@@ -19,12 +19,14 @@ from hfax.generation.beam_config import num_beams
 from hfax.generation.beam_loop import run_beam_search
 from hfax.generation.generate import GenerationLoop, open_loop
 from hfax.generation.host_loop import Streamer, make_stop_check, run_generation
+from hfax.generation.layer_outputs import layer_outputs
 from hfax.generation.outputs import as_sequences
 from hfax.generation.overrides import GenerateFunction, run_own_generate
 from hfax.generation.speculation import Speculation
 from hfax.programs.buckets import Buckets
 from hfax.programs.model_parts import ModelParts
 from hfax.tracing.structure import flatten, has_torch, is_array, unflatten
+from hfax.tracing.traits import ModelTraits
 
 _ASSISTANT_TOKENS = 5
 """Default number of draft tokens per round of an assistant model."""
@@ -118,7 +120,8 @@ def run_request(
     *,
     streamer: Streamer | None,
     tokenizer: Any,
-    is_encoder_decoder: bool,
+    traits: ModelTraits,
+    forward: Callable[..., Any],
     to_torch: bool,
 ) -> Any:
     """The result of `generate`: run the loop of a request to its end.
@@ -129,7 +132,8 @@ def run_request(
         request: the request.
         streamer: gets the tokens as they are generated.
         tokenizer: required with `stop_strings`.
-        is_encoder_decoder: selects transformers' output class.
+        traits: of the model; they select transformers' output class.
+        forward: the compiled forward pass, for outputs of layers.
         to_torch: return torch tensors instead of jax arrays.
     """
     config = request.options.config
@@ -144,12 +148,25 @@ def run_request(
         generated,
         request.prompts.given,
         num_return_sequences=config.num_return_sequences or 1,
-        is_encoder_decoder=is_encoder_decoder,
+        is_encoder_decoder=traits.is_encoder_decoder,
         as_dict=bool(config.return_dict_in_generate) or bool(request.options.keep),
         give=lambda array: give(array, to_torch),
     )
-    if config.return_dict_in_generate and not is_encoder_decoder and (cache := loop.keep(generated, request.prompts)):
-        result["cache"] = cache
+    if config.return_dict_in_generate:
+        layers = layer_outputs(
+            forward,
+            request.prompts,
+            request.options,
+            np.asarray(result.sequences),
+            traits,
+            static=request.static,
+            given=request.given,
+            to_torch=to_torch,
+        )
+        for name, value in layers.items():
+            result[name] = value
+        if not traits.is_encoder_decoder and (cache := loop.keep(generated, request.prompts)):
+            result["cache"] = cache
     return result
 
 

@@ -37,6 +37,7 @@ from hfax.generation.generate import GenerationLoop
 from hfax.generation.generation_request import Prompts
 from hfax.generation.host_loop import Streamer
 from hfax.generation.kept_cache import KeptCache, resumed
+from hfax.generation.layer_outputs import check_layer_outputs
 from hfax.generation.overrides import has_own_generate
 from hfax.generation.warm_up import WarmedUp
 from hfax.launch.driven import drive
@@ -318,7 +319,8 @@ class JaxModel(AdapterMethods, BaseModel):
 
         Returns:
             [batch · num_return_sequences, prompt + new] ids, prompts first; int64 torch for torch prompts, else int32 jax. With
-            `return_dict_in_generate=True`, transformers' output class with `sequences`, `scores`, `logits`; of a beam search
+            `return_dict_in_generate=True`, transformers' output class with `sequences`, `scores`, `logits`, and the outputs of
+            layers (`output_hidden_states`, `output_attentions`), for which the finished text is read once more; of a beam search
             `beam_indices` and `sequences_scores`; and for other calls of decoders `cache`: an opaque `KeptCache`, which holds
             memory of the device for as long as it exists.
 
@@ -334,7 +336,8 @@ class JaxModel(AdapterMethods, BaseModel):
                 request,
                 streamer=streamer,
                 tokenizer=tokenizer,
-                is_encoder_decoder=self._traced.traits.is_encoder_decoder,
+                traits=self._traced.traits,
+                forward=self.__call__,
                 to_torch=to_torch,
             )
 
@@ -386,6 +389,7 @@ class JaxModel(AdapterMethods, BaseModel):
         if self._layout.spans_processes:  # a given one, too: a command draws it in each process
             seed, seeds = None if seed is None else agree(seed), lambda: agree(draw_seed())
         request, to_torch = self._request(inputs, generation_config, options, seed, seeds)
+        check_layer_outputs(request.prompts, request.options, request.static)
         return with_drafts(
             request, self.parts, None if assistant_model is None else parts_of(assistant_model)
         ), to_torch

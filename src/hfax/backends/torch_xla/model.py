@@ -15,6 +15,7 @@ from hfax.backends.torch_xla.sharding import Spread
 from hfax.errors import UnsupportedModelError, UnsupportedOptionError
 from hfax.generation.beam_config import num_beams
 from hfax.generation.host_loop import Streamer, make_stop_check, run_generation
+from hfax.generation.layer_outputs import asked_for
 from hfax.generation.outputs import as_sequences
 from hfax.generation.overrides import has_own_generate
 from hfax.known_words import missing_attribute
@@ -172,6 +173,12 @@ class TorchXlaModel(BaseModel):
                 "The backend torch_xla does not support speculative decoding.",
                 "Its loop generates one token per step.",
                 'Remove prompt_lookup_num_tokens and assistant_model, or use backend="jax".',
+            )
+        if asked := asked_for(config):
+            raise UnsupportedOptionError(
+                f"{' and '.join(asked)}: the backend torch_xla does not return what layers compute.",
+                "Its loop returns what the next token needs.",
+                'Call the model itself on the finished text, or use backend="jax".',
             )
         if num_beams(config) > 1:
             raise UnsupportedOptionError(
