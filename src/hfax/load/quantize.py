@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal, get_args
 
 import jax.numpy as jnp
@@ -237,25 +237,50 @@ def spec_of(where: Sharding) -> P | None:
 
 
 def _int8(tensor: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    groups = tensor.float().reshape(*tensor.shape[:-1], -1, group)
-    scale = (groups.abs().amax(-1) / 127).to(torch.bfloat16)
-    values = (groups / _nonzero(scale)).round_().clamp_(-127, 127).to(torch.int8)
-    return values.reshape(tensor.shape), scale
+    values, scale = torch.empty_like(tensor, dtype=torch.int8), _empty_scale(tensor, group)
+    for rows, codes, scales in _blocks(tensor, values, scale):
+        groups = rows.float().unflatten(-1, (-1, group))
+        scales.copy_(groups.abs().amax(-1) / 127)
+        codes.copy_((groups / _nonzero(scales)).round_().clamp_(-127, 127).flatten(-2))
+    return values, scale
 
 
 def _int4(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    groups = tensor.float().reshape(*tensor.shape[:-1], -1, WORD_COLUMNS)
-    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
-    scale = (largest / -8).to(torch.bfloat16)
-    values = (groups / _nonzero(scale)).round_().clamp_(-8, 7).to(torch.int8).add_(8).view(torch.uint8)
-    return _in_words(values.reshape(tensor.shape)), scale
+    words, scale = (
+        tensor.new_empty((*tensor.shape[:-1], tensor.shape[-1] // 2), dtype=torch.uint8),
+        _empty_scale(tensor, WORD_COLUMNS),
+    )
+    for rows, packed, scales in _blocks(tensor, words, scale):
+        groups = rows.float().unflatten(-1, (-1, WORD_COLUMNS))
+        largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
+        scales.copy_(largest / -8)
+        codes = (groups / _nonzero(scales)).round_().clamp_(-8, 7).add_(8).to(torch.uint8)
+        packed.copy_(_in_words(codes.flatten(-2)))
+    return words, scale
+
+
+_BLOCK = 1 << 20
+"""Numbers that are quantized at a time: intermediate results are in float32, and as large as a block, not as the weight."""
+
+
+def _blocks(tensor: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Blocks of rows of several contiguous tensors with the same leading axes."""
+    rows = max(1, _BLOCK // tensor.shape[-1])
+    yield from zip(*(t.reshape(-1, t.shape[-1]).split(rows) for t in (tensor, *others)), strict=True)
+
+
+def _empty_scale(tensor: torch.Tensor, group: int) -> torch.Tensor:
+    return tensor.new_empty((*tensor.shape[:-1], tensor.shape[-1] // group), dtype=torch.bfloat16)
 
 
 def _in_words(codes: torch.Tensor) -> torch.Tensor:
     """[..., in] uint8 codes of 4 bits as [..., in / 2] uint8, in the order of `QuantizedArray.values`."""
-    quarters = codes.reshape(*codes.shape[:-1], -1, 4, 32).unbind(-2)
-    low, high = quarters[0] | quarters[1] << 4, quarters[2] | quarters[3] << 4
-    return torch.stack([low, high], dim=-1).reshape(*codes.shape[:-1], -1)
+    quarters = codes.reshape(*codes.shape[:-1], -1, 2, 2, 32)
+    words = codes.new_empty((*quarters.shape[:-3], 32, 2))
+    for half in (0, 1):
+        torch.bitwise_left_shift(quarters[..., half, 1, :], 4, out=words[..., half])
+        words[..., half] |= quarters[..., half, 0, :]
+    return words.flatten(-3)
 
 
 def _nonzero(scale: torch.Tensor) -> torch.Tensor:

@@ -199,9 +199,10 @@ def as_torch(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array.view(bits)).view(getattr(torch, array.dtype.name))
 
 
-_ARENA_BYTES = 64 << 20
-"""Arena size, in bytes. Smaller tensors share an arena: a huge page per small tensor would be wasteful, and the system
-limits the number of mappings. An arena is freed when all of its tensors are gone."""
+_ARENA_BYTES = 8 << 20
+_SHARED_BYTES = 1 << 20
+"""Tensors of fewer bytes share an arena of `_ARENA_BYTES`: the system limits the number of mappings. An arena is freed when all of
+its tensors are gone; larger ones, which may be converted and dropped while a norm beside them stays, have memory of their own."""
 
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -221,7 +222,7 @@ class HostBuffers:
 
     def take(self, num_bytes: int) -> memoryview:
         """A zeroed buffer of `num_bytes`, at least 1."""
-        if num_bytes >= _ARENA_BYTES:
+        if num_bytes >= _SHARED_BYTES:
             return _anonymous(num_bytes)[:num_bytes]
         with self._lock:
             start = -(-self._used // self._alignment) * self._alignment
@@ -232,11 +233,12 @@ class HostBuffers:
 
 
 def _anonymous(num_bytes: int) -> memoryview:
-    # Round up to whole huge pages: Linux aligns a mapping to them only if its length is a multiple. Untouched pages cost
-    # nothing.
+    # Round up to whole huge pages: Linux aligns a mapping to them only if its length is a multiple. Only those that are filled are
+    # asked for, so that the rest of the last one is never touched and costs nothing.
     rounded = -(-num_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    filled = num_bytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
     memory = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE"):
+    if filled and sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel built without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            memory.madvise(mmap.MADV_HUGEPAGE, 0, filled)
     return memoryview(memory)

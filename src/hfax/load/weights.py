@@ -29,6 +29,7 @@ from hfax.load.conversion import (
     run_step,
 )
 from hfax.load.flax_names import unknown_to_flax
+from hfax.load.freed_memory import give_back_freed_memory
 from hfax.load.orbax_checkpoint import OrbaxStore
 from hfax.load.packed import PackedLayout
 from hfax.load.placement import check_fits, place, place_slices
@@ -57,6 +58,8 @@ logger = logging.getLogger(__name__)
 
 _READERS = 2
 """Number of steps loaded concurrently; bounds the tensors held in host memory."""
+_KEPT_BYTES = 128 << 20
+"""Weights after which the memory of freed tensors is given back: they were converted from about as many bytes."""
 _COMPARED_BYTES = 1 << 20
 _COMPARED_NUMBERS = 1 << 20
 
@@ -171,13 +174,19 @@ def load_weights(
         return placed
 
     weights: dict[str, Weight] = {}
+    since = 0
     with concurrent.futures.ThreadPoolExecutor(_READERS, thread_name_prefix="hfax-load") as pool:
         try:
             for placed in pool.map(load_step, plan.steps):
                 weights.update(placed)
+                since += sum(weight.nbytes for _, weight in placed)
+                if since > _KEPT_BYTES:
+                    give_back_freed_memory()
+                    since = 0
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    give_back_freed_memory()
     if store.assembled:
         _report(still_packed, dequantized, errors, quantization)
     tied = _settle_ties(weights, skeleton.tied)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hfax.load.formats.parts import by_module, misfit, need, need_shape, packed_weight, refused, spread, width_of_groups
-from hfax.load.formats.unpacking import from_words
+from hfax.load.formats.unpacking import from_words, signed
 from hfax.load.packed import PackedTensor, StoredWeight
 from hfax.load.store import TensorStore
 
@@ -91,7 +91,7 @@ def _weight(parts: tuple[str, ...], shape: tuple[int, int], size: int, codes: An
         offset = (8 - codes(qzeros).float()) * scale.float()
         return PackedTensor(
             encoding="int4",
-            codes=(codes(qweight).to(torch.int8) - 8).contiguous(),
+            codes=signed(codes(qweight).contiguous(), 4),
             scale=spread(scale, (1, size), shape),
             offset=spread(offset, (1, size), shape) if offset.any() else None,
         )

@@ -23,7 +23,7 @@ from hfax.load.formats.parts import (
     spread,
     width_of_groups,
 )
-from hfax.load.formats.unpacking import from_words
+from hfax.load.formats.unpacking import from_words, signed
 from hfax.load.packed import Encoding, PackedTensor, StoredWeight
 from hfax.load.store import TensorStore
 
@@ -80,7 +80,7 @@ def _weight(store: TensorStore, module: str, parts: Mapping[str, str], options: 
 
     def read() -> PackedTensor:
         columns = None if order is None else order_of(store.read(order), size, order)
-        codes = (from_words(store.read(qweight).T.contiguous(), bits, width).short() - half).to(torch.int8)
+        codes = signed(from_words(store.read(qweight).T.contiguous(), bits, width), bits)
         scale = store.read(scales).T.contiguous()
         zeros = zeros_of(store.read(qzeros), bits, rows, options, qzeros).T.float() - half
         offset = None if not zeros.any() else spread(-zeros * scale.float(), block, shape)

@@ -27,12 +27,19 @@ def from_padded_words(words: torch.Tensor, bits: int, count: int) -> torch.Tenso
     return codes.flatten(-2)[..., :count].to(torch.uint8)
 
 
+def signed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 codes of up to 8 bits with half their range subtracted, as int8: in place, where the result may share their memory."""
+    return codes.bitwise_xor_(0x80).view(torch.int8) if bits == 8 else codes.view(torch.int8).sub_(1 << (bits - 1))
+
+
 def from_bytes(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """[..., n] uint8 as [..., n * 8 / bits] uint8 codes of 2, 4 or 8 bits, the lowest bits first."""
     if bits == 8:
         return packed
-    codes = torch.stack([packed >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], dim=-1)
-    return codes.flatten(-2)
+    codes = packed.new_empty((*packed.shape, 8 // bits))
+    for place, shift in enumerate(range(0, 8, bits)):
+        torch.bitwise_right_shift(packed, shift, out=codes[..., place])
+    return codes.bitwise_and_((1 << bits) - 1).flatten(-2)
 
 
 def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
