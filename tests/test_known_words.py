@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import hfax
 from hfax import AutoModelForTPU, LoraConfig, Trainer, TrainingArguments, known_words
 from hfax.errors import HfaxError, InvalidInputError, UnsupportedAttributeError, UnsupportedOptionError
+from hfax.train.recipe import make_recipe
 
 CONFIG = tiny_llama_config(hidden_size=32, tie_word_embeddings=True)
 IDS = torch.tensor([[3, 5, 7, 11]])
@@ -73,6 +74,7 @@ CALLS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "from_pretrained": lambda options: AutoModelForTPU.from_pretrained("demo", **options),
     "TrainingArguments": lambda options: TrainingArguments("run", **options),
     "Trainer": lambda options: Trainer(None, None, **options),
+    "recipe": lambda options: make_recipe({"model": "demo", "train_data": "rows", "output_dir": "run", **options}),
     "generate": lambda options: AutoModelForTPU.from_config(CONFIG).generate(IDS, max_new_tokens=1, **options),
 }
 

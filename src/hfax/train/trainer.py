@@ -42,6 +42,7 @@ class Trainer:
         data_collator: collates rows into a batch; None: `PaddingCollator`, or `PackedCollator` for packed rows.
         optimizer: an optax optimizer; None: AdamW configured by `args`.
         loss: see `make_train_step`.
+        ref_model: see `make_train_step`.
         trainable: see `make_train_step`.
 
     Raises:
@@ -67,6 +68,7 @@ class Trainer:
         data_collator: Collator | None = None,
         optimizer: optax.GradientTransformation | None = None,
         loss: Loss | None = None,
+        ref_model: JaxModel | None = None,
         trainable: Trainable = None,
         **others: Any,
     ) -> None:
@@ -78,7 +80,7 @@ class Trainer:
         self._num_parts = 1 if model.mesh is None else size_of(model.mesh, BATCH_AXES)
         """Number of data-parallel shards of the mesh."""
         first = next(iter(train_dataset if train_dataset is not None else eval_dataset or []), None)
-        self._first, self._loss = first, loss
+        self._first, self._loss, self._ref_model = first, loss, ref_model
         self._collate = data_collator or _choose_collator(model, first)
         if isinstance(self._collate, PackedCollator):
             check_packing(model)
@@ -141,23 +143,28 @@ class Trainer:
             eval_dataset: data to evaluate on; None: the trainer's eval_dataset.
 
         Returns:
-            "eval_loss", the mean over all labels, and "eval_perplexity".
+            "eval_loss", the mean over all labels, and "eval_perplexity"; for a loss of your own, its mean over rows (or labels)
+            and that of each of its metrics, with "eval_" before the name.
 
         Raises:
             InvalidInputError: there is no data.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         params = self.model.params if self.state is None else self.state.params
-        total = weight = 0.0
+        totals: dict[str, float] = {}
+        weight = 0.0
         size = self.args.per_device_eval_batch_size or self.args.per_device_train_batch_size
         for rows in in_batches(dataset or [], size * self._num_parts):
-            metrics = self._step.evaluate(params, self._collate(rows))
-            total += float(metrics["loss"]) * float(metrics["weight"])
-            weight += float(metrics["weight"])
+            metrics = {n: float(value) for n, value in self._step.evaluate(params, self._collate(rows)).items()}
+            share = metrics.pop("weight")
+            weight += share
+            totals = {n: totals.get(n, 0.0) + share * value for n, value in metrics.items()}
         if not weight:
             raise InvalidInputError("There is no evaluation data.", "The data set has no labels.", "Pass eval_dataset.")
-        loss = total / weight
-        return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
+        means = {f"eval_{name}": total / weight for name, total in totals.items()}
+        return (
+            means if self._loss is not None else {**means, "eval_perplexity": math.exp(min(means["eval_loss"], 700.0))}
+        )
 
     def save(self, folder: str | Path | None = None) -> Path:
         """Save the trained model with `save_pretrained`; if an adapter is active, save only the adapter in PEFT format.
@@ -247,7 +254,7 @@ class Trainer:
             "dropout": args.dropout,
         }
         if not args.label_smoothing_factor:
-            return TrainStep(self.model, optimizer, self._loss, **options)
+            return TrainStep(self.model, optimizer, self._loss, ref_model=self._ref_model, **options)
         if self._loss is not None:
             raise InvalidInputError(
                 f"label_smoothing_factor={args.label_smoothing_factor} does not go with a loss of your own.",
