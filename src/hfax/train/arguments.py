@@ -15,8 +15,9 @@ from hfax.known_words import reject_arguments
 from hfax.train.argument_values import check_values
 from hfax.train.occasions import check_strategies
 from hfax.train.schedules import check_schedule, depends_on_end, make_schedule
+from hfax.train.trackers import TRACKERS, installed_trackers
 
-_REPORTERS = ("jsonl", "tensorboard")
+_REPORTERS = ("jsonl", "tensorboard", *TRACKERS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,14 @@ class TrainingArguments:
         seed: seed for shuffling and dropout.
         shuffle: reshuffle rows each epoch.
         group_by_length: put shuffled rows of similar length into a step, which needs less padding.
-        report_to: "jsonl" (metrics.jsonl) and "tensorboard" (runs/): one, several, "all" or "none".
+        report_to: "jsonl" (metrics.jsonl), "tensorboard" (runs/), "wandb" and "trackio" (through these packages): one, several,
+            "all" that are installed, or "none".
+        run_name: name of the run in wandb and trackio.
+        project: their project.
+        push_to_hub: upload the trained model (or adapter) after `train`.
+        hub_model_id: repository to upload to, "owner/name" or a name of your own; None: the name of `output_dir`.
+        hub_private_repo: visibility of a newly created repository; None: the account's default.
+        hub_token: Hub token; None uses the one from `hf auth login`.
         progress: show a progress bar if stderr is a terminal.
     """
 
@@ -108,6 +116,12 @@ class TrainingArguments:
     shuffle: bool = True
     group_by_length: bool = False
     report_to: str | tuple[str, ...] = ("jsonl",)
+    run_name: str | None = None
+    project: str = "huggingface"
+    push_to_hub: bool = False
+    hub_model_id: str | None = None
+    hub_private_repo: bool | None = None
+    hub_token: str | None = dataclasses.field(default=None, repr=False)
     progress: bool = True
 
     def __new__(cls, *args: Any, **options: Any) -> TrainingArguments:
@@ -138,15 +152,24 @@ class TrainingArguments:
                 "Rows of similar length are put together, so the order of the data is not kept.",
                 "Leave one of them out.",
             )
-        words: dict[str, tuple[str, ...]] = {"all": _REPORTERS, "none": ()}
-        given = words.get(self.report_to, (self.report_to,)) if isinstance(self.report_to, str) else self.report_to
+        given = self.report_to
+        if given == "all":
+            given = ("jsonl", "tensorboard", *installed_trackers())
+        elif isinstance(given, str):
+            given = () if given == "none" else (given,)
         if unknown := set(given) - set(_REPORTERS):
             raise InvalidInputError(
                 f"report_to={self.report_to!r} names {sorted(unknown)[0]!r}.",
-                "Metrics can be written as JSON Lines and to TensorBoard.",
-                'Pass report_to="jsonl", "tensorboard", "all" or "none".',
+                "Metrics can be written as JSON Lines, to TensorBoard, wandb and trackio.",
+                f"Pass {', '.join(_REPORTERS)}, all or none.",
             )
         object.__setattr__(self, "report_to", tuple(given))
+        if self.hub_model_id is not None and not self.push_to_hub:
+            raise InvalidInputError(
+                f"hub_model_id={self.hub_model_id!r} is given without push_to_hub.",
+                "Nothing would be uploaded.",
+                "Add push_to_hub=True; or call trainer.push_to_hub(), and leave it out.",
+            )
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """Steps of the warm-up in a run of `num_training_steps`, as in transformers."""

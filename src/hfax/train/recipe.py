@@ -246,7 +246,7 @@ def run_recipe(
         reference = None
     trainer = Trainer(
         model,
-        recipe.training,
+        dataclasses.replace(recipe.training, push_to_hub=False, hub_model_id=None),  # after the adapter is merged
         *sets,
         data_collator=collator,
         loss=recipe.loss,
@@ -260,6 +260,9 @@ def run_recipe(
         model.merge_adapter()
     folder = trainer.save()
     tokenizer.save_pretrained(folder)
+    if recipe.training.push_to_hub:
+        trainer.args = recipe.training
+        trainer.push_to_hub(folder=folder)
     return trainer, metrics, folder
 
 

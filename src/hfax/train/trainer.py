@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from hfax.errors import CheckpointCorruptError, HfaxError, InvalidInputError
 from hfax.known_words import keywords, reject_arguments
 from hfax.sharding.mesh import BATCH_AXES, size_of
 from hfax.train.arguments import TrainingArguments
+from hfax.train.callbacks import Callbacks
 from hfax.train.checkpoints import Checkpoints
 from hfax.train.data import BatchOrder, Collator, PackedCollator, PaddingCollator, in_batches
 from hfax.train.label_smoothing import SmoothedTrainStep
@@ -44,6 +45,8 @@ class Trainer:
         loss: see `make_train_step`.
         ref_model: see `make_train_step`.
         trainable: see `make_train_step`.
+        callbacks: transformers' `TrainerCallback`s, called at its events except those within a step. `model` is this one, which
+            has the current weights at `on_evaluate`, `on_save` and `on_train_end`.
 
     Raises:
         InvalidInputError: the model cannot be trained with these options, or the data set has fewer rows than a step needs.
@@ -70,6 +73,7 @@ class Trainer:
         loss: Loss | None = None,
         ref_model: JaxModel | None = None,
         trainable: Trainable = None,
+        callbacks: Sequence[Any] | None = None,
         **others: Any,
     ) -> None:
         reject_arguments("Trainer", others, keywords(Trainer.__init__))
@@ -94,6 +98,8 @@ class Trainer:
         self._step = self._make_step(optimizer or args.optimizer(self._total, choose_decay(model.module)), trainable)
         self.state: TrainState | None = None
         self._best = BestEvaluation(args.metric_for_best_model, args.greater_is_better)
+        self._callbacks = Callbacks(callbacks or (), args, model)
+        self._callbacks.call("on_init_end")
 
     def train(self, *, resume_from_checkpoint: bool = False, accept_changes: Collection[str] = ()) -> dict[str, float]:
         """Train to the end.
@@ -116,17 +122,19 @@ class Trainer:
         checkpoints = Checkpoints(self._folder, self.args.save_total_limit)
         try:
             done = self._begin(checkpoints, resume_from_checkpoint, accept_changes)
-            log = MetricsLog(
-                self._folder, self.args.report_to, after=done, total=self._total, progress=self.args.progress
-            )
+            log = MetricsLog(self._folder, self.args, after=done, total=self._total)
             try:
-                return self._run(checkpoints, log, done)
+                metrics = self._run(checkpoints, log, done)
             finally:
                 log.close()
         finally:
             if self.state is not None:
                 self._step.update_model(self.state)
             checkpoints.close()
+        self._callbacks.call("on_train_end")
+        if self.args.push_to_hub:
+            self.push_to_hub()
+        return metrics
 
     def resume(self, *, accept_changes: Collection[str] = ()) -> dict[str, float]:
         """Resume `train` from the last whole checkpoint.
@@ -156,6 +164,7 @@ class Trainer:
         size = self.args.per_device_eval_batch_size or self.args.per_device_train_batch_size
         for rows in in_batches(dataset or [], size * self._num_parts):
             metrics = {n: float(value) for n, value in self._step.evaluate(params, self._collate(rows)).items()}
+            self._callbacks.call("on_prediction_step")
             share = metrics.pop("weight")
             weight += share
             totals = {n: totals.get(n, 0.0) + share * value for n, value in metrics.items()}
@@ -178,6 +187,36 @@ class Trainer:
         else:
             self.model.save_pretrained(folder)
         return folder
+
+    def push_to_hub(self, commit_message: str = "End of training", *, folder: str | Path | None = None) -> str:
+        """Save the model, or the adapter, and upload it to `hub_model_id`.
+
+        Args:
+            commit_message: commit message.
+            folder: a folder that is uploaded as it is; None: what `save` writes to "model" in `output_dir`.
+
+        Returns:
+            The URL of the commit.
+
+        Raises:
+            CheckpointAccessError: the token has no write access, or the Hub cannot be reached.
+        """
+        from hfax.load.hub import upload_folder
+
+        self._callbacks.call("on_push_begin")
+        return upload_folder(
+            self.save() if folder is None else Path(folder),
+            self.args.hub_model_id or self._folder.resolve().name,
+            commit_message=commit_message,
+            private=self.args.hub_private_repo,
+            token=self.args.hub_token,
+            revision=None,
+            create_pr=False,
+        )
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback, see `callbacks`."""
+        self._callbacks.add(callback)
 
     # The loop
 
@@ -268,14 +307,14 @@ class Trainer:
         return args.per_device_train_batch_size * self._num_parts * args.gradient_accumulation_steps
 
     def _run(self, checkpoints: Checkpoints, log: MetricsLog, done: int) -> dict[str, float]:
-        args, speed = self.args, Speed(self.model, self._step.trainable)
+        args, speed, calls = self.args, Speed(self.model, self._step.trainable), self._callbacks
         per_epoch = None if self._order is None else self._order.steps_per_epoch
         evaluated, saved = evaluations(args, per_epoch), saves(args, per_epoch)
         last: dict[str, float] = {}
         held: dict[str, float] = {}
         losses: list[float] = []
         pending: tuple[int, Any] | None = None
-        step = done
+        step, current = done, None
 
         def settle() -> None:
             """Read the metrics of the last started step."""
@@ -285,33 +324,50 @@ class Trainer:
                 losses.append(last["loss"])
                 pending = None
 
+        calls.start(done, self._total, self._best.value)
         for step, epoch, rows in self._steps(done):
+            if current != (current := epoch):
+                calls.call("on_epoch_begin")
+            calls.begin_step()
             batch = self._collate(rows)
             state, metrics = self._step(self._require_state(), batch)
             self.state = state
+            calls.call("on_optimizer_step")
             settle()  # the previous step, while the device runs this one
             pending = step, metrics
             speed.note(batch)
             log.advance(step)
-            ends = step == self._total
-            if step % args.logging_steps == 0 or ends:
+            share = step / per_epoch if per_epoch else float(epoch)
+            calls.state.global_step, calls.state.epoch = step, share
+            calls.call("on_step_end")
+            ends = step == self._total or calls.control.should_training_stop
+            if step % args.logging_steps == 0 or ends or calls.control.should_log:
                 settle()
                 rate = {} if self._rate is None else {"learning_rate": float(self._rate(step - 1))}
                 mean = {"loss": sum(losses) / len(losses)}  # over the steps since the last line
-                log.write(step, {**last, **mean, **rate, "epoch": epoch, **speed.read()})
+                line = {**last, **mean, **rate, "epoch": share, **speed.read()}
+                log.write(step, line)
+                calls.log(step, line)
                 losses.clear()
+            if ends or (per_epoch and step % per_epoch == 0):
+                calls.call("on_epoch_end")
             is_best = False
-            if self.eval_dataset is not None and evaluated.is_due(step, ends=ends):
+            if self.eval_dataset is not None and (evaluated.is_due(step, ends=ends) or calls.control.should_evaluate):
                 settle()
                 held = self.evaluate()
                 log.write(step, held)
+                calls.log(step, held)
+                self._call_with_weights("on_evaluate", metrics=held)
                 is_best = self._best.note(step, held) and args.load_best_model_at_end
+                calls.state.best_metric, calls.state.best_global_step = self._best.value, self._best.step
                 ends = ends or self._best.worse >= (args.early_stopping_patience or math.inf)
+                ends = ends or calls.control.should_training_stop
                 speed.pause()
-            if is_best or saved.is_due(step, ends=ends):
+            if is_best or saved.is_due(step, ends=ends) or calls.control.should_save:
                 settle()  # never save a step with a non-finite loss
                 checkpoints.best = self._best.step if args.load_best_model_at_end else None
                 checkpoints.save(state, {"best": self._best.state(), "shape": self._shape})
+                self._call_with_weights("on_save")
             if ends:
                 settle()
                 break
@@ -319,6 +375,12 @@ class Trainer:
         if args.load_best_model_at_end:
             self._load_best(checkpoints)
         return {**last, **held, "steps": step}
+
+    def _call_with_weights(self, event: str, **more: Any) -> None:
+        """Call callbacks while the model has the current weights."""
+        if self._callbacks:
+            self._step.update_model(self._require_state())
+            self._callbacks.call(event, **more)
 
     def _load_best(self, checkpoints: Checkpoints) -> None:
         """Replace the last step's weights with those of the best evaluation."""
@@ -336,13 +398,13 @@ class Trainer:
         self.state = checkpoints.restore(best, like)
         logger.info("loaded the best model, of step %d", best)
 
-    def _steps(self, done: int) -> Iterator[tuple[int, float, Any]]:
+    def _steps(self, done: int) -> Iterator[tuple[int, int, Any]]:
+        """Number, epoch and rows of each step."""
         assert self._order is not None
-        per_epoch = self._order.steps_per_epoch
         for step, (epoch, rows) in enumerate(self._order.after(done), start=done + 1):
             if step > self._total:
                 return
-            yield step, step / per_epoch if per_epoch else float(epoch), rows
+            yield step, epoch, rows
 
     def _checked(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
         """A step's metrics as floats.
