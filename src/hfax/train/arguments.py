@@ -44,6 +44,7 @@ class TrainingArguments:
         adam_epsilon: AdamW epsilon.
         max_grad_norm: maximum gradient norm for clipping; None: no clipping.
         label_smoothing_factor: probability of each label that is spread over all classes, in training and in evaluation.
+        neftune_noise_alpha: noise on the input embeddings in training (NEFTune); None: none.
         gradient_checkpointing: keep only each layer's input and recompute the layer in the backward pass.
         dropout: False disables dropout, regardless of the config.
         logging_steps: steps between logged metrics.
@@ -100,6 +101,7 @@ class TrainingArguments:
     adam_epsilon: float = 1e-8
     max_grad_norm: float | None = 1.0
     label_smoothing_factor: float = 0.0
+    neftune_noise_alpha: float | None = None
     gradient_checkpointing: bool = False
     dropout: bool = True
     logging_steps: int = 10

@@ -31,6 +31,7 @@ from hfax.tracing.adapters import SCALING
 from hfax.tracing.structure import flatten, is_array, unflatten
 from hfax.train.labels import labels_of
 from hfax.train.losses import Apply, Loss, models_own_loss
+from hfax.train.neftune import noisy_embeddings
 from hfax.train.reference import check_reference, weights_of_reference
 from hfax.train.updates import apply_optimizer
 
@@ -84,7 +85,14 @@ class TrainStep:
         dropout: bool = True,
         master_dtype: Any = jnp.float32,
         ref_model: JaxModel | None = None,
+        neftune_noise_alpha: float | None = None,
     ) -> None:
+        if neftune_noise_alpha is not None and not dropout:
+            raise InvalidInputError(
+                f"neftune_noise_alpha={neftune_noise_alpha} does not go with dropout=False.",
+                "Noise is added in train mode, and dropout=False trains in eval mode.",
+                "Leave one of them out.",
+            )
         if gradient_accumulation_steps < 1:
             raise InvalidInputError(
                 f"gradient_accumulation_steps={gradient_accumulation_steps} is too small.",
@@ -104,6 +112,7 @@ class TrainStep:
         self._reference_weights = weights_of_reference(self._reference) if self._needed else {}
         self._parts = gradient_accumulation_steps
         self._remat, self._dropout = remat, dropout
+        self._noise = neftune_noise_alpha
         self._master = jnp.dtype(master_dtype)
         self._dtypes = {name: model.params[name].dtype for name in self.trainable}
         self._split = {name: model.params[name].sharding for name in self.trainable}
@@ -177,13 +186,25 @@ class TrainStep:
         arrays, structure = self._place(batch)
         return self._program(structure, state, arrays)
 
-    def evaluate(self, params: Params, batch: Mapping[str, Any]) -> Metrics:
+    def evaluate(
+        self,
+        params: Params,
+        batch: Mapping[str, Any],
+        outputs: Callable[[Apply, Mapping[str, Any]], Any] | None = None,
+    ) -> Metrics:
         """A batch's loss without dropout, and "weight", the number of labels it is averaged over; 0 and 0 if it has none.
 
         Args:
             params: weights from a state, or the model's own.
             batch: a training batch, see `__call__`.
+            outputs: a function as in `compute`, whose result is added as "outputs"; in the same program.
         """
+        if outputs is not None:
+
+            def both(apply: Apply, reference: Apply, inputs: Mapping[str, Any]) -> Any:
+                return {**self._measure(apply, reference, inputs), "outputs": outputs(apply, inputs)}
+
+            return self._computed(("loss", outputs), both, params, batch)
         return self._computed("loss", self._measure, params, batch)
 
     def compute(
@@ -273,7 +294,12 @@ class TrainStep:
         own = {name: array for name, array in frozen.items() if not name.startswith(_REFERENCE)}
         weights = {**own, **{name: array.astype(self._dtypes[name]) for name, array in params.items()}}
         dropout = key if self._dropout else None
-        return functools.partial(self.model.apply, weights, dropout_rng=dropout, remat=self._remat)
+
+        def apply(*args: Any, **inputs: Any) -> Any:
+            with noisy_embeddings(self.model, self._noise):
+                return self.model.apply(weights, *args, dropout_rng=dropout, remat=self._remat, **inputs)
+
+        return apply
 
     def _apply_reference(self, frozen: Params) -> Apply:
         weights = {n.removeprefix(_REFERENCE): a for n, a in frozen.items() if n.startswith(_REFERENCE)}
@@ -416,6 +442,7 @@ def make_train_step(
     dropout: bool = True,
     master_dtype: Any = jnp.float32,
     ref_model: JaxModel | None = None,
+    neftune_noise_alpha: float | None = None,
     mesh: Any = None,
 ) -> TrainStep:
     """A compiled training step with optax.
@@ -435,6 +462,7 @@ def make_train_step(
             was loaded with.
         ref_model: the model that a loss with a reference compares with (`DPOLoss`, `KTOLoss`; the teacher of `DistillationLoss`).
             None: this model as it is now, without its adapter.
+        neftune_noise_alpha: noise on the input embeddings in training, at most alpha / sqrt(length · width); None: none.
         mesh: mesh sizes by axis or a `jax.sharding.Mesh` to move the model to first. None: do not move it.
 
     Returns:
@@ -463,6 +491,7 @@ def make_train_step(
         dropout=dropout,
         master_dtype=master_dtype,
         ref_model=ref_model,
+        neftune_noise_alpha=neftune_noise_alpha,
     )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optax
 
 from hfax.backends.jax.model import JaxModel
@@ -23,6 +24,7 @@ from hfax.train.logs import MetricsLog
 from hfax.train.losses import Loss
 from hfax.train.occasions import BestEvaluation, evaluations, saves
 from hfax.train.packing import check_packing
+from hfax.train.predictions import ComputeMetrics, Predictor
 from hfax.train.resumption import check_unchanged, described, fingerprint
 from hfax.train.speed import Speed
 from hfax.train.step import Trainable, TrainState, TrainStep
@@ -45,6 +47,10 @@ class Trainer:
         loss: see `make_train_step`.
         ref_model: see `make_train_step`.
         trainable: see `make_train_step`.
+        compute_metrics: takes transformers' `EvalPrediction` (numpy arrays of logits and labels of the evaluation data, padded with
+            -100) and returns metrics by name, which evaluations report; with the model's own loss.
+        preprocess_logits_for_metrics: maps logits and labels to what is kept of them, such as `logits.argmax(-1)`. Both are JAX
+            arrays in the compiled program.
         callbacks: transformers' `TrainerCallback`s, called at its events except those within a step. `model` is this one, which
             has the current weights at `on_evaluate`, `on_save` and `on_train_end`.
 
@@ -73,6 +79,8 @@ class Trainer:
         loss: Loss | None = None,
         ref_model: JaxModel | None = None,
         trainable: Trainable = None,
+        compute_metrics: ComputeMetrics | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         callbacks: Sequence[Any] | None = None,
         **others: Any,
     ) -> None:
@@ -84,6 +92,7 @@ class Trainer:
         self._num_parts = 1 if model.mesh is None else size_of(model.mesh, BATCH_AXES)
         """Number of data-parallel shards of the mesh."""
         first = next(iter(train_dataset if train_dataset is not None else eval_dataset or []), None)
+        self._predictor = _make_predictor(compute_metrics, preprocess_logits_for_metrics, loss)
         self._first, self._loss, self._ref_model = first, loss, ref_model
         self._collate = data_collator or _choose_collator(model, first)
         if isinstance(self._collate, PackedCollator):
@@ -152,7 +161,7 @@ class Trainer:
 
         Returns:
             "eval_loss", the mean over all labels, and "eval_perplexity"; for a loss of your own, its mean over rows (or labels)
-            and that of each of its metrics, with "eval_" before the name.
+            and that of each of its metrics, with "eval_" before the name; and what `compute_metrics` returns.
 
         Raises:
             InvalidInputError: there is no data.
@@ -161,9 +170,15 @@ class Trainer:
         params = self.model.params if self.state is None else self.state.params
         totals: dict[str, float] = {}
         weight = 0.0
+        predictions, labels = list[np.ndarray](), list[np.ndarray]()
         size = self.args.per_device_eval_batch_size or self.args.per_device_train_batch_size
         for rows in in_batches(dataset or [], size * self._num_parts):
-            metrics = {n: float(value) for n, value in self._step.evaluate(params, self._collate(rows)).items()}
+            batch = self._collate(rows)
+            found = self._step.evaluate(params, batch, self._predictor and self._predictor.outputs)
+            if self._predictor is not None:
+                predictions.append(np.asarray(found.pop("outputs")))
+                labels.append(np.asarray(batch["labels"]))
+            metrics = {name: float(value) for name, value in found.items()}
             self._callbacks.call("on_prediction_step")
             share = metrics.pop("weight")
             weight += share
@@ -171,9 +186,9 @@ class Trainer:
         if not weight:
             raise InvalidInputError("There is no evaluation data.", "The data set has no labels.", "Pass eval_dataset.")
         means = {f"eval_{name}": total / weight for name, total in totals.items()}
-        return (
-            means if self._loss is not None else {**means, "eval_perplexity": math.exp(min(means["eval_loss"], 700.0))}
-        )
+        if self._loss is None:
+            means["eval_perplexity"] = math.exp(min(means["eval_loss"], 700.0))
+        return means if self._predictor is None else {**means, **self._predictor.metrics(predictions, labels)}
 
     def save(self, folder: str | Path | None = None) -> Path:
         """Save the trained model with `save_pretrained`; if an adapter is active, save only the adapter in PEFT format.
@@ -274,7 +289,14 @@ class Trainer:
             **({} if self._rate is None else args.shape(self._total)),
             **{
                 name: getattr(args, name)
-                for name in ("seed", "shuffle", "group_by_length", "dropout", "label_smoothing_factor")
+                for name in (
+                    "seed",
+                    "shuffle",
+                    "group_by_length",
+                    "dropout",
+                    "label_smoothing_factor",
+                    "neftune_noise_alpha",
+                )
             },
             "rows_per_step": self._rows_per_step(),
             "train_dataset": fingerprint(self.train_dataset, self._first),
@@ -291,6 +313,7 @@ class Trainer:
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
             "remat": args.gradient_checkpointing,
             "dropout": args.dropout,
+            "neftune_noise_alpha": args.neftune_noise_alpha,
         }
         if not args.label_smoothing_factor:
             return TrainStep(self.model, optimizer, self._loss, ref_model=self._ref_model, **options)
@@ -447,6 +470,20 @@ def _check_optimizer(optimizer: Any) -> None:
             "Pass one like optax.adamw(1e-4), adafactor, sgd, lion or lamb; or leave it out for AdamW with the options of "
             "TrainingArguments.",
         )
+
+
+def _make_predictor(compute: ComputeMetrics | None, preprocess: Any, loss: Loss | None) -> Predictor | None:
+    if compute is not None and loss is None:
+        return Predictor(compute, preprocess)
+    if compute is None and preprocess is None:
+        return None
+    raise InvalidInputError(
+        "preprocess_logits_for_metrics is given without compute_metrics."
+        if compute is None
+        else "compute_metrics does not go with a loss of your own.",
+        "It takes the logits and labels that the model's own loss reads.",
+        "Report metrics from the loss, which may return a dict of them.",
+    )
 
 
 def _choose_collator(model: JaxModel, row: Any) -> Collator:
