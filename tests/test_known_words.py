@@ -206,8 +206,8 @@ def test_reports_take_one_name_all_or_none() -> None:
     assert TrainingArguments("run", report_to="tensorboard").report_to == ("tensorboard",)
     assert TrainingArguments("run", report_to="all").report_to == ("jsonl", "tensorboard")
     assert TrainingArguments("run", report_to="none").report_to == ()
-    with pytest.raises(InvalidInputError, match="names 'wandb'"):
-        TrainingArguments("run", report_to="wandb")
+    with pytest.raises(InvalidInputError, match="names 'comet_ml'"):
+        TrainingArguments("run", report_to="comet_ml")
 
 
 def test_structured_outputs_have_one_form() -> None:

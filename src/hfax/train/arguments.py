@@ -14,6 +14,7 @@ from hfax.errors import InvalidInputError
 from hfax.known_words import reject_arguments
 from hfax.train.argument_values import check_values
 from hfax.train.occasions import check_strategies
+from hfax.train.optimizers import Weights, check_optimizer, make_optimizer, optim_args
 from hfax.train.schedules import check_schedule, depends_on_end, make_schedule
 from hfax.train.trackers import TRACKERS, installed_trackers
 
@@ -33,14 +34,18 @@ class TrainingArguments:
         per_device_eval_batch_size: rows per shard in evaluation; None: `per_device_train_batch_size`.
         gradient_accumulation_steps: forward passes per step.
         learning_rate: peak learning rate.
+        optim: "adamw_torch", "adafactor", "lion", "sgd" or "muon", as in transformers (Muon for the matrices of hidden layers,
+            AdamW for other weights); or the name of an optimizer of optax, such as "lamb".
+        optim_args: its options: for "sgd" `momentum` and `nesterov`, for "adafactor" `decay_rate` and `clip_threshold`, for "muon"
+            `momentum`, `nesterov`, `ns_steps` and `adjust_lr_fn`; for others those of optax's function.
         lr_scheduler_type: schedule of the learning rate, as in transformers: "linear", "cosine", "cosine_with_restarts",
             "polynomial", "constant", "constant_with_warmup", "inverse_sqrt" or "warmup_stable_decay".
         lr_scheduler_kwargs: the schedule's options, as in transformers.
         warmup_steps: number of steps over which the learning rate rises from 0; below 1: their share of all steps.
         warmup_ratio: share of all steps over which it rises, in place of `warmup_steps`.
-        weight_decay: AdamW weight decay; not applied to biases and norms, as in transformers' Trainer.
-        adam_beta1: AdamW beta1.
-        adam_beta2: AdamW beta2.
+        weight_decay: weight decay, decoupled except with "sgd"; not applied to biases and norms, as in transformers' Trainer.
+        adam_beta1: beta1 of AdamW and Lion.
+        adam_beta2: beta2 of AdamW and Lion.
         adam_epsilon: AdamW epsilon.
         max_grad_norm: maximum gradient norm for clipping; None: no clipping.
         label_smoothing_factor: probability of each label that is spread over all classes, in training and in evaluation.
@@ -82,6 +87,8 @@ class TrainingArguments:
     per_device_eval_batch_size: int | None = None
     gradient_accumulation_steps: int = 1
     learning_rate: float = 5e-5
+    optim: str = "adamw_torch"
+    optim_args: dict[str, Any] | str | None = None
     lr_scheduler_type: Literal[
         "linear",
         "cosine",
@@ -136,6 +143,7 @@ class TrainingArguments:
         check_values(self)
         check_schedule(self.lr_scheduler_type, self.lr_scheduler_kwargs or {}, self.learning_rate)
         check_strategies(self)
+        check_optimizer(self)
         if self.warmup_ratio is not None and self.warmup_steps:
             raise InvalidInputError(
                 f"warmup_ratio={self.warmup_ratio} and warmup_steps={self.warmup_steps} are both given.",
@@ -196,25 +204,13 @@ class TrainingArguments:
         options = self.lr_scheduler_kwargs or {}
         return {
             **{name: getattr(self, name) for name in (*names, *moments)},
+            "optim": self.optim,
+            "optim_args": optim_args(self),
             "lr_scheduler_kwargs": options,
             "warmup_steps": self.get_warmup_steps(steps),
             **({"max_steps": steps} if depends_on_end(self.lr_scheduler_type, options) else {}),
         }
 
-    def optimizer(self, steps: int, decays: Callable[[str], bool]) -> optax.GradientTransformation:
-        """AdamW with the schedule for `steps` steps, after gradient clipping; `decays` tells the weights that decay by name."""
-
-        def mask(params: Any) -> Any:
-            return {name: decays(name) for name in params}
-
-        adamw = optax.adamw(
-            self.schedule(steps),
-            b1=self.adam_beta1,
-            b2=self.adam_beta2,
-            eps=self.adam_epsilon,
-            weight_decay=self.weight_decay,
-            mask=mask,
-        )
-        return (
-            adamw if self.max_grad_norm is None else optax.chain(optax.clip_by_global_norm(self.max_grad_norm), adamw)
-        )
+    def optimizer(self, steps: int, weights: Weights) -> optax.GradientTransformation:
+        """The optimizer with the schedule for `steps` steps, after gradient clipping."""
+        return make_optimizer(self, self.schedule(steps), weights)

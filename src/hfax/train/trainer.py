@@ -23,6 +23,7 @@ from hfax.train.label_smoothing import SmoothedTrainStep
 from hfax.train.logs import MetricsLog
 from hfax.train.losses import Loss
 from hfax.train.occasions import BestEvaluation, evaluations, saves
+from hfax.train.optimizers import Weights, choose_hidden
 from hfax.train.packing import check_packing
 from hfax.train.predictions import ComputeMetrics, Predictor
 from hfax.train.resumption import check_unchanged, described, fingerprint
@@ -43,7 +44,7 @@ class Trainer:
             a re-iterable; or rows from `hfax.train.data.pack`.
         eval_dataset: evaluation data, in the same formats as `train_dataset`.
         data_collator: collates rows into a batch; None: `PaddingCollator`, or `PackedCollator` for packed rows.
-        optimizer: an optax optimizer; None: AdamW configured by `args`.
+        optimizer: an optax optimizer; None: the one that `args.optim` names.
         loss: see `make_train_step`.
         ref_model: see `make_train_step`.
         trainable: see `make_train_step`.
@@ -104,7 +105,8 @@ class Trainer:
             )
         self._total = self._count_steps()
         self._rate = None if optimizer is not None else args.schedule(self._total)
-        self._step = self._make_step(optimizer or args.optimizer(self._total, choose_decay(model.module)), trainable)
+        weights = Weights(decays=choose_decay(model.module), is_hidden=choose_hidden(model.module))
+        self._step = self._make_step(optimizer or args.optimizer(self._total, weights), trainable)
         self.state: TrainState | None = None
         self._best = BestEvaluation(args.metric_for_best_model, args.greater_is_better)
         self._callbacks = Callbacks(callbacks or (), args, model)
@@ -466,9 +468,8 @@ def _check_optimizer(optimizer: Any) -> None:
     if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise InvalidInputError(
             f"optimizer={optimizer!r} is not an optimizer of optax.",
-            "An optimizer has the functions init and update; names are not looked up.",
-            "Pass one like optax.adamw(1e-4), adafactor, sgd, lion or lamb; or leave it out for AdamW with the options of "
-            "TrainingArguments.",
+            "An optimizer has the functions init and update; names are given in TrainingArguments(optim=…).",
+            "Pass one like optax.adamw(1e-4), adafactor, sgd, lion or lamb; or leave it out.",
         )
 
 
