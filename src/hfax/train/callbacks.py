@@ -1,12 +1,15 @@
-"""Calls the callbacks of a run: transformers' `TrainerCallback`s, with its `TrainerState` and `TrainerControl`."""
+"""Calls the callbacks of a run: transformers' `TrainerCallback`s, with its `TrainerState` and `TrainerControl`.
+
+transformers' module is imported where there are callbacks only: it imports torch_xla, if that is installed.
+"""
 
 from __future__ import annotations
 
+import types
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 
@@ -33,8 +36,8 @@ class Callbacks:
 
     def __init__(self, callbacks: Sequence[Any], args: Any, model: Any) -> None:
         self._args, self._model = args, model
-        self._callbacks: list[TrainerCallback] = []
-        self.state, self.control = TrainerState(), TrainerControl()
+        self._callbacks: list[Any] = []
+        self.state, self.control = _nothing(), _nothing()
         for callback in callbacks:
             self.add(callback)
 
@@ -43,6 +46,8 @@ class Callbacks:
 
     def add(self, callback: Any) -> None:
         """Add a callback, or a class of one."""
+        from transformers import TrainerCallback, TrainerControl, TrainerState
+
         made = callback() if isinstance(callback, type) else callback
         if not isinstance(made, TrainerCallback):
             raise InvalidInputError(
@@ -57,10 +62,16 @@ class Callbacks:
                     "A step with all its parts is one compiled program.",
                     "Use on_step_begin or on_step_end; or change gradients with an optax optimizer.",
                 )
+        if not self._callbacks:
+            self.state, self.control = TrainerState(), TrainerControl()
         self._callbacks.append(made)
 
     def start(self, done: int, total: int, best: float | None) -> None:
         """Begin a run of `total` steps after step `done`."""
+        if not self._callbacks:
+            return
+        from transformers import TrainerControl, TrainerState
+
         self.state = TrainerState(
             global_step=done,
             max_steps=total,
@@ -80,6 +91,8 @@ class Callbacks:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Add metrics to the history."""
+        if not self._callbacks:
+            return
         self.state.log_history.append({**metrics, "step": step})
         self.call("on_log", logs=dict(metrics))
 
@@ -98,3 +111,9 @@ class Callbacks:
                 "The rows of a step are a function of its number, so that runs can be resumed.",
                 "Set should_training_stop.",
             )
+
+
+def _nothing() -> Any:
+    """Stands for the state and the control of a run without callbacks."""
+    names = ("log", "evaluate", "save", "training_stop", "epoch_stop")
+    return types.SimpleNamespace(**{f"should_{name}": False for name in names})

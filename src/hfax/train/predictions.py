@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
-from transformers import EvalPrediction
 
 from hfax.errors import InvalidInputError
 from hfax.train.labels import IGNORED
 from hfax.train.losses import Apply
 
-ComputeMetrics = Callable[[EvalPrediction], Mapping[str, float]]
+if TYPE_CHECKING:
+    from transformers import EvalPrediction
+
+ComputeMetrics = Callable[["EvalPrediction"], Mapping[str, float]]
 
 
 class Predictor:
@@ -51,6 +53,8 @@ class Predictor:
             predictions: kept outputs of each batch, [rows, …].
             labels: labels of each batch, [rows, …]; both are padded to the longest with -100.
         """
+        from transformers import EvalPrediction  # its module imports torch_xla, if that is installed
+
         found = self._compute(EvalPrediction(predictions=_joined(predictions), label_ids=_joined(labels)))
         return {name if name.startswith("eval_") else f"eval_{name}": float(value) for name, value in found.items()}
 
