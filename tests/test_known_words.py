@@ -61,6 +61,7 @@ def test_loading_takes_the_names_that_mean_the_same(folder: Any, options: dict[s
         ({"device_map": "cpu"}, "device_map='cpu'"),
         ({"device_map": "auto", "parallelism": {"tensor": 1}}, "device_map='auto'"),
         ({"low_cpu_mem_usage": False}, "low_cpu_mem_usage"),
+        ({"num_labels": 0}, "num_labels=0"),
         ({"dtyp": "float32"}, "Did you mean 'dtype'"),
         ({"attn_implementation": "flash_attention_2"}, "flash_attention_2"),
     ],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import types
 
+import huggingface_hub
 import numpy as np
 import pytest
 from tiny_models import random_model, save, tiny_llama_config
@@ -101,8 +103,28 @@ def test_a_run_goes_on_and_the_whole_model_is_saved(write, tmp_path, capsys):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").num_parameters() > 1000
 
 
-def test_an_adapter_is_merged_before_it_is_saved(write, tmp_path):
-    assert run(["train", write(lora={"r": 2}, merge=True, max_steps=1)]) == 0
+def test_an_adapter_is_merged_before_it_is_saved_and_uploaded(write, tmp_path, monkeypatch):
+    uploaded = []
+
+    class Api:
+        """The Hub's client."""
+
+        def __init__(self, token):
+            pass
+
+        def create_repo(self, repo_id, **_):
+            return types.SimpleNamespace(repo_id=repo_id)
+
+        def upload_folder(self, *, folder_path, repo_id, **_):
+            uploaded.append((repo_id, {path.name for path in folder_path.iterdir()}))
+            return types.SimpleNamespace(commit_url="https://hub/commit")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    recipe = write(lora={"r": 2}, merge=True, max_steps=1, push_to_hub=True, hub_model_id="me/model")
+    assert run(["train", recipe]) == 0
+    [(name, files)] = uploaded
+    assert name == "me/model"
+    assert {"model.safetensors", "tokenizer.json"} <= files
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
     assert not (tmp_path / "run" / "model" / "adapter_config.json").exists()
 
