@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from hfax import InvalidInputError, Trainer, TrainingArguments, make_train_step
+from hfax import InvalidInputError, Trainer, TrainingArguments, UnsupportedOptionError, make_train_step
 from hfax.train.data import PaddingCollator
 
 from .small_models import batch, make, rows
@@ -70,8 +70,12 @@ def test_the_best_model_may_be_chosen_by_a_metric_of_ones_own(models, tmp_path):
     assert trainer.state.step == 2
 
 
-def test_metrics_without_logits_are_refused(models, tmp_path):
+def test_metrics_without_logits_are_refused(models, tmp_path, monkeypatch):
     arguments = TrainingArguments(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(jax, "process_count", lambda: 2)
+        with pytest.raises(UnsupportedOptionError, match="a run of 2 processes"):
+            Trainer(models[1], arguments, compute_metrics=accuracy)
     with pytest.raises(InvalidInputError, match="does not go with a loss of your own"):
         Trainer(models[1], arguments, loss=lambda apply, batch: 0.0, compute_metrics=accuracy)
     with pytest.raises(InvalidInputError, match="without compute_metrics"):

@@ -174,16 +174,19 @@ def test_preferences_are_learned_from_a_reference_that_is_computed_before(write,
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's
-def test_a_reward_model_has_a_head_that_is_trained(write, tiny, pairs, capsys):
+def test_a_reward_model_has_a_head_that_is_trained(write, tiny, pairs, tmp_path, capsys):
     """Of a language model: the new head is saved in full with the adapter, and prefers what it was shown."""
     import peft
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    recipe = write(recipe="reward", model=tiny, train_data=pairs, lora={"r": 2}, max_steps=8)
-    assert run(["train", recipe, "--json"]) == 0
+    fields = {"recipe": "reward", "model": tiny, "train_data": pairs, "lora": {"r": 2}}
+    assert run(["train", write(**fields, max_steps=8), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["accuracy"] == 1
+    assert run(["train", write(**fields, max_steps=1, output_dir=str(tmp_path / "again"))]) == 0
+    again = json.loads((tmp_path / "again" / "metrics.jsonl").read_text().splitlines()[0])
+    assert again["loss"] == metrics(tmp_path)[0]["loss"]  # the seed draws the head
     plain = AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=1, dtype=torch.float32)
     reward = peft.PeftModel.from_pretrained(plain, found["saved_to"]).eval()
     tokenizer = AutoTokenizer.from_pretrained(found["saved_to"])

@@ -8,10 +8,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import numpy as np
 import optax
+import torch
 
-from hfax.errors import BackendNotAvailableError, InvalidInputError
+from hfax.errors import BackendNotAvailableError, InvalidInputError, UnsupportedOptionError
 from hfax.lora.config import LoraConfig
 from hfax.sharding.mesh import BATCH_AXES, size_of
 from hfax.train.arguments import TrainingArguments
@@ -272,13 +274,15 @@ def _load(recipe: Recipe, name: str, *, is_trained: bool) -> Any:
 
     of_trained: dict[str, Any] = {"revision": recipe.revision, "quantization": recipe.quantization}
     of_reward = {"task": "text-classification", "num_labels": 1, "strict": False}
-    return AutoModelForTPU.from_pretrained(
-        name,
-        dtype=recipe.dtype,
-        parallelism=recipe.parallelism,
-        **(of_trained if is_trained else {}),
-        **(of_reward if recipe.recipe == "reward" else {}),
-    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.training.seed)  # draws a new head
+        return AutoModelForTPU.from_pretrained(
+            name,
+            dtype=recipe.dtype,
+            parallelism=recipe.parallelism,
+            **(of_trained if is_trained else {}),
+            **(of_reward if recipe.recipe == "reward" else {}),
+        )
 
 
 def _adapter(recipe: Recipe) -> LoraConfig:
@@ -303,7 +307,17 @@ def _make_pad_token(model: Any, tokenizer: Any) -> None:
 
 
 def _referenced(recipe: Recipe, model: Any, reference: Any, rows: Any, collator: Collator, size: int) -> list[Any]:
-    """Rows with what the loss reads of the reference."""
+    """Rows with what the loss reads of the reference.
+
+    Raises:
+        UnsupportedOptionError: several processes, each of which would have the results of its own rows only.
+    """
+    if jax.process_count() > 1:
+        raise UnsupportedOptionError(
+            f"precompute_ref_log_probs is not supported in a run of {jax.process_count()} processes.",
+            "Each process has the results of its own rows only.",
+            "Leave it out: the reference then runs at each step.",
+        )
     step = make_train_step(model, optax.identity(), recipe.loss, ref_model=reference, trainable=recipe.trainable)
     found: list[Any] = []
     for some in in_batches(rows, size):

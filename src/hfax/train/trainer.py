@@ -8,11 +8,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 
 from hfax.backends.jax.model import JaxModel
-from hfax.errors import CheckpointCorruptError, HfaxError, InvalidInputError
+from hfax.errors import CheckpointCorruptError, HfaxError, InvalidInputError, UnsupportedOptionError
 from hfax.known_words import keywords, reject_arguments
 from hfax.sharding.mesh import BATCH_AXES, size_of
 from hfax.train.arguments import TrainingArguments
@@ -474,6 +475,12 @@ def _check_optimizer(optimizer: Any) -> None:
 
 
 def _make_predictor(compute: ComputeMetrics | None, preprocess: Any, loss: Loss | None) -> Predictor | None:
+    if compute is not None and jax.process_count() > 1:
+        raise UnsupportedOptionError(
+            f"compute_metrics is not supported in a run of {jax.process_count()} processes.",
+            "Each process has the logits of its own rows only.",
+            "Evaluate the saved model in one process.",
+        )
     if compute is not None and loss is None:
         return Predictor(compute, preprocess)
     if compute is None and preprocess is None:
