@@ -1,5 +1,7 @@
 """Preferences: direct preference optimization (DPO) of an adapter. The reference model is the model without the adapter.
 
+`hfax train dpo.yaml` does the same from files.
+
 python examples/09_preferences.py [MODEL]
 """
 
@@ -11,7 +13,7 @@ import transformers
 
 from hfax import AutoModelForTPU, LoraConfig, make_train_step
 from hfax.demo import demo_folder
-from hfax.train.losses import make_dpo_loss, preference_log_probs
+from hfax.train.dpo import DPOLoss
 
 name = sys.argv[1] if len(sys.argv) > 1 else str(demo_folder())
 tokenizer = transformers.AutoTokenizer.from_pretrained(name)
@@ -42,13 +44,10 @@ for word, which in (("chosen", 1), ("rejected", 2)):
     batch[f"{word}_ids"], batch[f"{word}_labels"] = rows(which)
 
 model.add_adapter(LoraConfig(r=8, target_modules="all-linear"))
-step = make_train_step(model, optax.adam(3e-3), make_dpo_loss(beta=0.1))
+step = make_train_step(model, optax.adam(3e-3), DPOLoss(beta=0.1))
 state = step.init()
-# the adapter has no effect yet, so these are the reference log-probabilities
-batch |= step.compute(preference_log_probs, state.params, batch)
 for number in range(30):
     state, metrics = step(state, batch)
     if number in (0, 29):
-        print(
-            f"step {number + 1:2d}  loss {metrics['loss']:.3f}  accuracy {metrics['accuracy']:.2f}  margin {metrics['margin']:.2f}"
-        )
+        accuracy, margin = metrics["rewards/accuracies"], metrics["rewards/margins"]
+        print(f"step {number + 1:2d}  loss {metrics['loss']:.3f}  accuracy {accuracy:.2f}  margin {margin:.2f}")

@@ -65,6 +65,7 @@ class AutoModelForTPU:
         quantization: str | None = None,
         parallelism: Parallelism = None,
         plan: str | Path | None = None,
+        num_labels: int | None = None,
         **others: Any,
     ) -> JaxModel | TorchXlaModel:
         """Load a checkpoint from a local folder or the Hugging Face Hub.
@@ -92,6 +93,7 @@ class AutoModelForTPU:
                 wins, other weights follow hfax's plan, and the key "mesh" sets the mesh.
             plan: a file written by `hfax plan --json-file`; its first plan for the number of available devices sets the mesh and
                 quantization.
+            num_labels: outputs of a classifier's head, in place of the config's; with `strict=False` a new head is initialised.
             **others: transformers' names for the same options: `torch_dtype` (`dtype`), `device_map="auto"`
                 (`parallelism="auto"`), `low_cpu_mem_usage=True` and `use_safetensors=True` (always on). Others are rejected.
 
@@ -111,6 +113,7 @@ class AutoModelForTPU:
             quantization=quantization,
             parallelism=parallelism,
             plan=plan,
+            num_labels=num_labels,
         )
         options = _with_aliases(options, others, AutoModelForTPU.from_pretrained)
         if plan is not None and (options.parallelism is not None or quantization is not None):

@@ -17,11 +17,14 @@ from tiny_models import random_model, save
 from hfax.demo import demo_folder
 
 FLAX = ROOT / "tests" / "load" / "flax" / "llama"
+PAIR = {"prompt": "A list is", "chosen": " a sequence.", "rejected": " a number."}
+VERDICT = {"prompt": "A list is", "completion": " a sequence.", "label": True}
 CHAT = {
     "messages": [{"role": "user", "content": "What does len return?"}, {"role": "assistant", "content": "A number."}]
 }
 SMALLER = {"max_steps: 500": "max_steps: 2", "per_device_train_batch_size: 8": "per_device_train_batch_size: 2"}
-"""Numbers of the recipe in docs/training.md, and what stands for them."""
+"""Numbers of the recipes in docs/training.md, and what stands for them; the first recipe has all of them."""
+OF_TEACHER = {"teacher_model_name_or_path: Qwen/Qwen3-8B": "teacher_model_name_or_path: qwen3"}
 TASK = """
 task: my_task
 dataset_path: json
@@ -82,13 +85,15 @@ def workplace(checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.
     for name, folder in checkpoints.items():
         shutil.copytree(folder, tmp_path / name)
     shutil.copy(checkpoints["qwen3"] / "config.json", tmp_path)
-    (recipe,) = code_blocks("docs/training.md", "yaml")
-    text = recipe.text
-    for words, stand_in in SMALLER.items():
-        assert words in text
-        text = text.replace(words, stand_in)
+    recipes = {block.text.split()[1]: block.text for block in code_blocks("docs/training.md", "yaml")}
+    assert all(words in recipes["sft.yaml"] for words in SMALLER)
+    assert all(words in recipes["distill.yaml"] for words in OF_TEACHER)
+    for words, stand_in in {**SMALLER, **OF_TEACHER}.items():
+        recipes = {name: text.replace(words, stand_in) for name, text in recipes.items()}
     files = {
-        "sft.yaml": text,
+        **recipes,
+        "preferences.jsonl": (json.dumps(PAIR) + "\n") * 4,
+        "verdicts.jsonl": (json.dumps(VERDICT) + "\n") * 4,
         "chats.jsonl": (json.dumps(CHAT) + "\n") * 4,
         "held_out.jsonl": json.dumps(CHAT) + "\n",
         "README.md": re.sub(r"(?s)\A(.{4000}).*", r"\1", (ROOT / "README.md").read_text()),

@@ -155,10 +155,9 @@ def test_the_page_on_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("page", ["docs/training.md", "docs/cli.md"])
-def test_a_recipe_is_one(page: str, tmp_path: Path) -> None:
+def test_recipes_are_recipes(page: str, tmp_path: Path) -> None:
     from hfax.train.recipe import read_recipe
 
-    (recipe,) = code_blocks(page, "yaml")
-    (tmp_path / "sft.yaml").write_text(recipe.text)
-    found = read_recipe(tmp_path / "sft.yaml")
-    assert (found.training.learning_rate, found.training.max_steps) == (2e-4, 500)
+    for block in code_blocks(page, "yaml"):
+        (tmp_path / "recipe.yaml").write_text(block.text)
+        assert read_recipe(tmp_path / "recipe.yaml").training.max_steps == 500

@@ -10,6 +10,8 @@ import transformers
 from tiny_models import SIZES, tiny_llama_config
 
 from hfax import AutoModelForTPU, LoraConfig, Trainer, TrainingArguments, make_train_step
+from hfax.train.dpo import DPOLoss
+from hfax.train.preference_collators import PairCollator
 
 SHAPE = {
     **SIZES,
@@ -59,6 +61,30 @@ def test_losses_are_those_of_one_device(kind, mesh):
     split, _, _ = run(AutoModelForTPU.from_config(CONFIGS[kind], parallelism=MESHES[mesh]))
     np.testing.assert_allclose(split, alone, atol=1e-4)
     assert alone[-1] < alone[0]
+
+
+def test_preferences_and_muon_over_a_mesh(tmp_path):
+    """The reference is split like the model, and so is the optimizer's state."""
+    pairs = [
+        {
+            f"{side}_{part}": ids[:length].tolist()
+            for side, length in (("chosen", 12), ("rejected", 9))
+            for part in ("ids", "labels")
+        }
+        for ids in IDS[0]
+    ]
+    losses = []
+    for number, (mesh, rows) in enumerate(((None, 8), ({"fsdp": 4, "tensor": 2}, 2))):
+        model = AutoModelForTPU.from_config(CONFIGS["llama"], parallelism=mesh)
+        arguments = TrainingArguments(
+            tmp_path / str(number), max_steps=3, per_device_train_batch_size=rows, learning_rate=3e-3, optim="muon"
+        )
+        trainer = Trainer(model, arguments, [*pairs, *pairs], data_collator=PairCollator(), loss=DPOLoss(beta=0.5))
+        losses.append(trainer.train()["loss"])
+    assert losses[0] < 0.6
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+    split = [not a.sharding.is_fully_replicated for a in jax.tree.leaves(trainer.state.opt_state) if a.ndim == 2]
+    assert all(split)
 
 
 @pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 2}, {"remat": True}])

@@ -16,7 +16,7 @@ import pytest
 from hfax import AutoModelForTPU, CheckpointCorruptError, InvalidInputError, LoraConfig, Trainer, TrainingArguments
 from hfax.train.checkpoints import Checkpoints
 from hfax.train.data import PaddingCollator
-from hfax.train.losses import make_dpo_loss
+from hfax.train.dpo import DPOLoss
 from hfax.train.manifest import MANIFEST_NAME
 from hfax.train.resumption import described, fingerprint
 
@@ -269,8 +269,8 @@ def test_arguments_of_resuming_are_checked(folder, model, whole):
 
 
 def test_losses_and_data_are_told_apart_by_what_they_are_made_of():
-    assert described(make_dpo_loss(0.1)) != described(make_dpo_loss(0.2))
-    assert described(make_dpo_loss(0.1)) == described(make_dpo_loss(0.1))
+    assert described(DPOLoss(beta=0.1)) != described(DPOLoss(beta=0.2))
+    assert described(DPOLoss(beta=0.1)) == described(DPOLoss(beta=0.1))
     data = rows("llama", 2000)
     as_arrays = [{name: np.array(ids, np.int32) for name, ids in row.items()} for row in data]
     assert fingerprint(data, data[0]) == fingerprint(as_arrays, as_arrays[0])

@@ -16,6 +16,8 @@ from hfax.demo import demo_folder
 from hfax.train.data import PaddingCollator, in_batches, pack
 from hfax.train.examples import conversation, tokenize_rows
 from hfax.train.packing import check_packing
+from hfax.train.preference_rows import pair_rows, reward_rows, verdict_rows
+from hfax.train.row_formats import standard_row
 
 MESSAGES = [
     {"role": "user", "content": "What is a list?"},
@@ -223,3 +225,102 @@ def test_whether_packed_texts_mix_does_not_depend_on_the_scale_of_weights(kind, 
     else:
         with pytest.raises(UnsupportedOptionError, match="Outputs of packed sequence 2 depend on sequence 1"):
             check_packing(model)
+
+
+ANSWERS = {"chosen": " a sequence.", "rejected": " a number."}
+QUESTION, SAID = {"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (
+            {
+                "conversations": [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "That."}],
+                "system": "Be.",
+            },
+            {"messages": [{"role": "system", "content": "Be."}, QUESTION, SAID]},
+        ),
+        (
+            {
+                "conversations": [{"from": "human", "value": "What?"}],
+                "chosen": {"from": "gpt", "value": "That."},
+                "rejected": {"from": "gpt", "value": "No."},
+            },
+            {"prompt": [QUESTION], "chosen": [SAID], "rejected": [{"role": "assistant", "content": "No."}]},
+        ),
+        (
+            {"instruction": "Add", "input": "1 2", "output": "3", "history": [["What?", "That."]]},
+            {
+                "prompt": [QUESTION, SAID, {"role": "user", "content": "Add\n1 2"}],
+                "completion": [{"role": "assistant", "content": "3"}],
+            },
+        ),
+        (
+            {"prompt": [{"from": "user", "value": "What?"}], "completion": [{"from": "gpt", "value": "That."}]},
+            {"prompt": [QUESTION], "completion": [SAID]},
+        ),
+        ({"text": "as it is"}, {"text": "as it is"}),
+    ],
+)
+def test_rows_of_other_formats_are_those_of_trl(row, expected, tokenizer):
+    assert standard_row(row) == expected
+    if "chosen" not in row:
+        assert tokenize_rows([row], tokenizer, max_length=None) == tokenize_rows([expected], tokenizer, max_length=None)
+
+
+def test_an_unknown_role_is_named():
+    with pytest.raises(InvalidInputError, match="from 'robot'"):
+        standard_row({"conversations": [{"from": "robot", "value": "beep"}]})
+
+
+def test_pairs_of_texts_are_tokenized_as_a_whole_and_end(tokenizer):
+    """As in trl: prompt and completion are one text, and the completion begins where the ids differ from the prompt's."""
+    implicit = {side: f"A list is{text}" for side, text in ANSWERS.items()}
+    for row in ({"prompt": "A list is", **ANSWERS}, implicit):
+        [found] = pair_rows([row], tokenizer, max_length=None)
+        for side, text in ANSWERS.items():
+            assert found[f"{side}_ids"] == tokenizer(f"A list is{text}{tokenizer.eos_token}").input_ids
+            completion = text.removeprefix(" a") if row is implicit else text  # both begin with "A list is a"
+            assert learned(tokenizer, found[f"{side}_ids"], found[f"{side}_labels"]) == completion + tokenizer.eos_token
+
+
+def test_pairs_of_messages_are_rendered_by_the_template(tokenizer):
+    row = {"prompt": [QUESTION], "chosen": [SAID], "rejected": [{"role": "assistant", "content": "No."}]}
+    [found] = pair_rows([row], tokenizer, max_length=None)
+    whole = tokenizer.apply_chat_template([QUESTION, SAID], return_dict=True)["input_ids"]
+    asked = tokenizer.apply_chat_template([QUESTION], add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert found["chosen_ids"] == list(whole)
+    assert found["chosen_labels"] == [-100] * len(asked) + list(whole[len(asked) :])
+    implicit = {"chosen": [QUESTION, SAID], "rejected": [QUESTION, *row["rejected"]]}
+    assert pair_rows([implicit], tokenizer, max_length=None) == [found]
+    [rewarded] = reward_rows([row | {"margin": 1}], tokenizer, max_length=None)
+    assert rewarded == {"chosen_ids": found["chosen_ids"], "rejected_ids": found["rejected_ids"], "margin": 1.0}
+
+
+def test_long_pairs_are_cut_as_in_trl(tokenizer):
+    row = {"prompt": "A list is", **ANSWERS}
+    [whole] = pair_rows([row], tokenizer, max_length=None)
+    length = len(whole["chosen_ids"]) - 2
+    for mode, kept in (("keep_start", slice(length)), ("keep_end", slice(-length, None))):
+        [found] = pair_rows([row], tokenizer, max_length=length, truncation_mode=mode)
+        assert found["chosen_ids"] == whole["chosen_ids"][kept]
+        assert found["chosen_labels"] == whole["chosen_labels"][kept]
+    with pytest.raises(InvalidInputError, match="No row is left"):
+        pair_rows([row], tokenizer, max_length=2)
+    with pytest.raises(InvalidInputError, match="No row is left"):
+        reward_rows([row], tokenizer, max_length=length)
+    with pytest.raises(InvalidInputError, match="Row 1 has no prompt"):
+        pair_rows([{"chosen": "a", "rejected": "b"}], tokenizer, max_length=None)
+    with pytest.raises(InvalidInputError, match="all as texts or all as messages"):
+        pair_rows([row | {"prompt": [QUESTION]}], tokenizer, max_length=None)
+
+
+def test_verdicts_are_those_of_rows_or_pairs(tokenizer):
+    pair = {"prompt": "A list is", **ANSWERS}
+    singles = [{"prompt": "A list is", "completion": ANSWERS[s], "label": s == "chosen"} for s in ANSWERS]
+    found = verdict_rows([pair], tokenizer, max_length=None)
+    assert found == verdict_rows(singles, tokenizer, max_length=None)
+    assert [row["label"] for row in found] == [True, False]
+    with pytest.raises(InvalidInputError, match="Row 1 has no prompt, completion, label"):
+        verdict_rows([{"prompt": "A", "completion": "b"}], tokenizer, max_length=None)

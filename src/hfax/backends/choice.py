@@ -51,7 +51,7 @@ def choose_backend(name: str) -> Backend:
 
 def require_capabilities(backend: Backend, options: LoadOptions) -> None:
     """Raise `UnsupportedOptionError` for loading options that the backend does not support."""
-    for option in ("quantization", "parallelism", "plan"):
+    for option in ("quantization", "parallelism", "plan", "num_labels"):
         if getattr(options, option) is not None and option not in backend.capabilities:
             raise UnsupportedOptionError(
                 f"The backend {backend.name} does not support {option}.",

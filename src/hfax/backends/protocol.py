@@ -34,6 +34,7 @@ class LoadOptions:
     quantization: str | None = None
     parallelism: Any = None
     plan: str | Path | None = None
+    num_labels: int | None = None
 
     def code_folder(self, source: CheckpointSource | None) -> str | None:
         """Where to import custom modelling code from; None if it is not trusted, or there is no checkpoint."""
@@ -73,7 +74,8 @@ class Backend(Protocol):
 
     Attributes:
         name: the name that users pass.
-        capabilities: the supported ones of "apply", "quantization", "parallelism", "plan", "processes", "export", "speculation".
+        capabilities: the supported ones of "apply", "quantization", "parallelism", "plan", "num_labels", "processes", "export",
+            "speculation".
     """
 
     name: str

@@ -25,6 +25,9 @@ def matrix(
     only: Annotated[str | None, typer.Option(help="Model types, comma-separated.")] = None,
     jobs: Annotated[int, typer.Option(help="Number of architectures to run in parallel.")] = 2,
     tensor: Annotated[int, typer.Option(help="Tensor parallelism over this many virtual devices.", min=1)] = 1,
+    train: Annotated[
+        bool, typer.Option("--train", help="Also compare a training step: gradients, and the weights after it.")
+    ] = False,
     timeout_s: Annotated[float, typer.Option(help="Timeout per architecture, in seconds.")] = 300.0,
     json_file: Annotated[
         Path | None,
@@ -50,6 +53,10 @@ def matrix(
         if draws and tensor > 1:
             raise UnsupportedOptionError(
                 "--draws cannot be combined with --tensor.", "Random variations run on one device.", "Omit --tensor."
+            )
+        if draws and train:
+            raise UnsupportedOptionError(
+                "--draws cannot be combined with --train.", "Random variations are not trained.", "Omit --train."
             )
         if not draws and (seed or corpus is not None):
             raise InvalidInputError(
@@ -81,6 +88,8 @@ def matrix(
             )
             failed = sum(counts[outcome] for outcome in HFAX_FAILS)
         else:
-            failed = run_matrix(tensor=tensor, json_file=json_file, markdown=markdown, say=say, **which, **how)
+            failed = run_matrix(
+                tensor=tensor, trains=train, json_file=json_file, markdown=markdown, say=say, **which, **how
+            )
         if failed:
             raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""`hfax train`: supervised fine-tuning from a file."""
+"""`hfax train`: fine-tuning, preferences and distillation from a file."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ EXAMPLES = """[bold]Examples[/bold]
 
   hfax train sft.yaml
   hfax train sft.yaml --resume
+  hfax train dpo.yaml            # recipe: dpo, orpo, kto, reward or distill
 
 [bold]sft.yaml[/bold]
 
@@ -44,7 +45,7 @@ def train(
     json_output: model_options.JsonOption = False,
     verbose: model_options.VerboseOption = False,
 ) -> None:
-    """Fine-tune a model on texts, prompt-completion pairs, or conversations: all weights, or a LoRA adapter."""
+    """Train a model on texts, conversations, preferences or a teacher's outputs: all weights, or a LoRA adapter."""
     with reporting(verbose):
         from hfax.train.recipe import read_recipe, run_recipe
 

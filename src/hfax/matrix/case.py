@@ -46,7 +46,7 @@ _PERTURBED = 1e-6
 _TIE = 1e-4
 """If the reference's two best logits are closer than this, its greedy token is a tie."""
 
-HFAX_FAILS = ("forward fails", "forward differs", "generate fails", "generate differs")
+HFAX_FAILS = ("forward fails", "forward differs", "generate fails", "generate differs", "train fails", "train differs")
 """Outcomes that are hfax failures, not failures of shrinking or transformers."""
 _REFUSALS = ("UnsupportedModelError", "UnsupportedOptionError", "InvalidInputError")
 """hfax errors that reject unsupported input."""
@@ -59,10 +59,11 @@ class CaseResult:
     Args:
         mapping, model_type, class_name: the architecture.
         outcome: "works"; "unbuilt" (no small model); "reference fails" (plain transformers cannot run it); "forward fails",
-            "forward differs", "generate fails", "generate differs" (hfax).
+            "forward differs", "generate fails", "generate differs", "train fails", "train differs" (hfax).
         reason: first lines of the error, or the difference; "" if it works.
         generates: whether greedy tokens were compared.
         error: largest output difference, relative to the outputs' scale.
+        gradient_error: largest difference of a gradient, relative to its scale; None: training was not compared.
         patches: names of the applied patches.
         num_parameters: parameter count of the small model.
         decode_traces: number of traces of the decoding step in one call.
@@ -79,6 +80,7 @@ class CaseResult:
     reason: str = ""
     generates: bool = False
     error: float = 0.0
+    gradient_error: float | None = None
     patches: list[str] = dataclasses.field(default_factory=list)
     num_parameters: int = 0
     decode_traces: int = 0
@@ -94,13 +96,23 @@ class CaseResult:
         return "refused" if is_refused else self.outcome
 
 
-def run_case(architecture: Architecture, tensor: int = 1, variation: Variation | None = None) -> CaseResult:
-    """Build, run and compare one architecture, with its weights split over `tensor` devices; never raises."""
+def run_case(
+    architecture: Architecture, tensor: int = 1, variation: Variation | None = None, *, trains: bool = False
+) -> CaseResult:
+    """Build, run and compare one architecture, with its weights split over `tensor` devices; never raises.
+
+    Args:
+        architecture: the architecture.
+        tensor: number of devices.
+        variation: a random variation; None: the small config.
+        trains: also compare a training step.
+    """
     started = time.perf_counter()
     result = CaseResult(**dataclasses.asdict(architecture), variation=variation)
     stages = [("unbuilt", _build), ("reference fails", _reload), ("unbuilt", _make_inputs)]
     stages += [("reference fails", _run_reference), ("forward fails", _compare_forward)]
     stages += [("generate fails", _compare_generate)] if architecture.mapping in GENERATING else []
+    stages += [("train fails", _compare_training)] if trains else []
     with tempfile.TemporaryDirectory() as folder:
         state: dict[str, Any] = {"architecture": architecture, "result": result, "folder": folder, "tensor": tensor}
         state["variation"] = variation or Variation(new_tokens=NEW_TOKENS)
@@ -253,6 +265,23 @@ def _compare_forward(state: dict[str, Any]) -> None:
             raise _DiffersError(
                 "reference fails", f"its own outputs vary by {noise:.1e} of their scale (random sampling or rounding)"
             )
+
+
+def _compare_training(state: dict[str, Any]) -> None:
+    from hfax.matrix.training import gradient_error, gradient_noise
+
+    result: CaseResult = state["result"]
+    model, inputs = state["model"], state["inputs"]
+    result.gradient_error, worst = gradient_error(state["ours"], model, inputs)
+    if not result.gradient_error <= TOLERANCE:
+        others = [_perturbed(model, seed) for seed in range(3)]
+        noise = gradient_noise(model, others, inputs)
+        with contextlib.suppress(RuntimeError):  # some models force float32 internally
+            noise = max(noise, gradient_noise(model, [copy.deepcopy(model).double()], inputs))
+        if not result.gradient_error <= _ROUNDING * noise:
+            raise _DiffersError("train differs", f"gradient of {worst}: {result.gradient_error:.2e} of its scale")
+        if noise > _MEANINGLESS:
+            raise _DiffersError("reference fails", f"its own gradients vary by {noise:.1e} of their scale (rounding)")
 
 
 def _largest_error(mine: Any, theirs: Any, mask: torch.Tensor | None) -> tuple[float, str]:

@@ -25,6 +25,7 @@ def run_matrix(
     num_jobs: int = 2,
     timeout_s: float = 300.0,
     tensor: int = 1,
+    trains: bool = False,
     json_file: Path | None = None,
     markdown: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
@@ -37,6 +38,7 @@ def run_matrix(
         num_jobs: number of parallel processes.
         timeout_s: time limit per architecture, in seconds.
         tensor: number of virtual devices to shard weights over.
+        trains: also compare a training step.
         json_file: results file, updated after each mapping.
         markdown: Markdown page, updated after each mapping.
         say: receives a line for each architecture that does not work, and for each mapping.
@@ -58,7 +60,9 @@ def run_matrix(
             if result.outcome != "works":
                 say(f"{result.outcome:16} {result.model_type} ({result.class_name}): {result.reason[:200]}")
 
-        results += run_cases(chosen, num_jobs=num_jobs, timeout_s=timeout_s, tensor=tensor, on_result=show)
+        results += run_cases(
+            chosen, num_jobs=num_jobs, timeout_s=timeout_s, tensor=tensor, trains=trains, on_result=show
+        )
         say(f"{mapping}: " + ", ".join(f"{n} {outcome}" for outcome, n in counts.most_common()))
         _write(results, json_file, markdown)  # after each mapping: an interrupted run keeps what it has
     if not results:

@@ -53,8 +53,10 @@ def render(results: list[CaseResult]) -> str:
 
 
 def _summary(results: list[CaseResult]) -> Iterable[str]:
-    yield "| mapping | architectures | unbuilt | transformers fails | forward agrees | writes the same | works |"
-    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    with_training = any(_was_trained(r) for r in results)
+    column, line = (" trains the same |", " --- |") if with_training else ("", "")
+    yield f"| mapping | architectures | unbuilt | transformers fails | forward agrees | writes the same |{column} works |"
+    yield f"| --- | --- | --- | --- | --- | --- |{line} --- |"
     for mapping in MAPPINGS:
         rows = [r for r in results if r.mapping == mapping]
         if not rows:
@@ -63,12 +65,19 @@ def _summary(results: list[CaseResult]) -> Iterable[str]:
         ran = len(rows) - outcomes["unbuilt"] - outcomes["reference fails"]
         forward = ran - outcomes["forward fails"] - outcomes["forward differs"]
         writers = [r for r in rows if r.generates and r.outcome != "reference fails"]
-        writes = f"{sum(r.outcome == 'works' for r in writers)} of {len(writers)}" if writers else ""
+        writes = f"{sum(r.outcome == 'works' or _was_trained(r) for r in writers)} of {len(writers)}" if writers else ""
+        trained = [r for r in rows if _was_trained(r)]
+        trains = f" {sum(r.outcome == 'works' for r in trained)} of {len(trained)} |" if with_training else ""
         share = f"{100 * outcomes['works'] / ran:.1f}%" if ran else ""
         yield (
             f"| {mapping} | {len(rows)} | {outcomes['unbuilt']} | {outcomes['reference fails']} | {forward} of {ran} | {writes} "
-            f"| {outcomes['works']} of {ran}, {share} |"
+            f"|{trains} {outcomes['works']} of {ran}, {share} |"
         )
+
+
+def _was_trained(result: CaseResult) -> bool:
+    """Whether a training step was tried, after everything else agreed."""
+    return result.gradient_error is not None or result.outcome.startswith("train ")
 
 
 def _patch_section(results: list[CaseResult]) -> str:

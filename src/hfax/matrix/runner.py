@@ -30,6 +30,7 @@ def run_cases(
     num_jobs: int = 2,
     timeout_s: float = 300.0,
     tensor: int = 1,
+    trains: bool = False,
     on_result: Callable[[CaseResult], None] = lambda result: None,
 ) -> list[CaseResult]:
     """Run every architecture.
@@ -40,6 +41,7 @@ def run_cases(
         num_jobs: number of parallel processes.
         timeout_s: time limit per architecture, in seconds; its process is then killed.
         tensor: number of virtual devices to shard weights over.
+        trains: also compare a training step.
         on_result: called with each result as it arrives.
     """
     context = multiprocessing.get_context("forkserver")
@@ -53,7 +55,7 @@ def run_cases(
         while waiting and len(running) < num_jobs:
             case = waiting.pop(0)
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(*case, tensor, sender))
+            process = context.Process(target=_child, args=(*case, tensor, trains, sender))
             process.start()
             sender.close()
             running[receiver] = (case, process, time.monotonic() + timeout_s)
@@ -96,7 +98,9 @@ def _take(receiver: Connection, process: Any, case: _Case, *, is_late: bool) -> 
     )
 
 
-def _child(architecture: Architecture, variation: Variation | None, tensor: int, sender: Connection) -> None:
+def _child(
+    architecture: Architecture, variation: Variation | None, tensor: int, trains: bool, sender: Connection
+) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ["HFAX_PROGRAM_CACHE"] = "0"
     flags = f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={tensor}"
@@ -110,5 +114,5 @@ def _child(architecture: Architecture, variation: Variation | None, tensor: int,
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    sender.send(run_case(architecture, tensor, variation))
+    sender.send(run_case(architecture, tensor, variation, trains=trains))
     sender.close()

@@ -14,9 +14,11 @@ from hfax.errors import InvalidInputError
 from hfax.known_words import reject_arguments
 from hfax.train.argument_values import check_values
 from hfax.train.occasions import check_strategies
+from hfax.train.optimizers import Weights, check_optimizer, make_optimizer, optim_args
 from hfax.train.schedules import check_schedule, depends_on_end, make_schedule
+from hfax.train.trackers import TRACKERS, installed_trackers
 
-_REPORTERS = ("jsonl", "tensorboard")
+_REPORTERS = ("jsonl", "tensorboard", *TRACKERS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,17 +34,22 @@ class TrainingArguments:
         per_device_eval_batch_size: rows per shard in evaluation; None: `per_device_train_batch_size`.
         gradient_accumulation_steps: forward passes per step.
         learning_rate: peak learning rate.
+        optim: "adamw_torch", "adafactor", "lion", "sgd" or "muon", as in transformers (Muon for the matrices of hidden layers,
+            AdamW for other weights); or the name of an optimizer of optax, such as "lamb".
+        optim_args: its options: for "sgd" `momentum` and `nesterov`, for "adafactor" `decay_rate` and `clip_threshold`, for "muon"
+            `momentum`, `nesterov`, `ns_steps` and `adjust_lr_fn`; for others those of optax's function.
         lr_scheduler_type: schedule of the learning rate, as in transformers: "linear", "cosine", "cosine_with_restarts",
             "polynomial", "constant", "constant_with_warmup", "inverse_sqrt" or "warmup_stable_decay".
         lr_scheduler_kwargs: the schedule's options, as in transformers.
         warmup_steps: number of steps over which the learning rate rises from 0; below 1: their share of all steps.
         warmup_ratio: share of all steps over which it rises, in place of `warmup_steps`.
-        weight_decay: AdamW weight decay; not applied to biases and norms, as in transformers' Trainer.
-        adam_beta1: AdamW beta1.
-        adam_beta2: AdamW beta2.
+        weight_decay: weight decay, decoupled except with "sgd"; not applied to biases and norms, as in transformers' Trainer.
+        adam_beta1: beta1 of AdamW and Lion.
+        adam_beta2: beta2 of AdamW and Lion.
         adam_epsilon: AdamW epsilon.
         max_grad_norm: maximum gradient norm for clipping; None: no clipping.
         label_smoothing_factor: probability of each label that is spread over all classes, in training and in evaluation.
+        neftune_noise_alpha: noise on the input embeddings in training (NEFTune); None: none.
         gradient_checkpointing: keep only each layer's input and recompute the layer in the backward pass.
         dropout: False disables dropout, regardless of the config.
         logging_steps: steps between logged metrics.
@@ -61,7 +68,14 @@ class TrainingArguments:
         seed: seed for shuffling and dropout.
         shuffle: reshuffle rows each epoch.
         group_by_length: put shuffled rows of similar length into a step, which needs less padding.
-        report_to: "jsonl" (metrics.jsonl) and "tensorboard" (runs/): one, several, "all" or "none".
+        report_to: "jsonl" (metrics.jsonl), "tensorboard" (runs/), "wandb" and "trackio" (through these packages): one, several,
+            "all" that are installed, or "none".
+        run_name: name of the run in wandb and trackio.
+        project: their project.
+        push_to_hub: upload the trained model (or adapter) after `train`.
+        hub_model_id: repository to upload to, "owner/name" or a name of your own; None: the name of `output_dir`.
+        hub_private_repo: visibility of a newly created repository; None: the account's default.
+        hub_token: Hub token; None uses the one from `hf auth login`.
         progress: show a progress bar if stderr is a terminal.
     """
 
@@ -73,6 +87,8 @@ class TrainingArguments:
     per_device_eval_batch_size: int | None = None
     gradient_accumulation_steps: int = 1
     learning_rate: float = 5e-5
+    optim: str = "adamw_torch"
+    optim_args: dict[str, Any] | str | None = None
     lr_scheduler_type: Literal[
         "linear",
         "cosine",
@@ -92,6 +108,7 @@ class TrainingArguments:
     adam_epsilon: float = 1e-8
     max_grad_norm: float | None = 1.0
     label_smoothing_factor: float = 0.0
+    neftune_noise_alpha: float | None = None
     gradient_checkpointing: bool = False
     dropout: bool = True
     logging_steps: int = 10
@@ -108,6 +125,12 @@ class TrainingArguments:
     shuffle: bool = True
     group_by_length: bool = False
     report_to: str | tuple[str, ...] = ("jsonl",)
+    run_name: str | None = None
+    project: str = "huggingface"
+    push_to_hub: bool = False
+    hub_model_id: str | None = None
+    hub_private_repo: bool | None = None
+    hub_token: str | None = dataclasses.field(default=None, repr=False)
     progress: bool = True
 
     def __new__(cls, *args: Any, **options: Any) -> TrainingArguments:
@@ -120,6 +143,7 @@ class TrainingArguments:
         check_values(self)
         check_schedule(self.lr_scheduler_type, self.lr_scheduler_kwargs or {}, self.learning_rate)
         check_strategies(self)
+        check_optimizer(self)
         if self.warmup_ratio is not None and self.warmup_steps:
             raise InvalidInputError(
                 f"warmup_ratio={self.warmup_ratio} and warmup_steps={self.warmup_steps} are both given.",
@@ -138,15 +162,24 @@ class TrainingArguments:
                 "Rows of similar length are put together, so the order of the data is not kept.",
                 "Leave one of them out.",
             )
-        words: dict[str, tuple[str, ...]] = {"all": _REPORTERS, "none": ()}
-        given = words.get(self.report_to, (self.report_to,)) if isinstance(self.report_to, str) else self.report_to
+        given = self.report_to
+        if given == "all":
+            given = ("jsonl", "tensorboard", *installed_trackers())
+        elif isinstance(given, str):
+            given = () if given == "none" else (given,)
         if unknown := set(given) - set(_REPORTERS):
             raise InvalidInputError(
                 f"report_to={self.report_to!r} names {sorted(unknown)[0]!r}.",
-                "Metrics can be written as JSON Lines and to TensorBoard.",
-                'Pass report_to="jsonl", "tensorboard", "all" or "none".',
+                "Metrics can be written as JSON Lines, to TensorBoard, wandb and trackio.",
+                f"Pass {', '.join(_REPORTERS)}, all or none.",
             )
         object.__setattr__(self, "report_to", tuple(given))
+        if self.hub_model_id is not None and not self.push_to_hub:
+            raise InvalidInputError(
+                f"hub_model_id={self.hub_model_id!r} is given without push_to_hub.",
+                "Nothing would be uploaded.",
+                "Add push_to_hub=True; or call trainer.push_to_hub(), and leave it out.",
+            )
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """Steps of the warm-up in a run of `num_training_steps`, as in transformers."""
@@ -171,25 +204,13 @@ class TrainingArguments:
         options = self.lr_scheduler_kwargs or {}
         return {
             **{name: getattr(self, name) for name in (*names, *moments)},
+            "optim": self.optim,
+            "optim_args": optim_args(self),
             "lr_scheduler_kwargs": options,
             "warmup_steps": self.get_warmup_steps(steps),
             **({"max_steps": steps} if depends_on_end(self.lr_scheduler_type, options) else {}),
         }
 
-    def optimizer(self, steps: int, decays: Callable[[str], bool]) -> optax.GradientTransformation:
-        """AdamW with the schedule for `steps` steps, after gradient clipping; `decays` tells the weights that decay by name."""
-
-        def mask(params: Any) -> Any:
-            return {name: decays(name) for name in params}
-
-        adamw = optax.adamw(
-            self.schedule(steps),
-            b1=self.adam_beta1,
-            b2=self.adam_beta2,
-            eps=self.adam_epsilon,
-            weight_decay=self.weight_decay,
-            mask=mask,
-        )
-        return (
-            adamw if self.max_grad_norm is None else optax.chain(optax.clip_by_global_norm(self.max_grad_norm), adamw)
-        )
+    def optimizer(self, steps: int, weights: Weights) -> optax.GradientTransformation:
+        """The optimizer with the schedule for `steps` steps, after gradient clipping."""
+        return make_optimizer(self, self.schedule(steps), weights)

@@ -8,21 +8,28 @@ from typing import Any
 
 from hfax.errors import InvalidInputError
 from hfax.train.losses import IGNORED
+from hfax.train.row_formats import standard_row
 
 Example = tuple[list[int], list[int]]
 """Token ids and labels of a text."""
 _HAS_GENERATION = re.compile(r"\{%-?\s*generation\b")
-_FORMS = '{"text": …}, {"prompt": …, "completion": …} or {"messages": [{"role": …, "content": …}, …]}'
+_FORMS = (
+    '{"text": …}, {"prompt": …, "completion": …}, {"messages": [{"role": …, "content": …}, …]}, {"conversations": [{"from": …, '
+    '"value": …}, …]} or {"instruction": …, "output": …}'
+)
 
 
-def tokenize_rows(rows: Iterable[Mapping[str, Any]], tokenizer: Any, *, max_length: int) -> list[dict[str, list[int]]]:
+def tokenize_rows(
+    rows: Iterable[Mapping[str, Any]], tokenizer: Any, *, max_length: int | None
+) -> list[dict[str, list[int]]]:
     """Rows for supervised fine-tuning.
 
     Args:
-        rows: one of three formats: text (loss on all tokens), prompt and completion (loss on the completion), or messages (loss
-            on assistant turns, including the chat template's end of turn). Rows with `input_ids` are kept unchanged.
+        rows: text (loss on all tokens), prompt and completion (loss on the completion), or messages (loss on assistant turns,
+            including the chat template's end of turn); also those of ShareGPT and Alpaca, see `standard_row`. Rows with
+            `input_ids` are kept unchanged.
         tokenizer: must have a chat template for messages.
-        max_length: maximum row length, in tokens; longer rows are truncated.
+        max_length: maximum row length, in tokens; longer rows are truncated; None: no maximum.
 
     Returns:
         Rows with `input_ids` and `labels`, -100 where no loss is computed. Rows left without labels are dropped. A conversation
@@ -47,6 +54,7 @@ def tokenize_rows(rows: Iterable[Mapping[str, Any]], tokenizer: Any, *, max_leng
 
 
 def _tokenize(row: Mapping[str, Any], tokenizer: Any, number: int) -> list[Example]:
+    row = standard_row(row)
     if "input_ids" in row:
         ids = list(row["input_ids"])
         return [(ids, list(row.get("labels") or ids))]
@@ -66,7 +74,9 @@ def _tokenize(row: Mapping[str, Any], tokenizer: Any, number: int) -> list[Examp
     raise InvalidInputError(
         f"Row {number} has an unknown format.",
         f"Its columns are {', '.join(map(str, row)) or 'none'}.",
-        f"Use rows like {_FORMS}.",
+        "A recipe for rows of chosen and rejected completions says so: recipe: dpo."
+        if "chosen" in row
+        else f"Use rows like {_FORMS}.",
     )
 
 

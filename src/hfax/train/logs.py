@@ -1,4 +1,4 @@
-"""Metrics logging: JSON Lines, TensorBoard, and a terminal progress bar. Does not interpret the metrics."""
+"""Metrics logging: JSON Lines, TensorBoard, trackers, and a terminal progress bar. Does not interpret the metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from hfax.errors import BackendNotAvailableError
+from hfax.train.resumption import described
+from hfax.train.trackers import TRACKERS, Tracker
 
 METRICS_NAME = "metrics.jsonl"
 
@@ -18,18 +22,21 @@ class MetricsLog:
 
     Args:
         folder: the run's folder.
-        report_to: "jsonl", "tensorboard".
+        args: `TrainingArguments`: where metrics go, and whether there is a progress bar (if stderr is a terminal).
         after: step to resume after; later lines are dropped, since those steps are repeated.
         total: total steps of the run, for the progress bar.
-        progress: show a progress bar if stderr is a terminal.
 
     Raises:
-        BackendNotAvailableError: TensorBoard was requested but is not installed.
+        BackendNotAvailableError: TensorBoard or a tracker was requested but is not installed.
     """
 
-    def __init__(self, folder: Path, report_to: Any, *, after: int, total: int | None, progress: bool) -> None:
+    def __init__(self, folder: Path, args: Any, *, after: int, total: int | None) -> None:
         self._file = self._board = self._bar = None
-        wanted = set(report_to)
+        self._trackers: list[Tracker] = []
+        wanted = set(args.report_to)
+        config = {name: value for name, value in described(args).items() if not name.endswith("_token")}
+        for name in sorted(wanted & set(TRACKERS)) if jax.process_index() == 0 else ():
+            self._trackers.append(Tracker(name, project=args.project, run_name=args.run_name, config=config))
         folder.mkdir(parents=True, exist_ok=True)
         if "jsonl" in wanted:
             path = folder / METRICS_NAME
@@ -45,7 +52,7 @@ class MetricsLog:
                     "Install it: pip install 'hfax[train]', or remove it from report_to.",
                 ) from error
             self._board = SummaryWriter(str(folder / "runs"), purge_step=after + 1)
-        if progress and sys.stderr.isatty():
+        if args.progress and sys.stderr.isatty():
             self._bar = _Bar(total, after)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
@@ -56,6 +63,8 @@ class MetricsLog:
         if self._board is not None:
             for name, value in metrics.items():
                 self._board.add_scalar(name, value, step)
+        for tracker in self._trackers:
+            tracker.write(step, metrics)
         if self._bar is not None:
             self._bar.describe(metrics)
 
@@ -66,7 +75,7 @@ class MetricsLog:
 
     def close(self) -> None:
         """Close the files and remove the progress bar."""
-        for part in (self._file, self._board, self._bar):
+        for part in (self._file, self._board, *self._trackers, self._bar):
             if part is not None:
                 part.close()
 

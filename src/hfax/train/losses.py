@@ -1,4 +1,8 @@
-"""Training losses: the model's own loss, and DPO. Losses are functions of `apply` and a batch."""
+"""Training losses are functions of `apply` and a batch. Here are the model's own loss and what losses of log-probabilities share.
+
+A loss that compares with another model also has `reference_names`, the columns that it reads of the other model, and
+`reference(apply, batch)`, which computes them; `hfax.train.step` calls it with the reference's `apply`.
+"""
 
 from __future__ import annotations
 
@@ -32,55 +36,58 @@ def models_own_loss(apply: Apply, batch: Mapping[str, Any]) -> jax.Array:
     return loss
 
 
-def sequence_log_probs(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Sum of each row's label log-probabilities.
+def token_log_probs(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Log-probability of each label, 0 at ignored ones.
 
     Args:
         logits: [batch, length, vocab], next-token logits.
         labels: [batch, length] token ids, -100 at ignored positions.
 
     Returns:
-        [batch] float32.
+        [batch, length - 1] float32, of the labels after the first.
     """
     logits, labels = logits[:, :-1].astype(jnp.float32), labels[:, 1:]
     chosen = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
-    log_probs = chosen - jax.nn.logsumexp(logits, axis=-1)
-    return jnp.where(labels != IGNORED, log_probs, 0.0).sum(axis=-1)
+    return jnp.where(labels != IGNORED, chosen - jax.nn.logsumexp(logits, axis=-1), 0.0)
 
 
-def preference_log_probs(apply: Apply, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Log-probabilities of chosen and rejected completions; with `TrainStep.compute`, those of a reference model.
+def num_labels(labels: jax.Array) -> jax.Array:
+    """Number of labels of each row, at least 1: [batch] float32 of [batch, length]."""
+    return jnp.maximum((labels != IGNORED).sum(axis=-1), 1).astype(jnp.float32)
+
+
+def pair_logits(apply: Apply, batch: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
+    """Logits and labels of chosen and rejected sequences, computed together.
 
     Args:
         apply: the model.
-        batch: `chosen_ids`, `rejected_ids`, `chosen_labels` and `rejected_labels`, each [batch, length]; labels are -100 for
-            prompts and padding.
+        batch: `chosen_ids`, `rejected_ids`, `chosen_labels`, `rejected_labels` and optionally `chosen_attention_mask` and
+            `rejected_attention_mask`, each [batch, length]; labels are -100 for prompts and padding.
 
     Returns:
-        "chosen_log_probs" and "rejected_log_probs", [batch] float32; add the reference model's to batches for `make_dpo_loss`.
+        Logits [2 · batch, length, vocab] and labels [2 · batch, length]: chosen sequences, then rejected ones.
     """
-    ids = jnp.concatenate([batch["chosen_ids"], batch["rejected_ids"]])
-    labels = jnp.concatenate([batch["chosen_labels"], batch["rejected_labels"]])
-    log_probs = sequence_log_probs(apply(input_ids=ids, use_cache=False).logits, labels)
-    chosen, rejected = jnp.split(log_probs, 2)
-    return {"chosen_log_probs": chosen, "rejected_log_probs": rejected}
+    joined = {
+        part: jnp.concatenate([batch[f"chosen_{part}"], batch[f"rejected_{part}"]])
+        for part in ("ids", "labels", "attention_mask")
+        if f"chosen_{part}" in batch
+    }
+    masks = {name: array for name, array in joined.items() if name == "attention_mask"}
+    return apply(input_ids=joined["ids"], use_cache=False, **masks).logits, joined["labels"]
 
 
-def make_dpo_loss(beta: float = 0.1) -> Loss:
-    """Direct preference optimization: Rafailov et al., 2023, equation 7 (https://arxiv.org/abs/2305.18290).
+def pair_metrics(chosen: jax.Array, rejected: jax.Array, beta: float) -> dict[str, jax.Array]:
+    """Rewards of a batch of pairs by trl's names.
 
     Args:
-        beta: strength of the penalty for deviating from the reference.
-
-    Returns:
-        A loss for batches with the inputs of `preference_log_probs` and its outputs for the reference model. It also reports the
-        reward "accuracy" and "margin".
+        chosen: [batch] log-probabilities of chosen completions, or their difference from the reference's.
+        rejected: [batch], of rejected ones.
+        beta: factor of rewards.
     """
-
-    def loss(apply: Apply, batch: Mapping[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        own = preference_log_probs(apply, batch)
-        chosen, rejected = (own[name] - batch[name] for name in ("chosen_log_probs", "rejected_log_probs"))
-        margin = beta * (chosen - rejected)
-        return -jax.nn.log_sigmoid(margin).mean(), {"accuracy": (margin > 0).mean(), "margin": margin.mean()}
-
-    return loss
+    chosen, rejected = beta * chosen, beta * rejected
+    return {
+        "rewards/chosen": chosen.mean(),
+        "rewards/rejected": rejected.mean(),
+        "rewards/accuracies": (chosen > rejected).mean(),
+        "rewards/margins": (chosen - rejected).mean(),
+    }

@@ -6,14 +6,22 @@ import dataclasses
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from hfax.errors import BackendNotAvailableError, InvalidInputError
-from hfax.known_words import has_word, reject_arguments
+import jax
+import numpy as np
+import optax
+import torch
+
+from hfax.errors import BackendNotAvailableError, InvalidInputError, UnsupportedOptionError
 from hfax.lora.config import LoraConfig
+from hfax.sharding.mesh import BATCH_AXES, size_of
 from hfax.train.arguments import TrainingArguments
-from hfax.train.data import PackedCollator, PaddingCollator, pack
-from hfax.train.examples import tokenize_rows
+from hfax.train.data import Collator, in_batches
+from hfax.train.objectives import OBJECTIVES, check_model, make_collator, tokenized
+from hfax.train.preference_rows import Truncation
+from hfax.train.recipe_fields import sort_fields
+from hfax.train.step import make_train_step
 from hfax.train.trainer import Trainer
 
 _DEFAULT_LENGTH = 1024
@@ -21,18 +29,26 @@ _DEFAULT_LENGTH = 1024
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A run of supervised fine-tuning.
+    """A run of `hfax train`.
 
     Args:
-        model: a Hub id, a folder, or "demo".
+        recipe: what is trained for: "sft", "dpo", "orpo", "kto", "reward" or "distill".
+        model: a Hub id, a folder, or "demo". For "reward" it gets a head with one output, if it has none.
         train_data: JSON Lines, a `datasets.save_to_disk` folder, or a data set's Hub id ("owner/name", "owner/name:split").
         eval_data: evaluation data, in the same formats as `train_data`.
         revision: model revision on the Hub.
         dtype: the model's compute dtype; trained weights are kept in float32.
         quantization: "int8" or "int4" quantization of the base weights under an adapter.
         parallelism: mesh sizes by axis, such as {"fsdp": 8}; or "auto".
-        max_length: maximum row length, in tokens; longer rows are truncated.
-        packing: pack several sequences per row.
+        max_length: maximum row length, in tokens; longer rows are truncated ("reward": dropped). None: no maximum.
+        packing: pack several sequences per row ("sft").
+        loss: the loss with its fields, which stand at the top level of the file: `DPOLoss`, `ORPOLoss`, `KTOLoss`, `RewardLoss` or
+            `DistillationLoss`; None for "sft": the model's own.
+        ref_model: the reference ("dpo", "kto"), a Hub id or a folder; None: `model`, without the adapter.
+        precompute_ref_log_probs: run the reference over all rows before training, not at each step ("dpo").
+        precompute_ref_batch_size: rows per forward pass of that; None: those of training.
+        truncation_mode: what `max_length` keeps of prompt and completion: "keep_start" or "keep_end" ("dpo").
+        teacher_model_name_or_path: the teacher ("distill"), a Hub id or a folder.
         lora: adapter config, see `LoraConfig`; None: train all weights.
         trainable: name patterns of the weights to train.
         merge: merge the adapter and save the whole model.
@@ -42,32 +58,53 @@ class Recipe:
     model: str
     train_data: str
     training: TrainingArguments
+    recipe: Literal["sft", "dpo", "orpo", "kto", "reward", "distill"] = "sft"
     eval_data: str | None = None
     revision: str | None = None
     dtype: str = "auto"
     quantization: str | None = None
     parallelism: Any = None
-    max_length: int = _DEFAULT_LENGTH
+    max_length: int | None = _DEFAULT_LENGTH
     packing: bool = False
+    loss: Any = None
+    ref_model: str | None = None
+    precompute_ref_log_probs: bool = False
+    precompute_ref_batch_size: int | None = None
+    truncation_mode: Truncation = "keep_start"
+    teacher_model_name_or_path: str | None = None
     lora: LoraConfig | None = None
     trainable: list[str] | None = None
     merge: bool = False
 
+    def __post_init__(self) -> None:
+        if self.recipe == "distill" and self.teacher_model_name_or_path is None:
+            raise InvalidInputError(
+                "recipe: distill has no teacher.", "The model learns its outputs.", "Add teacher_model_name_or_path."
+            )
+        if self.packing and self.max_length is None:
+            raise InvalidInputError("packing has no max_length.", "Rows are filled up to it.", "Add max_length: 1024.")
+        if self.precompute_ref_batch_size is not None and not self.precompute_ref_log_probs:
+            raise InvalidInputError(
+                "precompute_ref_batch_size is set without precompute_ref_log_probs.",
+                "At a step, the reference has the rows of the step.",
+                "Add precompute_ref_log_probs: true, or leave it out.",
+            )
+        for name in ("max_length", "precompute_ref_batch_size"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise InvalidInputError(f"{name}={value} is too small.", "It is a count.", f"Pass another {name}.")
+
 
 def read_recipe(path: Path) -> Recipe:
-    """Read a YAML recipe: fields of `Recipe` and `TrainingArguments` at the top level, and `LoraConfig` fields under `lora:`.
+    """Read a YAML recipe: fields of `Recipe`, its loss and `TrainingArguments` at the top level, of `LoraConfig` under `lora:`.
 
     Raises:
         InvalidInputError: no such file, invalid YAML, or an unknown, missing or mistyped field, which is named.
-        UnsupportedOptionError: a training option of transformers that hfax lacks; the message names the alternative.
+        UnsupportedOptionError: an option of transformers or trl that hfax lacks; the message names the alternative.
     """
     try:
         import yaml
-        from pydantic import TypeAdapter, ValidationError
     except ImportError as error:
-        raise BackendNotAvailableError(
-            "hfax train requires pydantic and PyYAML.", str(error), "Install them: pip install 'hfax[train]'."
-        ) from error
+        raise _missing_package(error) from error
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
@@ -76,36 +113,39 @@ def read_recipe(path: Path) -> Recipe:
         ) from error
     if not isinstance(given, Mapping):
         raise InvalidInputError(f"{path} is not a recipe.", "It has no fields.", "See docs/training.md for an example.")
-    names = {field.name for field in dataclasses.fields(TrainingArguments)}
-    own: dict[str, Any] = {name: value for name, value in given.items() if name not in names}
-    own["training"] = {name: value for name, value in given.items() if name in names}
+    return make_recipe(given, str(path))
+
+
+def make_recipe(given: Mapping[str, Any], where: str = "The recipe") -> Recipe:
+    """A recipe from the contents of a file.
+
+    Args:
+        given: fields by name, see `read_recipe`.
+        where: the file, for errors.
+    """
     try:
-        return TypeAdapter(Recipe).validate_python(_checked_names(own, path))
+        from pydantic import TypeAdapter, ValidationError
+    except ImportError as error:
+        raise _missing_package(error) from error
+    own, of_loss, training = sort_fields(given, {field.name for field in dataclasses.fields(Recipe)}, where)
+    kind = OBJECTIVES[own.get("recipe", "sft")]
+    try:
+        loss = None if kind.loss is None else TypeAdapter(kind.loss).validate_python(of_loss)
+        return TypeAdapter(Recipe).validate_python({**own, "training": training, "loss": loss})
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "training")
+        at = ".".join(str(part) for part in first["loc"] if part != "training")
         raise InvalidInputError(
-            f"{path}: {where}: {first['msg']}.",
-            f"It is {first.get('input')!r}." if where else "",
+            f"{where}: {at}: {first['msg']}.",
+            f"It is {first.get('input')!r}." if at else "",
             "See docs/training.md for the fields.",
         ) from error
 
 
-def _checked_names(given: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Raise for unknown field names, which would otherwise be ignored."""
-    known = {field.name for field in dataclasses.fields(Recipe)}
-    of_adapters = {field.name for field in dataclasses.fields(LoraConfig)}
-    unknown = [*sorted(set(given) - known), *(f"lora.{n}" for n in sorted(set(given.get("lora") or {}) - of_adapters))]
-    if unknown:
-        if has_word("TrainingArguments", unknown[0]):
-            reject_arguments("TrainingArguments", unknown[:1], ())
-        training = {field.name for field in dataclasses.fields(TrainingArguments)}
-        raise InvalidInputError(
-            f"{path} has an unknown field {unknown[0]!r}.",
-            "hfax would ignore it.",
-            f"Fields are {', '.join(sorted((known - {'training'}) | training))}; under lora: {', '.join(sorted(of_adapters))}.",
-        )
-    return given
+def _missing_package(error: ImportError) -> BackendNotAvailableError:
+    return BackendNotAvailableError(
+        "hfax train requires pydantic and PyYAML.", str(error), "Install them: pip install 'hfax[train]'."
+    )
 
 
 def read_rows(where: str) -> Any:
@@ -180,8 +220,6 @@ def run_recipe(
     """
     from transformers import AutoTokenizer
 
-    from hfax.auto import AutoModelForTPU
-
     if recipe.quantization is not None and recipe.lora is None:
         raise InvalidInputError(
             f"quantization: {recipe.quantization} is set without lora.",
@@ -190,28 +228,31 @@ def run_recipe(
         )
     rows = read_rows(recipe.train_data)  # before the weights, which load slower
     eval_rows = None if recipe.eval_data is None else read_rows(recipe.eval_data)
-    model: Any = AutoModelForTPU.from_pretrained(
-        recipe.model,
-        revision=recipe.revision,
-        dtype=recipe.dtype,
-        quantization=recipe.quantization,  # pyright: ignore[reportArgumentType]
-        parallelism=recipe.parallelism,
-    )
+    model = _load(recipe, recipe.model, is_trained=True)
+    check_model(recipe.recipe, model)
     tokenizer = AutoTokenizer.from_pretrained(model.folder)
+    if recipe.recipe == "reward":
+        _make_pad_token(model, tokenizer)
     if recipe.lora is not None:
-        model.add_adapter(recipe.lora, seed=recipe.training.seed)
-    train = tokenize_rows(rows, tokenizer, max_length=recipe.max_length)
-    held = None if eval_rows is None else tokenize_rows(eval_rows, tokenizer, max_length=recipe.max_length)
-    if recipe.packing:
-        train = pack(train, recipe.max_length)
-        held = None if held is None else pack(held, recipe.max_length)
-    padding = PaddingCollator(pad_token_id=tokenizer.pad_token_id or 0, max_length=recipe.max_length)
+        model.add_adapter(_adapter(recipe), seed=recipe.training.seed)
+    per_pass = recipe.training.per_device_train_batch_size * (
+        1 if model.mesh is None else size_of(model.mesh, BATCH_AXES)
+    )
+    collator = make_collator(recipe, tokenizer.pad_token_id or 0, per_pass)
+    sets = [None if each is None else tokenized(recipe, each, tokenizer) for each in (rows, eval_rows)]
+    other = recipe.ref_model or recipe.teacher_model_name_or_path
+    reference = None if other is None else _load(recipe, other, is_trained=False)
+    if recipe.precompute_ref_log_probs:
+        size = recipe.precompute_ref_batch_size or per_pass
+        sets = [None if each is None else _referenced(recipe, model, reference, each, collator, size) for each in sets]
+        reference = None
     trainer = Trainer(
         model,
-        recipe.training,
-        train,
-        held,
-        data_collator=PackedCollator() if recipe.packing else padding,
+        dataclasses.replace(recipe.training, push_to_hub=False, hub_model_id=None),  # after the adapter is merged
+        *sets,
+        data_collator=collator,
+        loss=recipe.loss,
+        ref_model=reference,
         trainable=recipe.trainable,
     )
     if on_start is not None:
@@ -221,4 +262,65 @@ def run_recipe(
         model.merge_adapter()
     folder = trainer.save()
     tokenizer.save_pretrained(folder)
+    if recipe.training.push_to_hub:
+        trainer.args = recipe.training
+        trainer.push_to_hub(folder=folder)
     return trainer, metrics, folder
+
+
+def _load(recipe: Recipe, name: str, *, is_trained: bool) -> Any:
+    """The model to train, or its reference."""
+    from hfax.auto import AutoModelForTPU
+
+    of_trained: dict[str, Any] = {"revision": recipe.revision, "quantization": recipe.quantization}
+    of_reward = {"task": "text-classification", "num_labels": 1, "strict": False}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.training.seed)  # draws a new head
+        return AutoModelForTPU.from_pretrained(
+            name,
+            dtype=recipe.dtype,
+            parallelism=recipe.parallelism,
+            **(of_trained if is_trained else {}),
+            **(of_reward if recipe.recipe == "reward" else {}),
+        )
+
+
+def _adapter(recipe: Recipe) -> LoraConfig:
+    """The adapter; of a reward model it also trains the new head."""
+    assert recipe.lora is not None
+    if recipe.recipe != "reward" or recipe.lora.task_type == "SEQ_CLS":
+        return recipe.lora
+    if recipe.lora.task_type is not None:
+        raise InvalidInputError(
+            f"lora: task_type: {recipe.lora.task_type} does not train a reward model's head.",
+            "The head is new, and has random weights.",
+            "Use SEQ_CLS, or leave task_type out.",
+        )
+    return dataclasses.replace(recipe.lora, task_type="SEQ_CLS")
+
+
+def _make_pad_token(model: Any, tokenizer: Any) -> None:
+    """A classifier reads its output at the last token that is no padding, by the id in its config."""
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model.config.pad_token_id = tokenizer.pad_token_id
+
+
+def _referenced(recipe: Recipe, model: Any, reference: Any, rows: Any, collator: Collator, size: int) -> list[Any]:
+    """Rows with what the loss reads of the reference.
+
+    Raises:
+        UnsupportedOptionError: several processes, each of which would have the results of its own rows only.
+    """
+    if jax.process_count() > 1:
+        raise UnsupportedOptionError(
+            f"precompute_ref_log_probs is not supported in a run of {jax.process_count()} processes.",
+            "Each process has the results of its own rows only.",
+            "Leave it out: the reference then runs at each step.",
+        )
+    step = make_train_step(model, optax.identity(), recipe.loss, ref_model=reference, trainable=recipe.trainable)
+    found: list[Any] = []
+    for some in in_batches(rows, size):
+        columns = {name: np.asarray(array) for name, array in step.reference(collator(some)).items()}
+        found += [{**row, **{n: float(c[i]) for n, c in columns.items()}} for i, row in enumerate(some)]
+    return found

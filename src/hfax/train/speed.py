@@ -61,9 +61,9 @@ class Speed:
 
 
 def count_tokens(batch: Mapping[str, Any]) -> int:
-    """Non-padding tokens of a batch: from the mask, else from labels (packed rows), else all ids."""
-    if "attention_mask" in batch:
-        return int(np.sum(np.asarray(batch["attention_mask"]) != 0))
+    """Non-padding tokens of a batch: from masks, else from labels (packed rows), else all ids."""
+    if masks := [mask for name, mask in batch.items() if name.endswith("attention_mask")]:
+        return sum(int(np.sum(np.asarray(mask) != 0)) for mask in masks)
     labels = batch.get("labels")
     if labels is not None and np.ndim(labels) > 1:
         return int(np.sum(np.asarray(labels) != IGNORED))

@@ -31,6 +31,8 @@ from hfax.tracing.adapters import SCALING
 from hfax.tracing.structure import flatten, is_array, unflatten
 from hfax.train.labels import labels_of
 from hfax.train.losses import Apply, Loss, models_own_loss
+from hfax.train.neftune import noisy_embeddings
+from hfax.train.reference import check_reference, weights_of_reference
 from hfax.train.updates import apply_optimizer
 
 Params = dict[str, jax.Array]
@@ -38,6 +40,8 @@ Trainable = Callable[[str], bool] | Iterable[str] | None
 Metrics = dict[str, jax.Array]
 
 
+_REFERENCE = "reference/"
+"""Precedes the names of the reference's weights among the arguments of programs."""
 _CPU_OPTIONS: dict[str, str | bool] = {"xla_disable_hlo_passes": "optimization-barrier-expander,cse_barrier_expander"}
 """XLA's CPU compiler otherwise removes optimization barriers early. Without those of `jax.checkpoint` it recomputes all layers at
 once: 28% more operations and no memory saved (docs/log/training.md). Without those of `hfax.train.updates` it copies the
@@ -80,7 +84,15 @@ class TrainStep:
         remat: bool = False,
         dropout: bool = True,
         master_dtype: Any = jnp.float32,
+        ref_model: JaxModel | None = None,
+        neftune_noise_alpha: float | None = None,
     ) -> None:
+        if neftune_noise_alpha is not None and not dropout:
+            raise InvalidInputError(
+                f"neftune_noise_alpha={neftune_noise_alpha} does not go with dropout=False.",
+                "Noise is added in train mode, and dropout=False trains in eval mode.",
+                "Leave one of them out.",
+            )
         if gradient_accumulation_steps < 1:
             raise InvalidInputError(
                 f"gradient_accumulation_steps={gradient_accumulation_steps} is too small.",
@@ -92,9 +104,15 @@ class TrainStep:
         self.trainable = choose_trainable(weights, trainable, model.adapters.trained(weights))
         self._optimizer = optimizer
         self._loss = loss or models_own_loss
-        self._labels = labels_of(model) if self._loss is models_own_loss else None
+        is_over_labels = self._loss is models_own_loss or getattr(self._loss, "is_mean_over_labels", False)
+        self._labels = labels_of(model) if is_over_labels else None
+        self._needed: tuple[str, ...] = getattr(self._loss, "reference_names", ())
+        check_reference(model, ref_model, needed=bool(self._needed))
+        self._reference = ref_model or model
+        self._reference_weights = weights_of_reference(self._reference) if self._needed else {}
         self._parts = gradient_accumulation_steps
         self._remat, self._dropout = remat, dropout
+        self._noise = neftune_noise_alpha
         self._master = jnp.dtype(master_dtype)
         self._dtypes = {name: model.params[name].dtype for name in self.trainable}
         self._split = {name: model.params[name].sharding for name in self.trainable}
@@ -110,8 +128,15 @@ class TrainStep:
                 must not be used until `update_model`.
 
         Raises:
+            InvalidInputError: `copy=False`, but the loss compares with the model's own weights.
             OutOfMemoryError: the state does not fit on the device.
         """
+        if not copy and self._needed and self._reference is self.model:
+            raise InvalidInputError(
+                "copy=False does not go with a loss that has a reference.",
+                "The reference is the model's own weights, which steps would overwrite.",
+                "Leave copy=False out, or pass ref_model.",
+            )
         shardings = self._state_shardings()
 
         def make(weights: Params) -> TrainState:
@@ -161,14 +186,26 @@ class TrainStep:
         arrays, structure = self._place(batch)
         return self._program(structure, state, arrays)
 
-    def evaluate(self, params: Params, batch: Mapping[str, Any]) -> Metrics:
+    def evaluate(
+        self,
+        params: Params,
+        batch: Mapping[str, Any],
+        outputs: Callable[[Apply, Mapping[str, Any]], Any] | None = None,
+    ) -> Metrics:
         """A batch's loss without dropout, and "weight", the number of labels it is averaged over; 0 and 0 if it has none.
 
         Args:
             params: weights from a state, or the model's own.
             batch: a training batch, see `__call__`.
+            outputs: a function as in `compute`, whose result is added as "outputs"; in the same program.
         """
-        return self.compute(self._measure, params, batch)
+        if outputs is not None:
+
+            def both(apply: Apply, reference: Apply, inputs: Mapping[str, Any]) -> Any:
+                return {**self._measure(apply, reference, inputs), "outputs": outputs(apply, inputs)}
+
+            return self._computed(("loss", outputs), both, params, batch)
+        return self._computed("loss", self._measure, params, batch)
 
     def compute(
         self, function: Callable[[Apply, Mapping[str, Any]], Any], params: Params, batch: Mapping[str, Any]
@@ -182,18 +219,16 @@ class TrainStep:
             params: weights from a state, or the model's own.
             batch: a training batch, see `__call__`.
         """
-        params = {name: params[name] for name in self.trainable}
-        arrays, structure = self._place(batch, parts=1)
-        key = (function, f"{structure!r} {_shapes([*params.values(), *arrays])}")
-        if key not in self._programs:
+        return self._computed(function, lambda apply, _, inputs: function(apply, inputs), params, batch)
 
-            def run(params: Params, frozen: Params, arrays: list[Any]) -> Any:
-                apply = self._apply(params, frozen, None)
-                return function(apply, unflatten(structure, [a[0] for a in arrays]))
+    def reference(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """What the loss reads of the reference for a batch: a step does not compute it again for batches that have it.
 
-            self._programs[key] = self._compiled("evaluate", jax.jit(run), params, self._frozen(), arrays)
-        with _explaining("a forward pass"):
-            return self._programs[key](params, self._frozen(), arrays)
+        Args:
+            batch: a training batch, see `__call__`.
+        """
+        loss: Any = self._loss
+        return self._computed("reference", lambda _, reference, inputs: loss.reference(reference, inputs), {}, batch)
 
     def update_model(self, state: TrainState) -> None:
         """Copy the state's weights to the model, in the model's dtypes."""
@@ -252,33 +287,70 @@ class TrainStep:
     def _loss_of(
         self, params: Params, frozen: Params, key: jax.Array | None, inputs: Mapping[str, Any]
     ) -> tuple[jax.Array, Metrics]:
-        return self._found(self._apply(params, frozen, key), inputs)
+        return self._found(self._apply(params, frozen, key), self._apply_reference(frozen), inputs)
 
     def _apply(self, params: Params, frozen: Params, key: jax.Array | None) -> Apply:
         """The model with these weights; in train mode if a dropout key is given."""
-        weights = {**frozen, **{name: array.astype(self._dtypes[name]) for name, array in params.items()}}
+        own = {name: array for name, array in frozen.items() if not name.startswith(_REFERENCE)}
+        weights = {**own, **{name: array.astype(self._dtypes[name]) for name, array in params.items()}}
         dropout = key if self._dropout else None
-        return functools.partial(self.model.apply, weights, dropout_rng=dropout, remat=self._remat)
 
-    def _found(self, apply: Apply, inputs: Mapping[str, Any]) -> tuple[jax.Array, Metrics]:
-        found = self._loss(apply, inputs)
-        loss, metrics = found if isinstance(found, tuple) else (found, {})
-        return loss.astype(jnp.float32), metrics
+        def apply(*args: Any, **inputs: Any) -> Any:
+            with noisy_embeddings(self.model, self._noise):
+                return self.model.apply(weights, *args, dropout_rng=dropout, remat=self._remat, **inputs)
 
-    def _measure(self, apply: Apply, inputs: Mapping[str, Any]) -> Metrics:
-        loss, metrics = self._found(apply, inputs)
+        return apply
+
+    def _apply_reference(self, frozen: Params) -> Apply:
+        weights = {n.removeprefix(_REFERENCE): a for n, a in frozen.items() if n.startswith(_REFERENCE)}
+        return functools.partial(self._reference.apply, weights)
+
+    def _found(self, apply: Apply, reference: Apply, inputs: Mapping[str, Any]) -> tuple[jax.Array, Metrics]:
+        loss: Any = self._loss
+        if any(name not in inputs for name in self._needed):
+            inputs = {**inputs, **jax.lax.stop_gradient(loss.reference(reference, inputs))}
+        found = loss(apply, inputs)
+        value, metrics = found if isinstance(found, tuple) else (found, {})
+        return value.astype(jnp.float32), metrics
+
+    def _measure(self, apply: Apply, reference: Apply, inputs: Mapping[str, Any]) -> Metrics:
+        loss, metrics = self._found(apply, reference, inputs)
         weight = self._weight(inputs)
         return {"loss": jnp.where(weight == 0, 0, loss), "weight": weight, **metrics}
 
     def _weight(self, inputs: Mapping[str, Any]) -> jax.Array:
-        """A micro-batch's weight: its label count; 1 for custom losses."""
-        return jnp.ones(()) if self._labels is None else self._labels.count(inputs)
+        """A micro-batch's weight: its label count if the loss is a mean over labels, else its number of rows."""
+        if self._labels is not None:
+            return self._labels.count(inputs)
+        return jnp.float32(next((a.shape[0] for a in flatten(inputs, is_array)[0] if a.ndim), 1))
+
+    def _computed(
+        self,
+        key: Any,
+        function: Callable[[Apply, Apply, Mapping[str, Any]], Any],
+        params: Params,
+        batch: Mapping[str, Any],
+    ) -> Any:
+        """A function of the model, its reference and a batch, without dropout; compiled once per key and batch shape."""
+        params = {name: params[name] for name in self.trainable if name in params}
+        arrays, structure = self._place(batch, parts=1)
+        key = (key, f"{structure!r} {_shapes([*params.values(), *arrays])}")
+        if key not in self._programs:
+
+            def run(params: Params, frozen: Params, arrays: list[Any]) -> Any:
+                inputs = unflatten(structure, [a[0] for a in arrays])
+                return function(self._apply(params, frozen, None), self._apply_reference(frozen), inputs)
+
+            self._programs[key] = self._compiled("evaluate", jax.jit(run), params, self._frozen(), arrays)
+        with _explaining("a forward pass"):
+            return self._programs[key](params, self._frozen(), arrays)
 
     # Where things are
 
     def _frozen(self) -> Params:
         changed = set(self.trainable)
-        return {**self.model.buffers, **{n: a for n, a in self.model.params.items() if n not in changed}}
+        own = {**self.model.buffers, **{n: a for n, a in self.model.params.items() if n not in changed}}
+        return {**own, **{f"{_REFERENCE}{n}": a for n, a in self._reference_weights.items()}}
 
     def _place(
         self, batch: Mapping[str, Any], parts: int | None = None, is_step: bool = False
@@ -369,6 +441,8 @@ def make_train_step(
     remat: bool = False,
     dropout: bool = True,
     master_dtype: Any = jnp.float32,
+    ref_model: JaxModel | None = None,
+    neftune_noise_alpha: float | None = None,
     mesh: Any = None,
 ) -> TrainStep:
     """A compiled training step with optax.
@@ -386,13 +460,16 @@ def make_train_step(
         dropout: False: the model stays in eval mode.
         master_dtype: dtype of the trained weights, accumulated gradients and optimizer state. The model computes in the dtype it
             was loaded with.
+        ref_model: the model that a loss with a reference compares with (`DPOLoss`, `KTOLoss`; the teacher of `DistillationLoss`).
+            None: this model as it is now, without its adapter.
+        neftune_noise_alpha: noise on the input embeddings in training, at most alpha / sqrt(length · width); None: none.
         mesh: mesh sizes by axis or a `jax.sharding.Mesh` to move the model to first. None: do not move it.
 
     Returns:
         The step; see `TrainStep.init` and `TrainStep.__call__`.
 
     Raises:
-        InvalidInputError: a pattern matches nothing, or a weight is quantized.
+        InvalidInputError: a pattern matches nothing, a weight is quantized, or `ref_model` does not fit the loss or the model.
 
     Example:
         >>> step = make_train_step(model, optax.adamw(1e-4))
@@ -413,6 +490,8 @@ def make_train_step(
         remat=remat,
         dropout=dropout,
         master_dtype=master_dtype,
+        ref_model=ref_model,
+        neftune_noise_alpha=neftune_noise_alpha,
     )
 
 

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import optax
 
 from hfax.backends.jax.model import JaxModel
-from hfax.errors import CheckpointCorruptError, HfaxError, InvalidInputError
+from hfax.errors import CheckpointCorruptError, HfaxError, InvalidInputError, UnsupportedOptionError
 from hfax.known_words import keywords, reject_arguments
 from hfax.sharding.mesh import BATCH_AXES, size_of
 from hfax.train.arguments import TrainingArguments
+from hfax.train.callbacks import Callbacks
 from hfax.train.checkpoints import Checkpoints
 from hfax.train.data import BatchOrder, Collator, PackedCollator, PaddingCollator, in_batches
 from hfax.train.label_smoothing import SmoothedTrainStep
 from hfax.train.logs import MetricsLog
 from hfax.train.losses import Loss
 from hfax.train.occasions import BestEvaluation, evaluations, saves
+from hfax.train.optimizers import Weights, choose_hidden
 from hfax.train.packing import check_packing
+from hfax.train.predictions import ComputeMetrics, Predictor
 from hfax.train.resumption import check_unchanged, described, fingerprint
 from hfax.train.speed import Speed
 from hfax.train.step import Trainable, TrainState, TrainStep
@@ -40,9 +45,16 @@ class Trainer:
             a re-iterable; or rows from `hfax.train.data.pack`.
         eval_dataset: evaluation data, in the same formats as `train_dataset`.
         data_collator: collates rows into a batch; None: `PaddingCollator`, or `PackedCollator` for packed rows.
-        optimizer: an optax optimizer; None: AdamW configured by `args`.
+        optimizer: an optax optimizer; None: the one that `args.optim` names.
         loss: see `make_train_step`.
+        ref_model: see `make_train_step`.
         trainable: see `make_train_step`.
+        compute_metrics: takes transformers' `EvalPrediction` (numpy arrays of logits and labels of the evaluation data, padded with
+            -100) and returns metrics by name, which evaluations report; with the model's own loss.
+        preprocess_logits_for_metrics: maps logits and labels to what is kept of them, such as `logits.argmax(-1)`. Both are JAX
+            arrays in the compiled program.
+        callbacks: transformers' `TrainerCallback`s, called at its events except those within a step. `model` is this one, which
+            has the current weights at `on_evaluate`, `on_save` and `on_train_end`.
 
     Raises:
         InvalidInputError: the model cannot be trained with these options, or the data set has fewer rows than a step needs.
@@ -67,7 +79,11 @@ class Trainer:
         data_collator: Collator | None = None,
         optimizer: optax.GradientTransformation | None = None,
         loss: Loss | None = None,
+        ref_model: JaxModel | None = None,
         trainable: Trainable = None,
+        compute_metrics: ComputeMetrics | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        callbacks: Sequence[Any] | None = None,
         **others: Any,
     ) -> None:
         reject_arguments("Trainer", others, keywords(Trainer.__init__))
@@ -78,7 +94,8 @@ class Trainer:
         self._num_parts = 1 if model.mesh is None else size_of(model.mesh, BATCH_AXES)
         """Number of data-parallel shards of the mesh."""
         first = next(iter(train_dataset if train_dataset is not None else eval_dataset or []), None)
-        self._first, self._loss = first, loss
+        self._predictor = _make_predictor(compute_metrics, preprocess_logits_for_metrics, loss)
+        self._first, self._loss, self._ref_model = first, loss, ref_model
         self._collate = data_collator or _choose_collator(model, first)
         if isinstance(self._collate, PackedCollator):
             check_packing(model)
@@ -89,9 +106,12 @@ class Trainer:
             )
         self._total = self._count_steps()
         self._rate = None if optimizer is not None else args.schedule(self._total)
-        self._step = self._make_step(optimizer or args.optimizer(self._total, choose_decay(model.module)), trainable)
+        weights = Weights(decays=choose_decay(model.module), is_hidden=choose_hidden(model.module))
+        self._step = self._make_step(optimizer or args.optimizer(self._total, weights), trainable)
         self.state: TrainState | None = None
         self._best = BestEvaluation(args.metric_for_best_model, args.greater_is_better)
+        self._callbacks = Callbacks(callbacks or (), args, model)
+        self._callbacks.call("on_init_end")
 
     def train(self, *, resume_from_checkpoint: bool = False, accept_changes: Collection[str] = ()) -> dict[str, float]:
         """Train to the end.
@@ -114,17 +134,19 @@ class Trainer:
         checkpoints = Checkpoints(self._folder, self.args.save_total_limit)
         try:
             done = self._begin(checkpoints, resume_from_checkpoint, accept_changes)
-            log = MetricsLog(
-                self._folder, self.args.report_to, after=done, total=self._total, progress=self.args.progress
-            )
+            log = MetricsLog(self._folder, self.args, after=done, total=self._total)
             try:
-                return self._run(checkpoints, log, done)
+                metrics = self._run(checkpoints, log, done)
             finally:
                 log.close()
         finally:
             if self.state is not None:
                 self._step.update_model(self.state)
             checkpoints.close()
+        self._callbacks.call("on_train_end")
+        if self.args.push_to_hub:
+            self.push_to_hub()
+        return metrics
 
     def resume(self, *, accept_changes: Collection[str] = ()) -> dict[str, float]:
         """Resume `train` from the last whole checkpoint.
@@ -141,23 +163,35 @@ class Trainer:
             eval_dataset: data to evaluate on; None: the trainer's eval_dataset.
 
         Returns:
-            "eval_loss", the mean over all labels, and "eval_perplexity".
+            "eval_loss", the mean over all labels, and "eval_perplexity"; for a loss of your own, its mean over rows (or labels)
+            and that of each of its metrics, with "eval_" before the name; and what `compute_metrics` returns.
 
         Raises:
             InvalidInputError: there is no data.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         params = self.model.params if self.state is None else self.state.params
-        total = weight = 0.0
+        totals: dict[str, float] = {}
+        weight = 0.0
+        predictions, labels = list[np.ndarray](), list[np.ndarray]()
         size = self.args.per_device_eval_batch_size or self.args.per_device_train_batch_size
         for rows in in_batches(dataset or [], size * self._num_parts):
-            metrics = self._step.evaluate(params, self._collate(rows))
-            total += float(metrics["loss"]) * float(metrics["weight"])
-            weight += float(metrics["weight"])
+            batch = self._collate(rows)
+            found = self._step.evaluate(params, batch, self._predictor and self._predictor.outputs)
+            if self._predictor is not None:
+                predictions.append(np.asarray(found.pop("outputs")))
+                labels.append(np.asarray(batch["labels"]))
+            metrics = {name: float(value) for name, value in found.items()}
+            self._callbacks.call("on_prediction_step")
+            share = metrics.pop("weight")
+            weight += share
+            totals = {n: totals.get(n, 0.0) + share * value for n, value in metrics.items()}
         if not weight:
             raise InvalidInputError("There is no evaluation data.", "The data set has no labels.", "Pass eval_dataset.")
-        loss = total / weight
-        return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
+        means = {f"eval_{name}": total / weight for name, total in totals.items()}
+        if self._loss is None:
+            means["eval_perplexity"] = math.exp(min(means["eval_loss"], 700.0))
+        return means if self._predictor is None else {**means, **self._predictor.metrics(predictions, labels)}
 
     def save(self, folder: str | Path | None = None) -> Path:
         """Save the trained model with `save_pretrained`; if an adapter is active, save only the adapter in PEFT format.
@@ -171,6 +205,36 @@ class Trainer:
         else:
             self.model.save_pretrained(folder)
         return folder
+
+    def push_to_hub(self, commit_message: str = "End of training", *, folder: str | Path | None = None) -> str:
+        """Save the model, or the adapter, and upload it to `hub_model_id`.
+
+        Args:
+            commit_message: commit message.
+            folder: a folder that is uploaded as it is; None: what `save` writes to "model" in `output_dir`.
+
+        Returns:
+            The URL of the commit.
+
+        Raises:
+            CheckpointAccessError: the token has no write access, or the Hub cannot be reached.
+        """
+        from hfax.load.hub import upload_folder
+
+        self._callbacks.call("on_push_begin")
+        return upload_folder(
+            self.save() if folder is None else Path(folder),
+            self.args.hub_model_id or self._folder.resolve().name,
+            commit_message=commit_message,
+            private=self.args.hub_private_repo,
+            token=self.args.hub_token,
+            revision=None,
+            create_pr=False,
+        )
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback, see `callbacks`."""
+        self._callbacks.add(callback)
 
     # The loop
 
@@ -228,7 +292,14 @@ class Trainer:
             **({} if self._rate is None else args.shape(self._total)),
             **{
                 name: getattr(args, name)
-                for name in ("seed", "shuffle", "group_by_length", "dropout", "label_smoothing_factor")
+                for name in (
+                    "seed",
+                    "shuffle",
+                    "group_by_length",
+                    "dropout",
+                    "label_smoothing_factor",
+                    "neftune_noise_alpha",
+                )
             },
             "rows_per_step": self._rows_per_step(),
             "train_dataset": fingerprint(self.train_dataset, self._first),
@@ -245,9 +316,10 @@ class Trainer:
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
             "remat": args.gradient_checkpointing,
             "dropout": args.dropout,
+            "neftune_noise_alpha": args.neftune_noise_alpha,
         }
         if not args.label_smoothing_factor:
-            return TrainStep(self.model, optimizer, self._loss, **options)
+            return TrainStep(self.model, optimizer, self._loss, ref_model=self._ref_model, **options)
         if self._loss is not None:
             raise InvalidInputError(
                 f"label_smoothing_factor={args.label_smoothing_factor} does not go with a loss of your own.",
@@ -261,14 +333,14 @@ class Trainer:
         return args.per_device_train_batch_size * self._num_parts * args.gradient_accumulation_steps
 
     def _run(self, checkpoints: Checkpoints, log: MetricsLog, done: int) -> dict[str, float]:
-        args, speed = self.args, Speed(self.model, self._step.trainable)
+        args, speed, calls = self.args, Speed(self.model, self._step.trainable), self._callbacks
         per_epoch = None if self._order is None else self._order.steps_per_epoch
         evaluated, saved = evaluations(args, per_epoch), saves(args, per_epoch)
         last: dict[str, float] = {}
         held: dict[str, float] = {}
         losses: list[float] = []
         pending: tuple[int, Any] | None = None
-        step = done
+        step, current = done, None
 
         def settle() -> None:
             """Read the metrics of the last started step."""
@@ -278,33 +350,50 @@ class Trainer:
                 losses.append(last["loss"])
                 pending = None
 
+        calls.start(done, self._total, self._best.value)
         for step, epoch, rows in self._steps(done):
+            if current != (current := epoch):
+                calls.call("on_epoch_begin")
+            calls.begin_step()
             batch = self._collate(rows)
             state, metrics = self._step(self._require_state(), batch)
             self.state = state
+            calls.call("on_optimizer_step")
             settle()  # the previous step, while the device runs this one
             pending = step, metrics
             speed.note(batch)
             log.advance(step)
-            ends = step == self._total
-            if step % args.logging_steps == 0 or ends:
+            share = step / per_epoch if per_epoch else float(epoch)
+            calls.state.global_step, calls.state.epoch = step, share
+            calls.call("on_step_end")
+            ends = step == self._total or calls.control.should_training_stop
+            if step % args.logging_steps == 0 or ends or calls.control.should_log:
                 settle()
                 rate = {} if self._rate is None else {"learning_rate": float(self._rate(step - 1))}
                 mean = {"loss": sum(losses) / len(losses)}  # over the steps since the last line
-                log.write(step, {**last, **mean, **rate, "epoch": epoch, **speed.read()})
+                line = {**last, **mean, **rate, "epoch": share, **speed.read()}
+                log.write(step, line)
+                calls.log(step, line)
                 losses.clear()
+            if ends or (per_epoch and step % per_epoch == 0):
+                calls.call("on_epoch_end")
             is_best = False
-            if self.eval_dataset is not None and evaluated.is_due(step, ends=ends):
+            if self.eval_dataset is not None and (evaluated.is_due(step, ends=ends) or calls.control.should_evaluate):
                 settle()
                 held = self.evaluate()
                 log.write(step, held)
+                calls.log(step, held)
+                self._call_with_weights("on_evaluate", metrics=held)
                 is_best = self._best.note(step, held) and args.load_best_model_at_end
+                calls.state.best_metric, calls.state.best_global_step = self._best.value, self._best.step
                 ends = ends or self._best.worse >= (args.early_stopping_patience or math.inf)
+                ends = ends or calls.control.should_training_stop
                 speed.pause()
-            if is_best or saved.is_due(step, ends=ends):
+            if is_best or saved.is_due(step, ends=ends) or calls.control.should_save:
                 settle()  # never save a step with a non-finite loss
                 checkpoints.best = self._best.step if args.load_best_model_at_end else None
                 checkpoints.save(state, {"best": self._best.state(), "shape": self._shape})
+                self._call_with_weights("on_save")
             if ends:
                 settle()
                 break
@@ -312,6 +401,12 @@ class Trainer:
         if args.load_best_model_at_end:
             self._load_best(checkpoints)
         return {**last, **held, "steps": step}
+
+    def _call_with_weights(self, event: str, **more: Any) -> None:
+        """Call callbacks while the model has the current weights."""
+        if self._callbacks:
+            self._step.update_model(self._require_state())
+            self._callbacks.call(event, **more)
 
     def _load_best(self, checkpoints: Checkpoints) -> None:
         """Replace the last step's weights with those of the best evaluation."""
@@ -329,13 +424,13 @@ class Trainer:
         self.state = checkpoints.restore(best, like)
         logger.info("loaded the best model, of step %d", best)
 
-    def _steps(self, done: int) -> Iterator[tuple[int, float, Any]]:
+    def _steps(self, done: int) -> Iterator[tuple[int, int, Any]]:
+        """Number, epoch and rows of each step."""
         assert self._order is not None
-        per_epoch = self._order.steps_per_epoch
         for step, (epoch, rows) in enumerate(self._order.after(done), start=done + 1):
             if step > self._total:
                 return
-            yield step, step / per_epoch if per_epoch else float(epoch), rows
+            yield step, epoch, rows
 
     def _checked(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
         """A step's metrics as floats.
@@ -374,10 +469,29 @@ def _check_optimizer(optimizer: Any) -> None:
     if optimizer is not None and not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise InvalidInputError(
             f"optimizer={optimizer!r} is not an optimizer of optax.",
-            "An optimizer has the functions init and update; names are not looked up.",
-            "Pass one like optax.adamw(1e-4), adafactor, sgd, lion or lamb; or leave it out for AdamW with the options of "
-            "TrainingArguments.",
+            "An optimizer has the functions init and update; names are given in TrainingArguments(optim=…).",
+            "Pass one like optax.adamw(1e-4), adafactor, sgd, lion or lamb; or leave it out.",
         )
+
+
+def _make_predictor(compute: ComputeMetrics | None, preprocess: Any, loss: Loss | None) -> Predictor | None:
+    if compute is not None and jax.process_count() > 1:
+        raise UnsupportedOptionError(
+            f"compute_metrics is not supported in a run of {jax.process_count()} processes.",
+            "Each process has the logits of its own rows only.",
+            "Evaluate the saved model in one process.",
+        )
+    if compute is not None and loss is None:
+        return Predictor(compute, preprocess)
+    if compute is None and preprocess is None:
+        return None
+    raise InvalidInputError(
+        "preprocess_logits_for_metrics is given without compute_metrics."
+        if compute is None
+        else "compute_metrics does not go with a loss of your own.",
+        "It takes the logits and labels that the model's own loss reads.",
+        "Report metrics from the loss, which may return a dict of them.",
+    )
 
 
 def _choose_collator(model: JaxModel, row: Any) -> Collator:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hfax.backends.protocol import LoadOptions
-from hfax.errors import BackendNotAvailableError, UnsupportedOptionError
+from hfax.errors import BackendNotAvailableError, InvalidInputError, UnsupportedOptionError
 from hfax.phases import phase
 
 if TYPE_CHECKING:
@@ -33,7 +33,9 @@ class JaxBackend:
     """The JAX implementation of `hfax.backends.protocol.Backend`."""
 
     name = "jax"
-    capabilities = frozenset({"apply", "quantization", "parallelism", "plan", "processes", "export", "speculation"})
+    capabilities = frozenset(
+        {"apply", "quantization", "parallelism", "plan", "num_labels", "processes", "export", "speculation"}
+    )
 
     def problem(self) -> BackendNotAvailableError | None:
         """Why the backend is not available; None if it is."""
@@ -91,6 +93,12 @@ def _load(source: CheckpointSource, options: LoadOptions) -> JaxModel:
     from hfax.load.weights import load_quantized, load_weights, stored_layouts
 
     config = read_config(source, trust_remote_code=options.trust_remote_code)
+    if options.num_labels is not None:
+        if not isinstance(options.num_labels, int) or options.num_labels < 1:
+            raise InvalidInputError(
+                f"num_labels={options.num_labels!r} is not a number of outputs.", "It counts labels.", "Pass 1 or more."
+            )
+        config.num_labels = options.num_labels
     is_own = is_quantized_by_hfax(config)
     store = find_weights(config, open_store(source))
     skeleton = _open_skeleton(config, options, source, store.float_dtype)
@@ -129,6 +137,12 @@ def _load_orbax(source: CheckpointSource, options: LoadOptions) -> JaxModel:
             f"quantization={options.quantization!r} was passed for an orbax checkpoint.",
             "Weights are quantized one at a time while they are read from safetensors.",
             'Load the safetensors checkpoint with quantization, then save that model with format="orbax".',
+        )
+    if options.num_labels is not None:
+        raise UnsupportedOptionError(
+            f"num_labels={options.num_labels} was passed for an orbax checkpoint.",
+            "Its arrays are restored as they are, the head with them.",
+            "Load the safetensors checkpoint with num_labels.",
         )
     bundle = None if options.parallelism is not None else read_bundle_of(source)
     if bundle is None:
