@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 _READERS = 2
 """Number of steps loaded concurrently; bounds the tensors held in host memory."""
-_KEPT_BYTES = 128 << 20
+_KEPT_BYTES = 32 << 20
 """Weights after which the memory of freed tensors is given back: they were converted from about as many bytes."""
 _COMPARED_BYTES = 1 << 20
 _COMPARED_NUMBERS = 1 << 20
