@@ -75,8 +75,8 @@ ARCHITECTURES = [
         "biogpt",
         "gpt_bigcode",
     ),
-    *("arcee", "hunyuan_v1_dense", "seed_oss", "apertus", "olmoe", "phimoe", "bitnet", "nanochat", "diffllama", "doge"),
-    *("vaultgemma", "deepseek_v2", "jetmoe", "minimax"),
+    *("arcee", "apertus", "olmoe", "phimoe", "bitnet", "nanochat", "diffllama", "doge"),
+    *("vaultgemma", "jetmoe"),
 ]
 MOST = 1_950_000_000
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

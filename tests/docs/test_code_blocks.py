@@ -38,6 +38,7 @@ OF_OTHER_TESTS = {
 
 
 GUIDES: dict[str, dict[str, str]] = {
+    "README.md": {'"Qwen/Qwen3-0.6B"': "demo", "max_new_tokens=40": "max_new_tokens=4"},
     "docs/index.md": {'"Qwen/Qwen3-0.6B"': "demo", "max_new_tokens=40": "max_new_tokens=4"},
     "docs/troubleshooting.md": {},
     "docs/guides/embeddings.md": {
@@ -57,7 +58,7 @@ GUIDES: dict[str, dict[str, str]] = {
 
 def test_every_page_is_run_here_or_elsewhere() -> None:
     with_python = {page for page in PAGES if code_blocks(page, "python")}
-    assert with_python == {"README.md", "docs/serving.md", "docs/training.md", *GUIDES, *ELSEWHERE}
+    assert with_python == {"docs/tour.md", "docs/serving.md", "docs/training.md", *GUIDES, *ELSEWHERE}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -78,7 +79,7 @@ def _run(page: str, names: dict[str, Any], replaced: dict[str, str]) -> list[Cod
     return blocks
 
 
-def test_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipeline_checkpoints: Any) -> None:
+def test_the_tour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipeline_checkpoints: Any) -> None:
     monkeypatch.chdir(tmp_path)
     checkpoints = pipeline_checkpoints
     folders = {name: tmp_path / name for name in ("classifier", "whisper", "llava")}
@@ -93,7 +94,7 @@ def test_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipeline_ch
         "sound": sound,
     }
     blocks = _run(
-        "README.md",
+        "docs/tour.md",
         names,
         {
             '"Qwen/Qwen3-0.6B"': repr(str(demo_folder())),

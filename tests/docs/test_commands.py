@@ -33,6 +33,7 @@ PAGES = [
     *pages_of_docs(),
 ]
 NOT_HERE = {
+    "pip install -e '.[cpu]'": "needs the network",
     "pip install -e '.[cpu,serve]'": "needs the network",
     "pip install -e '.[cpu,train]'": "needs the network",
     "pip install -e '.[cpu,eval]'": "needs the network",
@@ -299,7 +300,7 @@ def _served(line: str) -> Iterator[tuple[str, str]]:
     page, _ = FOUND[line]
     model = (
         ["demo", "--max-model-len", "512"]
-        if page in ("README.md", "docs/serving.md")
+        if page in ("docs/tour.md", "docs/serving.md")
         else ["qwen3", "--max-model-len", "2048"]
     )
     keys = [f"--api-key={key}" for key in re.findall(r"-key (\S+)", line)]

@@ -88,5 +88,7 @@ def test_a_packed_checkpoint_takes_its_own_size_and_a_quantized_one_what_is_left
     largest = INNER * WIDTH * 2  # in bfloat16
     for (_, options), found in zip(calls, json.loads(done.stdout), strict=True):
         assert found["end"] <= 1.1 * found["held"] + MARGIN, (options, found)
-        in_work = 8 * largest  # two threads read a tensor each, and write its codes; freed memory goes back now and then
+        in_work = (
+            8 * largest
+        )  # two threads read a tensor each, and write its codes; freed memory goes back now and then
         assert found["peak"] <= 1.1 * found["held"] + in_work + MARGIN, (options, found)
