@@ -2,7 +2,7 @@
 
     python scripts/speed_plot.py > docs/images/speed.svg
 
-reads benchmarks/results/cpu-*.json, which `python benchmarks/cpu.py` writes; `tests/docs/test_speed_plot.py` compares.
+reads benchmarks/results/cpu-*.json, which `python benchmarks/cpu.py` writes; `tests/docs/test_pictures.py` compares.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SUBJECTS = {"eager": "transformers, eager", "static": "transformers, static cach
 """Of the group "peers", in which the subjects take turns; all in bfloat16."""
 WITH_WEIGHTS = {"hfax int8": "hfax, int8 weights", "hfax int4": "hfax, int4 weights"}
 COLORS = {"hfax": "#2f6fde", "hfax int8": "#2f6fde", "hfax int4": "#2f6fde"}
-BAR, GAP, LEFT, WIDTH = 20, 6, 290, 760
+BAR, GAP, LEFT, WIDTH = 20, 6, 310, 760
 
 
 def tokens_per_second(model: str) -> dict[str, float]:
