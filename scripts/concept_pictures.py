@@ -193,7 +193,8 @@ def _box(box: Box, x: int, y: int) -> list[str]:
 
 
 def _text(x: float, y: float, text: str, size: int = 13, weight: int = 400) -> str:
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="middle" font-size="{size}" font-weight="{weight}">{escape(text, quote=False)}</text>'
+    font = f'text-anchor="middle" font-size="{size}" font-weight="{weight}"'
+    return f'<text x="{x:g}" y="{y:g}" {font}>{escape(text, quote=False)}</text>'
 
 
 def _arrow(x: float, y: float, x2: float, y2: float) -> str:

@@ -13,6 +13,7 @@ import typer
 from hfax.cli import model_options
 from hfax.cli.error_display import reporting
 from hfax.cli.option_types import mesh_sizes, positive_numbers
+from hfax.cli.plan_report import FILE_WIDTH, print_plans
 from hfax.errors import InvalidInputError
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -22,10 +23,6 @@ EXAMPLES = """[bold]Examples[/bold]
   hfax plan Qwen/Qwen3-0.6B --devices cpu:8 --no-compile
   hfax plan meta-llama/Meta-Llama-3-8B --train full,lora --batch 8 --context 2048
   hfax plan Qwen/Qwen3-30B-A3B --machines v6e:2x4,h100:8 --json-file plan.json --plot plan.png"""
-
-
-_FILE_WIDTH = 120
-"""Table width in columns when stdout is not a terminal."""
 
 
 def plan(
@@ -110,7 +107,7 @@ def plan(
         if json_output:
             typer.echo(text)
         else:
-            _print(plans, ASSUMPTIONS)
+            print_plans(plans, ASSUMPTIONS)
 
 
 def _names(text: str) -> list[str]:
@@ -163,7 +160,7 @@ def _plan_training(
     from rich.console import Console
     from rich.table import Table
 
-    out = Console() if sys.stdout.isatty() else Console(width=_FILE_WIDTH)
+    out = Console() if sys.stdout.isatty() else Console(width=FILE_WIDTH)
     table = Table(title=f"{model}: fine-tuning on rows of {length:,} tokens, GB per device", box=box.SIMPLE_HEAD)
     for column in ("machine", "training", "mesh", "rows", "fits", "state+frozen+temp.", "of", "step s", "compile s"):
         table.add_column(column, justify="left" if column in ("machine", "training", "mesh", "fits") else "right")
@@ -183,50 +180,6 @@ def _plan_training(
     for problem in dict.fromkeys(f"{p.machine} {p.kind}: {p.problem}" for p in plans if p.problem):
         out.print(problem, markup=False)
     out.print(ASSUMPTIONS, markup=False)
-
-
-def _print(plans: list[Any], assumptions: str) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    first = plans[0]
-    console = Console() if sys.stdout.isatty() else Console(width=_FILE_WIDTH)
-    style: Any = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0), "title_justify": "left"}
-    memory = Table(title=f"{first.model}: GB per device at {first.context:,} tokens", **style)
-    speed = Table(title=f"Limits; prompts of {first.prompt:,} tokens", **style)
-    for name in ("machine", "mesh", "batch", "fits", "weights+cache+temp.", "of", "longest", "rows"):
-        left = name in ("machine", "mesh", "fits")
-        memory.add_column(name, justify="left" if left else "right")
-    for name in ("machine", "batch", "1st token ms", "tokens/s", "limited by", "collectives/layer", "MB", "compile s"):
-        speed.add_column(name, justify="left" if name in ("machine", "limited by") else "right")
-    for p in plans:
-        memory.add_row(
-            p.machine,
-            " ".join(f"{name} {size}" for name, size in p.mesh.items()),
-            str(p.batch),
-            "yes" if p.fits else "no",
-            f"{p.weight_bytes / 1e9:.2f}+{p.cache_bytes / 1e9:.2f}+"
-            + ("?" if p.temporary_bytes is None else f"{p.temporary_bytes / 1e9:.2f}"),
-            f"{p.memory_bytes / 1e9:.1f}",
-            f"{p.longest_context:,}",
-            f"{p.largest_batch:,}",
-        )
-        speed.add_row(
-            p.machine,
-            str(p.batch),
-            "?" if p.prefill_s is None else f"{p.prefill_s * 1e3:.1f}",
-            "?" if p.tokens_per_s is None else f"{p.tokens_per_s:,.0f}",
-            p.limited_by or "?",
-            "?" if p.collectives_per_layer is None else f"{p.collectives_per_layer:.1f}",
-            "?" if not p.collective_bytes else f"{p.collective_bytes['decode'] / 1e6:.1f}",
-            "?" if p.compile_s is None else f"{p.compile_s:.0f}",
-        )
-    console.print(memory)
-    console.print(speed)
-    for problem in dict.fromkeys(f"{p.machine}: {p.problem}" for p in plans if p.problem):
-        console.print(problem, markup=False)
-    console.print(f"Longest and rows: maximum context and batch size that fit. {assumptions}", markup=False)
 
 
 def _draw(plans: list[Any], path: Path) -> None:

@@ -1,0 +1,59 @@
+"""The sentence and the tables of `hfax plan`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from hfax.cli.plan_report import answer, print_plans
+from hfax.planning.plan import Plan
+
+PLAN = Plan(
+    model="llama", machine="v6e:1x1", num_devices=1, mesh={"tensor": 1}, dtype="bfloat16", quantization=None, batch=1, context=8192,
+    prompt=512, weight_bytes=16_000_000_000, cache_bytes=1_000_000_000, temporary_bytes=None, memory_bytes=32_000_000_000,
+    fits=True, longest_context=100_000, largest_batch=15, prefill_s=0.0084, tokens_per_s=102.4, limited_by="weights", collectives={},
+    collective_bytes={}, collectives_per_layer=None, compile_s=None, problem="",
+)  # fmt: skip
+SMALL = dataclasses.replace(PLAN, machine="v5e:1x1", memory_bytes=16_100_000_000, fits=False, longest_context=0)
+LARGE = dataclasses.replace(PLAN, machine="v5e:2x4", num_devices=8, memory_bytes=16_100_000_000, tokens_per_s=396.0)
+COMPILED = dataclasses.replace(
+    PLAN, temporary_bytes=500_000_000, collectives_per_layer=2.0, collective_bytes={"decode": 80_000}, compile_s=12.0
+)
+
+
+@pytest.mark.parametrize(
+    ("plans", "expected"),
+    [
+        (
+            [SMALL, PLAN, LARGE],
+            "llama in bfloat16, 8,192 tokens, one sequence at a time: fits 2 of 3 machines. The smallest is v6e:1x1, where at most "
+            "102 tokens/s can be written.",
+        ),
+        (
+            [dataclasses.replace(PLAN, quantization="int8", tokens_per_s=None)],
+            "llama in int8, 8,192 tokens, one sequence at a time: fits v6e:1x1.",
+        ),
+        (
+            [SMALL],
+            "llama in bfloat16, 8,192 tokens, one sequence at a time: fits none of these machines. v5e:1x1 comes closest: 17.0 GB "
+            "are needed on each device, 16.1 GB are usable.",
+        ),
+    ],
+)
+def test_the_answer_comes_in_a_sentence(plans: list[Plan], expected: str) -> None:
+    assert answer(plans) == expected
+
+
+def test_columns_without_a_figure_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    print_plans([PLAN, SMALL], "Assumed.")
+    text = capsys.readouterr().out
+    assert "?" not in text
+    assert "temporaries, GB" not in text
+    assert "Nothing was compiled" in text
+    print_plans([COMPILED, SMALL], "Assumed.")
+    text = capsys.readouterr().out
+    assert "temporaries, GB" in text
+    assert "0.50" in text
+    assert " - " in text
+    assert "Nothing was compiled" not in text
