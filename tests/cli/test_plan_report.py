@@ -12,8 +12,8 @@ from hfax.planning.plan import Plan
 PLAN = Plan(
     model="llama", machine="v6e:1x1", num_devices=1, mesh={"tensor": 1}, dtype="bfloat16", quantization=None, batch=1, context=8192,
     prompt=512, weight_bytes=16_000_000_000, cache_bytes=1_000_000_000, temporary_bytes=None, memory_bytes=32_000_000_000,
-    fits=True, longest_context=100_000, largest_batch=15, prefill_s=0.0084, tokens_per_s=102.4, limited_by="weights", collectives={},
-    collective_bytes={}, collectives_per_layer=None, compile_s=None, problem="",
+    fits=True, longest_context=100_000, largest_batch=15, prefill_s=0.0084, tokens_per_s=102.4, limited_by="weights",
+    collectives={}, collective_bytes={}, collectives_per_layer=None, compile_s=None, problem="",
 )  # fmt: skip
 SMALL = dataclasses.replace(PLAN, machine="v5e:1x1", memory_bytes=16_100_000_000, fits=False, longest_context=0)
 LARGE = dataclasses.replace(PLAN, machine="v5e:2x4", num_devices=8, memory_bytes=16_100_000_000, tokens_per_s=396.0)
