@@ -191,4 +191,4 @@ except jax.errors.TracerBoolConversionError as error:
     print(str(error).splitlines()[0])
 
 # %% [markdown]
-# Most models never do this. Where transformers' code does, hfax replaces that piece, and `hfax doctor MODEL` lists the replacements.
+# Most models never do this. Where transformers' code does, hfax replaces that piece, and `hfax doctor MODEL -v` lists them.

@@ -51,30 +51,78 @@ def doctor(
         from hfax.doctor import diagnose
 
         found = diagnose(model, task=task, check=check, trust_remote_code=trust_remote_code)
-        typer.echo(json.dumps(dataclasses.asdict(found), indent=2) if json_output else _as_text(found))
+        typer.echo(json.dumps(dataclasses.asdict(found), indent=2) if json_output else as_text(found, verbose, _free()))
         if found.verdict == "fails":
             raise typer.Exit(1)
 
 
-def _as_text(found) -> str:  # noqa: ANN001 (its class would import jax)
+def _free() -> tuple[str, int] | None:
+    """The first device's name and its free memory, in bytes; None if it does not say."""
+    import jax
+
+    from hfax.load.placement import free_bytes
+
+    device = jax.local_devices()[0]
+    free = free_bytes(device)
+    return None if free is None else ("this machine's memory" if device.platform == "cpu" else str(device), free)
+
+
+def _number(count: float) -> str:
+    """A count or a size with three digits and a unit: 3.15M."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:.0f}"
+
+
+def _bytes(count: float) -> str:
+    """A size in bytes with three digits: 6.29 MB."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def as_text(found, verbose: bool, free: tuple[str, int] | None) -> str:  # noqa: ANN001 (its class would import jax)
+    """A diagnosis in lines.
+
+    Args:
+        found: a `Diagnosis`.
+        verbose: the patches and lowerings one by one, instead of their number.
+        free: a device and its free memory, in bytes.
+    """
     lines = [
         f"{found.class_name} ({found.model_type}): {found.verdict}",
-        f"  parameters       {found.num_parameters / 1e9:.3f} billion, {found.weight_bytes / 1e9:.2f} GB in {found.dtype}",
+        f"  parameters       {_number(found.num_parameters)}, {_bytes(found.weight_bytes)} in {found.dtype}",
     ]
+    if free is not None:
+        fits = (
+            "yes"
+            if found.weight_bytes < free[1]
+            else "no; hfax plan finds a machine, and quantization makes it smaller"
+        )
+        lines.append(f"  fits here        {fits} ({_bytes(free[1])} of {free[0]} are free)")
     if found.cache_bytes_per_token is not None:
         lines.append(
-            f"  cache            {found.cache_bytes_per_token:,} bytes per token plus {found.state_bytes or 0:,} fixed"
+            f"  cache            {_bytes(found.cache_bytes_per_token)} per token"
+            + (f" and {_bytes(found.state_bytes)} for each sequence" if found.state_bytes else "")
         )
     if found.operations_per_token:
-        lines.append(f"  operations       {found.operations_per_token / 1e9:.2f} billion per token")
-    if found.static_arguments:
+        lines.append(f"  operations       {_number(found.operations_per_token)} per token")
+    if found.static_arguments and verbose:
         lines.append(f"  static arguments {', '.join(found.static_arguments)}")
     if found.why_not_padded is not None:
         lines.append(f"  a program for each size of a forward call: {found.why_not_padded}")
-    lines += [f"  lowering         {way}" for way in found.lowerings]
+    if verbose:
+        lines += [f"  lowering         {way}" for way in found.lowerings]
     if found.cpu_kernels is not None:
         lines.append(f"  cpu kernels      {found.cpu_kernels}")
-    lines += [f"  patch {name}: {why}" for name, why in found.patches.items()]
+    if verbose:
+        lines += [f"  patch {name}: {why}" for name, why in found.patches.items()]
+    elif found.patches or found.lowerings:
+        lines.append(
+            f"  patches          {len(found.patches)}, and {len(found.lowerings)} choices of kernels: -v names them"
+        )
     lines += [f"  no patch {name}: {why}" for name, why in found.refusals.items()]
     if found.wide_dtypes:
         floats = [line for line, dtype in found.wide_dtypes.items() if dtype == "float64"]
