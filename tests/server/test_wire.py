@@ -223,13 +223,22 @@ def test_a_path_cannot_forge_a_line_of_the_log(make_server, logged, json_logs):
         assert lines[0].replace('\\"', "").count('"') == 2
 
 
+def test_probes_are_logged_at_debug_and_a_refused_one_like_any_request(make_server, logged):
+    with make_server(api_keys=("secret",)) as running, running.client() as client:
+        for path in ("/health", "/ready", "/metrics"):
+            client.get(path, headers={"Authorization": "Bearer secret"})
+        client.get("/ready", headers={"Authorization": "Bearer wrong"})
+    (line,) = [record.getMessage() for record in logged.records if record.name == "hfax.access"]
+    assert '"GET /ready" 401' in line
+
+
 def test_a_forwarded_address_counts_from_trusted_proxies_alone(make_server, logged):
     """uvicorn believes a proxy on loopback by default: any local client could write any address into the log."""
     forwarded = {"X-Forwarded-For": "203.0.113.7"}
     for proxies, address in (((), "127.0.0.1"), (("192.0.2.1",), "127.0.0.1"), (("127.0.0.1",), "203.0.113.7")):
         logged.clear()
         with make_server(trusted_proxies=proxies) as running, running.client() as client:
-            client.get("/health", headers=forwarded)
+            client.get("/v1/models", headers=forwarded)
         (line,) = [record.getMessage() for record in logged.records if record.name == "hfax.access"]
         assert line.split()[0] == address
 

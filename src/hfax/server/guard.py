@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 access = logging.getLogger("hfax.access")
 
 OPEN_PATHS = ("/health",)
+_PROBES = ("/health", "/ready", "/metrics")
+"""Polled every few seconds; the access log has their answers at DEBUG, unless they are refused."""
 """Routes that do not require an API key."""
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
 MAX_HEAD_BYTES = 32 << 10
@@ -171,7 +173,8 @@ class Guard:
             raise ApiError(408, "Timed out waiting for the request body.", code="body_timeout") from None
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
-        if not access.isEnabledFor(logging.INFO):
+        level = logging.DEBUG if scope["path"] in _PROBES and status in (200, 503) else logging.INFO
+        if not access.isEnabledFor(level):
             return
         client = (scope.get("client") or ("-",))[0]
         extra = {k: v for k, v in scope.get("state", {}).items() if k in ("request_id", "user") and v}
@@ -183,11 +186,12 @@ class Guard:
                 "path": scope["path"],
                 "status": status,
             }
-            access.info("%s", json.dumps({**line, "seconds": round(seconds, 4), **extra}))
+            access.log(level, "%s", json.dumps({**line, "seconds": round(seconds, 4), **extra}))
         else:
             rest = "".join(f" {name}={json.dumps(value)}" for name, value in extra.items())
             path = _printable(scope["path"])
-            access.info('%s "%s %s" %s %.3fs%s', _printable(client), scope["method"], path, status, seconds, rest)
+            text = '%s "%s %s" %s %.3fs%s'
+            access.log(level, text, _printable(client), scope["method"], path, status, seconds, rest)
 
 
 class _Disconnected(Exception):
