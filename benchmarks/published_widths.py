@@ -1,4 +1,4 @@
-"""Architectures at the width of their default configuration, which is a published model's, beside transformers in float32.
+"""Architectures at the width of their default configuration, mostly a published model's, beside transformers in float32.
 
     python benchmarks/published_widths.py --json-file benchmarks/results/published-widths.json
 
