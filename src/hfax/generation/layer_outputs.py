@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 import torch
 from transformers import GenerationConfig
@@ -119,7 +118,11 @@ def _cuts(name: str, array: Any, steps: list[slice], offset: int) -> list[Any]:
     else:
         ends = [None if name == "cross_attentions" else step.stop for step in steps]
         cuts = [array[:, :, step, offset:end] for step, end in zip(steps, ends, strict=True)]
-    return [cut.clone() if isinstance(cut, torch.Tensor) else jax.device_put(cut) for cut in cuts]
+    if isinstance(array, torch.Tensor):
+        return [cut.clone() for cut in cuts]
+    import jax  # absent where torch_xla is, which asks this module only what a call wants
+
+    return [jax.device_put(cut) for cut in cuts]
 
 
 def _of_decoder(prompts: Prompts, sequences: np.ndarray, copies: int, traits: ModelTraits) -> dict[str, Any]:
