@@ -234,10 +234,13 @@ def test_patches_in_force_do_not_hide_what_they_stand_for() -> None:
 
 
 def test_the_doctor_says_which_patch_does_not_apply_and_why() -> None:
-    from hfax.cli.doctor import _as_text
+    from hfax.cli.doctor import as_text
 
     found = hfax.diagnose(shrink_config(transformers.NanoChatConfig()))
     assert found.refusals["llama-rotation"] == "rotate_half differs from Llama's"
-    assert "  no patch llama-rotation: rotate_half differs from Llama's" in _as_text(found).splitlines()
+    assert (
+        "  no patch llama-rotation: rotate_half differs from Llama's"
+        in as_text(found, verbose=False, free=None).splitlines()
+    )
     assert hfax.diagnose(shrink_config(transformers.LlamaConfig())).refusals == {}
     assert hfax.diagnose(shrink_config(transformers.GemmaConfig())).refusals == {}
