@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from import_graph import Import, first_circle, imports_of, upward
+from import_graph import Import, first_circle, imports_of, missing_names, upward
 
 import hfax
 from hfax.programs.program_cache import LEAVES
@@ -52,6 +52,35 @@ def imports() -> list[Import]:
 
 def test_no_files_import_each_other_in_a_circle(imports: list[Import]) -> None:
     assert first_circle(imports) == []
+
+
+def test_what_tests_benchmarks_and_scripts_import_exists() -> None:
+    """Imports inside functions, too, which no other check sees before the test itself runs."""
+    root = Path(__file__).parents[1]
+    folders = ("tests", "benchmarks", "scripts", "examples", "deploy")
+    assert missing_names([path for name in folders for path in sorted((root / name).rglob("*.py"))], SOURCE) == []
+
+
+def test_a_name_that_a_package_lacks_is_found(tmp_path: Path) -> None:
+    (package := tmp_path / "kit").mkdir()
+    (package / "__init__.py").touch()
+    (package / "tools.py").write_text(
+        "import os\nif os.name == 'nt':\n    saw = 1\nelse:\n    hammer, (nail, *_) = 1, (2, 3)\n"
+    )
+    (caller := tmp_path / "caller.py").write_text(
+        "def f():\n"
+        "    from kit.tools import hammer, nail, os, saw, drill\n"
+        'SCRIPT = """\n'
+        "from kit.tools import chisel, saw\n"
+        "from kit import tools\n"
+        '"""\n'
+        "from kit.shed import tools\n"
+    )
+    assert sorted(missing_names([caller], package)) == [
+        "caller.py:2: kit.tools has no drill",
+        "caller.py:3: kit.tools has no chisel",
+        "caller.py:7: kit.shed has no tools",
+    ]
 
 
 def test_no_file_imports_from_further_down(imports: list[Import]) -> None:

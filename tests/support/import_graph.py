@@ -117,3 +117,49 @@ def _existing(name: str, modules: dict[str, Path]) -> str:
     while name not in modules:
         name = name.rpartition(".")[0]
     return name
+
+
+def missing_names(files: Sequence[Path], folder: Path) -> list[str]:
+    """What files import from a package and it does not have: `from package.module import name`, in their code and in scripts that
+    they hold as strings. Names of the package's own `__init__.py` are left out: it finds them when they are asked for.
+
+    Args:
+        files: Python files.
+        folder: of the package, whose name it has.
+    """
+    package = folder.name
+    modules = {_name(package, path.relative_to(folder)): path for path in folder.rglob("*.py")}
+    defined = {name: _defined(ast.parse(path.read_text())) for name, path in modules.items()}
+    in_text = re.compile(rf"^\s*from ({package}\.[\w.]+) import ([\w, ]+)$", re.M)
+    found = []
+    for path in files:
+        wanted: list[tuple[int, str, str]] = []
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package}."):
+                wanted += [(node.lineno, str(node.module), alias.name) for alias in node.names]
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                for module, names in in_text.findall(node.value):
+                    wanted += [(node.lineno, module, name.split(" as ")[0].strip()) for name in names.split(",")]
+        for line, module, name in wanted:
+            if f"{module}.{name}" not in modules and name not in defined.get(module, ()):
+                found.append(f"{path.name}:{line}: {module} has no {name}")
+    return found
+
+
+def _defined(tree: ast.Module) -> set[str]:
+    """Names that a module's own statements bind, those in `if` and `try` included."""
+    names: set[str] = set()
+    inside: list[ast.stmt] = list(tree.body)
+    while inside:
+        node = inside.pop()
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                names.update((alias.asname or alias.name).split(".")[0] for alias in aliases)
+            case ast.Assign() | ast.AnnAssign() | ast.AugAssign():
+                names.update(n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+            case ast.If() | ast.Try() | ast.With() | ast.For():
+                inside += [n for n in ast.iter_child_nodes(node) if isinstance(n, ast.stmt)]
+                inside += [s for h in getattr(node, "handlers", ()) for s in h.body]
+    return names
