@@ -9,6 +9,7 @@ import re
 import select
 import subprocess
 import sys
+import termios
 import time
 from typing import Self
 
@@ -24,12 +25,18 @@ in which JAX runs threads.)"""
 class Terminal:
     """One process and its terminal, for use in a `with`.
 
+    Args:
+        arguments: of the command.
+        columns: the terminal's width; 0: it does not say.
+
     Attributes:
         seen: output behind what was waited for.
     """
 
-    def __init__(self, *arguments: object) -> None:
+    def __init__(self, *arguments: object, columns: int = 0) -> None:
         self._fd, theirs = pty.openpty()
+        if columns:
+            termios.tcsetwinsize(theirs, (24, columns))
         command = [sys.executable, "-c", _TAKE_TERMINAL, *INTERRUPTIBLE_COMMAND, *map(str, arguments)]
         streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
         self._process = subprocess.Popen(command, **streams, env=process_environment(), start_new_session=True)

@@ -122,7 +122,7 @@ def test_unreadable_history_is_found_before_the_model_is(hfax_here, tmp_path):
 def test_at_a_terminal_ctrl_c_stops_the_reply_and_ctrl_d_leaves(tmp_path):
     talk = tmp_path / "talk.json"
     endless = save_language_model(tmp_path / "endless", context=1 << 15)
-    with Terminal("chat", endless, "--temperature", "0", "--max-new-tokens", "30000") as terminal:
+    with Terminal("chat", endless, "--temperature", "0", "--max-new-tokens", "30000", columns=60) as terminal:
         terminal.wait_for("Ctrl-D to exit")
         terminal.wait_for("> ")
         terminal.type("half a line")
@@ -132,6 +132,7 @@ def test_at_a_terminal_ctrl_c_stops_the_reply_and_ctrl_d_leaves(tmp_path):
         terminal.wait_for("exit to exit")
         terminal.type("Hello there\r")
         terminal.wait_for(r"are.{0,9}are.{0,9}are")
+        terminal.wait_for(r"(\x1b\[K| )\r*\nare")  # lines are broken at spaces
         terminal.type("\x03")
         terminal.wait_for("tokens/s, stopped")
         terminal.wait_for("> ")

@@ -23,6 +23,21 @@ def test_finished_phases_are_plain_lines_with_their_seconds():
     assert set(display.seconds) == {"trace"}
 
 
+def test_transient_phases_leave_no_line_on_a_terminal():
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    display = PhaseDisplay(console, is_transient=True)
+    with display.following("starting"), phase("compile", "decode[1, 64]"):
+        pass
+    written = console.file.getvalue()
+    assert "compile decode[1, 64]" in written  # the spinner
+    assert "compile decode[1, 64]: " not in written
+    assert display.seconds["compile"] > 0
+    plain = plain_console()
+    with PhaseDisplay(plain, is_transient=True).following("starting"), phase("compile", "decode[1, 64]"):
+        pass
+    assert "compile decode[1, 64]: " in plain.file.getvalue()
+
+
 def test_seconds_add_up_over_blocks():
     display = PhaseDisplay(plain_console())
     for _ in range(2):

@@ -55,7 +55,7 @@ def _chat(name: str, which: BackendOptions, how: WritingOptions, system: str | N
 
     messages = load_messages(history) if history is not None else []
     console = make_console()
-    phases = PhaseDisplay(console)
+    phases = PhaseDisplay(console, is_transient=True)
     with phases.following("starting"), CtrlC() as ctrl_c, ctrl_c.raising():
         checkpoint = which.open(name)
         tokenizer = checkpoint.load_tokenizer()

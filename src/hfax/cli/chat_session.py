@@ -141,7 +141,7 @@ class ChatSession:
         messages = [*self._messages, {"role": "user", "content": text}]
         ids = encode_messages(self._tokenizer, messages, self._name)
         options = self._within_context(len(ids))
-        output = AnswerOutput(self._phases)
+        output = AnswerOutput(self._phases, wraps_words=True)
         with self._phases.following("reading the conversation"):
             answer = write_answer(
                 self._model,

@@ -30,7 +30,10 @@ def launch(
     ] = None,
     processes: Annotated[int, typer.Option(help="Number of processes in the run.", show_default=False)] = 0,
     process_id: Annotated[int, typer.Option(help="Index of this process, from 0.", show_default=False)] = -1,
-    local: Annotated[int, typer.Option(help="Number of processes for a run on this machine only.")] = 0,
+    local: Annotated[
+        int,
+        typer.Option(help="Number of processes for a run on this machine only; their lines begin with [process id]."),
+    ] = 0,
     cpu_devices: Annotated[int, typer.Option(help="Virtual CPU devices per process, for testing.")] = 0,
     start_timeout: Annotated[float, typer.Option(help="Timeout for the other processes to connect, in seconds.")] = 300,
 ) -> None:
@@ -78,7 +81,8 @@ def launch(
             flags = environment.get("XLA_FLAGS", "")
             environment["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={cpu_devices}".strip()
             environment.setdefault("JAX_PLATFORMS", "cpu")
-        ending = supervise(members, [program, *arguments], environment, start_s=start_timeout)
+        command = [program, *arguments]
+        ending = supervise(members, command, environment, start_s=start_timeout, is_labelled=len(members) > 1)
         if ending.reason:
             typer.echo(f"hfax launch: {ending.reason} The run is over.", err=True)
         sys.exit(ending.code)

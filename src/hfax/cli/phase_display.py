@@ -22,14 +22,16 @@ class PhaseDisplay:
 
     Args:
         console: console on stderr. A terminal shows a spinner with elapsed time; otherwise only finished phases are printed.
+        is_transient: a terminal shows a phase only while it lasts.
 
     Attributes:
         seconds: total wall-clock seconds by phase name.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, is_transient: bool = False) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._console = console
+        self._keeps_lines = not (is_transient and console.is_terminal)
         self._spinner: Progress | None = None
         self._running: list[tuple[str, str]] = []
         self._waiting: list[Text] = []
@@ -73,7 +75,8 @@ class PhaseDisplay:
             if key in self._running:
                 self._running.remove(key)
             self.seconds[event.name] += event.seconds
-            self._show(Text(f"{event.name} {event.detail}: {event.seconds:.2f} s", style="dim"))
+            if self._keeps_lines:
+                self._show(Text(f"{event.name} {event.detail}: {event.seconds:.2f} s", style="dim"))
         self._spin()
 
     def _show(self, line: Text) -> None:

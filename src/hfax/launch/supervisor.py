@@ -16,15 +16,17 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 from hfax import __version__
 from hfax.launch.cluster import AUTOMATIC, Member, checked_address
+from hfax.launch.labels import copy_labelled
 
 _BEAT_S = 5
 _SILENCE_S = 20
 _KILL_S = 5
 """Seconds between SIGTERM and SIGKILL."""
+_LAST_LINES_S = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,12 @@ class Ending:
 
 
 def supervise(
-    members: Sequence[Member], command: Sequence[str], environment: Mapping[str, str], *, start_s: float
+    members: Sequence[Member],
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    start_s: float,
+    is_labelled: bool = False,
 ) -> Ending:
     """Start this machine's processes of the run, and wait for the whole run to end.
 
@@ -50,15 +57,24 @@ def supervise(
         command: the command of each process: a script, or hfax and a command name, with arguments.
         environment: their environment variables.
         start_s: timeout for the other machines to connect, in seconds.
+        is_labelled: put `[process id]` before each line of the processes' output. The stdout of an hfax command is passed on as it
+            is, since only process 0 writes to it.
     """
-    return asyncio.run(_Supervisor(members, command, environment, start_s).run())
+    return asyncio.run(_Supervisor(members, command, environment, start_s, is_labelled).run())
 
 
 class _Supervisor:
     def __init__(
-        self, members: Sequence[Member], command: Sequence[str], environment: Mapping[str, str], start_s: float
+        self,
+        members: Sequence[Member],
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        start_s: float,
+        is_labelled: bool,
     ) -> None:
         self.members, self.command, self.environment, self.start_s = members, command, environment, start_s
+        self.is_labelled = is_labelled
+        self.copies: list[asyncio.Task[None]] = []
         self.over: asyncio.Future[Ending] = None  # type: ignore[assignment]
         self.writers: dict[int, asyncio.StreamWriter] = {}
         self.done: set[int] = set()
@@ -97,6 +113,9 @@ class _Supervisor:
             await asyncio.gather(*(w.drain() for w in self.writers.values()))
         is_asked = ending.code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
         await asyncio.gather(*(_stop(p, is_asked) for p in processes))
+        if self.copies:  # the last lines; a process of a process may keep a pipe open
+            await asyncio.wait(self.copies, timeout=_LAST_LINES_S)
+        tasks += self.copies
         for task in tasks:
             task.cancel()
         if server is not None:
@@ -111,9 +130,26 @@ class _Supervisor:
 
     async def _start(self, member: Member) -> asyncio.subprocess.Process:
         environment = {**self.environment, **member.environment()}
-        return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "hfax.launch.child", *self.command, env=environment, start_new_session=True
+        outputs: dict[str, Any] = {}
+        if self.is_labelled:
+            environment.setdefault(
+                "PYTHONUNBUFFERED", "1"
+            )  # else a pipe gets a script's lines long after they are printed
+            names = ("stderr",) if self.command[0] == "hfax" else ("stdout", "stderr")
+            outputs = dict.fromkeys(names, asyncio.subprocess.PIPE)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "hfax.launch.child", *self.command, env=environment, start_new_session=True, **outputs
         )
+        for name in outputs:
+            copying = self._copy(getattr(process, name), getattr(sys, name).buffer, f"[{member.process_id}] ")
+            self.copies.append(asyncio.create_task(copying))
+        return process
+
+    async def _copy(self, reader: asyncio.StreamReader, out: BinaryIO, label: str) -> None:
+        try:
+            await copy_labelled(reader, out, label)
+        except OSError:  # as for a program that writes to a closed pipe
+            self._end(Ending(code=128 + signal.SIGPIPE))
 
     async def _watch(self, member: Member, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
