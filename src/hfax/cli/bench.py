@@ -56,7 +56,7 @@ def bench(
         from hfax.bench.run import Plan, run
         from hfax.bench.spec import Case, SubjectSpec
 
-        model = _existing(model)
+        name, model = model, _existing(model)
         decode = [
             Case(kind="decode", batch_size=batch, context=context, capacity=capacity, tokens=tokens)
             for batch in positive_numbers("--batch-sizes", batch_sizes)
@@ -86,6 +86,7 @@ def bench(
                 profile=profile,
                 tell=lambda message: status.update(message),
             )
+        found = {"model": name, **found}
         text = json.dumps(found, indent=2)
         if json_file is not None:
             json_file.write_text(text + "\n")
