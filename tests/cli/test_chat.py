@@ -158,3 +158,27 @@ def test_at_a_terminal_ctrl_c_ends_generate_with_130_and_shows_the_cursor(checkp
         assert terminal.exit_code() == 130
     assert "Traceback" not in terminal.seen
     assert terminal.seen.rfind("\x1b[?25h") >= terminal.seen.rfind("\x1b[?25l")
+
+
+@pytest.mark.multiprocess
+def test_at_a_terminal_the_next_reply_compiles_while_the_person_reads(tmp_path, monkeypatch):
+    """The second message finds its programs made, though it needs others than the first: it reads on after the cache."""
+    monkeypatch.setenv("HFAX_HOME", str(tmp_path / "home"))
+    model = save_language_model(tmp_path / "model", context=1 << 12)
+    programs = tmp_path / "home" / "programs"
+    with Terminal("chat", model, "--temperature", "0", "--max-new-tokens", "20") as terminal:
+        terminal.wait_for("> ")
+        terminal.type("Hello there\r")
+        terminal.wait_for("tokens/s")
+        terminal.wait_for("> ")
+        end = time.monotonic() + 60
+        while len(list(programs.glob("*.program"))) < 3 and time.monotonic() < end:
+            time.sleep(0.1)
+        made = {path.name for path in programs.glob("*.program")}
+        assert len(made) >= 3  # prefill, decode, and prefill after a cache
+        terminal.type("Hello again\r")
+        terminal.wait_for("tokens/s")
+        terminal.wait_for("> ")
+        assert {path.name for path in programs.glob("*.program")} == made
+        terminal.type("\x04")
+        assert terminal.exit_code() == 0

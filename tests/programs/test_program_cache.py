@@ -4,6 +4,8 @@ import logging
 import os
 import pickle
 import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from hfax.programs import program_cache
-from hfax.programs.program_cache import ProgramCache, program_folder
+from hfax.programs.program_cache import ProgramCache, compiling_ahead, program_folder
 from hfax.sharding.layout import Layout
 
 
@@ -147,3 +149,62 @@ def test_a_program_knows_which_inputs_no_result_depends_on() -> None:
     for cache in (_cache(), _cache()):
         assert cache.get("product", "key", function, args, inputs_at=1).unread == ("in_vain", "unread")
     assert len(_files()) == 1
+
+
+def test_programs_are_compiled_ahead_and_not_run() -> None:
+    """The second program takes the first's abstract results, and calls find both programs."""
+    calls: list[int] = []
+    cache = _cache()
+    with compiling_ahead():
+        first = _double(calls, cache)
+        found = first.run(jnp.ones(3))
+        assert isinstance(found, jax.ShapeDtypeStruct)
+        second = cache.get("sum", "key", lambda x: (x.sum(), None), (found,))
+        assert second.run(found).shape == ()
+    assert len(_files()) == 2
+    assert first.run(jnp.arange(3.0)).tolist() == [0, 2, 4]
+    again = _double(calls, cache)
+    assert calls == [3]
+    total = cache.get("sum", "key", lambda x: pytest.fail("traced again"), (again.run(jnp.arange(3.0)),))
+    assert float(total.run(again.run(jnp.arange(3.0)))) == 6
+    with compiling_ahead():  # found in memory, and on disk
+        assert isinstance(_double(calls, cache).run(jnp.ones(3)), jax.ShapeDtypeStruct)
+        assert isinstance(_double(calls, _cache()).run(jnp.ones(3)), jax.ShapeDtypeStruct)
+
+
+def test_threads_that_ask_for_one_program_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    cache = _cache()
+    compiles = threading.Event()
+    goes_on = threading.Event()
+    own = jax.stages.Lowered.compile
+
+    def slow(self: Any, *args: Any, **kwargs: Any) -> Any:
+        compiles.set()
+        assert goes_on.wait(60)
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", slow)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(_double, calls, cache)
+        assert compiles.wait(60)
+        second = threads.submit(_double, calls, cache)
+        goes_on.set()
+        assert first.result(60) is second.result(60)
+    assert calls == [3]
+
+
+def test_a_program_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this thread and in those that compile ahead; who waits for it hears of it."""
+    cache = _cache()
+
+    def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError("no compiler")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", fails)
+        with pytest.raises(ValueError, match="no compiler"):
+            _double([], cache)
+        with pytest.raises(ValueError, match="no compiler"), compiling_ahead():
+            _double([], cache)
+    assert _double([], cache).run(jnp.ones(3)).tolist() == [2, 2, 2]

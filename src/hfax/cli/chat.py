@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -74,5 +76,9 @@ def _chat(name: str, which: BackendOptions, how: WritingOptions, system: str | N
         for entry in read_entries(make_line_reader(console, ctrl_c)):
             if not session.take(entry):
                 break
+    if session.is_compiling:  # which cannot be interrupted, and nobody waits for it
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     if session.num_failures and not is_interactive():
         raise typer.Exit(1)

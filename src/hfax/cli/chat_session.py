@@ -6,7 +6,9 @@ Turns entries from `chat_input` into replies on stdout and notes on stderr. A fa
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +25,14 @@ from hfax.cli.generation_options import WritingOptions
 from hfax.cli.interrupts import CtrlC
 from hfax.cli.model_options import context_length
 from hfax.cli.phase_display import PhaseDisplay
-from hfax.cli.writing import Answer, write_answer
-from hfax.errors import HfaxError, InvalidInputError
+from hfax.cli.writing import Answer, make_call, write_answer
+from hfax.errors import HfaxError, InvalidInputError, OutOfMemoryError
 
 if TYPE_CHECKING:
     from hfax.backends.jax.model import JaxModel
     from hfax.generation.kept_cache import KeptCache
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT_LENGTH = 1024
 _HELP = """\
@@ -76,6 +80,12 @@ class ChatSession:
         self._messages = list(messages)
         self._saved_to = saved_to
         self._cache: KeptCache | None = None
+        self._compiling: threading.Thread | None = None
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether programs of the next reply are being compiled."""
+        return self._compiling is not None and self._compiling.is_alive()
 
     def greet(self) -> None:
         """Show the model name and basic help."""
@@ -162,8 +172,32 @@ class ChatSession:
         self._note(self._summary(answer))
         if answer.finish_reason == "interrupted" and not is_interactive():
             raise typer.Exit(130)
-        if is_interactive() and sys.stdout.isatty():
-            self._console.print()
+        if is_interactive():
+            self._compile_next(text)
+            if sys.stdout.isatty():
+                self._console.print()
+
+    def _compile_next(self, text: str) -> None:
+        """Compile what a message like the last one would need, while the person reads."""
+        if self.is_compiling or not hasattr(self._model, "compile_call"):  # on torch_xla the first steps compile
+            return
+        try:
+            messages = [*self._messages, {"role": "user", "content": text}]
+            ids = encode_messages(self._tokenizer, messages, self._name)
+            options = self._within_context(len(ids))
+        except InvalidInputError:
+            return  # the next message will say it
+        sizes = {"default_length": _DEFAULT_LENGTH, "cache": self._cache}
+        call = make_call(self._model, self._tokenizer, ids, options, **sizes)
+
+        def compile_call() -> None:
+            try:
+                self._model.compile_call(**call)
+            except (InvalidInputError, OutOfMemoryError) as error:
+                logger.info("not compiled ahead: %s", error)
+
+        self._compiling = threading.Thread(target=compile_call, name="hfax-chat-compile", daemon=True)
+        self._compiling.start()
 
     def _within_context(self, prompt_length: int) -> WritingOptions:
         """Return the options with max_new_tokens limited to the remaining context.

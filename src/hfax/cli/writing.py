@@ -77,31 +77,18 @@ def write_answer(
             one call.
         cache: of an earlier answer, whose text is not read again.
     """
-    seed = options.draw_seed()
+    call = make_call(model, tokenizer, prompt_ids, options, default_length=default_length, cache=cache)
+    seed, length = call["seed"], call["max_new_tokens"]
     is_encoder_decoder = bool(model.config.is_encoder_decoder)
-    context = None if is_encoder_decoder else context_length(model.config)
-    length = options.length_within(default_length, len(prompt_ids), context)
     before = () if is_encoder_decoder else prompt_ids
     write = output.write if output else lambda piece: None
     stream = TextStream(tokenizer, before, write, should_stop=lambda: ctrl_c.was_pressed)
     is_streamed = output is not None and (options.num_beams or model.generation_config.num_beams or 1) == 1
     compiled = phases.seconds["trace"] + phases.seconds["compile"]
-    arguments = options.as_arguments()
-    if cache is not None and cache.can_continue([list(prompt_ids)]):
-        arguments["past_key_values"] = cache
     start, is_interrupted = time.perf_counter(), False
     try:
         with ctrl_c.raising():
-            result = model.generate(
-                [list(prompt_ids)],
-                attention_mask=[[1] * len(prompt_ids)],
-                streamer=stream if is_streamed else None,
-                tokenizer=tokenizer,
-                seed=seed,
-                max_new_tokens=length,
-                return_dict_in_generate=True,
-                **arguments,
-            )
+            result = model.generate(streamer=stream if is_streamed else None, **call)
             cache = result.get("cache")
             if not is_streamed:
                 stream.token_ids = [
@@ -122,6 +109,31 @@ def write_answer(
         seed=seed,
         cache=cache,
     )
+
+
+def make_call(
+    model: JaxModel,
+    tokenizer: Any,
+    prompt_ids: Sequence[int],
+    options: WritingOptions,
+    *,
+    default_length: int,
+    cache: KeptCache | None,
+) -> dict[str, Any]:
+    """The arguments of `model.generate`, without a streamer, for one prompt; see `write_answer`."""
+    context = None if model.config.is_encoder_decoder else context_length(model.config)
+    arguments = options.as_arguments()
+    if cache is not None and cache.can_continue([list(prompt_ids)]):
+        arguments["past_key_values"] = cache
+    return {
+        "inputs": [list(prompt_ids)],
+        "attention_mask": [[1] * len(prompt_ids)],
+        "tokenizer": tokenizer,
+        "seed": options.draw_seed(),
+        "max_new_tokens": options.length_within(default_length, len(prompt_ids), context),
+        "return_dict_in_generate": True,
+        **arguments,
+    }
 
 
 def _finish_reason(model: JaxModel, stream: TextStream, options: WritingOptions, length: int) -> FinishReason:

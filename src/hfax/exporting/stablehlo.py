@@ -145,7 +145,7 @@ class _Exported(ProgramCache):
         where = self._layout.replicated
         results = exported.out_tree.unflatten([describe(aval, where) for aval in exported.out_avals])
         unread = () if inputs_at is None else inputs_without(exported.module_kept_var_idx, args, inputs_at)
-        return Program(name=name, run=lambda *args: results, note=None, unread=unread)
+        return Program(name=name, execute=lambda *args: results, note=None, results=results, unread=unread)
 
 
 def _sampling_values(model: JaxModel, prompt_length: int, **options: Any) -> dict[str, Any]:

@@ -172,6 +172,11 @@ class GenerationLoop:
         """Cache capacity, in tokens."""
         return self._spec.capacity
 
+    @property
+    def visits_host(self) -> bool:
+        """Whether the host computes between the programs."""
+        return self._host is not None
+
     def agree(self, value: Any) -> Any:
         """The value of process 0, if the model spans several processes."""
         return agree(value) if self._layout.spans_processes else value

@@ -11,7 +11,9 @@ another user are not opened.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import hashlib
@@ -22,8 +24,11 @@ import pickle
 import platform
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -71,28 +76,65 @@ _OUT_OF_MEMORY_FIX = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Ahead:
+    threads: ThreadPoolExecutor
+    pending: list[Future[Program]]
+
+
+_ahead: ContextVar[_Ahead | None] = ContextVar("hfax_compiling_ahead", default=None)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
     """An executable, and static information about its results from the trace.
 
     Args:
         name: name in logs.
-        run: takes and returns pytrees of arrays, like the function it was compiled from; for an abstract layout, returns abstract
-            arrays.
+        execute: takes and returns pytrees of arrays, like the function it was compiled from; for an abstract layout, returns
+            abstract arrays.
         note: the `note` that the traced function returned (picklable).
+        results: the abstract arrays of what it returns.
         packed: for an abstract layout: returns the file that `ProgramCache` reads on a machine with the devices.
         unread: names of the inputs that no result depends on, if `get` got `inputs_at`.
     """
 
     name: str
-    run: Callable[..., Any]
+    execute: Callable[..., Any]
     note: Any
+    results: Any
     packed: Callable[[], bytes] | None = None
     unread: tuple[str, ...] = ()
 
+    def run(self, *args: Any) -> Any:
+        """The results for these arguments; within `compiling_ahead`, abstract arrays."""
+        return self.execute(*args) if _ahead.get() is None else self.results
+
+
+@contextlib.contextmanager
+def compiling_ahead() -> Iterator[None]:
+    """Within the block, programs are compiled and not run: they return abstract arrays.
+
+    On one device, programs are compiled side by side, and the block ends when all are. Over several devices, how a program's
+    results are sharded is known once it is compiled, so they are compiled one after the other.
+
+    Raises:
+        OutOfMemoryError: at the end of the block, see `ProgramCache.get`.
+    """
+    pending: list[Future[Program]] = []
+    with ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="hfax-compile") as threads:
+        token = _ahead.set(_Ahead(threads, pending))
+        try:
+            yield
+        finally:
+            _ahead.reset(token)
+            concurrent.futures.wait(pending)
+    for future in pending:
+        future.result()
+
 
 class ProgramCache:
-    """The programs of one model.
+    """The programs of one model. Several threads may ask for programs; each is compiled once.
 
     Args:
         model_key: identifies the traced module: class, configuration, dtype, source of custom code.
@@ -105,7 +147,8 @@ class ProgramCache:
         self._layout = layout
         self._device = layout.device
         self._bundled = bundled
-        self._programs: dict[str, Program] = {}
+        self._programs: dict[str, Future[Program]] = {}
+        self._lock = threading.Lock()
         self.made: dict[str, Program] = {}
         """Every program so far, by its file name in a bundle."""
 
@@ -140,13 +183,59 @@ class ProgramCache:
         leaves, tree = jax.tree.flatten(args)
         shapes = [(tuple(leaf.shape), str(leaf.dtype), _split(leaf)) for leaf in leaves]
         memory_key = repr((name, static_key, tree, shapes, donate, is_loop, is_batch_invariant, _jax_settings()))
-        if (program := self._programs.get(memory_key)) is None:
+        with self._lock:
+            future = self._programs.get(memory_key)
+            if is_new := future is None:
+                future = self._programs[memory_key] = Future()
+        ahead = _ahead.get()
+        if is_new:
             file = f"{_digest(self._layout.key, self._model_key, memory_key)}.program"
-            program = self._find(name, file) or self._compile(
-                name, function, args, donate, is_loop, is_batch_invariant, file, inputs_at
-            )
-            self._programs[memory_key] = self.made[file] = program
-        return program
+            try:
+                if (program := self._find(name, file)) is None:
+                    traced = self._trace(name, function, args, donate, is_batch_invariant, inputs_at)
+                    if ahead is not None and self._layout.plan is None:
+                        compiling = functools.partial(self._compile_later, future, memory_key, traced, is_loop, file)
+                        ahead.threads.submit(contextvars.copy_context().run, compiling)
+                        ahead.pending.append(future)
+                        return self._unfinished(traced, future)
+                    program = self._compile(traced, is_loop, file)
+                self._keep(future, program, file)
+            except BaseException as error:
+                self._drop(future, memory_key, error)
+                raise
+        if not future.done():
+            with phase("compile", name):  # by another thread
+                return future.result()
+        return future.result()
+
+    def _keep(self, future: Future[Program], program: Program, file: str) -> None:
+        self.made[file] = program
+        future.set_result(program)
+
+    def _drop(self, future: Future[Program], memory_key: str, error: BaseException) -> None:
+        """Fail for all who wait; the next call tries again."""
+        with self._lock:
+            del self._programs[memory_key]
+        future.set_exception(error)
+
+    def _compile_later(
+        self, future: Future[Program], memory_key: str, traced: _Traced, is_loop: bool, file: str
+    ) -> None:
+        try:
+            self._keep(future, self._compile(traced, is_loop, file), file)
+        except BaseException as error:
+            self._drop(future, memory_key, error)
+
+    def _unfinished(self, traced: _Traced, future: Future[Program]) -> Program:
+        """A program that is being compiled; waits for that before it runs."""
+        one = jax.sharding.SingleDeviceSharding(self._device)
+        return Program(
+            name=traced.name,
+            execute=lambda *args: future.result().execute(*args),
+            note=traced.note,
+            results=jax.tree.map(lambda array: describe(array, one), traced.results),
+            unread=traced.unread,
+        )
 
     def _find(self, name: str, file: str) -> Program | None:
         if self._layout.is_described:
@@ -159,20 +248,18 @@ class ProgramCache:
         """The path of the program on this machine."""
         return program_folder() / f"{_digest(environment_key(self._device), file)}.program"
 
-    def _compile(
+    def _trace(
         self,
         name: str,
         function: Callable[..., tuple[Any, Any]],
         args: tuple[Any, ...],
         donate: tuple[int, ...],
-        is_loop: bool,
         is_batch_invariant: bool,
-        file: str,
-        inputs_at: int | None = None,
-    ) -> Program:
+        inputs_at: int | None,
+    ) -> _Traced:
         notes: list[Any] = []
 
-        def traced(*args: Any) -> Any:
+        def noting(*args: Any) -> Any:
             results, note = function(*args)
             notes.append(note)
             return results
@@ -181,26 +268,46 @@ class ProgramCache:
             phase("trace", name),
             compiling_for(self._device, mesh=self._layout.mesh, is_batch_invariant=is_batch_invariant),
         ):
-            whole = batch_invariant(traced) if is_batch_invariant else traced
+            whole = batch_invariant(noting) if is_batch_invariant else noting
             trace = jax.jit(whole, donate_argnums=donate).trace(*args)
             unread = () if inputs_at is None else _unread(trace.jaxpr.jaxpr, args, inputs_at)
             lowered = trace.lower()
+        return _Traced(name=name, lowered=lowered, results=trace.out_info, note=notes[-1], unread=unread)
+
+    def _compile(self, traced: _Traced, is_loop: bool, file: str) -> Program:
+        name = traced.name
         options = DECODE_OPTIONS.get(self._device.platform) if is_loop else None
         with phase("compile", name):
             try:
-                compiled = lowered.compile(compiler_options=options)
+                compiled = traced.lowered.compile(compiler_options=options)
             except jax.errors.JaxRuntimeError as error:
                 raise _as_out_of_memory(error, name) or error from error
-        note = notes[-1]
 
         def packed() -> bytes:
-            return pickle.dumps((*serialize_executable.serialize(compiled), note, unread))
+            return pickle.dumps((*serialize_executable.serialize(compiled), traced.note, traced.unread))
 
+        results = _results(compiled)
+        static: dict[str, Any] = {"name": name, "note": traced.note, "unread": traced.unread, "results": results}
         if self._layout.is_described:
-            results = jax.tree.map(describe, compiled.out_info, compiled.output_shardings)
-            return Program(name=name, run=lambda *args: results, note=note, packed=packed, unread=unread)
+            return Program(**static, execute=lambda *args: results, packed=packed)
         _write(self._path(file), packed)
-        return Program(name=name, run=_guarded(compiled, name, self._device), note=note, unread=unread)
+        return Program(**static, execute=_guarded(compiled, name, self._device))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Traced:
+    """A traced function, to be compiled."""
+
+    name: str
+    lowered: Any
+    results: Any
+    note: Any
+    unread: tuple[str, ...]
+
+
+def _results(compiled: Any) -> Any:
+    """The abstract arrays that an executable returns."""
+    return jax.tree.map(describe, compiled.out_info, compiled.output_shardings)
 
 
 def _unread(jaxpr: Any, args: tuple[Any, ...], at: int) -> tuple[str, ...]:
@@ -343,7 +450,8 @@ def _unpack(packed: bytes, name: str, layout: Layout) -> Program:
     compiled = serialize_executable.deserialize_and_load(
         payload, in_tree, out_tree, backend=layout.device.client, execution_devices=list(layout.devices)
     )
-    return Program(name=name, run=_guarded(compiled, name, layout.device), note=note, unread=unread)
+    execute = _guarded(compiled, name, layout.device)
+    return Program(name=name, execute=execute, note=note, results=_results(compiled), unread=unread)
 
 
 def _write(path: Path, packed: Callable[[], bytes]) -> None:

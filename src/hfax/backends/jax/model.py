@@ -22,7 +22,7 @@ from hfax.backends.jax.forward import reject_traced, run_forward, run_padded
 from hfax.backends.jax.generating import call_own_generate, open_request, parts_of, run_request, with_drafts
 from hfax.backends.jax.mapping import map_dataset
 from hfax.backends.jax.size_classes import size_classes_of
-from hfax.backends.jax.warming import compile_generation, reject_other_inputs
+from hfax.backends.jax.warming import compile_generation, compile_request, reject_other_inputs
 from hfax.backends.jax.weights import (
     as_state_dict,
     cast,
@@ -412,7 +412,7 @@ class JaxModel(AdapterMethods, BaseModel):
         progress: bool = True,
         **options: Any,
     ) -> list[WarmedUp]:
-        """Compile the programs of `generate` ahead of use: each combination generates two tokens after a prompt of its shape.
+        """Compile the programs of `generate` ahead of use, without running them; on one device, those of a combination in parallel.
 
         Args:
             batch_sizes: numbers of prompts, rounded up to a power of two.
@@ -437,6 +437,21 @@ class JaxModel(AdapterMethods, BaseModel):
 
         sizes = {"max_new_tokens": max_new_tokens, "progress": progress}
         return compile_generation(read, self.open_loop, batch_sizes, prompt_lengths, **sizes)
+
+    def compile_call(self, inputs: Any, *, tokenizer: Any = None, **options: Any) -> None:
+        """Compile the programs of `generate(inputs, **options)`, without running them; another thread may generate meanwhile.
+
+        Args:
+            inputs: as in `generate`; only their shapes matter.
+            tokenizer: as in `generate`; no program depends on it.
+            **options: as in `generate`, without a streamer.
+
+        Raises:
+            InvalidInputError: as in `generate`.
+            UnsupportedOptionError: as in `generate`.
+            OutOfMemoryError: a program does not fit the device.
+        """
+        compile_request(self.read_request(inputs, **options), self.open_loop)
 
     def drive(self, main: Callable[[Any], Any]) -> Any:
         """In a multi-process run, call `main(model)` in process 0 only, while the other processes compute with it.

@@ -1,7 +1,8 @@
-"""The programs of `generate`, compiled ahead of use by two steps of its loop."""
+"""The programs of `generate`, compiled ahead of use: two steps of its loop, with programs that are not run."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import jax
@@ -11,6 +12,7 @@ from hfax.errors import UnsupportedOptionError
 from hfax.generation.generate import GenerationLoop
 from hfax.generation.warm_up import WarmedUp, check_sizes, warm_up
 from hfax.programs.buckets import Size
+from hfax.programs.program_cache import compiling_ahead
 
 
 def compile_generation(
@@ -39,14 +41,21 @@ def compile_generation(
 
     def run(batch_size: int, prompt_length: int) -> Size:
         request = read(batch_size, prompt_length)
-        loop, inputs = open_loop(request)
-        state = loop.start(inputs)
-        if max_new_tokens > 1:
-            state = loop.advance(state, 2)
-        jax.block_until_ready(state)
-        return (*request.prompts.padded_shape, loop.capacity)
+        return (*request.prompts.padded_shape, compile_request(request, open_loop))
 
     return warm_up(run, batch_sizes, prompt_lengths, progress=progress)
+
+
+def compile_request(
+    request: Request, open_loop: Callable[[Request], tuple[GenerationLoop, dict[str, jax.Array]]]
+) -> int:
+    """Compile the programs of a request; returns its cache's capacity. Programs between which the host computes are run."""
+    loop, inputs = open_loop(request)
+    with contextlib.nullcontext() if loop.visits_host else compiling_ahead():
+        state = loop.start(inputs)
+        if request.options.max_new_tokens > 1:
+            loop.advance(state, 2)
+    return loop.capacity
 
 
 def reject_other_inputs(main_input: str, class_name: str) -> None:
