@@ -5,6 +5,7 @@ No backend is imported here.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -494,10 +495,13 @@ class BaseModel:
 
     def _vocab_size(self) -> int | None:
         """Rows of the embedding table, the exclusive bound of ids; XLA would silently clamp larger ids."""
-        try:
-            return getattr(self._skeleton.module.get_input_embeddings(), "num_embeddings", None)
-        except (NotImplementedError, AttributeError):
-            return None
+        module = self._skeleton.module
+        with contextlib.suppress(NotImplementedError, AttributeError):
+            if (table := module.get_input_embeddings()) is not None:
+                return getattr(table, "num_embeddings", None)
+        named = getattr(self.config.get_text_config(decoder=True), "vocab_size", None)
+        sizes = {part.num_embeddings for part in module.modules() if isinstance(part, torch.nn.Embedding)}
+        return named if named in sizes else None  # a class of the user's own, with names of its own
 
     def num_logits(self) -> int:
         """Number of logits for each token, which may exceed the tokenizer's vocabulary.

@@ -15,6 +15,9 @@ from hfax.errors import CheckpointCorruptError, InvalidInputError, UnsupportedMo
 if TYPE_CHECKING:
     from hfax.load.source import CheckpointSource
 
+_UPDATE = "Update transformers (pip install -U transformers)"
+_REGISTER = "For a class of your own, first import its module, which must call AutoConfig.register."
+
 
 def read_config(source: CheckpointSource, *, trust_remote_code: bool) -> PretrainedConfig:
     """Read a checkpoint's configuration.
@@ -47,7 +50,7 @@ def read_config(source: CheckpointSource, *, trust_remote_code: bool) -> Pretrai
             raise UnsupportedModelError(
                 f"transformers {transformers.__version__} does not know model type {raw['model_type']!r} ({source.name}).",
                 "The model is newer than the installed transformers, or its model_type is misspelled.",
-                "Update transformers (pip install -U transformers), or check model_type in config.json.",
+                f"{_UPDATE}, or check model_type in config.json. {_REGISTER}",
             ) from error
         raise CheckpointCorruptError(
             f"The config of {source.name} is not valid.",
@@ -81,6 +84,7 @@ def read_any_config(model: str | Path | PretrainedConfig, trust_remote_code: boo
 
     Raises:
         InvalidInputError: no config was found.
+        UnsupportedModelError: transformers does not know the model type, or it needs code that was not trusted.
         HfaxError: a GGUF file was not found or is not readable, see `resolve_checkpoint`.
     """
     from hfax.load.source import names_gguf, resolve_checkpoint
@@ -93,8 +97,23 @@ def read_any_config(model: str | Path | PretrainedConfig, trust_remote_code: boo
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
+        why = " ".join(str(error).split())[:300]
+        if "trust_remote_code" in str(error):
+            raise UnsupportedModelError(
+                f"{model} requires its own modelling code, which was not run.",
+                "Code from a checkpoint runs with all of your permissions.",
+                "Review the repository's .py files; if you trust them, pass trust_remote_code=True (--trust-remote-code).",
+            ) from error
+        if "does not recognize this architecture" in str(error):
+            import transformers
+
+            raise UnsupportedModelError(
+                f"transformers {transformers.__version__} does not know the model type of {model}.",
+                "The model is newer than the installed transformers, its model_type is misspelled, or its class is your own.",
+                f"{_UPDATE}. {_REGISTER}",
+            ) from error
         raise InvalidInputError(
             f"No config was found for {model!r}.",
-            " ".join(str(error).split())[:300],
+            why,
             "Pass a Hub id, a folder with a config.json, or a config.json; run `hf auth login` for gated repositories.",
         ) from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -121,7 +122,7 @@ def resolve_model_class(
             )
         return next((c for c in found if c.__name__ in architectures), found[0])
     for name in architectures:
-        if (cls := getattr(transformers, name, None)) is not None:
+        if (cls := getattr(transformers, name, None) or _registered_class(config, name)) is not None:
             return cls
     for auto in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModel"):
         mapping = getattr(transformers, auto)._model_mapping
@@ -130,8 +131,20 @@ def resolve_model_class(
     raise UnsupportedModelError(
         f"No model class for architectures {architectures} (model type {config.model_type!r}).",
         f"transformers {transformers.__version__} has no such class, and custom code is missing or not trusted.",
-        "Update transformers; or, if you trust the repository's own modelling code, pass trust_remote_code=True.",
+        "Update transformers; if you trust the repository's own modelling code, pass trust_remote_code=True; a class of your own: "
+        "import its module, which must call AutoConfig.register and AutoModelForCausalLM.register (or another AutoModel).",
     )
+
+
+def _registered_class(config: PretrainedConfig, name: str) -> type[PreTrainedModel] | None:
+    """The class of this name that `AutoModel….register` gave for the config's class."""
+    for auto in ("AutoModel", *itertools.chain.from_iterable(TASK_TO_AUTO_CLASS.values())):
+        mapping = getattr(transformers, auto)._model_mapping
+        if type(config) in mapping:
+            for cls in _as_tuple(mapping[type(config)]):
+                if cls.__name__ == name:
+                    return cls
+    return None
 
 
 def _as_tuple(classes: Any) -> tuple[Any, ...]:

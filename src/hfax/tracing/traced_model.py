@@ -8,11 +8,8 @@ engine's `run_rows`. All of them take a flat dict of arrays and return arrays; i
 from __future__ import annotations
 
 import functools
-import hashlib
-import inspect
 import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -34,6 +31,7 @@ from hfax.tracing import geometry, whole_text
 from hfax.tracing import torchax as tracing
 from hfax.tracing.attention_weights import attention_weights
 from hfax.tracing.caches import arrays_in, cache_arguments, open_cache, take_texts
+from hfax.tracing.custom_code import custom_code_digest
 from hfax.tracing.encoders import EncoderOutputs, run_encoder
 from hfax.tracing.pytrees import register_output_class
 from hfax.tracing.structure import Leaf, Node, Static, flatten, is_array, unflatten
@@ -74,9 +72,7 @@ class TracedModel:
         plain = {name: value for name, value in module.config.to_dict().items() if name != "_name_or_path"}
         config = json.dumps(plain, sort_keys=True, default=str)
         implementations = (module.config._attn_implementation, getattr(module.config, "_experts_implementation", None))
-        source = ""
-        if not cls.__module__.startswith("transformers."):
-            source = hashlib.sha256(Path(inspect.getfile(cls)).read_bytes()).hexdigest()
+        source = custom_code_digest(module)
         patches = registry.fingerprint()
         return repr(
             (cls.__module__, cls.__qualname__, config, implementations, sorted(self._tied.items()), source, patches)
