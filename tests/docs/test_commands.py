@@ -39,6 +39,8 @@ NOT_HERE = {
     "pip install -e '.[cpu,eval]'": "needs the network",
     "pip install 'hfax[cpu]'": "needs the network",
     "pip install 'hfax[tpu]'": "needs the network",
+    "pip install 'hfax[cuda]'": "needs the network",
+    "pip install 'hfax[plan-gpu]'": "needs the network",
     "python3 -m venv env && . env/bin/activate": "the tests run in an environment",
     "gcloud compute tpus tpu-vm create hfax --zone us-west4-a --accelerator-type v5litepod-8 --version v2-alpha-tpuv5-lite": (
         "needs Google Cloud"
@@ -113,6 +115,7 @@ BEFORE = {
     "hfax convert ./model ./for-flax --to flax": "hfax convert owner/flax-model ./model",
     "hfax convert ./model ./parts --to orbax": "hfax convert owner/flax-model ./model",
     "hfax serve bundle --max-model-len 512": "hfax export demo --out bundle",
+    'hfax generate bundle "Return a new list"': "hfax export demo --out bundle",
     "hfax chat Qwen/Qwen3-0.6B --history talk.json": r"printf 'Hello\n/save talk.json\n' | hfax chat demo",
 }
 """Command lines that need what another one leaves behind."""
