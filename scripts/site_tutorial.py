@@ -28,7 +28,8 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 _BUILD = ROOT / "build" / "tutorial"
-_COLAB = "https://colab.research.google.com/github/hfax/hfax/blob/gh-pages/tutorial/{name}.ipynb"
+# By version of the site, see site_versions.py; "dev" is the branch main.
+_COLAB = "https://colab.research.google.com/github/hfax/hfax/blob/gh-pages/{version}/tutorial/{name}.ipynb"
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "HFAX_HOME": str(_BUILD / "hfax"),
@@ -75,7 +76,8 @@ def _page(source: Path) -> dict[str, str]:
     executed = _executed(source)
     first, *cells = (c for c in executed.cells if "site" not in _tags(c))
     title, _, rest = first.source.partition("\n")
-    colab = f"[Open in Colab]({_COLAB.format(name=source.stem)}){{ .md-button }}"
+    address = _COLAB.format(name=source.stem, version=os.environ.get("MIKE_DOCS_VERSION", "dev"))
+    colab = f"[Open in Colab]({address}){{ .md-button }}"
     parts = [title, f"{colab} [Notebook]({source.stem}.ipynb){{ .md-button }}", rest.strip()]
     for fold, group in groupby(cells, lambda c: next(iter(_tags(c) & _FOLDED.keys()), None)):
         text = "\n\n".join(part for cell in group for part in _parts(cell, source.stem, found))

@@ -80,6 +80,6 @@ def test_a_notebook_has_its_drawings_its_boxes_and_its_file(name: str, address: 
     broken = page.evaluate("[...document.querySelectorAll('article img')].filter(i => !i.naturalWidth).length")
     assert (page.locator("article img").count() > 0, broken) == (True, 0)
     link = page.locator("a", has_text="Open in Colab").get_attribute("href")
-    assert link.endswith(f"/gh-pages/tutorial/{name}.ipynb")
+    assert link.endswith(f"/gh-pages/dev/tutorial/{name}.ipynb")
     assert Path(_SITE, "tutorial", f"{name}.ipynb").is_file()
     page.close()
