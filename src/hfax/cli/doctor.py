@@ -34,6 +34,9 @@ def doctor(
 ) -> None:
     """Check whether a model works, which patches it needs, and what it costs. Loads no weights. Exit code 1 if it fails."""
     with reporting(verbose):
+        from hfax.load.source import reject_missing_path
+
+        reject_missing_path(model)
         if backend == "torch_xla":
             from hfax.backends.torch_xla.diagnosis import diagnose
 

@@ -26,6 +26,13 @@ class Dtype(StrEnum):
     FLOAT16 = "float16"
 
 
+class Quantization(StrEnum):
+    """Values of `--quantization`: those of `hfax.load.quantize.Quantization`, which imports a framework."""
+
+    INT8 = "int8"
+    INT4 = "int4"
+
+
 _PANEL = "Model"
 
 ModelArgument = Annotated[
@@ -33,9 +40,9 @@ ModelArgument = Annotated[
 ]
 DtypeOption = Annotated[Dtype, typer.Option(help="Weight dtype; auto: the checkpoint's dtype.", rich_help_panel=_PANEL)]
 QuantizationOption = Annotated[
-    str | None,
+    Quantization | None,
     typer.Option(
-        help="int8 or int4: quantize the linear layers' weights while loading.",
+        help="Quantize the linear layers' weights while loading.",
         rich_help_panel=_PANEL,
         show_default=False,
     ),
@@ -112,7 +119,8 @@ class ModelOptions(CheckpointOptions):
 
     def _load_options(self) -> LoadOptions:
         parallelism = parallelism_of("--parallelism", self.parallelism)
-        return super()._load_options().changed(quantization=self.quantization, parallelism=parallelism)
+        quantization = None if self.quantization is None else self.quantization.value
+        return super()._load_options().changed(quantization=quantization, parallelism=parallelism)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

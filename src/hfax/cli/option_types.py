@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from hfax.errors import InvalidInputError
 
+AXES = ("data", "fsdp", "expert", "tensor")
+"""Those of `hfax.sharding.mesh.GIVEN_AXES`; here, so that a mistyped one is found before a framework is imported."""
+
 
 def positive_numbers(option: str, text: str) -> list[int]:
     """Parse a list such as "1,8,64".
@@ -32,10 +35,10 @@ def mesh_sizes(option: str, text: str | None) -> dict[str, int] | None:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = part.strip().partition("=")
-        if not equals or not size.isdigit() or int(size) < 1 or name in sizes:
+        if name not in AXES or not equals or not size.isdigit() or int(size) < 1 or name in sizes:
             raise InvalidInputError(
                 f"{option} {text!r} is not a valid mesh.",
-                "The option takes sizes for the axes data, fsdp, expert and tensor, each at most once.",
+                f"The option takes sizes for the axes {', '.join(AXES)}, each at most once.",
                 f"Pass, for example, {option} data=2,tensor=4.",
             )
         sizes[name] = int(size)

@@ -60,16 +60,22 @@ def plan(
 ) -> None:
     """Estimate memory, mesh and best-case speed; for TPUs and GPUs with the real compilers. Loads no weights."""
     with reporting(verbose):
+        from hfax.load.source import reject_missing_path
+        from hfax.planning.chips import chip_of, sizes_of
+
+        batches, sizes = positive_numbers("--batch", batch), mesh_sizes("--mesh", mesh)
+        for name in _names(machines):
+            chip_of(name)
+            sizes_of(name)
+        reject_missing_path(model)
         import jax
         from rich.console import Console
 
         if jax.config.jax_platforms is None:  # type: ignore[attr-defined]
             jax.config.update("jax_platforms", "cpu")  # no device is needed: plugins do not search for theirs
         from hfax.load.config import read_any_config
-        from hfax.load.quantize import check_name
         from hfax.planning.plan import ASSUMPTIONS, make_plans
 
-        check_name(quantization)
         config = read_any_config(model, trust_remote_code)
         console = Console(stderr=True)
         if train is not None:
@@ -79,9 +85,9 @@ def plan(
                 config,
                 machines,
                 train,
-                positive_numbers("--batch", batch),
+                batches,
                 context,
-                mesh_sizes("--mesh", mesh),
+                sizes,
                 not no_compile,
                 json_file,
                 json_output,
@@ -93,11 +99,11 @@ def plan(
                 model,
                 config,
                 _names(machines),
-                batches=positive_numbers("--batch", batch),
+                batches=batches,
                 context=context,
                 prompt=prompt or None,
-                quantization=quantization,  # pyright: ignore[reportArgumentType]
-                mesh=mesh_sizes("--mesh", mesh),
+                quantization=None if quantization is None else quantization.value,  # pyright: ignore[reportArgumentType]
+                mesh=sizes,
                 compiles=not no_compile,
             ):
                 plans.append(each)

@@ -289,6 +289,10 @@ def serve(
 ) -> None:
     """Serve a model over HTTP: OpenAI-compatible API, metrics, and a chat page at /."""
     with reporting(verbose):
+        from hfax.load.source import reject_missing_path
+
+        name, revision = _split(model, which.revision)
+        reject_missing_path(name)
         settings_type, run_server = _require_server()
         if telemetry.metrics_prefix.rstrip(":") not in ("hfax", "vllm"):
             raise InvalidInputError(
@@ -296,7 +300,6 @@ def serve(
                 "It must be hfax or vllm.",
                 "Use one of them.",
             )
-        name, revision = _split(model, which.revision)
         settings = settings_type(
             model=name,
             served_model_names=tuple(served_model_name or (name,)),

@@ -47,12 +47,16 @@ def train(
 ) -> None:
     """Train a model on texts, conversations, preferences or a teacher's outputs: all weights, or a LoRA adapter."""
     with reporting(verbose):
-        from hfax.train.recipe import read_recipe, run_recipe
-
+        if not config.is_file():
+            raise InvalidInputError(
+                f"{config} could not be read.", "There is no such file.", "Pass a YAML file; see docs/training.md."
+            )
         if accept_change and not resume:
             raise InvalidInputError(
                 "--accept-change is given without --resume.", "Only a run that is resumed is compared.", "Add --resume."
             )
+        from hfax.train.recipe import read_recipe, run_recipe
+
         recipe = read_recipe(config)
         phases = PhaseDisplay(make_console())
         with phases.following("reading"):  # from then on the progress bar owns the terminal

@@ -94,12 +94,7 @@ def resolve_checkpoint(
             "A checkpoint is a folder with config.json, tokenizer files and weights.",
             f"Pass {folder.parent} if the other files are there.",
         )
-    if _is_path(name):
-        raise CheckpointNotFoundError(
-            f"There is no {'file' if folder.suffix == '.gguf' else 'folder'} {folder.absolute()}.",
-            "The name looks like a path, not a Hub repository (owner/name).",
-            f"Check the spelling and the working directory. {_beside(folder)}",
-        )
+    reject_missing_path(name)
     from hfax.load.hub import fetch_checkpoint
 
     gguf = _GGUF_ON_HUB.fullmatch(name)
@@ -171,6 +166,21 @@ def _open_gguf(name: str, folder: Path, files: tuple[str, ...], commit: str | No
         weight_files=paths,
         weight_map=None,
     )
+
+
+def reject_missing_path(name: str) -> None:
+    """Raise for a name that can only be a path, if nothing is there. Imports no framework, so commands can ask first.
+
+    Raises:
+        CheckpointNotFoundError: names what is in the folder instead.
+    """
+    path = Path(name).expanduser()
+    if name != DEMO_NAME and not path.exists() and (path.suffix == ".json" or _is_path(name)):
+        raise CheckpointNotFoundError(
+            f"There is no {'file' if path.suffix in ('.gguf', '.json') else 'folder'} {path.absolute()}.",
+            "The name looks like a path, not a Hub repository (owner/name).",
+            f"Check the spelling and the working directory. {_beside(path)}",
+        )
 
 
 def _is_path(name: str) -> bool:
