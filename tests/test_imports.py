@@ -12,7 +12,8 @@ from hfax.programs.program_cache import LEAVES
 
 SOURCE = Path(hfax.__file__).parent
 ORDER = [
-    {"errors", "home", "phases", "demo"},
+    {"errors", "home", "progress", "demo"},
+    {"phases"},
     {"known_words"},
     {"launch"},
     {"synthetic"},

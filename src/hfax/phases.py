@@ -1,7 +1,7 @@
 """Timed phases (download, load, trace, compile), for progress reporting.
 
 `phase` wraps the work and logs one INFO line at the end; `listen` lets a caller, such as the CLI, receive events. Listeners belong
-to the current context (thread or task).
+to the current context (thread or task). Without any, a terminal shows the phase (`hfax.progress`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Literal
+
+from hfax.progress import shown
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +50,13 @@ def listen(listener: Listener) -> Iterator[None]:
 @contextlib.contextmanager
 def phase(name: PhaseName, detail: str) -> Iterator[None]:
     """Time a block of work. An exception propagates, without an end event."""
-    for listener in _listeners.get():
+    listeners = _listeners.get()
+    for listener in listeners:
         listener(PhaseEvent(name=name, detail=detail, seconds=None))
     start = time.perf_counter()
-    yield
+    with contextlib.nullcontext() if listeners else shown(name, detail):
+        yield
     seconds = time.perf_counter() - start
     logger.info("%s %s: %.2f s", name, detail, seconds)
-    for listener in _listeners.get():
+    for listener in listeners:
         listener(PhaseEvent(name=name, detail=detail, seconds=seconds))

@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from hfax import progress
 from hfax.cli.bench import bench
 from hfax.cli.bench_attack import bench_attack
 from hfax.cli.bench_serve import bench_serve
@@ -142,6 +143,7 @@ def main() -> NoReturn:
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    progress.turn_off()
     code = run()
     # Under `python -m`, CPython ends with SIGINT's default action instead of this code if Ctrl-C once interrupted
     # `exec` of a string (how dataclasses are made), even when it was caught. Running another string resets that.

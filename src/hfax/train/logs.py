@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from hfax import progress
 from hfax.errors import BackendNotAvailableError
 from hfax.train.resumption import described
 from hfax.train.trackers import TRACKERS, Tracker
@@ -92,7 +93,9 @@ class _Bar:
             TextColumn("{task.description}"),
             console=Console(stderr=True),
         )
-        self._task = self._progress.add_task("", total=total, completed=done)
+        self._task = self._progress.add_task("compiling the first step", total=total, completed=done)
+        self._hidden = contextlib.ExitStack()
+        self._hidden.enter_context(progress.hidden())
         self._progress.start()
 
     def advance(self, step: int) -> None:
@@ -112,6 +115,7 @@ class _Bar:
 
     def close(self) -> None:
         self._progress.stop()
+        self._hidden.close()
 
 
 def _keep_until(path: Path, step: int) -> None:
