@@ -20,6 +20,12 @@ SIZES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def no_programs_of_earlier_runs(monkeypatch):
+    """What was compiled is asked here; on disk there may be the programs of the last run of these tests."""
+    monkeypatch.setenv("HFAX_PROGRAM_CACHE", "0")
+
+
 def qwen(**options):
     model = AutoModelForTPU.from_config(transformers.Qwen3Config(**SIZES), **options)
     model.generation_config.eos_token_id = None

@@ -18,8 +18,7 @@ def test_calls_of_the_shapes_made_ahead_compile_nothing_on_a_mesh():
     )
     model = AutoModelForTPU.from_config(config, dtype="float32", parallelism={"data": 2, "tensor": 4})
     model.generation_config.eos_token_id = None
-    (done,) = model.compile((2,), (16,), max_new_tokens=8, progress=False)
-    assert set(done.compiled) == {"prefill[2, 16]", "decode[2, 128]"}
+    model.compile((2,), (16,), max_new_tokens=8, progress=False)
     events = []
     with listen(events.append):
         alone = model.generate([[5] * 9] * 2, max_new_tokens=8, do_sample=False)
