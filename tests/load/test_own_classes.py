@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -102,13 +103,21 @@ def test_an_edited_layer_in_another_file_is_another_program(package: Any, tmp_pa
         np.testing.assert_allclose(model(IDS).last_hidden_state, expected, atol=1e-6)
 
 
-def test_the_digest_follows_files_and_bytecode(package: Any) -> None:
+def test_the_digest_follows_files_bytecode_and_versions(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert custom_code_digest(transformers.LlamaModel(hfax.shrink_config(transformers.LlamaConfig()))) == ""
     found = [
         custom_code_digest(package("digested", layers).Stack(sys.modules["digested.model"].StackConfig()))
         for layers in (LAYERS, LAYERS, LAYERS + "\n# a comment\n")
     ]
     assert found[0] == found[1] != found[2]
+    einops = ModuleType("einops_like")
+    monkeypatch.setitem(sys.modules, "einops_like", einops)
+    used = []
+    for version in ("1.0", "1.0", "1.1"):  # an installed package, by its version
+        einops.__version__ = version  # type: ignore[attr-defined]
+        module = package("digested", LAYERS.replace("import torch\n", "import torch, einops_like\n"))
+        used.append(custom_code_digest(module.Stack(module.StackConfig())))
+    assert used[0] == used[1] != used[2]
     made: list[str] = []
     for text in ("x + 1", "x + 1", "x + 2"):  # as in a notebook: no file
         names: dict[str, Any] = {"torch": torch, "__name__": "builtins"}

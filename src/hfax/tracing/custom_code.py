@@ -26,21 +26,25 @@ def custom_code_digest(module: nn.Module) -> str:
 
     Files are followed through the names that modules hold, as far as those belong to the same package as a class of the model, or
     are not installed (a script, a folder on the path). A module without a file, such as a notebook, counts with its bytecode, and
-    so does a class that its module does not hold.
+    so does a class that its module does not hold. Of other installed packages, the version counts.
     """
     classes = {cls for part in module.modules() for cls in type(part).__mro__ if cls is not object}
     todo = [sys.modules[name] for name in {cls.__module__ for cls in classes} if name in sys.modules]
     own = {_package(one) for one in todo} - _VERSIONED - sys.stdlib_module_names
     loose = sorted((cls for cls in classes if _is_loose(cls)), key=lambda cls: cls.__qualname__)
     found: dict[str, ModuleType] = {}
+    others: set[str] = set()
     while todo:
         one = todo.pop()
-        if one.__name__ not in found and _is_custom(one, own):
+        if not _is_custom(one, own):
+            others.add(_package(one))
+        elif one.__name__ not in found:
             found[one.__name__] = one
             todo += _reached(one)
     if not found and not loose:
         return ""
-    digest = hashlib.sha256()
+    versions = [(name, str(getattr(sys.modules.get(name), "__version__", ""))) for name in sorted(others - _VERSIONED)]
+    digest = hashlib.sha256(repr(versions).encode())
     for code in itertools.chain.from_iterable(map(_codes, loose)):
         digest.update(marshal.dumps(code))
     for name in sorted(found):
