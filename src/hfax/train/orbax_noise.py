@@ -12,8 +12,9 @@ logger = logging.getLogger(__name__)
 
 def _is_news(record: logging.LogRecord) -> bool:
     """Whether a record of asyncio is logged as usual: the error of a write that nobody waits for any more is not."""
-    is_old = record.getMessage().startswith("Future exception was never retrieved") and "OCDBT" in record.getMessage()
-    return not is_old
+    text = record.getMessage()  # of a future, or of a task of orbax's
+    error = str(record.exc_info[1]) if record.exc_info else ""
+    return not ("exception was never retrieved" in text and ("OCDBT" in text + error or "orbax" in text))
 
 
 class OrbaxNoise(logging.Filter):
