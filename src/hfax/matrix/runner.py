@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from hfax import progress
 from hfax.matrix.architectures import Architecture
 from hfax.matrix.case import CaseResult, run_case
 from hfax.matrix.variations import Variation
@@ -113,6 +114,7 @@ def _child(
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    progress.turn_off()  # the parent says what runs
     torch.set_num_threads(1)
     sender.send(run_case(architecture, tensor, variation, trains=trains))
     sender.close()
