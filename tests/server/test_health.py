@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from hfax.phases import phase
 from hfax.server.app import make_health_app
 from hfax.server.health import HealthServer
 
@@ -59,3 +60,33 @@ def test_it_knows_nothing_else_and_asks_for_no_key(health):
     assert health.get("/v1/models").status_code == 404
     assert health.post("/v1/completions", json={"prompt": "x"}).status_code == 404
     assert health.get("/openapi.json").status_code == 404
+
+
+def test_a_server_that_loads_says_how_far_it_is(make_server):
+    """To probes and to requests, without the path of what it loads."""
+    release = threading.Event()
+
+    def work():
+        with phase("compile", "step[8]"):
+            pass
+        with phase("load", "/secret/folder"), phase("compile", "step[32]"):
+            assert release.wait(60)
+
+    with make_server(waits=False, before_loading=work) as running, running.client() as client:
+        running.wait_until(lambda: running.served.progress.as_json()["phase"] == "compile step[32]")
+        found = client.get("/health")
+        assert found.status_code == 503
+        assert found.json().pop("seconds") >= 0
+        assert {**found.json(), "seconds": 0} == {
+            "status": "loading",
+            "phase": "compile step[32]",
+            "programs_compiled": 1,
+            "seconds": 0,
+        }
+        refused = client.post("/v1/completions", json={"model": "demo", "prompt": "x"})
+        assert refused.status_code == 503
+        assert "loading: compile step[32], 1 programs compiled" in refused.json()["error"]["message"]
+        assert "secret" not in found.text + refused.text
+        release.set()
+        running.wait_until(lambda: running.served.state == "ready", 120)
+        assert client.get("/health").json() == {"status": "ready"}

@@ -184,13 +184,16 @@ def make_health_app(served: Served) -> FastAPI:
 def _add_health(app: FastAPI, served: Served) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
-        """Health of the server: 503 while the model loads, or if the engine hangs or is dead. "degraded": too many wait."""
-        return JSONResponse({"status": served.state}, status_code=200 if served.state in _ALIVE else 503)
+        """Health of the server: 503 while the model loads (and how far that is), or if the engine hangs or is dead. "degraded": too
+        many wait."""
+        found = served.health()
+        return JSONResponse(found, status_code=200 if found["status"] in _ALIVE else 503)
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
         """Readiness: 503 unless the server accepts requests."""
-        return JSONResponse({"status": served.state}, status_code=200 if served.state == "ready" else 503)
+        found = served.health()
+        return JSONResponse(found, status_code=200 if found["status"] == "ready" else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:

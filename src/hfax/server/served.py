@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -13,6 +14,7 @@ from hfax.engine.engine import Engine
 from hfax.engine.outputs import OutputDelta
 from hfax.engine.request import PreparedPrompt, Request
 from hfax.engine.sampling_params import SamplingParams
+from hfax.phases import PhaseEvent, listen
 from hfax.server.embeddings import EmbeddingQueue
 from hfax.server.failures import ApiError, unknown_model
 from hfax.server.loading import DEFAULTS, Load, Loaded, make_reader
@@ -34,6 +36,37 @@ _IMAGES_COST = 4
 """A request with images may take this many times the processor time of others."""
 
 
+class LoadProgress:
+    """How far loading is, from its phases."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._running: list[str] = []
+        self._num_compiled = 0
+
+    def hear(self, event: PhaseEvent) -> None:
+        """Take the start or end of a phase; from any thread. Names of checkpoints may be paths, which nobody is told."""
+        what = f"{event.name} {event.detail}" if event.name in ("trace", "compile") else event.name
+        if event.seconds is None:
+            self._running.append(what)
+        else:
+            with contextlib.suppress(ValueError):
+                self._running.remove(what)
+            self._num_compiled += event.name == "compile"
+
+    def as_json(self) -> dict[str, Any]:
+        """The innermost phase that runs, the number of programs compiled so far, and the seconds since the start."""
+        phase = next(iter(self._running[-1:]), "")
+        seconds = round(time.monotonic() - self._started, 1)
+        return {"phase": phase, "programs_compiled": self._num_compiled, "seconds": seconds}
+
+    def __str__(self) -> str:
+        found = self.as_json()
+        return (
+            f"{found['phase'] or 'starting'}, {found['programs_compiled']} programs compiled, {found['seconds']:.0f} s"
+        )
+
+
 class Served:
     """The served model and its state: "loading", "ready", "degraded", "stopping"; or "hung", "dead", "failed".
 
@@ -50,6 +83,7 @@ class Served:
         self.metrics = Metrics(settings.metrics_prefix, settings.served_model_names[0])
         self.tracing = Tracing(settings.otlp_endpoint)
         self.failure: BaseException | None = None
+        self.progress = LoadProgress()
         self._load = load
         self._loaded: Loaded | None = None
         self._is_stopping = False
@@ -68,7 +102,8 @@ class Served:
 
     def _run_load(self) -> None:
         try:
-            loaded = self._load(lambda seconds, tokens: self.metrics.iteration_tokens.observe(tokens))
+            with listen(self.progress.hear):
+                loaded = self._load(lambda seconds, tokens: self.metrics.iteration_tokens.observe(tokens))
             if loaded.engine is not None:
                 self.metrics.follow(loaded.engine)
             self.workers.start(make_reader(loaded, self.settings.served_model_names, self.settings.image_hosts))
@@ -99,6 +134,11 @@ class Served:
             return "stopping"
         return "degraded" if self.workers.is_exhausted else "ready"
 
+    def health(self) -> dict[str, Any]:
+        """The state, and while the model loads, how far that is."""
+        state = self.state
+        return {"status": state, **(self.progress.as_json() if state == "loading" else {})}
+
     def stop(self) -> None:
         """Stop accepting requests."""
         self._is_stopping = True
@@ -122,7 +162,8 @@ class Served:
         if state == "hung":
             raise ApiError(503, "The engine is hung.", code="engine_hung")
         if self._loaded is None or state not in ("ready", "degraded"):
-            raise ApiError(503, f"The model is {state}.", code=f"model_{state}", headers={"Retry-After": "5"})
+            how_far = f": {self.progress}" if state == "loading" else ""
+            raise ApiError(503, f"The model is {state}{how_far}.", code=f"model_{state}", headers={"Retry-After": "5"})
         return self._loaded
 
     @property
