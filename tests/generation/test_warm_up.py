@@ -54,6 +54,38 @@ def test_options_shape_programs():
     assert events == []
 
 
+class Forbid(transformers.LogitsProcessor):
+    """Python between the programs of a call: these are run, not only compiled."""
+
+    def __call__(self, input_ids, scores):
+        scores[:, 5] = -1e9
+        return scores
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prompt_lookup_num_tokens": 3},
+        {"assistant_model": True},
+        {"num_beams": 3},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"guidance_scale": 1.5},
+        {"logits_processor": [Forbid()]},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_every_kind_of_loop_is_compiled_without_being_run(options):
+    model = qwen(dtype="float32")
+    if "assistant_model" in options:
+        options = {"assistant_model": qwen(dtype="float32")}
+    options = {"do_sample": False, **options}
+    model.compile((1,), (16,), max_new_tokens=8, progress=False, **options)
+    events = []
+    with listen(events.append):
+        model.generate([[5] * 9], max_new_tokens=8, **options)
+    assert events == []
+
+
 def test_bad_sizes_and_models_with_other_inputs_are_refused():
     model = qwen(dtype="float32")
     with pytest.raises(InvalidInputError, match="batch_sizes=\\[0\\]"):
