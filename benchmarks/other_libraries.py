@@ -4,7 +4,7 @@
 
 A Qwen3 of random weights in float32 (12 layers of Qwen3-0.6B's shape, vocabulary 32,000) is saved once, and every subject reads
 that folder, so their greedy tokens can be compared. ONNX Runtime runs what its GenAI package's model builder makes of the folder,
-in float32 and in int4; it is installed into the cache folder. The nnx model is what a JAX user would write in an afternoon: modules,
+in float32 and in int4; it is installed into the cache folder. The nnx model is what a JAX user would write: modules,
 a cache of fixed size, a jitted step for each token. Subjects take turns, a process each; figures are medians over the rounds.
 Decoding: 64 tokens after 128; prompts: 512 tokens; batch 1; a thread for each core.
 """
