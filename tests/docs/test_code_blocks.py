@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ import numpy as np
 import PIL.Image
 import pytest
 from code_blocks import CodeBlock, code_blocks, pages_of_docs
+from registrations import registrations_taken_back
 
 import hfax
 from hfax.demo import demo_folder
+from hfax.patches import registry
 
 PAGES = [
     "README.md",
@@ -142,7 +145,12 @@ def test_a_guide(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pip
         folder = demo_folder() if stand_in == "demo" else tmp_path / stand_in
         replaced[words] = repr(str(folder)) if folder.exists() else "sound.copy()" if stand_in == "sound" else stand_in
     image = np.zeros((30, 30, 3), np.uint8)
-    assert _run(page, {"sound": checkpoints.sound(1.0), "image": PIL.Image.fromarray(image)}, replaced)
+    patches = registry.fingerprint()
+    with registrations_taken_back():
+        assert _run(page, {"sound": checkpoints.sound(1.0), "image": PIL.Image.fromarray(image)}, replaced)
+    for name in [name for name in sys.modules if FILE.match(f"# {name}.py\n")]:
+        del sys.modules[name]
+    assert registry.fingerprint() == patches, "a patch that the page registers changes the programs of other tests"
 
 
 def test_the_page_on_serving(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from registrations import registrations_taken_back
 
 import hfax
 from hfax import AutoModelForTPU
@@ -82,7 +83,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         importlib.invalidate_caches()
         return importlib.import_module(f"{name}.model")
 
-    yield load
+    with registrations_taken_back():
+        yield load
     for module in [m for m in sys.modules if m.partition(".")[0] in names]:
         del sys.modules[module]
 
