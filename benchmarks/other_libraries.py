@@ -73,6 +73,11 @@ def prepare_onnxruntime(cache: Path, folder: Path) -> None:
             subprocess.run(
                 [*command, "-e", "cpu", "-c", cache / "builder"], check=True, env=_with(packages), capture_output=True
             )
+        settings = json.loads(
+            (out / "genai_config.json").read_text()
+        )  # its own choice was one thread on two virtual cores
+        settings["model"]["decoder"]["session_options"]["intra_op_num_threads"] = os.cpu_count()
+        (out / "genai_config.json").write_text(json.dumps(settings))
 
 
 def _with(packages: Path) -> dict[str, str]:

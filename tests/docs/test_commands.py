@@ -74,6 +74,9 @@ NOT_HERE = {
     "hfax matrix --json-file build/support.json --markdown docs/support.md": "hours; tests/matrix runs a sample",
     "python benchmarks/cpu.py --shape qwen3-0.6b --json-file benchmarks/results/cpu-qwen3-0.6b.json": "measures for minutes",
     "python benchmarks/cpu.py --shape llama-3.2-1b --json-file benchmarks/results/cpu-llama-3.2-1b.json": "measures for minutes",
+    "python benchmarks/other_libraries.py --json-file benchmarks/results/other-libraries.json": (
+        "installs ONNX Runtime and measures for minutes"
+    ),
     "python benchmarks/peers_cpu.py --target avx2 --layers 12 --vocabulary 32000 --json-file "
     "benchmarks/results/peers-cpu-avx2.json": "builds llama.cpp and measures for minutes",
 }
