@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -34,12 +35,16 @@ class PhaseEvent:
 
 
 Listener = Callable[[PhaseEvent], None]
+_telling = threading.RLock()
 _listeners: ContextVar[tuple[Listener, ...]] = ContextVar("hfax_phase_listeners", default=())
 
 
 @contextlib.contextmanager
 def listen(listener: Listener) -> Iterator[None]:
-    """Call `listener` with every `PhaseEvent` of this context until the block ends."""
+    """Call `listener` with every `PhaseEvent` of this context until the block ends.
+
+    Programs are compiled side by side in threads of this context: calls come from any of them, one at a time.
+    """
     token = _listeners.set((*_listeners.get(), listener))
     try:
         yield
@@ -51,12 +56,16 @@ def listen(listener: Listener) -> Iterator[None]:
 def phase(name: PhaseName, detail: str) -> Iterator[None]:
     """Time a block of work. An exception propagates, without an end event."""
     listeners = _listeners.get()
-    for listener in listeners:
-        listener(PhaseEvent(name=name, detail=detail, seconds=None))
+    _tell(listeners, PhaseEvent(name=name, detail=detail, seconds=None))
     start = time.perf_counter()
     with contextlib.nullcontext() if listeners else shown(name, detail):
         yield
     seconds = time.perf_counter() - start
     logger.info("%s %s: %.2f s", name, detail, seconds)
-    for listener in listeners:
-        listener(PhaseEvent(name=name, detail=detail, seconds=seconds))
+    _tell(listeners, PhaseEvent(name=name, detail=detail, seconds=seconds))
+
+
+def _tell(listeners: tuple[Listener, ...], event: PhaseEvent) -> None:
+    with _telling:
+        for listener in listeners:
+            listener(event)

@@ -495,13 +495,17 @@ class BaseModel:
 
     def _vocab_size(self) -> int | None:
         """Rows of the embedding table, the exclusive bound of ids; XLA would silently clamp larger ids."""
-        module = self._skeleton.module
         with contextlib.suppress(NotImplementedError, AttributeError):
-            if (table := module.get_input_embeddings()) is not None:
+            if (table := self._skeleton.module.get_input_embeddings()) is not None:
                 return getattr(table, "num_embeddings", None)
+        return self._named_vocab_size
+
+    @functools.cached_property
+    def _named_vocab_size(self) -> int | None:
+        """The config's `vocab_size`, if a table has as many rows: for classes of the user's own, with names of their own."""
         named = getattr(self.config.get_text_config(decoder=True), "vocab_size", None)
-        sizes = {part.num_embeddings for part in module.modules() if isinstance(part, torch.nn.Embedding)}
-        return named if named in sizes else None  # a class of the user's own, with names of its own
+        tables = (part for part in self._skeleton.module.modules() if isinstance(part, torch.nn.Embedding))
+        return named if any(table.num_embeddings == named for table in tables) else None
 
     def num_logits(self) -> int:
         """Number of logits for each token, which may exceed the tokenizer's vocabulary.

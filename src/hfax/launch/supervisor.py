@@ -132,9 +132,8 @@ class _Supervisor:
         environment = {**self.environment, **member.environment()}
         outputs: dict[str, Any] = {}
         if self.is_labelled:
-            environment.setdefault(
-                "PYTHONUNBUFFERED", "1"
-            )  # else a pipe gets a script's lines long after they are printed
+            # else a pipe gets a script's lines long after they are printed
+            environment.setdefault("PYTHONUNBUFFERED", "1")
             names = ("stderr",) if self.command[0] == "hfax" else ("stdout", "stderr")
             outputs = dict.fromkeys(names, asyncio.subprocess.PIPE)
         process = await asyncio.create_subprocess_exec(

@@ -34,10 +34,8 @@ def read_config(source: CheckpointSource, *, trust_remote_code: bool) -> Pretrai
             f"{path} could not be read.", f"{type(error).__name__}: {error}", "Download or save the checkpoint again."
         ) from error
     if raw.get("auto_map") and not trust_remote_code and not _is_known(raw):
-        raise UnsupportedModelError(
-            f"{source.name} requires its own code for model type {raw.get('model_type')!r}, which was not run.",
-            "Code from a checkpoint runs with all of your permissions.",
-            "Review the repository's .py files; if you trust them, pass trust_remote_code=True.",
+        raise _untrusted(
+            f"{source.name} requires its own code for model type {raw.get('model_type')!r}, which was not run."
         )
     try:
         return AutoConfig.from_pretrained(
@@ -57,6 +55,14 @@ def read_config(source: CheckpointSource, *, trust_remote_code: bool) -> Pretrai
             f"{type(error).__name__}: {error}",
             "Check config.json: it needs a model_type and the fields of that type.",
         ) from error
+
+
+def _untrusted(what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        what,
+        "Code from a checkpoint runs with all of your permissions.",
+        "Review the repository's .py files; if you trust them, pass trust_remote_code=True (--trust-remote-code).",
+    )
 
 
 def _is_known(raw: dict[str, Any]) -> bool:
@@ -97,13 +103,8 @@ def read_any_config(model: str | Path | PretrainedConfig, trust_remote_code: boo
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        why = " ".join(str(error).split())[:300]
         if "trust_remote_code" in str(error):
-            raise UnsupportedModelError(
-                f"{model} requires its own modelling code, which was not run.",
-                "Code from a checkpoint runs with all of your permissions.",
-                "Review the repository's .py files; if you trust them, pass trust_remote_code=True (--trust-remote-code).",
-            ) from error
+            raise _untrusted(f"{model} requires its own modelling code, which was not run.") from error
         if "does not recognize this architecture" in str(error):
             import transformers
 
@@ -114,6 +115,6 @@ def read_any_config(model: str | Path | PretrainedConfig, trust_remote_code: boo
             ) from error
         raise InvalidInputError(
             f"No config was found for {model!r}.",
-            why,
+            " ".join(str(error).split())[:300],
             "Pass a Hub id, a folder with a config.json, or a config.json; run `hf auth login` for gated repositories.",
         ) from error
