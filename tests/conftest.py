@@ -1,7 +1,7 @@
 """For all tests: the CPU platform, a cache folder of their own, so that no test reads or writes the user's, and Ctrl-C as usual.
 
-Programs are compiled without LLVM's optimisation, which takes half the time and changes no claim of a test; `XLA_FLAGS` in the
-environment wins.
+Programs are compiled without LLVM's optimisation and with XLA's older way to emit fusions, which takes a third of the time and
+changes no claim of a test; `XLA_FLAGS` in the environment wins. `make test-docs` and a part of `make test-sweep` compile as users do.
 
 Many tests read one tiny Llama: its fixtures, at the end, make it once for each worker.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # the environment of torch_xla has no jax, and many tests nee
     from hfax.backends.jax.model import JaxModel
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
 if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers of a run share the programs that each of them compiles
     if kept := os.environ.get("HFAX_TESTS_HOME"):  # and so do the runs, until hfax's source changes
         os.environ["HFAX_HOME"] = str(Path(kept).resolve())
