@@ -84,7 +84,7 @@ def to_nnx(model: JaxModel) -> TransformersModule:
         BackendNotAvailableError: flax is not installed.
         UnsupportedOptionError: the weights are quantized, or an adapter is active.
 
-    Example:
+    Examples:
         >>> module = to_nnx(model)
         >>> optimizer = nnx.Optimizer(module, optax.adamw(1e-4), wrt=nnx.Param)
         >>> gradients = nnx.grad(lambda m: m(input_ids=ids, labels=ids).loss)(module)

@@ -31,7 +31,6 @@ PAGES = [
 ELSEWHERE = {
     "docs/parallel.md": "tests/sharding/test_docs.py, on eight devices",
     "CONTRIBUTING.md": "parts of files, which its recipes tell where to put",
-    "docs/api.md": "signatures; its examples are those of docstrings",
 }
 """Pages whose Python is not run here."""
 OF_OTHER_TESTS = {
@@ -78,8 +77,6 @@ def test_every_page_is_run_here_or_elsewhere() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_python_blocks_are_python(page: str) -> None:
-    if page == "docs/api.md":  # signatures, without bodies
-        return
     for block in code_blocks(page, "python"):
         text = block.text if not block.text.startswith(" ") else f"if True:\n{block.text}"
         ast.parse(text, f"{page}:{block.line}")

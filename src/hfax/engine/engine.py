@@ -62,7 +62,7 @@ class Engine:
         UnsupportedOptionError: `batch_invariant` is not available for this model or on this device.
         OutOfMemoryError: the KV cache of a single sequence does not fit.
 
-    Example:
+    Examples:
         >>> with Engine(model, tokenizer) as engine:
         ...     params = SamplingParams(max_tokens=4, ignore_eos=True)
         ...     outputs = engine.generate(["Once upon a time", "def main():"], params)

@@ -87,7 +87,7 @@ def device_processor(function: ScoresFunction) -> Any:
     Returns:
         An object for `generate(logits_processor=[...])` of the backend `jax`.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> @hfax.device_processor
         ... def no_doubles(input_ids, scores):

@@ -71,7 +71,7 @@ def pipeline(
         CheckpointNotFoundError: the model's folder has no tokenizer or processor for the task.
         HfaxError: the model cannot be loaded.
 
-    Example:
+    Examples:
         >>> write = hfax.pipeline("text-generation", "demo")
         >>> len(write("def add(a, b):", max_new_tokens=4))
         1

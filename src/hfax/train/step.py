@@ -471,7 +471,7 @@ def make_train_step(
     Raises:
         InvalidInputError: a pattern matches nothing, a weight is quantized, or `ref_model` does not fit the loss or the model.
 
-    Example:
+    Examples:
         >>> step = make_train_step(model, optax.adamw(1e-4))
         >>> state = step.init()
         >>> state, metrics = step(state, {"input_ids": ids, "labels": ids})

@@ -60,7 +60,7 @@ class Trainer:
         InvalidInputError: the model cannot be trained with these options, or the data set has fewer rows than a step needs.
         UnsupportedOptionError: an argument of transformers' Trainer that hfax lacks; the message names the alternative.
 
-    Example:
+    Examples:
         >>> rows = [{"input_ids": [5, 6, 7, 8]}] * 8
         >>> trainer = Trainer(model, TrainingArguments(folder, max_steps=1, report_to="none"), rows)
         >>> trainer.train()["steps"]

@@ -127,7 +127,7 @@ class JaxModel(AdapterMethods, BaseModel):
     def sharding_plan(self) -> ShardingPlan | None:
         """How each weight is sharded over the devices, and why; printed as a table. None for one device.
 
-        Example:
+        Examples:
             >>> model.sharding_plan() is None  # on one device
             True
         """
@@ -214,7 +214,7 @@ class JaxModel(AdapterMethods, BaseModel):
             The model's output (a `ModelOutput`, or a tuple with `return_dict=False`) with `jax.Array`s. Outside `jax.jit` it runs
             one operation at a time; call the model directly for a compiled pass.
 
-        Example:
+        Examples:
             >>> def loss(params):
             ...     return model.apply(params, input_ids=ids, labels=ids).loss
             >>> gradients = jax.jit(jax.grad(loss))(model.params)
@@ -462,7 +462,7 @@ class JaxModel(AdapterMethods, BaseModel):
         Returns:
             The result of `main` in process 0; None in the others.
 
-        Example:
+        Examples:
             >>> model.drive(lambda model: model.generate(ids, max_new_tokens=2).shape)
             (1, 6)
         """
@@ -503,7 +503,7 @@ class JaxModel(AdapterMethods, BaseModel):
         Raises:
             InvalidInputError: rows are neither texts nor ids, or the output file belongs to another dataset.
 
-        Example:
+        Examples:
             >>> rows = model.map(["Return a", "Raise"], batch_size=2, tokenizer=tokenizer, max_new_tokens=2)
             >>> [sorted(row) for row in rows]
             [['text'], ['text']]

@@ -60,7 +60,7 @@ def make_cases(seed: int = 0, classes: Sequence[str] = CLASSES) -> list[Case]:
         seed: determines everything random in them.
         classes: names of classes.
 
-    Example:
+    Examples:
         >>> from hfax.bench.attacks.cases import make_cases
         >>> len(make_cases(classes=["schemas"])) >= 120
         True
