@@ -117,6 +117,9 @@ BEFORE = {
     "hfax train sft.yaml --resume --accept-change learning_rate": "hfax train sft.yaml",
     "hfax convert ./model ./for-flax --to flax": "hfax convert owner/flax-model ./model",
     "hfax convert ./model ./parts --to orbax": "hfax convert owner/flax-model ./model",
+    "hfax convert ./demo-int4 ./demo-plain --dtype bfloat16": (
+        "hfax convert demo ./demo-int4 --to compressed-tensors --quantization int4"
+    ),
     "hfax serve bundle --max-model-len 512": "hfax export demo --out bundle",
     'hfax generate bundle "Return a new list"': "hfax export demo --out bundle",
     "hfax chat Qwen/Qwen3-0.6B --history talk.json": r"printf 'Hello\n/save talk.json\n' | hfax chat demo",

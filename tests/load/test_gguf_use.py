@@ -134,3 +134,19 @@ def test_names_that_can_only_be_gguf(name: str, is_gguf: bool) -> None:
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="There is no file"):
         resolve_checkpoint(tmp_path / "missing.gguf")
+
+
+def test_a_file_is_converted_for_other_libraries(tmp_path: Path) -> None:
+    """To plain numbers, and with the codes that it has, each with a tokenizer."""
+    file = write_demo(tmp_path / "demo.gguf", Type.Q4_0)
+    for words in (["plain", "--dtype", "float32"], ["packed", "--to", "compressed-tensors"]):
+        done = processes.run(["-m", "hfax", "convert", str(file), str(tmp_path / words[0]), *words[1:]])
+        assert done.returncode == 0, done.stderr
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "packed")
+    ids = tokenizer(PROMPT, return_tensors="pt")
+    options = {"max_new_tokens": 8, "do_sample": False}
+    expected = theirs.generate(**ids, **options)
+    packed = hfax.AutoModelForTPU.from_pretrained(tmp_path / "packed", dtype="float32")
+    assert packed.quantization == "int4"
+    assert packed.generate(**ids, **options).tolist() == expected.tolist()

@@ -68,18 +68,7 @@ def convert_weights(source: CheckpointSource, store: TensorStore, skeleton: Skel
     """
     if to not in ("safetensors", "flax"):
         raise InvalidInputError(f"Unknown format {to!r}.", "hfax cannot write it.", f"Use one of {', '.join(FORMATS)}.")
-    if folder.resolve() == source.folder.resolve():
-        raise InvalidInputError(
-            f"{folder} is the checkpoint's own folder.",
-            "Old and new weight files would be mixed.",
-            "Pass another folder.",
-        )
-    if store.rules is not None:
-        raise InvalidInputError(
-            f"{source.name} is a {source.format.upper()} file, which is not converted to {to}.",
-            "Its tensors have other names, and their codes would be dequantized.",
-            "Pass --to orbax; or load the model and call save_pretrained.",
-        )
+    check_other_folder(source, folder)
     names = tuple(store.names)
     plan = plan_conversion(skeleton, names)
     without = unknown_to_flax(skeleton.module, skeleton.shapes) if store.is_flax else set()
@@ -106,6 +95,20 @@ def convert_weights(source: CheckpointSource, store: TensorStore, skeleton: Skel
     copy_companions(source.folder, folder)
     if store.assembled:
         _forget_quantization(folder / "config.json")
+
+
+def check_other_folder(source: CheckpointSource, folder: Path) -> None:
+    """Raise if a checkpoint would be written over itself.
+
+    Raises:
+        InvalidInputError: it is the checkpoint's own folder.
+    """
+    if folder.resolve() == source.folder.resolve():
+        raise InvalidInputError(
+            f"{folder} is the checkpoint's own folder.",
+            "Old and new weight files would be mixed.",
+            "Pass another folder.",
+        )
 
 
 def copy_companions(given: Path, folder: Path, *, without: Collection[str] = ()) -> None:

@@ -21,6 +21,7 @@ from hfax.load.convert import save_flax
 from hfax.load.folder import write_configs
 from hfax.load.orbax_checkpoint import Parts, remove_orbax, save_orbax
 from hfax.load.save import save_safetensors
+from hfax.load.save_compressed import compress
 from hfax.load.saved_parts import names_of
 from hfax.load.skeleton import Skeleton
 from hfax.sharding.layout import to_host
@@ -34,23 +35,27 @@ def save_model(
     format: str = "safetensors",
     max_shard_size: int | str = "50GB",
     parts: Parts | None = None,
+    dequantize: bool = False,
 ) -> None:
-    """Write a folder that plain transformers loads bit for bit; quantized and orbax folders load only in hfax.
+    """Write a folder that plain transformers loads bit for bit; orbax and hfax's own quantized format load only in hfax.
 
     Args:
         folder: created if it does not exist.
         skeleton: the module that the weights belong to.
         params: weights by name, tied weights once.
         generation_config: written as generation_config.json, if the model can generate.
-        format: "safetensors", "flax" or "orbax".
+        format: "safetensors", "compressed-tensors", "flax" or "orbax".
         max_shard_size: maximum size of one safetensors file, in bytes or as a string such as "5GB".
         parts: see `save_orbax`.
+        dequantize: write quantized weights as numbers of the model's dtype.
 
     Raises:
-        InvalidInputError: an unknown format.
+        InvalidInputError: an unknown format, or one that cannot express the weights.
         HfaxError: the folder cannot be written, or the disk is full; its previous contents are kept.
     """
     module = skeleton.module
+    if dequantize:
+        params = {n: a.dequantize() if isinstance(a, QuantizedArray) else a for n, a in params.items()}
     bits = {array.bits for array in params.values() if isinstance(array, QuantizedArray)}
     config = copy.deepcopy(module.config)
     if bits:
@@ -60,16 +65,21 @@ def save_model(
     elif format == "flax":
         if bits:
             raise InvalidInputError(
-                "Quantized weights cannot be saved as Flax.", "Flax has no integer weights.", "Omit quantization."
+                "Quantized weights cannot be saved as Flax.", "Flax has no integer weights.", "Pass dequantize=True."
             )
         if jax.process_index() == 0:
             tensors = {name: _as_host_tensor(array) for name, array in by_stored_name(params).items()}
             save_flax(folder, skeleton, revert_weight_conversion(module, tensors))
+    elif format == "compressed-tensors":
+        tensors, config.quantization_config = compress(skeleton, params, _as_host_tensor)
+        if jax.process_index() == 0:
+            save_safetensors(folder, tensors, max_shard_size=max_shard_size)
+            remove_orbax(folder)
     elif format != "safetensors":
         raise InvalidInputError(
             f"Unknown format={format!r}.",
-            "Weights can be saved as safetensors, Flax or orbax.",
-            'Pass format="safetensors", format="flax" or format="orbax".',
+            "Weights can be saved as safetensors, compressed-tensors, Flax or orbax.",
+            'Pass format="safetensors", "compressed-tensors", "flax" or "orbax".',
         )
     else:
         tensors = {name: _as_host_tensor(array) for name, array in by_stored_name(params).items()}

@@ -593,20 +593,38 @@ class JaxModel(AdapterMethods, BaseModel):
         """The arrays that programs take besides inputs: JAX cannot serialize a program that closes over arrays."""
         return {**self.buffers, **self.params}
 
-    def save_pretrained(self, folder: str | Path, *, format: str = "safetensors", max_shard_size: str = "50GB") -> None:
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        *,
+        format: str = "safetensors",
+        max_shard_size: str = "50GB",
+        dequantize: bool = False,
+    ) -> None:
         """Write config, generation config and weights to a folder; adapter weights are included only if merged.
 
         Args:
             folder: created if it does not exist; an interrupted save leaves previous content unchanged.
-            format: "safetensors", which plain transformers loads bit for bit; "orbax", where each process writes the shards of its
-                own devices, and `from_pretrained` loads onto any mesh, each process reading only the shards it needs; or "flax",
-                for transformers' Flax classes (before version 5).
+            format: "safetensors", which plain transformers loads bit for bit unless weights are quantized; "compressed-tensors" for
+                models with `quantization` "int8" or "int4" and most quantized checkpoints: transformers and vLLM load it, with the
+                embedding table and output head in the model's dtype; "orbax", where each process writes the shards of its own
+                devices, and `from_pretrained` loads onto any mesh, each process reading only the shards it needs; or "flax", for
+                transformers' Flax classes (before version 5).
             max_shard_size: maximum size of one safetensors file.
+            dequantize: write quantized weights as numbers of the model's dtype, for every library.
 
         Raises:
-            InvalidInputError: the format is unknown.
+            InvalidInputError: the format is unknown, or cannot express the weights.
             HfaxError: the folder cannot be written, or the disk is full; previous content is kept.
         """
         from hfax.load.save_pretrained import save_model
 
-        save_model(Path(folder), self._skeleton, self._own_weights(), self.generation_config, format, max_shard_size)
+        save_model(
+            Path(folder),
+            self._skeleton,
+            self._own_weights(),
+            self.generation_config,
+            format,
+            max_shard_size,
+            dequantize=dequantize,
+        )

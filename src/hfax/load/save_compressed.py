@@ -1,0 +1,200 @@
+"""Quantized weights as compressed-tensors stores them ("pack-quantized"), which transformers and vLLM load.
+
+Turns a model's `QuantizedArray`s into the stored tensors and the `quantization_config` beside them, without rounding again: codes
+and scales stay as they are. `hfax.load.formats.compressed_tensors` reads the result. Embedding tables and output heads become plain
+numbers, since other libraries do not look rows up in packed ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import torch
+from transformers.core_model_loading import revert_weight_conversion
+
+from hfax.errors import InvalidInputError
+from hfax.kernels.quantized import QuantizedArray
+from hfax.load.skeleton import Skeleton
+
+HostTensor = Callable[[jax.Array], torch.Tensor]
+_WORD_BITS = 32
+_Field = dict[str, torch.Tensor]
+_FIELDS = ("codes", "scale", "zeros", "columns")
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class _Scheme:
+    """How a weight is stored; those with the same scheme are a group of the config."""
+
+    bits: int
+    group_size: int
+    symmetric: bool
+    has_order: bool
+
+    @staticmethod
+    def of(bits: int, parts: _Field) -> _Scheme:
+        columns, groups = parts["codes"].shape[-1], parts["scale"].shape[-1]
+        return _Scheme(bits, columns // groups, symmetric="zeros" not in parts, has_order="columns" in parts)
+
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "num_bits": self.bits,
+            "type": "int",
+            "symmetric": self.symmetric,
+            "strategy": "group",
+            "group_size": self.group_size,
+            "actorder": "group" if self.has_order else None,
+            "dynamic": False,
+        }
+
+
+def compress(
+    skeleton: Skeleton, params: Mapping[str, jax.Array | QuantizedArray], to_host: HostTensor
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """A model's weights as a checkpoint stores them.
+
+    Args:
+        skeleton: the module that the weights belong to.
+        params: weights by name, tied weights once.
+        to_host: fetches an array from its devices.
+
+    Returns:
+        The tensors by stored name, and the `quantization_config`.
+
+    Raises:
+        InvalidInputError: no weight is quantized, or one has codes or offsets that the format cannot express.
+    """
+    module = skeleton.module
+    whole = _looked_up(skeleton)
+    plain: _Field = {}
+    packed: dict[int, dict[str, QuantizedArray]] = {}
+    for name, array in params.items():
+        if not isinstance(array, QuantizedArray):
+            plain[name] = to_host(array)
+        elif name in whole:
+            plain[name] = to_host(array.dequantize())
+        else:
+            packed.setdefault(array.bits, {})[name] = array
+    if not packed:
+        raise InvalidInputError(
+            "The model has no quantized weights to save as compressed-tensors.",
+            "They have the model's dtype.",
+            'Load it with quantization="int8" or "int4", or save it with format="safetensors".',
+        )
+    tensors = revert_weight_conversion(module, plain)
+    plain_modules = sorted(name.removesuffix(".weight") for name, of in tensors.items() if of.ndim == 2)
+    schemes: dict[str, _Scheme] = {}
+    for bits, arrays in packed.items():
+        for prefix, parts in _by_module(
+            module, {name: _parts(name, of, to_host) for name, of in arrays.items()}
+        ).items():
+            schemes[prefix] = scheme = _Scheme.of(bits, parts)
+            tensors |= {f"{prefix}.{ending}": tensor for ending, tensor in _stored(parts, scheme).items()}
+    heads = [name.removesuffix(".weight") for name in whole]
+    return tensors, _config(schemes, sorted({*plain_modules, *heads}))
+
+
+def _looked_up(skeleton: Skeleton) -> set[str]:
+    """Names of the embedding table and the output head."""
+    found: set[str] = set()
+    for part in (skeleton.module.get_input_embeddings(), skeleton.module.get_output_embeddings()):
+        found |= {f"{prefix}.weight" for prefix, module in skeleton.module.named_modules() if module is part}
+    return found | {skeleton.tied[name] for name in found if name in skeleton.tied}
+
+
+def _parts(name: str, array: QuantizedArray, to_host: HostTensor) -> _Field:
+    """A weight's codes as uint8 from 0, in the weight's order of columns, with its scales, and zero points as codes."""
+    if array.encoding not in ("int8", "int4"):
+        raise _inexpressible(name, f"has codes of {array.encoding}")
+    half = 1 << (array.bits - 1)
+    codes = to_host(array.numbers()).short().add_(half).to(torch.uint8)
+    parts = {"codes": codes, "scale": to_host(array.scale)}
+    if array.offset is not None:
+        offset, scale = to_host(array.offset).float(), parts["scale"].float()
+        zeros = torch.where(scale == 0, torch.zeros_like(scale), (-offset / scale).round()) + half
+        expected = (half - zeros) * scale
+        if not torch.equal(expected, offset) or zeros.min() < 0 or zeros.max() > 2 * half - 1:
+            raise _inexpressible(name, "has offsets that are no whole number of its scales")
+        parts["zeros"] = zeros.to(torch.uint8)
+    if array.columns is not None:
+        order = to_host(array.columns).long()
+        parts["codes"] = torch.empty_like(codes)
+        parts["codes"][..., order] = codes
+        parts["columns"] = torch.empty(len(order), dtype=torch.int32)
+        parts["columns"][order] = torch.arange(len(order), dtype=torch.int32) // array.group
+    return parts
+
+
+def _inexpressible(name: str, why: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"{name!r} cannot be saved as compressed-tensors: it {why}.",
+        "Its pack-quantized format has integer codes, with a scale and a whole zero point for each group.",
+        'Load with quantization="int8" or "int4", which rounds the weights again; or save with dequantize=True.',
+    )
+
+
+def _by_module(module: torch.nn.Module, weights: Mapping[str, _Field]) -> dict[str, _Field]:
+    """The parts of each linear layer's weight under the checkpoint's name of the layer: fused weights and experts come apart."""
+    found: dict[str, _Field] = {}
+    for field in _FIELDS:
+        of_field = {name: parts[field] for name, parts in weights.items() if field in parts}
+        for name, tensor in (revert_weight_conversion(module, of_field) if of_field else {}).items():  # pyright: ignore[reportArgumentType]
+            prefix, _, ending = name.rpartition(".")
+            if ending != "weight" or tensor.ndim > 2 or (field == "columns" and prefix not in found):
+                raise _inexpressible(name, "is no linear layer's weight of its own")
+            found.setdefault(prefix, {})[field] = tensor
+    return found
+
+
+def _stored(parts: _Field, scheme: _Scheme) -> _Field:
+    """A weight's tensors by the endings of their names."""
+    codes = parts["codes"]
+    found = {
+        "weight_packed": _words(codes, scheme.bits),
+        "weight_scale": parts["scale"].contiguous(),
+        "weight_shape": torch.tensor(codes.shape),
+    }
+    if "zeros" in parts:  # packed along the rows
+        zeros = parts["zeros"].T
+        rows = -zeros.shape[-1] % (_WORD_BITS // scheme.bits)
+        found["weight_zero_point"] = _words(torch.nn.functional.pad(zeros, (0, rows)), scheme.bits).T.contiguous()
+    if "columns" in parts:
+        found["weight_g_idx"] = parts["columns"]
+    return found
+
+
+def _words(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """[n, columns] uint8 codes as [n, columns * bits / 32] int32, the lowest bits first."""
+    if bits == 4:
+        pairs = codes.unflatten(-1, (-1, 2))
+        codes = pairs[..., 0] | pairs[..., 1] << 4
+    return codes.contiguous().view(torch.int32)
+
+
+def _config(schemes: Mapping[str, _Scheme], ignored: list[str]) -> dict[str, Any]:
+    """The `quantization_config`: layers of one scheme are named by their class, those of several by their names."""
+    kinds = sorted(set(schemes.values()))
+    targets = {
+        kind: ["Linear"] if len(kinds) == 1 else sorted(name for name, of in schemes.items() if of == kind)
+        for kind in kinds
+    }
+    groups = {
+        f"group_{n}": {
+            "targets": targets[kind],
+            "weights": kind.arguments(),
+            "input_activations": None,
+            "output_activations": None,
+            "format": "pack-quantized",
+        }
+        for n, kind in enumerate(kinds)
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": ignored,
+    }
