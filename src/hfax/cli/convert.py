@@ -87,7 +87,7 @@ def convert(
                 trust_remote_code=trust_remote_code,
             )
             model.save_pretrained(target, format=str(to), dequantize=to in (To.SAFETENSORS, To.FLAX))
-            copy_companions(model.folder, target, without=("config.json", "generation_config.json"))
+            copy_companions(found.folder, target, without=("config.json", "generation_config.json"))
         else:
             from hfax.load.config import read_config
             from hfax.load.convert import convert_weights
