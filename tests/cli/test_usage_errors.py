@@ -58,6 +58,7 @@ def test_values_that_are_written_twice_agree() -> None:
         ("perplexity demo none.txt", "could not be read"),
         ("export ./nothing --out x", "There is no folder"),
         ("convert ./nothing x --to flax", "There is no folder"),
+        ("lm-eval", "needs a model and tasks"),
         ("launch --local 2 none.py", "Script not found"),
     ],
 )

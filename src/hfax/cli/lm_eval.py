@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from hfax.errors import BackendNotAvailableError
+from hfax.errors import BackendNotAvailableError, InvalidInputError
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -19,6 +19,12 @@ EXAMPLES = """[bold]Examples[/bold]
 
 def lm_eval(context: typer.Context) -> None:
     """Run lm_eval with the model `hfax` registered; all options are passed through."""
+    if not context.args:
+        raise InvalidInputError(
+            "hfax lm-eval needs a model and tasks.",
+            "It was given no options.",
+            "Pass, for example, --model hfax --model_args pretrained=demo --tasks lambada_openai; --help lists all options.",
+        )
     try:
         from lm_eval.__main__ import cli_evaluate
 
