@@ -32,6 +32,7 @@ from hfax.cli.plan import plan
 from hfax.cli.serve import serve
 from hfax.cli.train import train
 from hfax.cli.verify import verify
+from hfax.cli.warm import warm
 from hfax.errors import HfaxError
 
 _EXAMPLES = """[bold]Examples[/bold]
@@ -92,6 +93,7 @@ for _verb in (
     plan,
     export,
     convert,
+    warm,
     bench,
     matrix,
     env,

@@ -293,7 +293,7 @@ def serve(
 
         name, revision = _split(model, which.revision)
         reject_missing_path(name)
-        settings_type, run_server = _require_server()
+        settings_type, run_server = require_server()
         if telemetry.metrics_prefix.rstrip(":") not in ("hfax", "vllm"):
             raise InvalidInputError(
                 f"--metrics-prefix {telemetry.metrics_prefix} is invalid.",
@@ -336,7 +336,12 @@ def serve(
         _run(settings, run_server, load)
 
 
-def _require_server() -> tuple[type[Settings], Callable[..., BaseException | None]]:
+def require_server() -> tuple[type[Settings], Callable[..., BaseException | None]]:
+    """The server's settings and its main function.
+
+    Raises:
+        UnsupportedOptionError: its packages are not installed.
+    """
     try:
         from hfax.server.run import run_server
         from hfax.server.settings import Settings
