@@ -17,7 +17,6 @@ from hfax.cli.option_groups import expand
 from hfax.cli.option_types import positive_numbers
 from hfax.cli.phase_display import PhaseDisplay
 from hfax.cli.serve import EngineOptions, require_server
-
 from hfax.errors import InvalidInputError
 
 if TYPE_CHECKING:
