@@ -36,7 +36,7 @@ class Running:
     def client(self, **options) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=60, **options)
 
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 30) -> None:
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 120) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             core = self.engine.core if self.served._loaded is not None else None
