@@ -17,7 +17,7 @@ JOBS := test-torch_xla test-tpu_compile test-gpu_compile test-multiprocess test-
 # Installs packages of the system, as root or by asking for it.
 APT := $(if $(filter 0,$(shell id -u)),,sudo )apt-get
 
-.PHONY: run docs test test-sharding lint check test-all test-jobs $(JOBS) test-asan wheel clean chromium qemu
+.PHONY: run docs test test-parity test-sharding lint check test-all test-jobs $(JOBS) test-asan wheel clean chromium qemu
 
 run: .venv/.run
 	@echo "First use compiles hfax's C++ kernels (about 20 s) and the model's programs (about 4 s); both are kept."
@@ -27,8 +27,12 @@ run: .venv/.run
 check: lint test
 
 test: .venv/.test
-	$(PYTEST)
-	$(MAKE) test-sharding
+	$(PYTEST) --ignore tests/parity
+	$(MAKE) test-parity test-sharding
+
+# Models beside plain transformers: programs are compiled as users compile them, unlike in the other tests (tests/conftest.py).
+test-parity: .venv/.test
+	XLA_FLAGS= $(PYTEST) tests/parity
 
 # Meshes of eight virtual devices.
 test-sharding: .venv/.test
@@ -57,7 +61,7 @@ test-multiprocess: .venv/.test-multiprocess
 test-browser: .venv/.test-browser | chromium
 	$(PYTEST) -m browser
 
-# Every notebook is executed again; programs are compiled as users compile them, not as in the other tests (tests/conftest.py).
+# Every notebook is executed again; programs are compiled as users compile them.
 test-docs: .venv/.test-docs | chromium
 	rm -rf build/tutorial
 	.venv/bin/mkdocs build
