@@ -43,8 +43,8 @@ class CodeBlock:
 
 
 def pages_of_docs() -> list[str]:
-    """The pages of docs/ and its guides, below the repository's root; the log keeps what was once."""
-    folders = [ROOT / "docs", ROOT / "docs" / "guides"]
+    """The pages of docs/, below the repository's root, but for its log, which keeps what was once."""
+    folders = [ROOT / "docs" / folder for folder in ("", "guides", "concepts", "tutorial")]
     return sorted(str(path.relative_to(ROOT)) for folder in folders for path in folder.glob("*.md"))
 
 
@@ -64,7 +64,7 @@ def command_lines(page: str) -> list[tuple[int, str]]:
     Continued lines and here-documents are one command line; comments and the generated synopses are left out.
     """
     found = []
-    for block in code_blocks(page, "sh"):
+    for block in code_blocks(page, "sh", "bash", "shell", "console"):
         joined = block.text.replace("\\\n", " ")
         for match in _COMMAND_LINE.finditer(joined):
             text = match[0] if "<<" in match[0] else re.sub(r"\s{2,}(#|\().*$|#.*$", "", match[0]).strip()
