@@ -14,6 +14,7 @@ from tiny_models import SIZES, random_model
 
 from hfax import AutoModelForTPU
 from hfax.errors import InvalidInputError
+from hfax.matrix.architectures import Architecture, small_config
 
 _SIZES = {**SIZES, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 _MOE = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
@@ -74,6 +75,19 @@ def test_transformers_reads_what_hfax_wrote(
         assert torch.equal(torch.from_numpy(numbers).to(weights[name].dtype), weights[name]), name
     options = {"max_new_tokens": 6, "do_sample": False}
     assert torch.equal(model.generate(IDS, **options), theirs.float().generate(IDS, **options))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [("clip", "CLIPModel"), ("whisper", "WhisperForConditionalGeneration"), ("phi3", "Phi3ForCausalLM")],
+)
+def test_models_of_other_kinds(model_type: str, name: str, tmp_path: Path) -> None:
+    """Without an embedding table that the class knows, with an encoder, and with weights that are fused in the checkpoint."""
+    config = small_config(Architecture(mapping="causal-lm", model_type=model_type, class_name=name))
+    getattr(transformers, name)(config).save_pretrained(tmp_path / "plain")
+    model = AutoModelForTPU.from_pretrained(tmp_path / "plain", quantization="int8")
+    model.save_pretrained(tmp_path / "packed", format="compressed-tensors")
+    _assert_same_numbers(model, AutoModelForTPU.from_pretrained(tmp_path / "packed"))
 
 
 OF_OTHERS = {

@@ -7,6 +7,7 @@ numbers, since other libraries do not look rows up in packed ones.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -100,8 +101,10 @@ def compress(
 def _looked_up(skeleton: Skeleton) -> set[str]:
     """Names of the embedding table and the output head."""
     found: set[str] = set()
-    for part in (skeleton.module.get_input_embeddings(), skeleton.module.get_output_embeddings()):
-        found |= {f"{prefix}.weight" for prefix, module in skeleton.module.named_modules() if module is part}
+    for get in (skeleton.module.get_input_embeddings, skeleton.module.get_output_embeddings):
+        with contextlib.suppress(NotImplementedError, AttributeError):  # of models of two towers
+            table = get()
+            found |= {f"{prefix}.weight" for prefix, module in skeleton.module.named_modules() if module is table}
     return found | {skeleton.tied[name] for name in found if name in skeleton.tied}
 
 
