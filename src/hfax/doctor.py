@@ -7,6 +7,7 @@ also compared with plain transformers.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import math
@@ -25,12 +26,31 @@ from hfax.kernels.cpu import library
 from hfax.kernels.target import compiling_for
 from hfax.load.config import read_any_config
 from hfax.patches import registry
+from hfax.programs.program_cache import environment_parts, program_folder
+from hfax.programs.program_records import read_records, shortened
 from hfax.tracing.abstract import example_inputs, open_skeleton, without_weights
 from hfax.tracing.observations import Observations, observing
 from hfax.tracing.prefixes import UnprovenError
 from hfax.tracing.traced_model import TracedModel
 
 _PROMPT, _CAPACITIES = 64, (128, 256)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredProgram:
+    """A program on disk.
+
+    Args:
+        name: such as `prefill[1, 64]`.
+        num_bytes: size of its file.
+        last_used_s: when it was last loaded, in seconds since 1970.
+        differences: what it was made for that is different now, such as "jax (0.10.1, now 0.10.2)"; empty if it can be used.
+    """
+
+    name: str
+    num_bytes: int
+    last_used_s: float
+    differences: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,6 +105,39 @@ class Diagnosis:
     dtype: str
     checked: str | None
     versions: dict[str, str]
+
+
+def stored_programs(
+    model: str | Path | PretrainedConfig, *, task: str | None = None, trust_remote_code: bool = False
+) -> list[StoredProgram]:
+    """The programs on disk that were made for a model's class, the newest first.
+
+    Args:
+        model: see `diagnose`.
+        task: see `diagnose`.
+        trust_remote_code: see `diagnose`.
+
+    Raises:
+        HfaxError: the config was not found, or names no known class.
+    """
+    config = read_any_config(model, trust_remote_code)
+    code_folder = str(model) if trust_remote_code and not isinstance(model, PretrainedConfig) else None
+    traced, _ = without_weights(open_skeleton(config, task=task, code_folder=code_folder))
+    now = {**traced.key_parts, **environment_parts(jax.local_devices()[0])}
+    found = []
+    for record in read_records(program_folder()):
+        if record.parts.get("class") == shortened(now)["class"]:
+            with contextlib.suppress(FileNotFoundError):
+                seen = record.path.stat()
+                found.append(
+                    StoredProgram(
+                        name=record.name,
+                        num_bytes=seen.st_size,
+                        last_used_s=seen.st_mtime,
+                        differences=tuple(record.differences(now)),
+                    )
+                )
+    return sorted(found, key=lambda program: -program.last_used_s)
 
 
 def diagnose(

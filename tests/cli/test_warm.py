@@ -13,7 +13,7 @@ _PROMPT = "Return a new list"
 _STORED = "All of these programs were on the disk already."
 
 
-def test_generate_compiles_nothing_afterwards(tmp_path: Path) -> None:
+def test_generate_compiles_nothing_afterwards_and_doctor_knows_why(tmp_path: Path) -> None:
     """With the same options; others make programs of their own."""
     home = {"HFAX_HOME": str(tmp_path)}
     sampled = ("--max-new-tokens", "24", "--temperature", "0.7", "--stop", "END")
@@ -23,6 +23,10 @@ def test_generate_compiles_nothing_afterwards(tmp_path: Path) -> None:
     assert _STORED in run_process("warm", "demo", "--prompt-lengths", "9", *sampled, **home).out
     done = run_process("generate", "demo", _PROMPT, *sampled, "--seed", "1", **home)
     assert (done.code, "compile" in done.err, "trace" in done.err) == (0, False, False)
+    assert "2 of 2 programs on the disk can be used" in run_process("doctor", "demo", "--programs", **home).out
+    other = run_process("doctor", "demo", "--programs", **home, XLA_FLAGS="--xla_cpu_enable_fast_math=false").out
+    assert "0 of 2 programs" in other
+    assert "differs in XLA_FLAGS" in other
     greedy = run_process("generate", "demo", _PROMPT, "--max-new-tokens", "24", "--temperature", "0", **home)
     assert "compile" in greedy.err
 

@@ -36,7 +36,7 @@ def _double(calls: list[int], cache: ProgramCache, size: int = 3) -> Any:
 
 
 def _cache(key: str = "model") -> ProgramCache:
-    return ProgramCache(key, Layout.on(jax.devices()[0]))
+    return ProgramCache({"model": key}, Layout.on(jax.devices()[0]))
 
 
 def _files() -> list[Path]:

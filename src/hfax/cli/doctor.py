@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from typing import Annotated
 
 import typer
@@ -16,6 +17,7 @@ EXAMPLES = """[bold]Examples[/bold]
 
   hfax doctor demo
   hfax doctor Qwen/Qwen3-0.6B
+  hfax doctor Qwen/Qwen3-0.6B --programs
   hfax doctor ./my-model/config.json --check --json"""
 
 
@@ -23,6 +25,13 @@ def doctor(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hub id, a folder, a config.json, or demo.")],
     check: Annotated[
         bool, typer.Option("--check", help="Also compare a scaled-down copy with plain transformers.")
+    ] = False,
+    programs: Annotated[
+        bool,
+        typer.Option(
+            "--programs",
+            help="Instead, list the programs on disk for the model's class, and what stands against using each one.",
+        ),
     ] = False,
     task: Annotated[str | None, typer.Option(help="Pipeline task name; selects the model class.")] = None,
     backend: Annotated[
@@ -37,6 +46,12 @@ def doctor(
         from hfax.load.source import reject_missing_path
 
         reject_missing_path(model)
+        if programs and (check or backend != "jax"):
+            raise InvalidInputError(
+                f"--programs cannot be combined with {'--check' if check else '--backend'}.",
+                "It lists programs of the backend jax, and runs nothing.",
+                "Omit one of them.",
+            )
         if backend == "torch_xla":
             from hfax.backends.torch_xla.diagnosis import diagnose
 
@@ -51,8 +66,13 @@ def doctor(
                 "hfax doctor supports the backends jax and torch_xla.",
                 "Use --backend jax or torch_xla.",
             )
-        from hfax.doctor import diagnose
+        from hfax.doctor import diagnose, stored_programs
 
+        if programs:
+            stored = stored_programs(model, task=task, trust_remote_code=trust_remote_code)
+            rows = [dataclasses.asdict(program) for program in stored]
+            typer.echo(json.dumps(rows, indent=2) if json_output else programs_as_text(stored))
+            return
         found = diagnose(model, task=task, check=check, trust_remote_code=trust_remote_code)
         typer.echo(json.dumps(dataclasses.asdict(found), indent=2) if json_output else as_text(found, verbose, _free()))
         if found.verdict == "fails":
@@ -84,6 +104,19 @@ def _bytes(count: float) -> str:
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count:.0f} bytes"
+
+
+def programs_as_text(stored) -> str:  # noqa: ANN001 (its class would import jax)
+    """A list of `StoredProgram`s in lines, those that can be used first."""
+    if not stored:
+        return "No programs of this class are on the disk. hfax warm makes them ahead."
+    usable = [program for program in stored if not program.differences]
+    lines = [f"{len(usable)} of {len(stored)} programs on the disk can be used here and now."]
+    for program in sorted(stored, key=lambda program: bool(program.differences)):
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(program.last_used_s))
+        why = f": differs in {', '.join(program.differences)}" if program.differences else ""
+        lines.append(f"  {program.name}, {_bytes(program.num_bytes)}, last used {used}{why}")
+    return "\n".join(lines)
 
 
 def as_text(found, verbose: bool, free: tuple[str, int] | None) -> str:  # noqa: ANN001 (its class would import jax)

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
@@ -45,6 +45,7 @@ from hfax.load.placement import check_fits
 from hfax.phases import phase
 from hfax.programs.batch_invariance import batch_invariant
 from hfax.programs.compiler_options import DECODE_OPTIONS
+from hfax.programs.program_records import record_path, why_missing, write_record
 from hfax.sharding.layout import Layout, describe
 
 logger = logging.getLogger(__name__)
@@ -137,13 +138,13 @@ class ProgramCache:
     """The programs of one model. Several threads may ask for programs; each is compiled once.
 
     Args:
-        model_key: identifies the traced module: class, configuration, dtype, source of custom code.
+        model_key: identifies the traced module, by the names of what it depends on: class, configuration, source of custom code.
         layout: devices of the programs, and shardings of their arguments.
         bundled: folder of programs compiled ahead of time for this layout, searched first.
     """
 
-    def __init__(self, model_key: str, layout: Layout, *, bundled: Path | None = None) -> None:
-        self._model_key = model_key
+    def __init__(self, model_key: Mapping[str, str], layout: Layout, *, bundled: Path | None = None) -> None:
+        self._model_key = dict(model_key)
         self._layout = layout
         self._device = layout.device
         self._bundled = bundled
@@ -182,23 +183,36 @@ class ProgramCache:
         """
         leaves, tree = jax.tree.flatten(args)
         shapes = [(tuple(leaf.shape), str(leaf.dtype), _split(leaf)) for leaf in leaves]
-        memory_key = repr((name, static_key, tree, shapes, donate, is_loop, is_batch_invariant, _jax_settings()))
+        options = (static_key, donate, is_loop, is_batch_invariant)
+        memory_key = repr((name, options, tree, shapes, _jax_settings()))
         with self._lock:
             future = self._programs.get(memory_key)
             if is_new := future is None:
                 future = self._programs[memory_key] = Future()
         ahead = _ahead.get()
         if is_new:
-            file = f"{_digest(self._layout.key, self._model_key, memory_key)}.program"
+            file = f"{_digest(self._layout.key, repr(self._model_key), memory_key)}.program"
+            parts = {
+                "name": name,
+                "options": repr(options),
+                "shapes": repr((tree, shapes)),
+                "settings of JAX": repr(_jax_settings()),
+                **self._model_key,
+                "layout over devices": self._layout.key,
+                **environment_parts(self._device),
+            }
             try:
                 if (program := self._find(name, file)) is None:
+                    self._explain(name, parts)
                     traced = self._trace(name, function, args, donate, is_batch_invariant, inputs_at)
                     if ahead is not None and self._layout.plan is None:
-                        compiling = functools.partial(self._compile_later, future, memory_key, traced, is_loop, file)
+                        compiling = functools.partial(
+                            self._compile_later, future, memory_key, traced, is_loop, file, parts
+                        )
                         ahead.threads.submit(contextvars.copy_context().run, compiling)
                         ahead.pending.append(future)
                         return self._unfinished(traced, future)
-                    program = self._compile(traced, is_loop, file)
+                    program = self._compile(traced, is_loop, file, parts)
                 self._keep(future, program, file)
             except BaseException as error:
                 self._drop(future, memory_key, error)
@@ -219,10 +233,16 @@ class ProgramCache:
         future.set_exception(error)
 
     def _compile_later(
-        self, future: Future[Program], memory_key: str, traced: _Traced, is_loop: bool, file: str
+        self,
+        future: Future[Program],
+        memory_key: str,
+        traced: _Traced,
+        is_loop: bool,
+        file: str,
+        parts: dict[str, str],
     ) -> None:
         try:
-            self._keep(future, self._compile(traced, is_loop, file), file)
+            self._keep(future, self._compile(traced, is_loop, file, parts), file)
         except BaseException as error:
             self._drop(future, memory_key, error)
 
@@ -274,7 +294,11 @@ class ProgramCache:
             lowered = trace.lower()
         return _Traced(name=name, lowered=lowered, results=trace.out_info, note=notes[-1], unread=unread)
 
-    def _compile(self, traced: _Traced, is_loop: bool, file: str) -> Program:
+    def _explain(self, name: str, parts: dict[str, str]) -> None:
+        if logger.isEnabledFor(logging.INFO) and not self._layout.is_described:
+            logger.info("%s is made: %s", name, why_missing(program_folder(), parts))
+
+    def _compile(self, traced: _Traced, is_loop: bool, file: str, parts: dict[str, str]) -> Program:
         name = traced.name
         options = DECODE_OPTIONS.get(self._device.platform) if is_loop else None
         with phase("compile", name):
@@ -290,7 +314,7 @@ class ProgramCache:
         static: dict[str, Any] = {"name": name, "note": traced.note, "unread": traced.unread, "results": results}
         if self._layout.is_described:
             return Program(**static, execute=lambda *args: results, packed=packed)
-        _write(self._path(file), packed)
+        _write(self._path(file), packed, parts)
         return Program(**static, execute=_guarded(compiled, name, self._device))
 
 
@@ -334,21 +358,26 @@ def program_folder() -> Path:
 
 def environment_key(device: jax.Device) -> str:
     """Everything a program depends on besides the model: versions, device, compiler flags, hfax's kernels."""
-    return _digest(_environment_key(device), kernels_digest(device.platform))
+    return _digest(*environment_parts(device).values())
+
+
+def environment_parts(device: jax.Device) -> dict[str, str]:
+    """What `environment_key` covers, by name."""
+    return {**_environment_parts(device), "kernels of hfax": kernels_digest(device.platform)}
 
 
 @functools.cache
-def _environment_key(device: jax.Device) -> str:
-    versions = [f"{name}={version_of(name)}" for name in _VERSIONED]
-    devices = f"{device.platform}/{device.device_kind}x{jax.device_count()}/{jax.process_count()}"
-    settings = [
-        os.environ.get("XLA_FLAGS", ""),
-        os.environ.get("LIBTPU_INIT_ARGS", ""),
-        sys.version.split()[0],
-        platform.machine(),
-        library.processor_features() if device.platform == "cpu" else "",
-    ]
-    return _digest(*versions, devices, *settings, source_digest())
+def _environment_parts(device: jax.Device) -> dict[str, str]:
+    return {
+        **{name: version_of(name) for name in _VERSIONED},
+        "device": f"{device.platform}/{device.device_kind}x{jax.device_count()}/{jax.process_count()}",
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        "LIBTPU_INIT_ARGS": os.environ.get("LIBTPU_INIT_ARGS", ""),
+        "Python": sys.version.split()[0],
+        "machine": platform.machine(),
+        "processor": library.processor_features() if device.platform == "cpu" else "",
+        "source of hfax": source_digest(),
+    }
 
 
 def kernels_digest(platform: str) -> str:
@@ -454,8 +483,8 @@ def _unpack(packed: bytes, name: str, layout: Layout) -> Program:
     return Program(name=name, execute=execute, note=note, results=_results(compiled), unread=unread)
 
 
-def _write(path: Path, packed: Callable[[], bytes]) -> None:
-    """Write a program to disk atomically; a full or read-only disk only causes a warning."""
+def _write(path: Path, packed: Callable[[], bytes], parts: dict[str, str]) -> None:
+    """Write a program and its record to disk, each atomically; a full or read-only disk only causes a warning."""
     if os.environ.get("HFAX_PROGRAM_CACHE") == "0":
         return
     try:
@@ -469,6 +498,7 @@ def _write(path: Path, packed: Callable[[], bytes]) -> None:
             except BaseException:
                 Path(file.name).unlink(missing_ok=True)
                 raise
+        write_record(path, parts)
         _prune(path.parent)
     except Exception as error:
         logger.warning("program not cached in %s (%s: %s)", path.parent, type(error).__name__, error)
@@ -486,3 +516,4 @@ def _prune(folder: Path) -> None:
             total += file.stat().st_size
             if total > _MAX_BYTES:
                 file.unlink(missing_ok=True)
+                record_path(file).unlink(missing_ok=True)

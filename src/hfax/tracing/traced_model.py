@@ -64,9 +64,14 @@ class TracedModel:
         self._constants = {n: b for n, b in skeleton.buffers.items() if not b.ndim and not b.is_floating_point()}
         """Integer buffers: sizes that modelling code stores."""
 
-    @functools.cached_property
+    @property
     def key(self) -> str:
         """Everything about the module that a trace depends on; part of its programs' keys."""
+        return repr(tuple(self.key_parts.values()))
+
+    @functools.cached_property
+    def key_parts(self) -> dict[str, str]:
+        """The parts of `key` by name."""
         module = self.module
         cls = type(module)
         plain = {name: value for name, value in module.config.to_dict().items() if name != "_name_or_path"}
@@ -74,9 +79,14 @@ class TracedModel:
         implementations = (module.config._attn_implementation, getattr(module.config, "_experts_implementation", None))
         source = custom_code_digest(module)
         patches = registry.fingerprint()
-        return repr(
-            (cls.__module__, cls.__qualname__, config, implementations, sorted(self._tied.items()), source, patches)
-        )
+        return {
+            "class": f"{cls.__module__}.{cls.__qualname__}",
+            "config": config,
+            "implementation of attention or experts": repr(implementations),
+            "tied weights": repr(sorted(self._tied.items())),
+            "source of the model's own code": source,
+            "patches": patches,
+        }
 
     def use_buffers(self, buffers: Mapping[str, jax.Array]) -> None:
         """Replace the buffers, for example by copies on other devices."""

@@ -110,7 +110,7 @@ class JaxModel(AdapterMethods, BaseModel):
             buckets=buckets,
         )
         self.patches = self._traced.patches_used
-        self._programs = ProgramCache(self._traced.key, layout, bundled=programs)
+        self._programs = ProgramCache(self._traced.key_parts, layout, bundled=programs)
         self.pads_inputs = True
         self._size_classes = size_classes_of(skeleton.module, self._traced.traits)
 
@@ -564,7 +564,7 @@ class JaxModel(AdapterMethods, BaseModel):
         self.buffers = {n: jax.device_put(b, self._layout.replicated) for n, b in self.buffers.items()}
         self._traced.use_buffers(self.buffers)
         self.adapters.move_to(self._layout)
-        self._programs = ProgramCache(self._traced.key, self._layout)
+        self._programs = ProgramCache(self._traced.key_parts, self._layout)
 
     def _cast(self, dtype: torch.dtype) -> None:
         self.adapters.reject_cast()
@@ -572,7 +572,7 @@ class JaxModel(AdapterMethods, BaseModel):
         self.params = cast(self.params, self._skeleton, dtype)
         self._traced = TracedModel(self._skeleton, self._tied, self.buffers)
         self.patches = self._traced.patches_used
-        self._programs = ProgramCache(self._traced.key, self._layout)
+        self._programs = ProgramCache(self._traced.key_parts, self._layout)
 
     def described(self, programs: ProgramCache) -> JaxModel:
         """An abstract copy of the model, with array shapes instead of arrays, which compiles programs without running them.
