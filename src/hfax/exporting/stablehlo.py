@@ -123,7 +123,7 @@ class _Exported(ProgramCache):
     """Exports programs in request order, without running them."""
 
     def __init__(self, layout: Layout, platforms: Sequence[str]) -> None:
-        super().__init__("", layout)
+        super().__init__({}, layout)
         self._platforms = platforms
         self.exported: list[jax.export.Exported] = []
 
