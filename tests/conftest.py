@@ -75,8 +75,10 @@ _AVAILABLE: dict[str, Callable[[], bool]] = {
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out of the run what is claimed of a compiler that this machine does not have, and other parts than HFAX_TESTS_PART: with
-    "2/3", the second of three, which have the same tests in every run."""
+    """Leave out of the run what is claimed of a compiler that this machine does not have, and other parts than HFAX_TESTS_PART.
+
+    "2/3" is the second of three parts, which hold the same tests in every run.
+    """
     if part := os.environ.get("HFAX_TESTS_PART"):
         number, count = map(int, part.split("/"))
         others = {item for item in items if zlib.crc32(item.nodeid.encode()) % count != number - 1}
