@@ -25,6 +25,7 @@ from hfax.errors import HfaxError, UnsupportedModelError
 from hfax.kernels.cpu import library
 from hfax.kernels.target import compiling_for
 from hfax.load.config import read_any_config
+from hfax.load.skeleton import Skeleton
 from hfax.patches import registry
 from hfax.programs.program_cache import environment_parts, program_folder
 from hfax.programs.program_records import read_records, shortened
@@ -120,9 +121,7 @@ def stored_programs(
     Raises:
         HfaxError: the config was not found, or names no known class.
     """
-    config = read_any_config(model, trust_remote_code)
-    code_folder = str(model) if trust_remote_code and not isinstance(model, PretrainedConfig) else None
-    traced, _ = without_weights(open_skeleton(config, task=task, code_folder=code_folder))
+    traced, _ = without_weights(_opened(model, task, trust_remote_code)[1])
     now = {**traced.key_parts, **environment_parts(jax.local_devices()[0])}
     found = []
     for record in read_records(program_folder()):
@@ -138,6 +137,14 @@ def stored_programs(
                     )
                 )
     return sorted(found, key=lambda program: -program.last_used_s)
+
+
+def _opened(
+    model: str | Path | PretrainedConfig, task: str | None, trust_remote_code: bool
+) -> tuple[PretrainedConfig, Skeleton]:
+    config = read_any_config(model, trust_remote_code)
+    code_folder = str(model) if trust_remote_code and not isinstance(model, PretrainedConfig) else None
+    return config, open_skeleton(config, task=task, code_folder=code_folder)
 
 
 def diagnose(
@@ -161,9 +168,7 @@ def diagnose(
     Raises:
         HfaxError: the config was not found, or names no known class.
     """
-    config = read_any_config(model, trust_remote_code)
-    code_folder = str(model) if trust_remote_code and not isinstance(model, PretrainedConfig) else None
-    skeleton = open_skeleton(config, task=task, code_folder=code_folder)
+    config, skeleton = _opened(model, task, trust_remote_code)
     traced, params = without_weights(skeleton)
     look = _Look(traced, params)
     look.run()

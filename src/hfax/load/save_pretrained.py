@@ -70,23 +70,21 @@ def save_model(
         if jax.process_index() == 0:
             tensors = {name: _as_host_tensor(array) for name, array in by_stored_name(params).items()}
             save_flax(folder, skeleton, revert_weight_conversion(module, tensors))
-    elif format == "compressed-tensors":
-        tensors, config.quantization_config = compress(skeleton, params, _as_host_tensor)
-        if jax.process_index() == 0:
+    elif format in ("safetensors", "compressed-tensors"):
+        if format == "compressed-tensors":
+            tensors, config.quantization_config = compress(skeleton, params, _as_host_tensor)
+        else:
+            tensors = {name: _as_host_tensor(array) for name, array in by_stored_name(params).items()}
+            tensors = tensors if bits else revert_weight_conversion(module, tensors)
+        if jax.process_index() == 0:  # all processes gather the weights; one writes
             save_safetensors(folder, tensors, max_shard_size=max_shard_size)
             remove_orbax(folder)
-    elif format != "safetensors":
+    else:
         raise InvalidInputError(
             f"Unknown format={format!r}.",
             "Weights can be saved as safetensors, compressed-tensors, Flax or orbax.",
             'Pass format="safetensors", "compressed-tensors", "flax" or "orbax".',
         )
-    else:
-        tensors = {name: _as_host_tensor(array) for name, array in by_stored_name(params).items()}
-        tensors = tensors if bits else revert_weight_conversion(module, tensors)
-        if jax.process_index() == 0:  # all processes gather the weights; one writes
-            save_safetensors(folder, tensors, max_shard_size=max_shard_size)
-            remove_orbax(folder)
     if jax.process_index() == 0:
         write_configs(folder, module, config, generation_config)
 

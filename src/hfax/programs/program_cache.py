@@ -23,7 +23,6 @@ import os
 import pickle
 import platform
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -45,7 +44,7 @@ from hfax.load.placement import check_fits
 from hfax.phases import phase
 from hfax.programs.batch_invariance import batch_invariant
 from hfax.programs.compiler_options import DECODE_OPTIONS
-from hfax.programs.program_records import record_path, why_missing, write_record
+from hfax.programs.program_records import put, record_path, why_missing, write_record
 from hfax.sharding.layout import Layout, describe
 
 logger = logging.getLogger(__name__)
@@ -490,14 +489,7 @@ def _write(path: Path, packed: Callable[[], bytes], parts: dict[str, str]) -> No
     try:
         data = packed()
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".writing-", delete=False) as file:
-            try:
-                file.write(data)
-                file.close()
-                Path(file.name).replace(path)
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
+        put(path, data)
         write_record(path, parts)
         _prune(path.parent)
     except Exception as error:

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -65,10 +64,23 @@ def _difference(part: str, then: str, now: str) -> str:
 def write_record(program: Path, parts: Mapping[str, str]) -> None:
     """Write the record of a program that has just been stored; a full disk is no error."""
     with contextlib.suppress(OSError):
-        descriptor, scratch = tempfile.mkstemp(dir=program.parent, prefix=".writing-")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(shortened(parts), file)
-        Path(scratch).replace(record_path(program))
+        put(record_path(program), json.dumps(shortened(parts)).encode())
+
+
+def put(path: Path, data: bytes) -> None:
+    """Write a file of a folder of programs atomically.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written; there is no half file.
+    """
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".writing-", delete=False) as file:
+        try:
+            file.write(data)
+            file.close()
+            Path(file.name).replace(path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
 
 
 def record_path(program: Path) -> Path:

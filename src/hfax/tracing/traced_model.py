@@ -64,7 +64,7 @@ class TracedModel:
         self._constants = {n: b for n, b in skeleton.buffers.items() if not b.ndim and not b.is_floating_point()}
         """Integer buffers: sizes that modelling code stores."""
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         """Everything about the module that a trace depends on; part of its programs' keys."""
         return repr(tuple(self.key_parts.values()))
