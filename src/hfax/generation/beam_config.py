@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import GenerationConfig
 
 from hfax.errors import UnsupportedOptionError
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,10 @@ from hfax.generation.sampling import (
     warp,
 )
 from hfax.generation.sampling_config import SamplingSpec
-from hfax.kv_cache.cache import rows_axis
-from hfax.tracing.traced_model import TracedModel
+from hfax.kv_cache.axes import rows_axis
+
+if TYPE_CHECKING:
+    from hfax.tracing.traced_model import TracedModel
 
 State = dict[str, Any]
 """Keys: tokens [batch, capacity] int32, length () int32 (tokens in the cache), step () int32 (tokens generated), positions [batch]

@@ -8,7 +8,7 @@ it is cached.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -16,12 +16,12 @@ import numpy as np
 from hfax.errors import UnsupportedOptionError
 from hfax.generation.beam_config import make_beam_spec, rows_per_prompt
 from hfax.generation.beam_loop import BeamProgress
-from hfax.generation.custom_processors import with_custom
 from hfax.generation.decoding import LoopSpec, State, advance, advance_to_host, settle, start
 from hfax.generation.generation_request import GenerationOptions, Prompts
 from hfax.generation.host_loop import Generated, Progress
 from hfax.generation.host_processors import HostProcessors, TextSoFar
 from hfax.generation.kept_cache import KeptCache, keep, resume
+from hfax.generation.processor_set import with_custom
 from hfax.generation.sampling_config import make_sampling_spec
 from hfax.generation.speculation import advance_with_drafts
 from hfax.launch.together import agree
@@ -29,7 +29,9 @@ from hfax.programs.buckets import Buckets, capacity_bucket
 from hfax.programs.checks import raise_failed, raise_unread
 from hfax.programs.program_cache import Program, ProgramCache
 from hfax.sharding.layout import Layout, to_host
-from hfax.tracing.traced_model import TracedModel
+
+if TYPE_CHECKING:
+    from hfax.tracing.traced_model import TracedModel
 
 
 def open_loop(

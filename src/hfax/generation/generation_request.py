@@ -11,19 +11,21 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import GenerationConfig
 
 from hfax.errors import InvalidInputError, UnsupportedOptionError
-from hfax.generation.custom_processors import CustomProcessors
+from hfax.generation.processor_set import CustomProcessors
 from hfax.generation.stopping import Stopping
 from hfax.known_words import has_word, reject_arguments
 from hfax.load.host_arrays import narrow
 from hfax.programs.buckets import Buckets
 from hfax.tracing.geometry import HostArray, keep_on_host
 from hfax.tracing.traits import ModelTraits
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +113,8 @@ def resolve_generation_config(
     Raises:
         InvalidInputError: transformers rejects the combination of options.
     """
+    from transformers import GenerationConfig
+
     config = copy.deepcopy(given) if given is not None else GenerationConfig()
     defaults = model_config._get_default_generation_params()
     has_own_length = _has_length(given, overrides)
@@ -538,5 +542,7 @@ def reject_unknown(unknown: Mapping[str, Any], known: set[str]) -> None:
     Raises:
         UnsupportedOptionError: names them, with the nearest known name.
     """
+    from transformers import GenerationConfig
+
     named = [name for name in unknown if name not in known or has_word("generate", name)]
     reject_arguments("generate", named, known | set(vars(GenerationConfig())))

@@ -6,12 +6,14 @@ Keeps the second text's cache in the decoding state. It does not know sampling.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from hfax.tracing.traced_model import TracedModel
+if TYPE_CHECKING:
+    from hfax.tracing.traced_model import TracedModel
+
 
 Guide = dict[str, Any]
 """The second text: cache, length () int32, mask [batch, capacity] int32, and the logits of its next token, [batch, vocab]."""

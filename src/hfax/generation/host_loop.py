@@ -134,7 +134,7 @@ def run_generation(
         _check_streamer(sequences)
     state = loop.start(inputs)
     if streamer is not None:
-        streamer.put(for_streamer(prompts.given))
+        streamer.put(for_streamer(streamer, prompts.given))
     first, most = prompts.padded_length, options.max_new_tokens
     lengths = np.full(sequences, -1, np.int64)
     stopping, repeats = options.stopping, options.config.num_return_sequences or 1
@@ -150,7 +150,7 @@ def run_generation(
         stopped = (lengths >= 0) & ~progress.finished[:sequences]
         if streamer is not None:
             for column in range(seen, steps if lengths[0] < 0 else int(lengths[0])):
-                streamer.put(for_streamer(tokens[:, column]))
+                streamer.put(for_streamer(streamer, tokens[:, column]))
         is_complete = steps >= most or bool((lengths >= 0).all()) or stopping.is_past_deadline
         seconds, left = time.perf_counter() - started, most - steps
         unwatched = left if loop.unwatched_chunk is None else loop.unwatched_chunk
@@ -226,8 +226,10 @@ def next_chunk(last: int, seconds: float, left: int, unwatched: int, is_timed: b
     return min(chunk, left)
 
 
-def for_streamer(ids: np.ndarray) -> Any:
-    """ids as a torch tensor, which transformers' streamers take."""
+def for_streamer(streamer: Streamer, ids: np.ndarray) -> Any:
+    """ids as a torch tensor, which transformers' streamers take; as they are for one that has `takes_arrays`."""
+    if getattr(streamer, "takes_arrays", False):
+        return ids
     import torch
 
     return torch.from_numpy(np.asarray(ids, np.int64))

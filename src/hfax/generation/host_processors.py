@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
 
 from hfax.errors import InvalidInputError
-from hfax.generation.custom_processors import CustomProcessors
+from hfax.generation.processor_set import CustomProcessors
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,8 @@ class TextSoFar:
             tokens: [rows, capacity], the buffer of a program.
             steps: tokens generated so far.
         """
+        import torch
+
         new = tokens[: len(self.given), self._first : self._first + steps]
         return torch.from_numpy(np.concatenate([self.given, new], axis=1).astype(np.int64))
 
@@ -74,6 +77,8 @@ class HostProcessors:
         if custom.watermark is not None:
             warn_of_cost("watermarking_config")
         if custom.prefix_allowed_tokens_fn is not None:
+            from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+
             warn_of_cost("prefix_allowed_tokens_fn")
             self._prefix = PrefixConstrainedLogitsProcessor(custom.prefix_allowed_tokens_fn, repeats)
 
@@ -83,6 +88,8 @@ class HostProcessors:
         Raises:
             InvalidInputError: a processor returns something else than scores.
         """
+        import torch
+
         ids = self._text.ids(tokens, steps)
         before = torch.from_numpy(np.array(scores[: len(ids)], np.float32))
         shape, held = before.shape, before
@@ -111,6 +118,8 @@ class HostProcessors:
         """
         if self._prefix is None and self._watermark is None:
             return {}
+        import torch
+
         ids = self._text.ids(np.zeros((len(self._text.given), 0)) if tokens is None else tokens, steps)
         found = {}
         if self._prefix is not None:
@@ -123,6 +132,8 @@ class HostProcessors:
         return found
 
     def _allowed(self, ids: torch.Tensor) -> np.ndarray:
+        import torch
+
         try:
             return (self._prefix(ids, torch.zeros(len(ids), self._vocab)) == 0).numpy()
         except ValueError as error:

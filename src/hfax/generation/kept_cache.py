@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,9 @@ from hfax.generation.decoding import LoopSpec, State, begin
 from hfax.generation.generation_request import Prompts
 from hfax.programs.buckets import prompt_bucket
 from hfax.sharding.layout import to_host
-from hfax.tracing.traced_model import TracedModel
+
+if TYPE_CHECKING:
+    from hfax.tracing.traced_model import TracedModel
 
 _HELD = ("cache", "tokens", "mask", "positions", "repeated")
 _BESIDE = frozenset({"input_ids", "attention_mask"})

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-from transformers import GenerationConfig
 
 from hfax.errors import InvalidInputError, UnsupportedOptionError
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "num_beam_groups": (1, None),

@@ -10,10 +10,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import GenerationConfig
 
 from hfax.errors import UnsupportedOptionError
 from hfax.generation.beam_config import num_beams
@@ -26,6 +25,9 @@ from hfax.generation.sampling_checks import (
     reject_unsupported,
 )
 from hfax.programs.buckets import power_of_two
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from hfax.generation.decoding import LoopSpec, State, draw, is_unfinished
 from hfax.generation.sampling import choose_token, process_logits
-from hfax.tracing.traced_model import TracedModel
+
+if TYPE_CHECKING:
+    from hfax.tracing.traced_model import TracedModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

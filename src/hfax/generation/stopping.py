@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from transformers import GenerationConfig
-from transformers.generation import stopping_criteria as theirs
 
 from hfax.errors import InvalidInputError
-from hfax.generation.custom_processors import check_callables
 from hfax.generation.host_processors import TextSoFar, name_of, warn_of_cost
+from hfax.generation.processor_set import check_callables
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,8 @@ class Stopping:
         """Tokens between two looks that criteria allow; None: any number. Stop strings can be found afterwards."""
         if not self.criteria:
             return None
+        from transformers.generation import stopping_criteria as theirs
+
         return 8 if all(type(c) is theirs.StopStringCriteria for c in self.criteria) else 1
 
 
@@ -61,8 +63,12 @@ def read_stopping(given: Any, config: GenerationConfig, prompt_length: int, star
                 f"max_time={config.max_time!r}.", "max_time is a number of seconds.", "Pass a number, or None."
             )
         deadline = started + config.max_time
+    if not (given := check_callables("stopping_criteria", given)):
+        return Stopping(deadline=deadline)
+    from transformers.generation import stopping_criteria as theirs
+
     criterion: Any
-    for criterion in check_callables("stopping_criteria", given):
+    for criterion in given:
         if type(criterion) is theirs.MaxLengthCriteria:
             config.max_new_tokens = max(criterion.max_length - prompt_length, 1)
         elif type(criterion) is theirs.MaxTimeCriteria:
@@ -74,7 +80,11 @@ def read_stopping(given: Any, config: GenerationConfig, prompt_length: int, star
 
 def end_tokens(given: Any) -> tuple[int, ...] | None:
     """The ids of an `EosTokenCriteria` among the criteria, which take the place of `eos_token_id`; None without one."""
-    found = [c for c in given or () if type(c) is theirs.EosTokenCriteria]
+    if not given:
+        return None
+    from transformers.generation import stopping_criteria as theirs
+
+    found = [c for c in given if type(c) is theirs.EosTokenCriteria]
     return tuple(found[0].eos_token_id.reshape(-1).tolist()) if found else None
 
 
@@ -103,6 +113,8 @@ class CriteriaCheck:
             lengths: [sequences], as found so far.
             scores: [steps or more, rows, vocab] float32, if they are kept.
         """
+        import torch
+
         lengths = lengths.copy()
         for step in range(seen + 1, steps + 1):
             ids = self._text.ids(tokens, step)

@@ -36,8 +36,6 @@ class LayeredCache(Cache):
         return [isinstance(x, RecurrentLayer) and not isinstance(x, FullAttentionLayer) for x in self.layers]
 
 
-_ROWS_SECOND = ("key_pages", "value_pages", "positions")
-"""Arrays with another axis before that of the sequences: pages of a head (`kernels.paged`), kinds of positions (`IndexedLayer`)."""
 _WINDOWS = ("sliding_attention", "chunked_attention")
 
 
@@ -93,11 +91,6 @@ def _layer_kinds(config: PretrainedConfig) -> tuple[list[str], list[dict[str, An
     types, kwargs = get_layer_types_and_kwargs(text_config)
     crossing = getattr(text_config, "cross_attention_layers", None) or ()  # layers that attend only to images
     return ["cross_attention" if index in crossing else kind for index, kind in enumerate(types)], kwargs
-
-
-def rows_axis(name: str) -> int:
-    """The axis of the cache array of that name on which the sequences of a batch are."""
-    return 1 if name.rpartition(".")[2] in _ROWS_SECOND else 0
 
 
 def only_read(config: PretrainedConfig, names: Iterable[str]) -> set[str]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import torch
 
 from hfax.errors import InvalidInputError
 
-_NUMPY_VIEWS = {
-    torch.bfloat16: (torch.int16, "bfloat16"),
-    torch.float8_e4m3fn: (torch.uint8, "float8_e4m3fn"),
-    torch.float8_e5m2: (torch.uint8, "float8_e5m2"),
-}
-"""Dtypes that numpy lacks and ml_dtypes (a JAX dependency) provides."""
+if TYPE_CHECKING:
+    import torch
+
+_NUMPY_VIEWS = {"bfloat16": "int16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+"""Dtypes that numpy lacks and ml_dtypes (a JAX dependency) provides, and those of the same size that torch gives to numpy."""
 _NARROWED = {np.dtype(np.int64): np.int32, np.dtype(np.uint64): np.uint32, np.dtype(np.float64): np.float32}
 
 
@@ -23,11 +23,11 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     clamped: modelling code uses the largest ones as infinity.
     """
     tensor = tensor.detach().contiguous()
-    if tensor.dtype in _NUMPY_VIEWS:
+    if (name := str(tensor.dtype).removeprefix("torch.")) in _NUMPY_VIEWS:
         import ml_dtypes
+        import torch
 
-        bits, name = _NUMPY_VIEWS[tensor.dtype]
-        return tensor.view(bits).numpy().view(getattr(ml_dtypes, name))
+        return tensor.view(getattr(torch, _NUMPY_VIEWS[name])).numpy().view(getattr(ml_dtypes, name))
     array = tensor.numpy()
     return narrow(array if _fits(array) else np.clip(array, *_limits(array)))
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
-import torch
 from jax.sharding import Sharding
 
 from hfax.errors import OutOfMemoryError
 from hfax.load.host_arrays import to_numpy
 from hfax.sharding.layout import from_slices
+
+if TYPE_CHECKING:
+    import torch
 
 
 def place(tensor: torch.Tensor, where: Sharding) -> jax.Array:

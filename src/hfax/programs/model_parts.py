@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import jax
 
 from hfax.programs.program_cache import ProgramCache
 from hfax.sharding.layout import Layout
-from hfax.tracing.traced_model import TracedModel
+
+if TYPE_CHECKING:
+    from hfax.tracing.traced_model import TracedModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

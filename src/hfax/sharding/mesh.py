@@ -19,13 +19,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PretrainedConfig
 
 from hfax.errors import InvalidInputError
 
 # JAX's classes; without JAX, equivalent classes that other backends convert to their own.
 if TYPE_CHECKING:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    from transformers import PretrainedConfig
 else:
     try:
         from jax.sharding import Mesh, NamedSharding, PartitionSpec

@@ -13,13 +13,14 @@ import fnmatch
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
-
-import torch
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from hfax.errors import InvalidInputError
 from hfax.sharding.mesh import FSDP, HEAD_AXES, TENSOR, Mesh, NamedSharding, P, expert_axes, size_of
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

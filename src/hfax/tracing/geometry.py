@@ -13,12 +13,14 @@ import hashlib
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from hfax.tracing.structure import is_array, is_traced
+
+if TYPE_CHECKING:
+    import torch
 
 _GEOMETRY = re.compile(
     r"(^|_)(grid|grids|thw|sizes?|shapes|lengths?|lens|num|crops|grid_ts|width|height|target_sizes)(_|$)"
@@ -50,6 +52,8 @@ class HostArray:
 
     def to_torch(self) -> torch.Tensor:
         """A copy as a torch tensor; integers are int64, as from transformers' processors."""
+        import torch
+
         tensor = torch.from_numpy(np.array(self.array))
         return tensor.long() if tensor.dtype == torch.int32 else tensor
 
@@ -129,6 +133,8 @@ def _deltas_put_back(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _as_torch(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    import torch
+
     found: dict[str, Any] = {}
     for name, value in inputs.items():
         if isinstance(value, HostArray):

@@ -21,7 +21,8 @@ from jax.core import Tracer
 from hfax.errors import UnsupportedModelError
 from hfax.kernels.constraints import constrain_cache
 from hfax.kernels.rows import Rows
-from hfax.kv_cache.cache import only_read, rows_axis
+from hfax.kv_cache.axes import rows_axis
+from hfax.kv_cache.cache import only_read
 from hfax.kv_cache.pooled import make_pooled_cache, pooled_arrays
 from hfax.load.host_arrays import narrow, to_numpy
 from hfax.load.skeleton import Skeleton

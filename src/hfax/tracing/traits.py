@@ -9,10 +9,10 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
-from transformers import GenerationMixin
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,6 +138,8 @@ SAME_LOOP = {
 
 def unlike_general_loop(module: torch.nn.Module) -> str | None:
     """Why a model's text is not that of hfax's loop over its forward; None if it is."""
+    from transformers import GenerationMixin
+
     cls, config = type(module), cast(Any, module.config)
     names = (cls.__name__, config.model_type)
     if (kind := next((n for n in names if n in WRITES_OTHERWISE), None)) is not None:
@@ -202,6 +204,8 @@ def _padding_reaches_states(module: torch.nn.Module) -> bool:
     Modelling code zeroes padding before such a projection and after the convolution; a bias in between makes the first tokens
     read padding as text. Configs can enable one (`mamba_proj_bias`, `conv_bias` of LFM2).
     """
+    import torch
+
     mixers = (m for m in module.modules() if any(isinstance(c, torch.nn.Conv1d) for c in m.children()))
     return any(
         isinstance(part, torch.nn.Linear) and part.bias is not None and _INTO_CONVOLUTION.match(name)

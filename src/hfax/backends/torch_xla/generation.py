@@ -17,10 +17,10 @@ from transformers.cache_utils import Cache
 from hfax.backends.torch_xla import runtime, sampling
 from hfax.backends.torch_xla.cache_ops import XlaCacheOps
 from hfax.errors import UnsupportedModelError, UnsupportedOptionError
-from hfax.generation.custom_processors import with_custom
 from hfax.generation.generation_request import GenerationOptions, Prompts
 from hfax.generation.host_loop import Progress
 from hfax.generation.host_processors import HostProcessors, TextSoFar
+from hfax.generation.processor_set import with_custom
 from hfax.generation.sampling_config import make_sampling_spec
 from hfax.kv_cache.cache import cache_arrays, make_cache
 from hfax.patches import registry

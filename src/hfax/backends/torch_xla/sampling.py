@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from hfax.errors import UnsupportedOptionError
-from hfax.generation.custom_processors import CustomProcessors
+from hfax.generation.processor_set import CustomProcessors
 from hfax.generation.sampling_config import SamplingSpec
 
 _NEVER = -float("inf")
