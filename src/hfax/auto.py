@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from hfax.backends.choice import choose_backend, require_capabilities
-from hfax.backends.protocol import LoadOptions
+from hfax.backends.protocol import Backend, LoadOptions
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.known_words import keywords, reject_arguments
 from hfax.phases import phase
@@ -120,8 +120,10 @@ class AutoModelForTPU:
             raise InvalidInputError(
                 "plan cannot be combined with parallelism or quantization.", "The plan sets both.", "Pass only plan."
             )
-        chosen = choose_backend(backend)
-        require_capabilities(chosen, options)
+        from hfax.stored.records import is_useful
+
+        may_be_stored = backend == "jax" and is_useful()
+        chosen = None if may_be_stored else _choose(backend, options)
         from hfax.load.source import resolve_checkpoint
 
         source = resolve_checkpoint(
@@ -133,7 +135,18 @@ class AutoModelForTPU:
             allow_code=trust_remote_code,
         )
         with phase("load", str(pretrained_model_name_or_path)):
-            return chosen.load(source, options)
+            if chosen is None:
+                from hfax.stored.model import open_stored
+
+                if (stored := open_stored(source, options)) is not None:
+                    return stored
+            chosen = chosen or _choose(backend, options)
+            model = chosen.load(source, options)
+        if chosen.name == "jax":
+            from hfax.stored.recording import store_start
+
+            store_start(source, options, model)
+        return model
 
     @overload
     @staticmethod
@@ -184,9 +197,13 @@ class AutoModelForTPU:
             parallelism=parallelism,
         )
         options = _with_aliases(options, others, AutoModelForTPU.from_config)
-        chosen = choose_backend(backend)
-        require_capabilities(chosen, options)
-        return chosen.from_config(config, options, seed)
+        return _choose(backend, options).from_config(config, options, seed)
+
+
+def _choose(name: str, options: LoadOptions) -> Backend:
+    backend = choose_backend(name)
+    require_capabilities(backend, options)
+    return backend
 
 
 def _with_aliases(options: LoadOptions, others: dict[str, Any], function: Callable[..., Any]) -> LoadOptions:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 from hfax.backends.protocol import LoadOptions
@@ -26,15 +27,42 @@ class Checkpoint:
 
     Args:
         source: where it is.
-        config: its config.
         options: how the model will be loaded.
         backend: the backend that will load it.
     """
 
     source: CheckpointSource
-    config: PretrainedConfig
     options: LoadOptions
     backend: str
+
+    @functools.cached_property
+    def config(self) -> PretrainedConfig:
+        """Its config.
+
+        Raises:
+            CheckpointCorruptError: config.json is not valid.
+            UnsupportedModelError: transformers does not know the model type, or it needs code that was not trusted.
+        """
+        from hfax.load.config import read_config
+
+        return read_config(self.source, trust_remote_code=self.options.trust_remote_code)
+
+    def open_tokenizer(self) -> Any:
+        """The checkpoint's tokenizer, for texts and conversations: transformers', or a `StoredTokenizer` with its results.
+
+        Raises:
+            CheckpointNotFoundError: see `load_tokenizer`.
+        """
+        from hfax.stored.records import is_useful
+        from hfax.stored.tokenizer import find_tokenizer, store_tokenizer
+
+        if self.options.trust_remote_code:
+            return self.load_tokenizer()
+        if is_useful() and (found := find_tokenizer(self.source.folder)) is not None:
+            return found
+        tokenizer = self.load_tokenizer()
+        store_tokenizer(self.source.folder, tokenizer)
+        return tokenizer
 
     def load_tokenizer(self) -> Any:
         """Load the checkpoint's tokenizer.
@@ -96,7 +124,7 @@ def open_checkpoint(
     local_files_only: bool = False,
     backend: str = "jax",
 ) -> Checkpoint:
-    """Find a checkpoint, downloading it if needed, and read its config.
+    """Find a checkpoint, downloading it if needed.
 
     Args:
         name: Hub id, local folder or "demo".
@@ -119,7 +147,4 @@ def open_checkpoint(
         local_files_only=local_files_only,
         allow_code=options.trust_remote_code,
     )
-    from hfax.load.config import read_config  # imports transformers, so misspelled names are reported first
-
-    config = read_config(source, trust_remote_code=options.trust_remote_code)
-    return Checkpoint(source=source, config=config, options=options, backend=backend)
+    return Checkpoint(source=source, options=options, backend=backend)

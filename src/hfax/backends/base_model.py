@@ -22,7 +22,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.generation import generation_request as requests
 from hfax.generation.custom_processors import Place, read_processors, reject_beside_beams
-from hfax.generation.generation_request import GenerationOptions
+from hfax.generation.generation_request import GenerationOptions, as_ids_tuple
 from hfax.generation.overrides import without_dropped
 from hfax.generation.stopping import end_tokens, read_stopping
 from hfax.known_words import missing_attribute
@@ -246,9 +246,31 @@ class BaseModel:
         """Maximum positions of the text model; None if unbounded."""
         return self._context()
 
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether the model has an encoder and a decoder."""
+        return self._traits.is_encoder_decoder
+
     def can_generate(self) -> bool:
         """Whether `generate` works on this class."""
         return bool(self._skeleton.module.can_generate())
+
+    def default_option(self, name: str) -> Any:
+        """The value of a generation option where a call of `generate` passes none; None for transformers' default."""
+        return getattr(self.generation_config, name, None)
+
+    def generate_and_keep(self, inputs: Any = None, **options: Any) -> tuple[np.ndarray, Any]:
+        """`generate` for a text that a later call continues.
+
+        Args:
+            inputs: as in `generate`.
+            **options: as in `generate`.
+
+        Returns:
+            [batch, prompt + new] ids on the host, and the `past_key_values` of the next call; None if there is none.
+        """
+        result = self.generate(inputs, return_dict_in_generate=True, **options)
+        return np.asarray(result["sequences"]), result.get("cache")
 
     @property
     def main_input_name(self) -> str:
@@ -535,8 +557,3 @@ class BaseModel:
 
 def _is_numeric(value: list[Any]) -> bool:
     return all(_is_numeric(v) if isinstance(v, list) else isinstance(v, (int, float, np.number)) for v in value)
-
-
-def as_ids_tuple(value: int | list[int] | None) -> tuple[int, ...]:
-    """Token ids of an option given as one id, a list or None."""
-    return () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)

@@ -60,7 +60,7 @@ def _chat(name: str, which: BackendOptions, how: WritingOptions, system: str | N
     phases = PhaseDisplay(console, is_transient=True)
     with phases.following("starting"), CtrlC() as ctrl_c, ctrl_c.raising():
         checkpoint = which.open(name)
-        tokenizer = checkpoint.load_tokenizer()
+        tokenizer = checkpoint.open_tokenizer()
         check_template(tokenizer, name)
         model = checkpoint.load_model()
 

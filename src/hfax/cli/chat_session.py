@@ -23,7 +23,6 @@ from hfax.cli.conversation import Message, encode_messages, save_messages
 from hfax.cli.error_display import is_debugging, show_error
 from hfax.cli.generation_options import WritingOptions
 from hfax.cli.interrupts import CtrlC
-from hfax.cli.model_options import context_length
 from hfax.cli.phase_display import PhaseDisplay
 from hfax.cli.writing import Answer, make_call, write_answer
 from hfax.errors import HfaxError, InvalidInputError, OutOfMemoryError
@@ -205,7 +204,7 @@ class ChatSession:
         Raises:
             InvalidInputError: the context has no room for a reply.
         """
-        context = context_length(self._model.config)
+        context = self._model.context_length
         if context is None:
             return self._options
         if prompt_length >= context:
@@ -226,7 +225,7 @@ class ChatSession:
             return f"{line}, stopped"
         if answer.finish_reason != "length":
             return line
-        context = context_length(self._model.config)
+        context = self._model.context_length
         if context is not None and answer.num_prompt_tokens + answer.num_tokens >= context:
             full = f"the context of {context} tokens is full"
             return f"{line}; {full}. /save FILE saves the conversation, /reset clears it."

@@ -71,7 +71,7 @@ def _generate(
     phases = PhaseDisplay(make_console())
     with phases.following("starting"), CtrlC() as ctrl_c, ctrl_c.raising():
         checkpoint = which.open(model)
-        tokenizer = checkpoint.load_tokenizer()
+        tokenizer = checkpoint.open_tokenizer()
         ids = _prompt_ids(checkpoint, tokenizer, text, messages)
         loaded = checkpoint.load_model()
 

@@ -89,7 +89,7 @@ class CheckpointOptions:
     local_files_only: LocalOption = False
 
     def open(self, name: str) -> Checkpoint:
-        """Find a checkpoint, downloading it if needed, and read its config."""
+        """Find a checkpoint, downloading it if needed."""
         from hfax.checkpoint import open_checkpoint
 
         return open_checkpoint(

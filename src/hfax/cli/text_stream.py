@@ -30,6 +30,9 @@ class TextStream:
         pieces: pieces of text so far.
     """
 
+    takes_arrays = True
+    """The loop passes ids as numpy arrays instead of torch tensors."""
+
     def __init__(
         self,
         tokenizer: Any,

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from hfax.cli.answer_output import AnswerOutput
 from hfax.cli.generation_options import WritingOptions
 from hfax.cli.interrupts import CtrlC
-from hfax.cli.model_options import context_length
 from hfax.cli.phase_display import PhaseDisplay
 from hfax.cli.text_stream import TextStream, decode_answer
 
@@ -79,21 +78,18 @@ def write_answer(
     """
     call = make_call(model, tokenizer, prompt_ids, options, default_length=default_length, cache=cache)
     seed, length = call["seed"], call["max_new_tokens"]
-    is_encoder_decoder = bool(model.config.is_encoder_decoder)
+    is_encoder_decoder = model.is_encoder_decoder
     before = () if is_encoder_decoder else prompt_ids
     write = output.write if output else lambda piece: None
     stream = TextStream(tokenizer, before, write, should_stop=lambda: ctrl_c.was_pressed)
-    is_streamed = output is not None and (options.num_beams or model.generation_config.num_beams or 1) == 1
+    is_streamed = output is not None and (options.num_beams or model.default_option("num_beams") or 1) == 1
     compiled = phases.seconds["trace"] + phases.seconds["compile"]
     start, is_interrupted = time.perf_counter(), False
     try:
         with ctrl_c.raising():
-            result = model.generate(streamer=stream if is_streamed else None, **call)
-            cache = result.get("cache")
+            sequences, cache = model.generate_and_keep(streamer=stream if is_streamed else None, **call)
             if not is_streamed:
-                stream.token_ids = [
-                    int(t) for t in result["sequences"][0][1 if is_encoder_decoder else len(prompt_ids) :]
-                ]
+                stream.token_ids = [int(t) for t in sequences[0][1 if is_encoder_decoder else len(prompt_ids) :]]
                 stream.pieces = [decode_answer(tokenizer, before, stream.token_ids)]
                 write(stream.text)
     except KeyboardInterrupt:
@@ -121,7 +117,7 @@ def make_call(
     cache: KeptCache | None,
 ) -> dict[str, Any]:
     """The arguments of `model.generate`, without a streamer, for one prompt; see `write_answer`."""
-    context = None if model.config.is_encoder_decoder else context_length(model.config)
+    context = None if model.is_encoder_decoder else model.context_length
     arguments = options.as_arguments()
     if cache is not None and cache.can_continue([list(prompt_ids)]):
         arguments["past_key_values"] = cache
@@ -131,13 +127,12 @@ def make_call(
         "tokenizer": tokenizer,
         "seed": options.draw_seed(),
         "max_new_tokens": options.length_within(default_length, len(prompt_ids), context),
-        "return_dict_in_generate": True,
         **arguments,
     }
 
 
 def _finish_reason(model: JaxModel, stream: TextStream, options: WritingOptions, length: int) -> FinishReason:
-    eos: Any = model.generation_config.eos_token_id
+    eos: Any = model.default_option("eos_token_id")
     eos_ids = eos if isinstance(eos, (list, tuple)) else (eos,)
     if stream.token_ids and stream.token_ids[-1] in eos_ids:
         return "eos"

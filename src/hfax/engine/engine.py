@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 
-from hfax.backends.base_model import as_ids_tuple
 from hfax.backends.jax.model import JaxModel
 from hfax.engine.config import EngineConfig, limits_of
 from hfax.engine.core import EngineCore, Entry, dead_error
@@ -39,6 +38,7 @@ from hfax.errors import (
     UnsupportedModelError,
     UnsupportedOptionError,
 )
+from hfax.generation.generation_request import as_ids_tuple
 from hfax.generation.overrides import has_own_generate
 from hfax.programs.batch_invariance import why_not
 from hfax.programs.program_cache import compiling_ahead

@@ -546,3 +546,8 @@ def reject_unknown(unknown: Mapping[str, Any], known: set[str]) -> None:
 
     named = [name for name in unknown if name not in known or has_word("generate", name)]
     reject_arguments("generate", named, known | set(vars(GenerationConfig())))
+
+
+def as_ids_tuple(value: int | list[int] | None) -> tuple[int, ...]:
+    """Token ids of an option given as one id, a list or None."""
+    return () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)

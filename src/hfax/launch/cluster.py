@@ -9,8 +9,12 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from hfax.errors import BackendNotAvailableError, InvalidInputError
+
+if TYPE_CHECKING:
+    import jax
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "HFAX_COORDINATOR", "HFAX_NUM_PROCESSES", "HFAX_PROCESS_ID"
 AUTOMATIC = "auto"
@@ -117,3 +121,22 @@ def join() -> None:
             "Start every process with the same number of processes, and check that each can reach process 0.",
         ) from error
     _joined = True
+
+
+def default_device() -> jax.Device:
+    """The first device of this process, after it has joined its run.
+
+    Raises:
+        BackendNotAvailableError: JAX finds no device, or this process could not connect to the run.
+    """
+    import jax
+
+    join()
+    try:
+        return jax.local_devices()[0]
+    except RuntimeError as error:
+        raise BackendNotAvailableError(
+            "JAX found no device.",
+            str(error).splitlines()[0],
+            "Check JAX_PLATFORMS and the installed extra (hfax[tpu], hfax[cuda] or hfax[cpu]) with `hfax env`.",
+        ) from error

@@ -16,6 +16,7 @@ import torch
 
 from hfax.backends.protocol import LoadOptions
 from hfax.errors import BackendNotAvailableError, InvalidInputError, UnsupportedOptionError
+from hfax.launch.cluster import default_device
 from hfax.phases import phase
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def _load(source: CheckpointSource, options: LoadOptions) -> JaxModel:
     stored = (
         saved_layouts({n: tuple(t.shape) for n, t in skeleton.shapes.items()}, set(store.names), store.shape)
         if is_own
-        else stored_layouts(skeleton, store, _default_device().platform)
+        else stored_layouts(skeleton, store, default_device().platform)
     )
     layout = _choose_layout(skeleton, options, options.quantization or stored)
     if not is_own:
@@ -124,6 +125,27 @@ def _load(source: CheckpointSource, options: LoadOptions) -> JaxModel:
             "It no longer has full-precision weights.",
             "Remove quantization, or load the original checkpoint.",
         )
+    return _finish(skeleton, params, tied, layout, folder=source.folder, name=str(source.name), task=options.task)
+
+
+def model_around(
+    source: CheckpointSource, options: LoadOptions, params: dict[str, Any], tied: dict[str, str], layout: Layout
+) -> JaxModel:
+    """The model of a safetensors checkpoint whose weights are already placed.
+
+    Args:
+        source: the checkpoint.
+        options: how it was loaded.
+        params: its weights by name.
+        tied: alias mapped to name, for weights that share an array.
+        layout: where they are.
+    """
+    from hfax.load.config import read_config
+    from hfax.load.formats import find_weights
+    from hfax.load.store import open_store
+
+    config = read_config(source, trust_remote_code=options.trust_remote_code)
+    skeleton = _open_skeleton(config, options, source, find_weights(config, open_store(source)).float_dtype)
     return _finish(skeleton, params, tied, layout, folder=source.folder, name=str(source.name), task=options.task)
 
 
@@ -147,7 +169,7 @@ def _load_orbax(source: CheckpointSource, options: LoadOptions) -> JaxModel:
     bundle = None if options.parallelism is not None else read_bundle_of(source)
     if bundle is None:
         return load_saved(source, lambda skeleton, packed: _choose_layout(skeleton, options, packed), options)
-    mesh, device = bundle.make_mesh(), _default_device()
+    mesh, device = bundle.make_mesh(), default_device()
 
     def layout_of(skeleton: Skeleton, packed: Any) -> Layout:
         from hfax.parallelism import plan_over
@@ -229,7 +251,7 @@ def _open_skeleton(
 def _choose_layout(skeleton: Skeleton, options: LoadOptions, packed: Any) -> Layout:
     from hfax.parallelism import choose_layout
 
-    return choose_layout(skeleton, options.parallelism, packed, _default_device())
+    return choose_layout(skeleton, options.parallelism, packed, default_device())
 
 
 def _finish(
@@ -264,19 +286,3 @@ def _finish(
         programs=programs,
         buckets=Buckets(made=tuple(sizes)),
     )
-
-
-def _default_device() -> Any:
-    import jax
-
-    from hfax.launch.cluster import join
-
-    join()
-    try:
-        return jax.local_devices()[0]
-    except RuntimeError as error:
-        raise BackendNotAvailableError(
-            "JAX found no device.",
-            str(error).splitlines()[0],
-            "Check JAX_PLATFORMS and the installed extra (hfax[tpu], hfax[cuda] or hfax[cpu]) with `hfax env`.",
-        ) from error

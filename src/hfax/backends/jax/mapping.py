@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from transformers import GenerationConfig
 
-from hfax.backends.base_model import as_ids_tuple
 from hfax.generation import batches
+from hfax.generation.generation_request import as_ids_tuple
 
 
 def map_dataset(

@@ -1,0 +1,132 @@
+"""Records a loaded model, so that the next process that loads its checkpoint starts from stored programs.
+
+Only what `StoredModel` does exactly as the model itself is recorded: text generation on one device, with weights that are in the
+checkpoint as they are in the model.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+from hfax.stored.records import is_enabled, write_record
+from hfax.stored.start import ModelStart, StoredWeight, start_file
+
+if TYPE_CHECKING:
+    from hfax.backends.jax.model import JaxModel
+    from hfax.backends.protocol import LoadOptions
+    from hfax.load.source import CheckpointSource
+
+logger = logging.getLogger(__name__)
+
+_MOST_BUFFER_BYTES = 64 << 20
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "num_return_sequences": (None, 1),
+    "guidance_scale": (None, 1),
+    "prompt_lookup_num_tokens": (None,),
+    "watermarking_config": (None,),
+    "max_time": (None,),
+    **dict.fromkeys(("output_scores", "output_logits", "output_hidden_states", "output_attentions"), (None, False)),
+    "return_dict_in_generate": (None, False),
+}
+"""Options that a model may not set by default, and their values without effect."""
+
+
+def is_recordable(source: CheckpointSource, options: LoadOptions) -> bool:
+    """Whether a checkpoint loaded with these options may have a record: safetensors, with defaults except for the dtype."""
+    default = type(options)(dtype=options.dtype, strict=options.strict)
+    return source.format == "safetensors" and options == default and isinstance(options.dtype, str)
+
+
+def store_start(source: CheckpointSource, options: LoadOptions, model: JaxModel) -> None:
+    """Write the record of a model, unless it exists or the model is not of the kind that records cover.
+
+    Args:
+        source: the checkpoint that it was loaded from.
+        options: how it was loaded.
+        model: the model, as it was loaded.
+    """
+    if not (is_enabled() and is_recordable(source, options) and model.mesh is None and model.can_generate()):
+        return
+    if (path := start_file(source, options, model.jax_device)).is_file():
+        return
+    start, why = _describe(source, model)
+    if start is None:
+        logger.info("the model will be traced again in every process: %s", why)
+        return
+    write_record(path, start.as_content(), start.buffers)
+
+
+def _describe(source: CheckpointSource, model: JaxModel) -> tuple[ModelStart | None, str]:
+    """The record of a model; None, and why there is none."""
+    from safetensors.flax import save
+
+    from hfax.generation.generation_request import resolve_generation_config
+    from hfax.generation.overrides import has_own_generate
+
+    traits, cls = model.parts.traced.traits, type(model.module)
+    if traits.is_encoder_decoder or traits.main_input != "input_ids" or has_own_generate(model.module):
+        return None, "it does not generate from token ids by the general loop"
+    if not cls.__module__.startswith("transformers."):
+        return None, "its class is not transformers' own"
+    if (weights := _stored_weights(source, model)) is None:
+        return None, "its weights are converted when they are loaded"
+    if sum(array.nbytes for array in model.buffers.values()) > _MOST_BUFFER_BYTES:
+        return None, "it has large arrays that the checkpoint does not hold"
+    resolved = vars(resolve_generation_config(model.generation_config, None, {})[0])
+    named = {name: value for name, value in resolved.items() if not name.startswith("_")}
+    if wrong := [name for name, neutral in _NEUTRAL.items() if named.get(name) not in neutral]:
+        return None, f"it generates with {', '.join(wrong)}"
+    if not _is_json(named):
+        return None, "its generation options are not plain values"
+    request = model.read_request(model.example_prompt(1, 1), max_new_tokens=1)
+    if set(request.prompts.inputs) != {"input_ids", "attention_mask"} or request.prompts.static or request.static:
+        return None, "its prompts have further inputs"
+    start = ModelStart(
+        class_name=type(model).__name__,
+        model_key=model.parts.traced.key_parts,
+        traits=traits,
+        weights=weights,
+        tied=model.parts.tied,
+        options=named,
+        vocab_size=model.vocabulary_size,
+        num_logits=model.num_logits(),
+        context=model.context_length,
+        buffers=save(dict(model.buffers)),
+    )
+    return start, ""
+
+
+def _stored_weights(source: CheckpointSource, model: JaxModel) -> dict[str, StoredWeight] | None:
+    """Where each weight is in the checkpoint's files; None if one of them is not there as it is."""
+    from hfax.kernels.quantized import QuantizedArray
+    from hfax.load.conversion import plan_conversion
+    from hfax.load.safetensors_file import SafetensorsFile
+
+    infos: dict[str, tuple[int, Any]] = {}
+    for index, path in enumerate(source.weight_files):
+        with SafetensorsFile(path) as file:
+            infos |= {name: (index, info) for name, info in file.tensors.items()}
+    found: dict[str, StoredWeight] = {}
+    for step in plan_conversion(model.skeleton, infos).steps:
+        if step.converter is not None or (weight := model.params.get(step.target)) is None:
+            continue
+        stored = step.sources[0][0]
+        file, info = infos[stored]
+        is_same = not isinstance(weight, QuantizedArray) and (info.shape, info.numpy_dtype) == (
+            weight.shape,
+            weight.dtype,
+        )
+        if is_same:
+            found[step.target] = StoredWeight(file=file, stored=stored)
+    return found if found.keys() == model.params.keys() else None
+
+
+def _is_json(value: Any) -> bool:
+    """Whether a value is the same after it was written as JSON and read again."""
+    try:
+        return json.loads(json.dumps(value)) == value
+    except (TypeError, ValueError):
+        return False

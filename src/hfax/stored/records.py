@@ -1,0 +1,122 @@
+"""Files of stored starts: found by a key of everything that they depend on, written whole, and read only if they are whole.
+
+A record is a JSON file that names the digest of a second file (weights that no checkpoint holds, or a tokenizer), which is written
+first. So a process that is killed, a full disk or two writers leave a record that is complete, or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hfax.home import hfax_home
+from hfax.programs.program_cache import source_digest, version_of
+from hfax.programs.program_records import put
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1
+_MOST_RECORDS = 64
+"""Number of records of a kind above which the least recently written are removed."""
+_TEXT_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".vocab", ".spm")
+"""Suffixes of the small files of a checkpoint: its config, tokenizer and chat templates."""
+_WEIGHT_INDEX = ".index.json"
+
+
+def is_useful() -> bool:
+    """Whether starting from a record spares anything: torch is not imported yet, and stored programs are in use."""
+    return "torch" not in sys.modules and is_enabled()
+
+
+def is_enabled() -> bool:
+    """Whether programs, and with them records, are kept on disk."""
+    return os.environ.get("HFAX_PROGRAM_CACHE") != "0"
+
+
+def key_of(kind: str, parts: Iterable[str]) -> str:
+    """The key of a record: a digest of its parts, of this code and of the packages that interpret the record.
+
+    Args:
+        kind: "model" or "tokenizer".
+        parts: everything else that the record's contents depend on.
+    """
+    versions = [version_of(name) for name in ("hfax", "transformers", "tokenizers", "jinja2", "safetensors")]
+    own = (kind, str(_FORMAT), sys.version, source_digest(Path(__file__).parent), *versions, *_plugins())
+    return hashlib.sha256("\n".join([*own, *parts]).encode()).hexdigest()
+
+
+@functools.cache
+def _plugins() -> tuple[str, ...]:
+    """Packages that add patches or backends, with their versions: they may change what any model computes."""
+    found = importlib.metadata.entry_points()
+    entries = [e for group in ("hfax.patches", "hfax.backends") for e in found.select(group=group)]
+    return tuple(sorted(f"{e.group} {e.value} {e.dist.version if e.dist else ''}" for e in entries))
+
+
+def texts_digest(folder: Path) -> str:
+    """Digest of the small files of a checkpoint's folder: config, tokenizer, chat templates."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.suffix in _TEXT_SUFFIXES and not name.endswith(_WEIGHT_INDEX) and path.is_file():
+            digest.update(f"{name}\n{path.stat().st_size}\n".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def record_file(kind: str, key: str) -> Path:
+    """The path of a record."""
+    return hfax_home() / "starts" / f"{kind}-{key}.json"
+
+
+def beside(record: Path) -> Path:
+    """The path of a record's second file."""
+    return record.with_suffix(".data")
+
+
+def write_record(record: Path, content: Mapping[str, Any], data: bytes) -> None:
+    """Write a record and its second file; a full or read-only disk is no error.
+
+    Args:
+        record: its path.
+        content: JSON values by name.
+        data: contents of the second file.
+    """
+    try:
+        record.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        put(beside(record), data)
+        put(record, json.dumps({**content, "data": hashlib.sha256(data).hexdigest()}).encode())
+        _prune(record.parent, record.name.partition("-")[0])
+    except OSError as error:
+        logger.info("%s was not written (%s)", record, error)
+
+
+def read_record(record: Path) -> tuple[dict[str, Any], bytes] | None:
+    """A record's content and its second file; None if there is none, it is damaged, or it is another user's."""
+    try:
+        if hasattr(os, "getuid") and record.stat().st_uid != os.getuid():
+            return None
+        content: Any = json.loads(record.read_bytes())
+        data = beside(record).read_bytes()
+        if content.pop("data") == hashlib.sha256(data).hexdigest():
+            return content, data
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        pass
+    return None
+
+
+def _prune(folder: Path, kind: str) -> None:
+    with contextlib.suppress(OSError):
+        files = sorted(folder.glob(f"{kind}-*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+        for record in files[_MOST_RECORDS:]:
+            record.unlink(missing_ok=True)
+            beside(record).unlink(missing_ok=True)

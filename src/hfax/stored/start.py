@@ -1,0 +1,103 @@
+"""What a model's record holds, and the key by which it is found."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hfax.load.safetensors_file import SafetensorsFile
+from hfax.programs.program_cache import environment_parts
+from hfax.stored.records import key_of, read_record, record_file, texts_digest
+from hfax.tracing.traits import ModelTraits
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import jax
+
+    from hfax.backends.protocol import LoadOptions
+    from hfax.load.source import CheckpointSource
+
+_KIND = "model"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredWeight:
+    """A weight that is in the model as it is in the checkpoint.
+
+    Args:
+        file: index of its file in `CheckpointSource.weight_files`.
+        stored: its name in the file.
+    """
+
+    file: int
+    stored: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelStart:
+    """A model that generates from token ids on one device, as far as stored programs depend on it.
+
+    Args:
+        class_name: of the transformers class.
+        model_key: what the model's programs depend on, by name (`TracedModel.key_parts`).
+        traits: of the module.
+        weights: by the model's name.
+        tied: alias mapped to name, for weights that share an array.
+        options: generation options that hold where a call passes none.
+        vocab_size: exclusive upper bound of token ids; None if unknown.
+        num_logits: logits of each token.
+        context: maximum positions; None if unbounded.
+        buffers: safetensors of the arrays that the checkpoint does not hold.
+    """
+
+    class_name: str
+    model_key: Mapping[str, str]
+    traits: ModelTraits
+    weights: Mapping[str, StoredWeight]
+    tied: Mapping[str, str]
+    options: Mapping[str, Any]
+    vocab_size: int | None
+    num_logits: int
+    context: int | None
+    buffers: bytes
+
+    @property
+    def key(self) -> str:
+        """As `TracedModel.key`."""
+        return repr(tuple(self.model_key.values()))
+
+    def as_content(self) -> dict[str, Any]:
+        """JSON values by name, without the buffers."""
+        content = dataclasses.asdict(self)
+        del content["buffers"]
+        return content
+
+
+def start_file(source: CheckpointSource, options: LoadOptions, device: jax.Device) -> Path:
+    """The path of the record of a checkpoint, loaded with these options onto this device."""
+    digest = hashlib.sha256()
+    for path in source.weight_files:
+        with SafetensorsFile(path) as file:
+            digest.update(f"{path.name}\n{file.tensors}\n".encode())
+    parts = {
+        **environment_parts(device),
+        "texts": texts_digest(source.folder),
+        "weights": digest.hexdigest(),
+        "options": repr(options),
+        "device": str(device.id),
+    }
+    return record_file(_KIND, key_of(_KIND, [f"{name}={value}" for name, value in parts.items()]))
+
+
+def read_start(path: Path) -> ModelStart | None:
+    """The record at a path; None if there is none that can be used."""
+    if (found := read_record(path)) is None:
+        return None
+    content, buffers = found
+    traits = content.pop("traits")
+    weights = {name: StoredWeight(**weight) for name, weight in content.pop("weights").items()}
+    traits["repeated_inputs"] = tuple(traits["repeated_inputs"])
+    return ModelStart(**content, traits=ModelTraits(**traits), weights=weights, buffers=buffers)
