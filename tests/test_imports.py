@@ -29,6 +29,7 @@ ORDER = [
     {"parallelism"},
     {"lora"},
     {"backends"},
+    {"stored"},
     {"auto"},
     {"checkpoint"},
     {"engine"},

@@ -10,12 +10,17 @@ import json
 import logging
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from hfax.generation.sampling_config import make_sampling_spec
+from hfax.stored.call import read_call
 from hfax.stored.records import is_enabled, write_record
 from hfax.stored.start import ModelStart, StoredWeight, start_file
 
 if TYPE_CHECKING:
     from hfax.backends.jax.model import JaxModel
     from hfax.backends.protocol import LoadOptions
+    from hfax.generation.generation_request import GenerationOptions, Prompts
     from hfax.load.source import CheckpointSource
 
 logger = logging.getLogger(__name__)
@@ -81,9 +86,6 @@ def _describe(source: CheckpointSource, model: JaxModel) -> tuple[ModelStart | N
         return None, f"it generates with {', '.join(wrong)}"
     if not _is_json(named):
         return None, "its generation options are not plain values"
-    request = model.read_request(model.example_prompt(1, 1), max_new_tokens=1)
-    if set(request.prompts.inputs) != {"input_ids", "attention_mask"} or request.prompts.static or request.static:
-        return None, "its prompts have further inputs"
     start = ModelStart(
         class_name=type(model).__name__,
         model_key=model.parts.traced.key_parts,
@@ -96,7 +98,45 @@ def _describe(source: CheckpointSource, model: JaxModel) -> tuple[ModelStart | N
         context=model.context_length,
         buffers=save(dict(model.buffers)),
     )
+    if not _reads_alike(start, model):
+        return None, "it reads its prompts or options in a way of its own"
     return start, ""
+
+
+def _reads_alike(start: ModelStart, model: JaxModel) -> bool:
+    """Whether two calls read from the record are those that the model reads."""
+    ids = np.repeat(model.example_prompt(1, 1), 3, axis=1)
+    padded = {"attention_mask": np.array([[0, 1, 1]])} if start.traits.takes_attention_mask else {}
+    drawn: dict[str, Any] = {
+        "do_sample": True,
+        "temperature": 0.5,
+        "top_k": 4,
+        "top_p": 0.9,
+        "max_new_tokens": 2,
+        "seed": 3,
+    }
+    calls: list[dict[str, Any]] = [{"do_sample": False}, {**drawn, **padded}]
+    for options in calls:
+        theirs, ours = model.read_request(ids, **options), read_call(start, ids, options)
+        if ours is None or theirs.static or theirs.given:
+            return False
+        mine, asked = (*ours,), (theirs.prompts, theirs.options)
+        if _as_values(start, *mine) != _as_values(start, *asked):
+            return False
+    return True
+
+
+def _as_values(start: ModelStart, prompts: Prompts, options: GenerationOptions) -> Any:
+    """All that a loop takes of a call, in comparable form."""
+    sizes = {"vocab_size": start.num_logits, "prompt_length": prompts.padded_length}
+    spec, values = make_sampling_spec(
+        options.config, max_new_tokens=options.max_new_tokens, **sizes, **options.extra_sampling
+    )
+    arrays = {**prompts.inputs, **values, "given": prompts.given}
+    plain = (prompts.longest, prompts.padded_length, prompts.num_padded_rows, prompts.static, options.keep)
+    ends = (options.max_new_tokens, options.eos_token_ids, options.pad_token_id, options.config.stop_strings)
+    custom = (options.custom, options.stopping, options.negative, options.speculation, options.draft)
+    return spec, {n: (a.dtype.name, a.tolist()) for n, a in arrays.items()}, plain, ends, custom
 
 
 def _stored_weights(source: CheckpointSource, model: JaxModel) -> dict[str, StoredWeight] | None:
@@ -109,6 +149,8 @@ def _stored_weights(source: CheckpointSource, model: JaxModel) -> dict[str, Stor
     for index, path in enumerate(source.weight_files):
         with SafetensorsFile(path) as file:
             infos |= {name: (index, info) for name, info in file.tensors.items()}
+    if len(infos) > 2 * len(model.params):
+        return None  # many tensors to a weight
     found: dict[str, StoredWeight] = {}
     for step in plan_conversion(model.skeleton, infos).steps:
         if step.converter is not None or (weight := model.params.get(step.target)) is None:

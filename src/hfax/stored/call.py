@@ -1,0 +1,106 @@
+"""Reads a call of `generate` as the full model reads it, from a record alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+
+from hfax.generation.generation_request import (
+    GenerationOptions,
+    Prompts,
+    as_ids_tuple,
+    pad_decoder_prompts,
+    resolve_max_new_tokens,
+)
+from hfax.generation.kept_cache import KeptCache, resumed
+from hfax.load.host_arrays import narrow
+from hfax.programs.buckets import Buckets
+from hfax.stored.start import ModelStart
+
+_KNOWN: dict[str, Callable[[Any], bool]] = {
+    "do_sample": lambda v: isinstance(v, bool),
+    "temperature": lambda v: _is_number(v) and v > 0,
+    "top_k": lambda v: _is_whole(v) and v > 0,
+    "top_p": lambda v: _is_number(v) and 0 < v <= 1,
+    "min_p": lambda v: _is_number(v) and 0 <= v <= 1,
+    "max_new_tokens": lambda v: _is_whole(v) and v > 0,
+    "seed": lambda v: _is_whole(v) and v >= 0,
+    "past_key_values": lambda v: isinstance(v, KeptCache),
+    "attention_mask": lambda v: _is_plain(v),
+    "tokenizer": lambda v: True,
+    "stop_strings": lambda v: isinstance(v, list) and all(isinstance(s, str) and s for s in v),
+}
+"""The options of `generate` that are read here, and their values that transformers does not check further."""
+
+
+_DEFAULTS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "stop_strings")
+"""Those of them that a model has defaults of."""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def read_call(start: ModelStart, inputs: Any, options: Mapping[str, Any]) -> tuple[Prompts, GenerationOptions] | None:
+    """The checked and padded prompts of a call, and its options; None for a call that only the full model reads.
+
+    Args:
+        start: the model's record.
+        inputs: as in `generate`.
+        options: as in `generate`, without a streamer.
+
+    Raises:
+        InvalidInputError: a prompt or an option is out of range.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    inputs = given.pop("input_ids", None) if inputs is None else inputs
+    if inputs is None or not _is_plain(inputs):
+        return None
+    if any(name not in _KNOWN or not _KNOWN[name](value) for name, value in given.items()):
+        return None
+    mask = None if (mask := given.get("attention_mask")) is None else narrow(np.asarray(mask))
+    if mask is not None and not start.traits.takes_attention_mask and not mask.all():
+        return None
+    config: Any = SimpleNamespace(**start.options)
+    for name in given.keys() & set(_DEFAULTS):
+        setattr(config, name, given[name])
+    if "max_new_tokens" in given:
+        config.max_length = None
+    if config.do_sample and "seed" not in given:
+        return None  # it is drawn from torch's generator
+    eos = as_ids_tuple(config.eos_token_id)
+    prompts = pad_decoder_prompts(
+        narrow(np.asarray(inputs)),
+        mask,
+        vocab_size=start.vocab_size,
+        pad_token_id=config.pad_token_id,
+        eos_token_ids=eos,
+        context=start.context,
+        buckets=Buckets(),
+        is_exact=start.traits.counts_padding,
+    )
+    if (kept := given.get("past_key_values")) is not None:
+        prompts = resumed(kept, prompts, {} if mask is None else {"attention_mask": mask}, start.key)
+    resolved = GenerationOptions(
+        config=config,
+        max_new_tokens=resolve_max_new_tokens(config, prompts.longest, start.context),
+        seed=given.get("seed", 0),
+        eos_token_ids=eos,
+        pad_token_id=config.pad_token_id if config.pad_token_id is not None else (eos or (0,))[0],
+        keep=(),
+        extra_sampling={"encoder_ids": prompts.encoder_ids},
+    )
+    return prompts, resolved
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is an array of numpy or JAX, or a list."""
+    return isinstance(value, (list, np.ndarray, jax.Array))

@@ -1,0 +1,143 @@
+"""Calls of `generate` that stored programs answer, from token ids to token ids. Imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.flax import load
+
+from hfax.generation.generate import GenerationLoop, open_loop
+from hfax.generation.generation_request import (
+    GenerationOptions,
+    Prompts,
+)
+from hfax.generation.host_loop import Generated, Streamer, make_stop_check, run_generation
+from hfax.generation.kept_cache import KeptCache
+from hfax.load.placement import check_fits
+from hfax.load.safetensors_file import SafetensorsFile
+from hfax.programs.buckets import Buckets
+from hfax.programs.program_cache import ProgramCache, ProgramNotStoredError, compiling_ahead
+from hfax.sharding.layout import Layout
+from hfax.stored.call import read_call
+from hfax.stored.start import ModelStart
+from hfax.tracing.traits import ModelTraits
+
+logger = logging.getLogger(__name__)
+
+_READERS = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Recorded:
+    """What the generation loop asks of a `TracedModel` outside of traces."""
+
+    traits: ModelTraits
+    key: str
+
+
+class StoredRuns:
+    """The stored programs of a model on one device, and its weights.
+
+    Args:
+        start: the model's record.
+        params: its weights by name.
+        layout: where they are.
+    """
+
+    def __init__(self, start: ModelStart, params: dict[str, jax.Array], layout: Layout) -> None:
+        self.start, self.params, self.layout = start, params, layout
+        self._buffers = layout.put(load(start.buffers))
+        self._programs = ProgramCache(start.model_key, layout, is_complete=True)
+
+    @classmethod
+    def open(cls, start: ModelStart, files: Sequence[Path], device: jax.Device) -> StoredRuns:
+        """The runs of a record, with the weights of a checkpoint's files.
+
+        Raises:
+            CheckpointCorruptError: a weight cannot be read.
+            OutOfMemoryError: the weights do not fit the device.
+        """
+        layout = Layout.on(device)
+        return cls(start, _read_weights(start, files, layout), layout)
+
+    def run(
+        self, inputs: Any, streamer: Streamer | None, options: Mapping[str, Any]
+    ) -> tuple[np.ndarray, KeptCache | None] | None:
+        """Run a call of `generate`.
+
+        Args:
+            inputs: as in `generate`.
+            streamer: as in `generate`.
+            options: as in `generate`.
+
+        Returns:
+            The ids, [batch, length] int32, and the cache of the next call, if there is one. None if stored programs do not answer
+            the call: the streamer was not called.
+
+        Raises:
+            InvalidInputError: a prompt or an option is out of range.
+        """
+        if (call := read_call(self.start, inputs, options)) is None or not self._are_stored(*call):
+            return None
+        prompts, resolved = call
+        loop, arrays = self._open(prompts, resolved)
+        check = make_stop_check(resolved.config.stop_strings, options.get("tokenizer"))
+        generated = run_generation(loop, arrays, prompts, resolved, streamer=streamer, stop_check=check)
+        return _sequences(prompts, generated), loop.keep(generated, prompts)
+
+    def has_programs(self, inputs: Any, options: Mapping[str, Any]) -> bool:
+        """Whether `run` would answer the call."""
+        call = read_call(self.start, inputs, options)
+        return call is not None and self._are_stored(*call)
+
+    def _are_stored(self, prompts: Prompts, resolved: GenerationOptions) -> bool:
+        """Find the programs of a call, as if they were compiled ahead of it."""
+        loop, arrays = self._open(prompts, resolved)
+        try:
+            with compiling_ahead():
+                state = loop.start(arrays)
+                if resolved.max_new_tokens > 1:
+                    loop.advance(state, 2)
+        except ProgramNotStoredError as error:
+            logger.info("%s is not stored", error)
+            return False
+        return True
+
+    def _open(self, prompts: Prompts, resolved: GenerationOptions) -> tuple[GenerationLoop, dict[str, jax.Array]]:
+        traced: Any = _Recorded(traits=self.start.traits, key=self.start.key)
+        return open_loop(
+            traced,
+            self._programs,
+            {**self._buffers, **self.params},
+            self.layout,
+            prompts,
+            resolved,
+            static={},
+            vocab_size=self.start.num_logits,
+            buckets=Buckets(),
+        )
+
+
+def _sequences(prompts: Prompts, generated: Generated) -> np.ndarray:
+    return np.concatenate([prompts.given, generated.new_tokens], axis=1).astype(np.int32)
+
+
+def _read_weights(start: ModelStart, files: Sequence[Path], layout: Layout) -> dict[str, jax.Array]:
+    """The weights of a record, placed."""
+    opened = [SafetensorsFile(path) for path in files]
+    needed = sum(info.end - info.begin for file in opened for info in file.tensors.values())
+    check_fits(needed, layout.device, "Loading the weights", "Use a smaller dtype (dtype='bfloat16').")
+
+    def read(name: str) -> jax.Array:
+        weight = start.weights[name]
+        return layout.place(opened[weight.file].read(weight.stored), layout.weight(name))
+
+    with concurrent.futures.ThreadPoolExecutor(_READERS, thread_name_prefix="hfax-load") as pool:
+        return dict(zip(start.weights, pool.map(read, start.weights), strict=True))
