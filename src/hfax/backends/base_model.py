@@ -24,6 +24,7 @@ from hfax.generation import generation_request as requests
 from hfax.generation.custom_processors import Place, read_processors, reject_beside_beams
 from hfax.generation.generation_request import GenerationOptions, as_ids_tuple
 from hfax.generation.overrides import without_dropped
+from hfax.generation.seeds import draw_seed
 from hfax.generation.stopping import end_tokens, read_stopping
 from hfax.known_words import missing_attribute
 from hfax.load.host_arrays import narrow, to_numpy
@@ -59,11 +60,6 @@ class Request:
     options: GenerationOptions
     static: dict[str, Any]
     given: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-
-
-def draw_seed() -> int:
-    """A seed from torch's generator, so that `transformers.set_seed` applies."""
-    return int(torch.randint(0, 1 << 32, (), dtype=torch.int64))
 
 
 class BaseModel:

@@ -17,6 +17,7 @@ from hfax.generation.generation_request import (
     resolve_max_new_tokens,
 )
 from hfax.generation.kept_cache import KeptCache, resumed
+from hfax.generation.seeds import draw_seed
 from hfax.load.host_arrays import narrow
 from hfax.programs.buckets import Buckets
 from hfax.stored.start import ModelStart
@@ -74,8 +75,6 @@ def read_call(start: ModelStart, inputs: Any, options: Mapping[str, Any]) -> tup
         setattr(config, name, given[name])
     if "max_new_tokens" in given:
         config.max_length = None
-    if config.do_sample and "seed" not in given:
-        return None  # it is drawn from torch's generator
     eos = as_ids_tuple(config.eos_token_id)
     prompts = pad_decoder_prompts(
         narrow(np.asarray(inputs)),
@@ -92,7 +91,7 @@ def read_call(start: ModelStart, inputs: Any, options: Mapping[str, Any]) -> tup
     resolved = GenerationOptions(
         config=config,
         max_new_tokens=resolve_max_new_tokens(config, prompts.longest, start.context),
-        seed=given.get("seed", 0),
+        seed=given["seed"] if "seed" in given else draw_seed() if config.do_sample else 0,
         eos_token_ids=eos,
         pad_token_id=config.pad_token_id if config.pad_token_id is not None else (eos or (0,))[0],
         keep=(),

@@ -123,8 +123,8 @@ class StoredModel:
 
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """`isinstance` asks for it: this is a `JaxModel`."""
-        return type(_full(self))
+        """The full model's class, for `isinstance`, during which the object's own class must stay."""
+        return type(_built(self))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -155,16 +155,25 @@ def _origin_of(model: Any) -> _Origin:
     return vars(model)["_origin"]
 
 
-def _full(model: Any) -> Any:
-    """The model after it has become the full one, around the same weights."""
+def _built(model: Any) -> Any:
+    """The full model around the same weights, made once."""
     with _becoming:
-        if type(model) is StoredModel:
+        own = vars(model)
+        if "_built" not in own:
             from hfax.backends.jax.backend import model_around
 
             began, origin = time.perf_counter(), _origin_of(model)
             tied, layout = dict(origin.runs.start.tied), origin.runs.layout
-            full = model_around(origin.source, origin.options, model.params, tied, layout)
-            object.__setattr__(model, "__dict__", {**vars(full), "_origin": origin})
-            vars(object)["__class__"].__set__(model, type(full))
+            own["_built"] = model_around(origin.source, origin.options, own["params"], tied, layout)
             logger.info("the model's code was loaded in %.1f s", time.perf_counter() - began)
+        return own["_built"]
+
+
+def _full(model: Any) -> Any:
+    """The model after it has become the full one."""
+    with _becoming:
+        if type(model) is StoredModel:
+            full = _built(model)
+            object.__setattr__(model, "__dict__", {**vars(full), "_origin": _origin_of(model)})
+            vars(object)["__class__"].__set__(model, type(full))
     return model

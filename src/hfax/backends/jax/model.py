@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
-from hfax.backends.base_model import BaseModel, Request, draw_seed
+from hfax.backends.base_model import BaseModel, Request
 from hfax.backends.jax.forward import reject_traced, run_forward, run_padded
 from hfax.backends.jax.generating import call_own_generate, open_request, parts_of, run_request, with_drafts
 from hfax.backends.jax.mapping import map_dataset
@@ -39,6 +39,7 @@ from hfax.generation.host_loop import Streamer
 from hfax.generation.kept_cache import KeptCache, resumed
 from hfax.generation.layer_outputs import check_layer_outputs
 from hfax.generation.overrides import has_own_generate
+from hfax.generation.seeds import draw_seed
 from hfax.generation.warm_up import WarmedUp
 from hfax.launch.driven import drive
 from hfax.launch.together import agree
