@@ -42,6 +42,7 @@ def test_calls_of_the_shapes_made_ahead_compile_nothing():
     with listen(events.append):
         model.generate([[5] * 37], max_new_tokens=8, do_sample=False)
         model.generate([[5] * 9, [7] * 9], max_new_tokens=5, do_sample=False)
+        assert model.compile((1,), (16,), max_new_tokens=8, progress=False)[0].compiled == {}
     assert events == []
 
 

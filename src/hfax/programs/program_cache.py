@@ -112,7 +112,7 @@ class Program:
 
     def run(self, *args: Any) -> Any:
         """The results for these arguments; within `compiling_ahead`, abstract arrays."""
-        return self.execute(*args) if _ahead.get() is None else self.results
+        return self.execute(*args) if _ahead.get() is None else jax.tree.map(lambda array: array, self.results)
 
 
 @contextlib.contextmanager

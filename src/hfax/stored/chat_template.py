@@ -29,7 +29,10 @@ def render(template: str, messages: Sequence[Mapping[str, str]], special_tokens:
 
     Raises:
         jinja2.TemplateError: the template rejects the messages, or is not valid.
+        ValueError: there are no messages.
     """
+    if not messages:
+        raise ValueError("A conversation has at least one message.")
     given = [dict(message) for message in messages]
     return _compiled(template).render(
         messages=given, tools=None, documents=None, add_generation_prompt=True, **special_tokens
