@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import json
 from typing import TYPE_CHECKING, Any
 
 from hfax.backends.protocol import LoadOptions
@@ -46,6 +48,22 @@ class Checkpoint:
         from hfax.load.config import read_config
 
         return read_config(self.source, trust_remote_code=self.options.trust_remote_code)
+
+    @property
+    def architectures(self) -> list[str]:
+        """The classes that the checkpoint's config.json names; that of its config if it names none.
+
+        Raises:
+            CheckpointCorruptError: see `config`.
+            UnsupportedModelError: see `config`.
+        """
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            found: Any = json.loads((self.source.folder / "config.json").read_text(encoding="utf-8")).get(
+                "architectures"
+            )
+            if isinstance(found, list) and found and all(isinstance(name, str) for name in found):
+                return found
+        return list(self.config.architectures or ())
 
     def open_tokenizer(self) -> Any:
         """The checkpoint's tokenizer, for texts and conversations: transformers', or a `StoredTokenizer` with its results.

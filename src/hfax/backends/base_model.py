@@ -23,7 +23,7 @@ from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.generation import generation_request as requests
 from hfax.generation.custom_processors import Place, read_processors, reject_beside_beams
 from hfax.generation.generation_request import GenerationOptions, as_ids_tuple
-from hfax.generation.overrides import without_dropped
+from hfax.generation.overrides import has_own_generate, without_dropped
 from hfax.generation.seeds import draw_seed
 from hfax.generation.stopping import end_tokens, read_stopping
 from hfax.known_words import missing_attribute
@@ -247,12 +247,17 @@ class BaseModel:
         """Whether the model has an encoder and a decoder."""
         return self._traits.is_encoder_decoder
 
+    @property
+    def has_own_generate(self) -> bool:
+        """Whether the class replaces transformers' general `generate`, as Whisper's does."""
+        return has_own_generate(self._skeleton.module)
+
     def can_generate(self) -> bool:
         """Whether `generate` works on this class."""
         return bool(self._skeleton.module.can_generate())
 
     def default_option(self, name: str) -> Any:
-        """The value of a generation option where a call of `generate` passes none; None for transformers' default."""
+        """The value of a generation option in `generation_config`; None for transformers' default."""
         return getattr(self.generation_config, name, None)
 
     def generate_and_keep(self, inputs: Any = None, **options: Any) -> tuple[np.ndarray, Any]:

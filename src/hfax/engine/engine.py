@@ -14,11 +14,10 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from hfax.backends.jax.model import JaxModel
 from hfax.engine.config import EngineConfig, limits_of
 from hfax.engine.core import EngineCore, Entry, dead_error
 from hfax.engine.detokenizer import Detokenizer
@@ -39,9 +38,11 @@ from hfax.errors import (
     UnsupportedOptionError,
 )
 from hfax.generation.generation_request import as_ids_tuple
-from hfax.generation.overrides import has_own_generate
 from hfax.programs.batch_invariance import why_not
 from hfax.programs.program_cache import compiling_ahead
+
+if TYPE_CHECKING:
+    from hfax.backends.jax.model import JaxModel
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ class Engine:
         self.core = EngineCore(
             Scheduler(self.limits, pages), self._runner, self._drawer, vocab_size=self.vocab_size, on_step=on_step
         )
-        self.stop_token_ids = as_ids_tuple(model.generation_config.eos_token_id)
+        self.stop_token_ids = as_ids_tuple(model.default_option("eos_token_id"))
         self.grammars = (
             GrammarCompiler(tokenizer, self.vocab_size, self.stop_token_ids) if tokenizer is not None else None
         )
@@ -475,15 +476,15 @@ class Engine:
 
 
 def _require_writer(model: Any) -> None:
-    if not isinstance(model, JaxModel):
+    if getattr(type(model), "backend", None) != "jax":
         raise UnsupportedOptionError(
             f"The engine got a {type(model).__name__}.",
             "The engine supports only the JAX backend.",
             'Load the model with backend="jax".',
         )
-    if not model.can_generate() or has_own_generate(model.module):
+    if not model.can_generate() or model.has_own_generate:
         raise UnsupportedModelError(
-            f"{type(model.module).__name__} does not support autoregressive generation.",
+            f"{type(model).__name__} does not support autoregressive generation.",
             "The engine generates token by token.",
             "Call the model directly, or its generate().",
         )

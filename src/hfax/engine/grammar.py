@@ -7,6 +7,7 @@ compiled grammars are kept up to a number of bytes. Imports neither jax nor torc
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 import json
@@ -187,11 +188,19 @@ class GrammarCompiler:
     def _tokens(self) -> Any:
         with self._lock:
             if self._ll_tokenizer is None:
-                from llguidance.hf import from_tokenizer
+                from llguidance import LLTokenizer
 
                 try:
-                    size = max(self._vocab_size, len(self._tokenizer))
-                    self._ll_tokenizer = from_tokenizer(self._tokenizer, n_vocab=size, eos_token=self._eos or None)
+                    if (backend := getattr(self._tokenizer, "backend_tokenizer", None)) is None:
+                        raise TypeError("Only fast tokenizers are supported.")
+                    plain = copy.copy(backend)  # of the library tokenizers, as llguidance reads it
+                    plain.no_padding()
+                    plain.no_truncation()
+                    self._ll_tokenizer = LLTokenizer(
+                        plain.to_str(),
+                        n_vocab=max(self._vocab_size, len(self._tokenizer)),
+                        eos_token=self._eos or self._tokenizer.eos_token_id,
+                    )
                 except (ValueError, TypeError) as error:
                     raise UnsupportedOptionError(
                         "The model's tokenizer does not support structured outputs.",

@@ -14,8 +14,11 @@ from hfax.errors import HfaxError, UnsupportedModelError
 from hfax.kernels.pool import pool_shapes
 from hfax.kernels.rows import Rows
 from hfax.programs.model_parts import ModelParts
+from hfax.programs.program_cache import environment_parts
+from hfax.stored.records import is_enabled, key_of, read_record, record_file, write_record
 from hfax.tracing.traits import why_not_pages
 
+_KIND = "pages"
 _PAGE_SIZES = {"tpu": 128}
 _PAGE_SIZE = 32
 _ROWS = 8
@@ -67,6 +70,48 @@ def read_page_layout(
     Returns:
         The layout and None, or None and the reason.
     """
+    record = record_file(_KIND, _key(parts, limits, page_size))
+    if is_enabled() and not parts.layout.is_described and (found := read_record(record)) is not None:
+        return _from_content(found[0])
+    layout, why = _traced_layout(parts, limits, page_size)
+    if is_enabled() and not parts.layout.is_described:
+        write_record(record, _as_content(layout, why), b"")
+    return (layout, None) if layout is not None else (None, why or "")
+
+
+def _key(parts: ModelParts, limits: Limits, page_size: int | None) -> str:
+    """The key of a layout's record: what a trace of a step depends on."""
+    weights = [
+        (jax.tree_util.keystr(path), a.shape, str(a.dtype))
+        for path, a in jax.tree.leaves_with_path(dict(parts.weights))
+    ]
+    environment = environment_parts(parts.layout.device)
+    return key_of(
+        _KIND, [parts.traced.key, parts.layout.key, repr(weights), repr(limits), str(page_size), repr(environment)]
+    )
+
+
+def _as_content(layout: PageLayout | None, why: str | None) -> dict[str, Any]:
+    """JSON values of a layout, or of why there is none."""
+    if layout is None:
+        return {"why": why}
+    layers = {name: [list(key), list(value), dtype.name] for name, (key, value, dtype) in layout.layers.items()}
+    return {"page_size": layout.page_size, "layers": layers, "is_for_tpu": layout.is_for_tpu}
+
+
+def _from_content(content: dict[str, Any]) -> tuple[PageLayout, None] | tuple[None, str]:
+    if "why" in content:
+        return None, content["why"]
+    layers = {
+        name: (tuple(key), tuple(value), jnp.dtype(dtype)) for name, (key, value, dtype) in content["layers"].items()
+    }
+    return PageLayout(page_size=content["page_size"], layers=layers, is_for_tpu=content["is_for_tpu"]), None
+
+
+def _traced_layout(
+    parts: ModelParts, limits: Limits, page_size: int | None
+) -> tuple[PageLayout, None] | tuple[None, str]:
+    """`read_page_layout` from traces."""
     if (why := why_not_pages(parts.traced.module, parts.traced.traits)) is not None:
         return None, why
     platform = parts.layout.device.platform

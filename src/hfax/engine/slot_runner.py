@@ -7,13 +7,12 @@ over all slots (`jax.vmap`), so the state can have any structure.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hfax.backends.base_model import BaseModel
 from hfax.engine.runner import Logits
 from hfax.engine.scheduler import Limits, Part
 from hfax.errors import InvalidInputError
@@ -23,6 +22,9 @@ from hfax.kernels import target
 from hfax.programs.buckets import Buckets, prompt_bucket
 from hfax.programs.checks import raise_failed, raise_unread
 from hfax.programs.model_parts import ModelParts
+
+if TYPE_CHECKING:
+    from hfax.backends.base_model import BaseModel
 
 _SMALLEST = 16
 

@@ -85,10 +85,6 @@ class _Ahead:
 _ahead: ContextVar[_Ahead | None] = ContextVar("hfax_compiling_ahead", default=None)
 
 
-class ProgramNotStoredError(LookupError):
-    """A program would have to be traced, which its cache cannot do. Caught inside of hfax."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
     """An executable, and static information about its results from the trace.
@@ -144,14 +140,19 @@ class ProgramCache:
         model_key: identifies the traced module, by the names of what it depends on: class, configuration, source of custom code.
         layout: devices of the programs, and shardings of their arguments.
         bundled: folder of programs compiled ahead of time for this layout, searched first.
-        is_complete: nothing can be traced: a program that is on no disk raises `ProgramNotStoredError`.
+        before_tracing: called with the name of a program that is on no disk, before it is traced; it may raise.
     """
 
     def __init__(
-        self, model_key: Mapping[str, str], layout: Layout, *, bundled: Path | None = None, is_complete: bool = False
+        self,
+        model_key: Mapping[str, str],
+        layout: Layout,
+        *,
+        bundled: Path | None = None,
+        before_tracing: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._model_key = dict(model_key)
-        self._is_complete = is_complete
+        self._before_tracing = before_tracing
         self._layout = layout
         self._device = layout.device
         self._bundled = bundled
@@ -210,8 +211,7 @@ class ProgramCache:
             }
             try:
                 if (program := self._find(name, file)) is None:
-                    if self._is_complete:
-                        raise ProgramNotStoredError(name)
+                    self._before_tracing(name)
                     self._explain(name, parts)
                     traced = self._trace(name, function, args, donate, is_batch_invariant, inputs_at)
                     if ahead is not None and self._layout.plan is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hfax.checkpoint import Checkpoint
@@ -91,8 +91,8 @@ def load_checkpoint(
         chat_template: a chat template that replaces the tokenizer's.
         on_step: called after each engine step.
     """
-    tokenizer = checkpoint.load_tokenizer()
-    if _generates(checkpoint.config):
+    tokenizer = checkpoint.open_tokenizer()
+    if _generates(checkpoint.architectures):
         processor = checkpoint.load_processor()
         model = checkpoint.load_model()
         return load_writer(
@@ -106,9 +106,8 @@ def load_checkpoint(
     )
 
 
-def _generates(config: Any) -> bool:
-    """Whether the checkpoint's class generates text."""
-    names = getattr(config, "architectures", None) or []
+def _generates(names: Sequence[str]) -> bool:
+    """Whether the checkpoint's class, one of these, generates text."""
     return not names or any(n.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for n in names)
 
 
@@ -132,7 +131,7 @@ def load_writer(
         on_step: called after each engine step with its seconds and token count.
     """
     engine = Engine(model, tokenizer, engine_config, on_step=on_step)
-    defaults, most = read_defaults(model.generation_config)
+    defaults, most = read_defaults(model.default_option)
     engine.warm_up()
     return Loaded(
         tokenizer=tokenizer,
@@ -144,15 +143,19 @@ def load_writer(
     )
 
 
-def read_defaults(generation_config: Any) -> tuple[dict[str, Any], int | None]:
-    """Request defaults from a generation config, and its `max_new_tokens`."""
+def read_defaults(default: Callable[[str], Any]) -> tuple[dict[str, Any], int | None]:
+    """Request defaults from a model's generation config, and its `max_new_tokens`.
+
+    Args:
+        default: gives the config's value of an option.
+    """
     found: dict[str, Any] = {}
     for name in DEFAULTS:
-        if (value := getattr(generation_config, name, None)) is not None:
+        if (value := default(name)) is not None:
             found[name] = value
-    if not generation_config.do_sample and "temperature" not in found:
+    if not default("do_sample") and "temperature" not in found:
         found.pop("top_k", None)
-    if suppressed := tuple(generation_config.suppress_tokens or ())[:MAX_SUPPRESSED]:
+    if suppressed := tuple(default("suppress_tokens") or ())[:MAX_SUPPRESSED]:
         found["suppress_tokens"] = suppressed
     for name, value in found.items():
         logger.info("request default from generation_config.json: %s = %s", name, value)
@@ -164,7 +167,7 @@ def read_defaults(generation_config: Any) -> tuple[dict[str, Any], int | None]:
         "sequence_bias",
         "typical_p",
     ):
-        value = getattr(generation_config, name, None)
+        value = default(name)
         if value not in (None, 0, [], 1.0):
             logger.warning("generation_config.json sets %s, which the server does not support", name)
-    return found, generation_config.max_new_tokens
+    return found, default("max_new_tokens")

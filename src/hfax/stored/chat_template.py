@@ -18,14 +18,16 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 
-def render(template: str, messages: Sequence[Mapping[str, str]], special_tokens: Mapping[str, str]) -> str:
+
+def render(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
     """The prompt for the next reply.
 
     Args:
         template: of the tokenizer.
-        messages: texts, with "role" and "content".
-        special_tokens: by name, such as "bos_token".
+        messages: with "role", "content" and whatever else the template reads; of JSON's types.
+        variables: what else it reads: special tokens, `tools`, `add_generation_prompt`, options.
 
     Raises:
         jinja2.TemplateError: the template rejects the messages, or is not valid.
@@ -33,10 +35,14 @@ def render(template: str, messages: Sequence[Mapping[str, str]], special_tokens:
     """
     if not messages:
         raise ValueError("A conversation has at least one message.")
-    given = [dict(message) for message in messages]
-    return _compiled(template).render(
-        messages=given, tools=None, documents=None, add_generation_prompt=True, **special_tokens
-    )
+    given = [_with_reasoning({n: v for n, v in message.items() if v is not None}) for message in messages]
+    return _compiled(template).render(messages=given, **{"tools": None, "documents": None, **variables})
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its reasoning under the names that templates use."""
+    found = next((message[name] for name in _REASONING if name in message), None)
+    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
 @functools.cache

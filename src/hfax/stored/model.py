@@ -14,6 +14,7 @@ import numpy as np
 from hfax.errors import HfaxError
 from hfax.generation.host_loop import Streamer
 from hfax.launch.cluster import default_device
+from hfax.programs.model_parts import ModelParts
 from hfax.stored.recording import is_recordable
 from hfax.stored.runs import StoredRuns
 from hfax.stored.start import read_start, start_file
@@ -93,13 +94,23 @@ class StoredModel:
         """Whether the model has an encoder and a decoder."""
         return False
 
+    @property
+    def has_own_generate(self) -> bool:
+        """Whether the class replaces transformers' general `generate`."""
+        return False
+
+    @property
+    def parts(self) -> ModelParts:
+        """As `JaxModel.parts`; the model's code is loaded when something is traced."""
+        return _origin_of(self).runs.parts(lambda: _built(self).parts.traced)
+
     def can_generate(self) -> bool:
         """Whether `generate` works on this class."""
         return True
 
     def default_option(self, name: str) -> Any:
-        """The value of a generation option where a call of `generate` passes none."""
-        return _origin_of(self).runs.start.options.get(name)
+        """As `JaxModel.default_option`."""
+        return _origin_of(self).runs.start.generation_config.get(name)
 
     def generate(self, inputs: Any = None, *, streamer: Streamer | None = None, **options: Any) -> Any:
         """As `JaxModel.generate`."""

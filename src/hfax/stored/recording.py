@@ -18,6 +18,8 @@ from hfax.stored.records import is_enabled, write_record
 from hfax.stored.start import ModelStart, StoredWeight, start_file
 
 if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
     from hfax.backends.jax.model import JaxModel
     from hfax.backends.protocol import LoadOptions
     from hfax.generation.generation_request import GenerationOptions, Prompts
@@ -69,10 +71,9 @@ def _describe(source: CheckpointSource, model: JaxModel) -> tuple[ModelStart | N
     from safetensors.flax import save
 
     from hfax.generation.generation_request import resolve_generation_config
-    from hfax.generation.overrides import has_own_generate
 
     traits, cls = model.parts.traced.traits, type(model.module)
-    if traits.is_encoder_decoder or traits.main_input != "input_ids" or has_own_generate(model.module):
+    if traits.is_encoder_decoder or traits.main_input != "input_ids" or model.has_own_generate:
         return None, "it does not generate from token ids by the general loop"
     if not cls.__module__.startswith("transformers."):
         return None, "its class is not transformers' own"
@@ -80,11 +81,11 @@ def _describe(source: CheckpointSource, model: JaxModel) -> tuple[ModelStart | N
         return None, "its weights are converted when they are loaded"
     if sum(array.nbytes for array in model.buffers.values()) > _MOST_BUFFER_BYTES:
         return None, "it has large arrays that the checkpoint does not hold"
-    resolved = vars(resolve_generation_config(model.generation_config, None, {})[0])
-    named = {name: value for name, value in resolved.items() if not name.startswith("_")}
+    own = _public(model.generation_config)
+    named = _public(resolve_generation_config(model.generation_config, None, {})[0])
     if wrong := [name for name, neutral in _NEUTRAL.items() if named.get(name) not in neutral]:
         return None, f"it generates with {', '.join(wrong)}"
-    if not _is_json(named):
+    if not _is_json([own, named]):
         return None, "its generation options are not plain values"
     start = ModelStart(
         class_name=type(model).__name__,
@@ -92,6 +93,7 @@ def _describe(source: CheckpointSource, model: JaxModel) -> tuple[ModelStart | N
         traits=traits,
         weights=weights,
         tied=model.parts.tied,
+        generation_config=own,
         options=named,
         vocab_size=model.vocabulary_size,
         num_logits=model.num_logits(),
@@ -164,6 +166,10 @@ def _stored_weights(source: CheckpointSource, model: JaxModel) -> dict[str, Stor
         if is_same:
             found[step.target] = StoredWeight(file=file, stored=stored)
     return found if found.keys() == model.params.keys() else None
+
+
+def _public(config: GenerationConfig) -> dict[str, Any]:
+    return {name: value for name, value in vars(config).items() if not name.startswith("_")}
 
 
 def _is_json(value: Any) -> bool:

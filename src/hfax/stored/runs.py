@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,8 @@ from hfax.generation.kept_cache import KeptCache
 from hfax.load.placement import check_fits
 from hfax.load.safetensors_file import SafetensorsFile
 from hfax.programs.buckets import Buckets
-from hfax.programs.program_cache import ProgramCache, ProgramNotStoredError, compiling_ahead
+from hfax.programs.model_parts import ModelParts
+from hfax.programs.program_cache import ProgramCache, compiling_ahead
 from hfax.sharding.layout import Layout
 from hfax.stored.call import read_call
 from hfax.stored.start import ModelStart
@@ -34,12 +34,31 @@ logger = logging.getLogger(__name__)
 _READERS = 2
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Recorded:
-    """What the generation loop asks of a `TracedModel` outside of traces."""
+class _NotStoredError(LookupError):
+    """A program is not stored."""
 
-    traits: ModelTraits
-    key: str
+
+def _reject(name: str) -> None:
+    raise _NotStoredError(name)
+
+
+class RecordedModel:
+    """A `TracedModel` of which a record knows what is asked outside of traces.
+
+    Args:
+        start: the record.
+        whole: gives the model's own, once something is to be traced.
+    """
+
+    def __init__(self, start: ModelStart, whole: Callable[[], Any]) -> None:
+        self.traits: ModelTraits = start.traits
+        self.key = start.key
+        self._whole = whole
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._whole(), name)
 
 
 class StoredRuns:
@@ -54,7 +73,7 @@ class StoredRuns:
     def __init__(self, start: ModelStart, params: dict[str, jax.Array], layout: Layout) -> None:
         self.start, self.params, self.layout = start, params, layout
         self._buffers = layout.put(load(start.buffers))
-        self._programs = ProgramCache(start.model_key, layout, is_complete=True)
+        self._programs = ProgramCache(start.model_key, layout, before_tracing=_reject)
 
     @classmethod
     def open(cls, start: ModelStart, files: Sequence[Path], device: jax.Device) -> StoredRuns:
@@ -105,17 +124,38 @@ class StoredRuns:
                 state = loop.start(arrays)
                 if resolved.max_new_tokens > 1:
                     loop.advance(state, 2)
-        except ProgramNotStoredError as error:
+        except _NotStoredError as error:
             logger.info("%s is not stored", error)
             return False
         return True
 
+    def parts(self, whole: Callable[[], Any]) -> ModelParts:
+        """The components from which programs are built, for code that builds further ones.
+
+        Args:
+            whole: gives the model's `TracedModel`; called before a program that is not stored is traced.
+        """
+        traced: Any = RecordedModel(self.start, whole)
+        return ModelParts(
+            traced=traced,
+            programs=ProgramCache(self.start.model_key, self.layout, before_tracing=lambda name: whole()),
+            layout=self.layout,
+            weights=self._arrays,
+            tied=self.start.tied,
+            num_logits=lambda: self.start.num_logits,
+            context=self.start.context,
+        )
+
+    @property
+    def _arrays(self) -> dict[str, jax.Array]:
+        return {**self._buffers, **self.params}
+
     def _open(self, prompts: Prompts, resolved: GenerationOptions) -> tuple[GenerationLoop, dict[str, jax.Array]]:
-        traced: Any = _Recorded(traits=self.start.traits, key=self.start.key)
+        traced: Any = RecordedModel(self.start, lambda: None)
         return open_loop(
             traced,
             self._programs,
-            {**self._buffers, **self.params},
+            self._arrays,
             self.layout,
             prompts,
             resolved,

@@ -46,7 +46,8 @@ class ModelStart:
         traits: of the module.
         weights: by the model's name.
         tied: alias mapped to name, for weights that share an array.
-        options: generation options that hold where a call passes none.
+        generation_config: the model's own generation options.
+        options: those that hold where a call passes none, transformers' defaults included.
         vocab_size: exclusive upper bound of token ids; None if unknown.
         num_logits: logits of each token.
         context: maximum positions; None if unbounded.
@@ -58,6 +59,7 @@ class ModelStart:
     traits: ModelTraits
     weights: Mapping[str, StoredWeight]
     tied: Mapping[str, str]
+    generation_config: Mapping[str, Any]
     options: Mapping[str, Any]
     vocab_size: int | None
     num_logits: int

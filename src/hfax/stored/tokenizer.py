@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,44 +16,129 @@ _KIND = "tokenizer"
 
 
 class StoredTokenizer:
-    """The part of transformers' tokenizer that generating text needs, with the same results.
+    """transformers' tokenizer, with the same results; what is not here is done by transformers, which is then imported.
 
     Args:
         backend: the tokenizer of the library tokenizers.
         chat_template: None if there is none.
-        special_tokens: by name, for the template.
+        special_tokens: by name, such as "bos_token".
+        all_special_tokens: these and further ones.
+        folder: the checkpoint's.
     """
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, chat_template: str | None, special_tokens: Mapping[str, str]
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        chat_template: str | None,
+        special_tokens: Mapping[str, str],
+        all_special_tokens: Sequence[str],
+        folder: Path,
     ) -> None:
-        self._backend, self._special_tokens = backend, dict(special_tokens)
+        self.backend_tokenizer = backend
         self.chat_template = chat_template
+        self.special_tokens_map = dict(special_tokens)
+        self.all_special_tokens = list(all_special_tokens)
+        self._folder = folder
 
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
         """The ids of a text, as `input_ids`."""
-        return {"input_ids": self._backend.encode(text, add_special_tokens=add_special_tokens).ids}
+        return {"input_ids": self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
+
+    def __len__(self) -> int:
+        return self.backend_tokenizer.get_vocab_size(with_added_tokens=True)
 
     def decode(
         self, ids: Sequence[int], *, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
     ) -> str:
-        """The text of ids. Spaces are never cleaned up: a tokenizer that does so by default is not stored."""
-        assert not clean_up_tokenization_spaces, "only transformers cleans up spaces"
-        return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+        """The text of ids. Spaces are not cleaned up by default: a tokenizer that does so is not stored."""
+        if clean_up_tokenization_spaces:
+            return self._full.decode(
+                ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=clean_up_tokenization_spaces
+            )
+        return self.backend_tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+
+    def convert_ids_to_tokens(self, ids: int) -> str | None:
+        """The vocabulary's entry of an id; None if there is none."""
+        return self.backend_tokenizer.id_to_token(ids)
+
+    def get_vocab(self) -> dict[str, int]:
+        """The vocabulary, added tokens included."""
+        return self.backend_tokenizer.get_vocab(with_added_tokens=True)
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]:
+        """The added tokens by id."""
+        return self.backend_tokenizer.get_added_tokens_decoder()
+
+    def get_added_vocab(self) -> dict[str, int]:
+        """The ids of the added tokens."""
+        return {token.content: i for i, token in sorted(self.added_tokens_decoder.items())}
+
+    @property
+    def all_special_ids(self) -> list[int | None]:
+        """The ids of the special tokens."""
+        return [self.backend_tokenizer.token_to_id(token) for token in self.all_special_tokens]
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, tokenize: bool, return_dict: bool
-    ) -> dict[str, list[int]]:
-        """The ids of the prompt for the next reply, as `input_ids`.
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        return_dict: bool = True,
+        **options: Any,
+    ) -> Any:
+        """The prompt for the next reply: its ids, as `input_ids`, or its text.
 
         Raises:
             jinja2.TemplateError: the template rejects the messages.
+            ValueError: there is no message, or no template.
         """
-        assert self.chat_template is not None, "the caller checks it"
-        assert (add_generation_prompt, tokenize, return_dict) == (True, True, True), "no other form is used"
+        template = chat_template or self.chat_template
+        if template is None or not all(map(_is_plain_data, (conversation, tools, options))) or not return_dict:
+            return self._full.apply_chat_template(
+                conversation,
+                tools=tools,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=tokenize,
+                return_dict=return_dict,
+                **options,
+            )
         from hfax.stored.chat_template import render
 
-        return self(render(self.chat_template, messages, self._special_tokens), add_special_tokens=False)
+        given = {**self.special_tokens_map, **options, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        text = render(template, conversation, given)
+        return self(text, add_special_tokens=False) if tokenize else text
+
+    @functools.cached_property
+    def _full(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._full, name)
+
+
+_FOR_TRANSFORMERS = frozenset({"continue_final_message", "return_assistant_tokens_mask", "sanitize_control_tokens"})
+"""Options of `apply_chat_template` that are not its template's."""
+
+
+def _is_plain_data(value: Any) -> bool:
+    """Whether a value consists of JSON's types alone, which templates see as they are, and names no option of transformers."""
+    if isinstance(value, dict):
+        return _FOR_TRANSFORMERS.isdisjoint(value) and all(
+            type(key) is str and _is_plain_data(item) for key, item in value.items()
+        )
+    if type(value) in (list, tuple):
+        return all(map(_is_plain_data, value))
+    return value is None or type(value) in (str, int, float, bool)
 
 
 def find_tokenizer(folder: Path) -> StoredTokenizer | None:
@@ -62,8 +148,7 @@ def find_tokenizer(folder: Path) -> StoredTokenizer | None:
     import tokenizers
 
     content, data = found
-    backend = tokenizers.Tokenizer.from_buffer(data)
-    return StoredTokenizer(backend, content["chat_template"], content["special_tokens"])
+    return StoredTokenizer(tokenizers.Tokenizer.from_buffer(data), folder=folder, **content)
 
 
 def store_tokenizer(folder: Path, tokenizer: Any) -> None:
@@ -78,7 +163,11 @@ def store_tokenizer(folder: Path, tokenizer: Any) -> None:
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
     if len(special) != len(tokenizer.special_tokens_map):
         return
-    content = {"chat_template": tokenizer.chat_template, "special_tokens": special}
+    content = {
+        "chat_template": tokenizer.chat_template,
+        "special_tokens": special,
+        "all_special_tokens": list(tokenizer.all_special_tokens),
+    }
     write_record(record, content, backend.to_str().encode())
 
 
@@ -89,8 +178,8 @@ def _is_plain(tokenizer: Any) -> bool:
     cls: Any = type(tokenizer)
     if not issubclass(cls, PreTrainedTokenizerFast) or not cls.__module__.startswith("transformers."):
         return False
-    of_fast = ("_decode", "_encode_plus", "set_truncation_and_padding")
-    of_base = ("__call__", "decode", "apply_chat_template")
+    of_fast = ("_decode", "_encode_plus", "set_truncation_and_padding", "convert_ids_to_tokens", "get_vocab")
+    of_base = ("__call__", "decode", "apply_chat_template", "all_special_tokens")
     return (
         all(getattr(cls, name) is getattr(PreTrainedTokenizerFast, name) for name in of_fast)
         and all(getattr(cls, name) is getattr(PreTrainedTokenizerBase, name) for name in of_base)

@@ -38,7 +38,6 @@ from hfax.generation.generation_request import Prompts
 from hfax.generation.host_loop import Streamer
 from hfax.generation.kept_cache import KeptCache, resumed
 from hfax.generation.layer_outputs import check_layer_outputs
-from hfax.generation.overrides import has_own_generate
 from hfax.generation.seeds import draw_seed
 from hfax.generation.warm_up import WarmedUp
 from hfax.launch.driven import drive
@@ -342,7 +341,7 @@ class JaxModel(AdapterMethods, BaseModel):
                 to_torch=to_torch,
             )
 
-        if not has_own_generate(self.module):
+        if not self.has_own_generate:
             return run(inputs, generation_config, options, assistant_model)
         named = {"generation_config": generation_config, "assistant_model": assistant_model}
         return call_own_generate(

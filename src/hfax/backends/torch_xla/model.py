@@ -17,7 +17,6 @@ from hfax.generation.beam_config import num_beams
 from hfax.generation.host_loop import Streamer, make_stop_check, run_generation
 from hfax.generation.layer_outputs import asked_for
 from hfax.generation.outputs import as_sequences
-from hfax.generation.overrides import has_own_generate
 from hfax.known_words import missing_attribute
 from hfax.load.skeleton import Skeleton
 from hfax.sharding.partition import ShardingPlan
@@ -160,7 +159,7 @@ class TorchXlaModel(BaseModel):
             UnsupportedOptionError: this backend does not implement an option.
             UnsupportedModelError: the model uses a custom generation loop.
         """
-        if has_own_generate(self.module):
+        if self.has_own_generate:
             raise UnsupportedModelError(
                 f"{type(self.module).__name__} overrides generate().",
                 "The backend torch_xla only runs the general generation loop.",
