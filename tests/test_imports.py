@@ -8,7 +8,7 @@ import pytest
 from import_graph import Import, first_circle, imports_of, missing_names, upward
 
 import hfax
-from hfax.programs.program_cache import LEAVES
+from hfax.programs.versions import LEAVES
 
 SOURCE = Path(hfax.__file__).parent
 ORDER = [

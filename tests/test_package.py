@@ -13,7 +13,7 @@ import pytest
 from packaging.utils import canonicalize_name
 
 import hfax
-from hfax.programs.program_cache import version_of
+from hfax.programs.versions import version_of
 
 SOURCE = Path(hfax.__file__).parent
 

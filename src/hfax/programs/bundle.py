@@ -24,7 +24,8 @@ from jax.sharding import PartitionSpec as P
 from hfax.errors import CheckpointCorruptError, InvalidInputError
 from hfax.kernels.cpu import library
 from hfax.programs.buckets import Size
-from hfax.programs.program_cache import kernels_digest, source_digest, version_of
+from hfax.programs.program_cache import kernels_digest
+from hfax.programs.versions import source_digest, version_of
 from hfax.sharding.layout import Layout
 from hfax.sharding.mesh import AXES
 

@@ -17,7 +17,6 @@ import contextvars
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 import logging
 import os
 import pickle
@@ -35,7 +34,6 @@ import jax
 from jax.experimental import serialize_executable
 from jax.interpreters import partial_eval
 
-from hfax import __version__
 from hfax.errors import OutOfMemoryError
 from hfax.home import hfax_home
 from hfax.kernels.cpu import library
@@ -45,26 +43,12 @@ from hfax.phases import phase
 from hfax.programs.batch_invariance import batch_invariant
 from hfax.programs.compiler_options import DECODE_OPTIONS
 from hfax.programs.program_records import put, record_path, why_missing, write_record
+from hfax.programs.versions import source_digest, version_of
 from hfax.sharding.layout import Layout, describe
 
 logger = logging.getLogger(__name__)
 
 _VERSIONED = ("hfax", "jax", "jaxlib", "libtpu", "torch", "torchax", "transformers")
-LEAVES = frozenset(
-    {
-        "__main__",
-        "checkpoint",
-        "cli",
-        "doctor",
-        "evaluation",
-        "exporting",
-        "matrix",
-        "pipelines",
-        "server",
-        "verification",
-    }
-)
-"""Parts of hfax that call programs but trace none: nothing else imports them, so changes do not make programs stale."""
 _MAX_BYTES = 4 << 30
 """Folder size above which the least recently used programs are removed."""
 
@@ -399,30 +383,6 @@ def _jax_settings() -> tuple[Any, ...]:
     """JAX settings that affect traces, and that a user may change at any time."""
     config: Any = jax.config
     return config.jax_enable_x64, config.jax_default_matmul_precision
-
-
-def version_of(name: str) -> str:
-    """Version of an installed package, or "none". hfax's is read from its source, since editable installs may lag behind."""
-    if name == "hfax":
-        return __version__
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
-
-
-@functools.cache
-def source_digest(root: Path = Path(__file__).parents[1]) -> str:
-    """Digest of the hfax source that affects traces, so that a changed lowering never uses a stale program.
-
-    Args:
-        root: the package's folder.
-    """
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        if path.relative_to(root).parts[0].removesuffix(".py") not in LEAVES:
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _digest(*parts: str) -> str:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from hfax.home import hfax_home
-from hfax.programs.program_cache import source_digest, version_of
 from hfax.programs.program_records import put
+from hfax.programs.versions import source_digest, version_of
 
 logger = logging.getLogger(__name__)
 
