@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -104,8 +105,21 @@ _CONVERSATIONS = [
         {"role": "user", "content": "three"},
     ],
     [{"role": "assistant", "content": "first"}, {"role": "user", "content": "second"}],
+    [
+        {"role": "user", "content": "call", "name": None},
+        {
+            **{"role": "assistant", "content": "", "reasoning": "why"},
+            "tool_calls": [
+                {"type": "function", "id": "1", "function": {"name": "f", "arguments": {"x": [1, 2.5, None]}}}
+            ],
+        },
+        {"role": "tool", "content": "42", "tool_call_id": "1"},
+    ],
     [],
 ]
+
+
+_TOOLS = [{"type": "function", "function": {"name": "f", "description": "ü", "parameters": {"type": "object"}}}]
 
 
 @pytest.fixture(scope="module")
@@ -156,12 +170,40 @@ def test_conversations_are_rendered_as_by_transformers(pairs: Any, template: str
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             return f"{type(error).__name__}: {error if messages else 'no message'}"
 
-    plain = result(lambda: theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-    assert result(lambda: render(_TEMPLATES[template], messages, theirs.special_tokens_map)) == plain
+    for options in ({}, {"tools": _TOOLS, "enable_thinking": False}):
+        given = {"add_generation_prompt": True, **options}
+        plain = result(lambda: theirs.apply_chat_template(messages, tokenize=False, **given))  # noqa: B023
+        variables = {**theirs.special_tokens_map, **given}
+        assert result(lambda: render(_TEMPLATES[template], messages, variables)) == plain  # noqa: B023
+
+
+@pytest.mark.parametrize("name", ["demo", *_KINDS])
+def test_what_else_is_asked_of_a_tokenizer_is_that_of_transformers(pairs: Any, name: str) -> None:
+    """By the server and its readers, which get a pickled copy; the last two are transformers' own."""
+    theirs, ours = pairs[name]
+    for copy in (ours, pickle.loads(pickle.dumps(ours))):
+        assert copy.get_vocab() == theirs.get_vocab()
+        assert copy.get_added_vocab() == theirs.get_added_vocab()
+        assert copy.added_tokens_decoder.keys() == theirs.added_tokens_decoder.keys()
+        assert (copy.all_special_tokens, copy.all_special_ids) == (theirs.all_special_tokens, theirs.all_special_ids)
+        assert (copy.special_tokens_map, len(copy)) == (theirs.special_tokens_map, len(theirs))
+        assert [copy.convert_ids_to_tokens(i) for i in range(99)] == [
+            theirs.convert_ids_to_tokens(i) for i in range(99)
+        ]
+        assert (copy.eos_token_id, copy.padding_side) == (theirs.eos_token_id, theirs.padding_side)
+        with pytest.raises(AttributeError):
+            copy.nothing_of_that_name  # noqa: B018
 
 
 def test_the_demo_reads_a_conversation_as_transformers(pairs: Any) -> None:
     theirs, ours = pairs["demo"]
+    assert ours.apply_chat_template(_CONVERSATIONS[2], tokenize=False) == theirs.apply_chat_template(
+        _CONVERSATIONS[2], tokenize=False
+    )
+    continued = {"continue_final_message": True, "tokenize": False}
+    assert ours.apply_chat_template(_CONVERSATIONS[3], **continued) == theirs.apply_chat_template(
+        _CONVERSATIONS[3], **continued
+    )
     how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
     for messages in _CONVERSATIONS[:4]:
         assert (
