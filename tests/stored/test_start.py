@@ -47,6 +47,9 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
     "states": lambda: transformers.MambaConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2, pad_token_id=0),
 }
 
+_QUANTIZED = ("int8", "int4")
+"""Saved by hfax from the Llama."""
+
 _SCRIPT = """
 import json, sys
 
@@ -84,7 +87,8 @@ def _calls_of(name: str) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("checkpoints")
-    return {name: tiny_models.save(root / name, tiny_models.random_model(make())) for name, make in _CONFIGS.items()}
+    plain = {name: tiny_models.save(root / name, tiny_models.random_model(make())) for name, make in _CONFIGS.items()}
+    return plain | {name: root / name for name in _QUANTIZED}
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +96,8 @@ def results(checkpoints: dict[str, Path]) -> dict[str, dict[str, list[list[int]]
     """What the models give that are loaded here, with torch."""
     found: dict[str, dict[str, list[list[int]]]] = {}
     for name, folder in checkpoints.items():
+        if name in _QUANTIZED:
+            AutoModelForTPU.from_pretrained(checkpoints["llama"], quantization=name).save_pretrained(folder)
         model = AutoModelForTPU.from_pretrained(folder)
         found[name] = {c: np.asarray(model.generate(**o)).tolist() for c, o in _calls_of(name).items()}
     return found
@@ -104,7 +110,7 @@ def stored_results(checkpoints: dict[str, Path], results: Any) -> dict[str, dict
     return json.loads(_run(_SCRIPT, json.dumps([folders, {name: _calls_of(name) for name in folders}])))
 
 
-@pytest.mark.parametrize("name", _CONFIGS)
+@pytest.mark.parametrize("name", [*_CONFIGS, *_QUANTIZED])
 def test_stored_programs_give_the_same_tokens_without_torch(name: str, results: Any, stored_results: Any) -> None:
     assert stored_results[name] == results[name]
     assert len({json.dumps(ids) for ids in results[name].values()}) == len(results[name])

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,9 +17,10 @@ import numpy as np
 from hfax.generation.sampling_config import make_sampling_spec
 from hfax.stored.call import read_call
 from hfax.stored.records import is_enabled, write_record
-from hfax.stored.start import ModelStart, StoredWeight, start_file
+from hfax.stored.start import ModelStart, StoredTensor, StoredWeight, start_file
 
 if TYPE_CHECKING:
+    import jax
     from transformers import GenerationConfig
 
     from hfax.backends.jax.model import JaxModel
@@ -146,26 +149,50 @@ def _stored_weights(source: CheckpointSource, model: JaxModel) -> dict[str, Stor
     from hfax.kernels.quantized import QuantizedArray
     from hfax.load.conversion import plan_conversion
     from hfax.load.safetensors_file import SafetensorsFile
+    from hfax.load.saved_parts import names_of
 
     infos: dict[str, tuple[int, Any]] = {}
     for index, path in enumerate(source.weight_files):
         with SafetensorsFile(path) as file:
             infos |= {name: (index, info) for name, info in file.tensors.items()}
-    if len(infos) > 2 * len(model.params):
-        return None  # many tensors to a weight
-    found: dict[str, StoredWeight] = {}
+
+    def found(arrays: Mapping[str, jax.Array], names: Mapping[str, str]) -> dict[str, StoredTensor] | None:
+        """The tensors that hold the arrays, by field; None if one differs in shape or dtype."""
+        tensors: dict[str, StoredTensor] = {}
+        for field, array in arrays.items():
+            index, info = infos.get(names[field], (0, None))
+            if info is None or (info.shape, info.numpy_dtype) != (array.shape, array.dtype):
+                return None
+            tensors[field] = StoredTensor(file=index, name=names[field])
+        return tensors
+
+    weights: dict[str, StoredWeight] = {}
+    method = _quantization_method(source.folder)
+    if method == "hfax":
+        for name, weight in model.params.items():
+            is_packed = isinstance(weight, QuantizedArray)
+            names = names_of(name, weight) if is_packed else {"values": name}
+            arrays = {f: getattr(weight, f) for f in names} if is_packed else {"values": weight}
+            if (tensors := found(arrays, names)) is None:
+                return None
+            encoding, dtype = (weight.encoding, weight.dtype.name) if is_packed else (None, "")
+            weights[name] = StoredWeight(tensors=tensors, encoding=encoding, dtype=dtype)
+        return weights
+    if method is not None or len(infos) > 2 * len(model.params):
+        return None  # packed by another library, or many tensors to a weight
     for step in plan_conversion(model.skeleton, infos).steps:
-        if step.converter is not None or (weight := model.params.get(step.target)) is None:
-            continue
-        stored = step.sources[0][0]
-        file, info = infos[stored]
-        is_same = not isinstance(weight, QuantizedArray) and (info.shape, info.numpy_dtype) == (
-            weight.shape,
-            weight.dtype,
-        )
-        if is_same:
-            found[step.target] = StoredWeight(file=file, stored=stored)
-    return found if found.keys() == model.params.keys() else None
+        if step.converter is None and (array := model.params.get(step.target)) is not None:
+            if (tensors := found({"values": array}, {"values": step.sources[0][0]})) is None:
+                return None
+            weights[step.target] = StoredWeight(tensors=tensors)
+    return weights if weights.keys() == model.params.keys() else None
+
+
+def _quantization_method(folder: Path) -> str | None:
+    """What a checkpoint was quantized with; None if it was not."""
+    config: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    given = config.get("quantization_config")
+    return None if given is None else str(given.get("quant_method"))
 
 
 def _public(config: GenerationConfig) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors.flax import load
 
@@ -19,6 +20,7 @@ from hfax.generation.generation_request import (
 )
 from hfax.generation.host_loop import Generated, Streamer, make_stop_check, run_generation
 from hfax.generation.kept_cache import KeptCache
+from hfax.kernels.quantized import QuantizedArray
 from hfax.load.placement import check_fits
 from hfax.load.safetensors_file import SafetensorsFile
 from hfax.programs.buckets import Buckets
@@ -175,9 +177,12 @@ def _read_weights(start: ModelStart, files: Sequence[Path], layout: Layout) -> d
     needed = sum(info.end - info.begin for file in opened for info in file.tensors.values())
     check_fits(needed, layout.device, "Loading the weights", "Use a smaller dtype (dtype='bfloat16').")
 
-    def read(name: str) -> jax.Array:
-        weight = start.weights[name]
-        return layout.place(opened[weight.file].read(weight.stored), layout.weight(name))
+    def read(name: str) -> Any:
+        weight, where = start.weights[name], layout.weight(name)
+        placed = {f: layout.place(opened[t.file].read(t.name), where) for f, t in weight.tensors.items()}
+        if weight.encoding is None:
+            return placed["values"]
+        return QuantizedArray(**placed, encoding=weight.encoding, dtype=jnp.dtype(weight.dtype))
 
     with concurrent.futures.ThreadPoolExecutor(_READERS, thread_name_prefix="hfax-load") as pool:
         return dict(zip(start.weights, pool.map(read, start.weights), strict=True))

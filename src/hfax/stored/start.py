@@ -18,9 +18,23 @@ if TYPE_CHECKING:
     import jax
 
     from hfax.backends.protocol import LoadOptions
+    from hfax.kernels.encodings import Encoding
     from hfax.load.source import CheckpointSource
 
 _KIND = "model"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A tensor of a checkpoint.
+
+    Args:
+        file: index of its file in `CheckpointSource.weight_files`.
+        name: its name in the file.
+    """
+
+    file: int
+    name: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,12 +42,14 @@ class StoredWeight:
     """A weight that is in the model as it is in the checkpoint.
 
     Args:
-        file: index of its file in `CheckpointSource.weight_files`.
-        stored: its name in the file.
+        tensors: of a quantized weight the tensors by field of `QuantizedArray`; of others one, under "values".
+        encoding: of a quantized weight's codes; None: it is not quantized.
+        dtype: of a quantized weight's numbers.
     """
 
-    file: int
-    stored: str
+    tensors: Mapping[str, StoredTensor]
+    encoding: Encoding | None = None
+    dtype: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,12 +110,16 @@ def start_file(source: CheckpointSource, options: LoadOptions, device: jax.Devic
     return record_file(_KIND, key_of(_KIND, [f"{name}={value}" for name, value in parts.items()]))
 
 
+def _weight(tensors: dict[str, Any], **rest: Any) -> StoredWeight:
+    return StoredWeight(tensors={field: StoredTensor(**tensor) for field, tensor in tensors.items()}, **rest)
+
+
 def read_start(path: Path) -> ModelStart | None:
     """The record at a path; None if there is none that can be used."""
     if (found := read_record(path)) is None:
         return None
     content, buffers = found
     traits = content.pop("traits")
-    weights = {name: StoredWeight(**weight) for name, weight in content.pop("weights").items()}
+    weights = {name: _weight(**weight) for name, weight in content.pop("weights").items()}
     traits["repeated_inputs"] = tuple(traits["repeated_inputs"])
     return ModelStart(**content, traits=ModelTraits(**traits), weights=weights, buffers=buffers)

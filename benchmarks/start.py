@@ -1,0 +1,166 @@
+"""Seconds from the start of a process to its first token, and to a server that is ready: cold, warm, and beside transformers.
+
+    python benchmarks/start.py --json-file benchmarks/results/start.json    # a fresh cache and 1.5 GB of random weights in
+                                                                            # a temporary folder, removed afterwards
+
+Every run is a process of its own, timed from outside, subjects in turns. "cold" has an empty folder of programs (the C++ kernels
+are compiled before); "warm" is every later run. "full" is warm without stored starts: torch, transformers and the model's code are
+imported, and programs come from the disk, as before there were stored starts. "read" is a plain read of the checkpoint's file, in
+the page cache as for all others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+_GENERATE = [sys.executable, "-m", "hfax.cli", "generate"]
+_PYTHON = """
+import sys
+from hfax import AutoModelForTPU
+model = AutoModelForTPU.from_pretrained(sys.argv[1])
+print(model.generate([[5, 6, 7, 8]], max_new_tokens=1, do_sample=False))
+"""
+_TRANSFORMERS = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print(model.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=1, do_sample=False))
+"""
+_READ = "import sys; open(sys.argv[1], 'rb', buffering=0).read()"
+_QWEN3 = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+"""Qwen3-0.6B's shape."""
+
+
+def run(command: list[str], **variables: str) -> tuple[float, float]:
+    """Wall and processor seconds of a process."""
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    subprocess.run(command, env={**os.environ, **variables}, check=True, capture_output=True)
+    seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def ready(model: str, **variables: str) -> tuple[float, float]:
+    """Wall and processor seconds until a server answers /health with 200; then it is stopped."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "hfax.cli", "serve", model, "--port", str(port), "--max-model-len", "256"]
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    server = subprocess.Popen(
+        command, env={**os.environ, **variables}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        while True:
+            assert server.poll() is None, "the server ended"
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
+                    seconds = time.perf_counter() - began
+                    break
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.01)
+    finally:
+        server.terminate()
+        server.wait()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def make_checkpoint(folder: Path) -> None:
+    """Random weights of `_QWEN3` in bfloat16, made without the values mattering."""
+    import torch
+    import transformers
+
+    config = transformers.Qwen3Config(**_QWEN3, dtype="bfloat16", eos_token_id=None, pad_token_id=0)
+    with torch.device("cpu"):
+        model = transformers.Qwen3ForCausalLM(config).to(torch.bfloat16)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+
+
+def measure(subjects: Mapping[str, Callable[[], tuple[float, float]]], repeats: int) -> dict[str, Any]:
+    """Medians of each subject, in turns after one round that is not counted."""
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in subjects}
+    for round_ in range(repeats + 1):
+        for name, subject in subjects.items():
+            result = subject()
+            if round_:
+                taken[name].append(result)
+    found = {}
+    for name, results in taken.items():
+        wall, processor = (statistics.median(part) for part in zip(*results, strict=True))
+        spread = [min(seconds for seconds, _ in results), max(seconds for seconds, _ in results)]
+        found[name] = {"seconds": wall, "processor seconds": processor, "least and most": spread}
+        print(f"{name}: {wall:.2f} s ({spread[0]:.2f} to {spread[1]:.2f}), {processor:.2f} s of processor", flush=True)
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--json-file", type=Path)
+    options = parser.parse_args()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    with tempfile.TemporaryDirectory(prefix="hfax-start-") as folder:
+        root = Path(folder)
+        make_checkpoint(root / "qwen3")
+        qwen3, weights = str(root / "qwen3"), str(root / "qwen3/model.safetensors")
+        os.environ["HFAX_HOME"] = str(root / "home")
+        run([sys.executable, "-c", "from hfax.kernels.cpu import library; print(library.problem())"])
+        demo = [*_GENERATE, "demo", "Return a", "--max-new-tokens", "1"]
+        cold = {"generate demo, cold": run(demo)}
+        cold["python, Qwen3-0.6B's shape, cold"] = run([sys.executable, "-c", _PYTHON, qwen3])
+        cold["serve demo, cold"] = ready("demo")
+        for name, (seconds, processor) in cold.items():
+            print(f"{name}: {seconds:.2f} s, {processor:.2f} s of processor", flush=True)
+        full = [sys.executable, "-c", "import torch\n" + _PYTHON]
+        warm = measure(
+            {
+                "hfax --help": lambda: run([sys.executable, "-m", "hfax.cli", "--help"]),
+                "generate demo": lambda: run(demo),
+                "python, demo": lambda: run([sys.executable, "-c", _PYTHON, "demo"]),
+                "python, demo, full": lambda: run([*full, "demo"]),
+                "serve demo": lambda: ready("demo"),
+                "read, Qwen3-0.6B's shape": lambda: run([sys.executable, "-c", _READ, weights]),
+                "python, Qwen3-0.6B's shape": lambda: run([sys.executable, "-c", _PYTHON, qwen3]),
+                "python, Qwen3-0.6B's shape, full": lambda: run([*full, qwen3]),
+                "transformers, Qwen3-0.6B's shape": lambda: run([sys.executable, "-c", _TRANSFORMERS, qwen3]),
+            },
+            options.repeats,
+        )
+    if options.json_file:
+        found = {
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "cold": {name: {"seconds": wall, "processor seconds": cpu} for name, (wall, cpu) in cold.items()},
+            "warm": warm,
+        }
+        options.json_file.parent.mkdir(parents=True, exist_ok=True)
+        options.json_file.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
