@@ -28,6 +28,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from shapes.published import config_of
+
 _GENERATE = [sys.executable, "-m", "hfax.cli", "generate"]
 _PYTHON = """
 import sys
@@ -42,17 +44,6 @@ model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 print(model.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=1, do_sample=False))
 """
 _READ = "import sys; open(sys.argv[1], 'rb', buffering=0).read()"
-_QWEN3 = {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-}
-"""Qwen3-0.6B's shape."""
 
 
 def run(command: list[str], **variables: str) -> tuple[float, float]:
@@ -90,13 +81,11 @@ def ready(model: str, **variables: str) -> tuple[float, float]:
 
 
 def make_checkpoint(folder: Path) -> None:
-    """Random weights of `_QWEN3` in bfloat16, made without the values mattering."""
+    """Random weights of Qwen3-0.6B's shape, in bfloat16."""
     import torch
-    import transformers
+    from transformers import AutoModelForCausalLM
 
-    config = transformers.Qwen3Config(**_QWEN3, dtype="bfloat16", eos_token_id=None, pad_token_id=0)
-    with torch.device("cpu"):
-        model = transformers.Qwen3ForCausalLM(config).to(torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config_of("qwen3-0.6b"), dtype=torch.bfloat16)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from hfax.backends.jax.model import JaxModel
     from hfax.backends.torch_xla.model import TorchXlaModel
+    from hfax.load.source import CheckpointSource
     from hfax.parallelism import Parallelism
 
 
@@ -120,7 +121,7 @@ class AutoModelForTPU:
             raise InvalidInputError(
                 "plan cannot be combined with parallelism or quantization.", "The plan sets both.", "Pass only plan."
             )
-        from hfax.stored.records import is_useful
+        from hfax.stored.records import is_recordable, is_useful
 
         may_be_stored = backend == "jax" and is_useful()
         chosen = None if may_be_stored else _choose(backend, options)
@@ -135,11 +136,12 @@ class AutoModelForTPU:
             allow_code=trust_remote_code,
         )
         with phase("load", str(pretrained_model_name_or_path)):
-            if chosen is None:
-                from hfax.stored.model import open_stored
-
-                if (stored := open_stored(source, options)) is not None:
-                    return stored
+            if (
+                chosen is None
+                and is_recordable(source, options)
+                and (stored := _open_stored(source, options)) is not None
+            ):
+                return stored
             chosen = chosen or _choose(backend, options)
             model = chosen.load(source, options)
         if chosen.name == "jax":
@@ -198,6 +200,22 @@ class AutoModelForTPU:
         )
         options = _with_aliases(options, others, AutoModelForTPU.from_config)
         return _choose(backend, options).from_config(config, options, seed)
+
+
+def _open_stored(source: CheckpointSource, options: LoadOptions) -> Any:
+    """The model of a checkpoint that starts from its record; None if there is none. Weights are read while JAX is imported."""
+    from hfax.stored.reader import WeightReader
+
+    reader = WeightReader(source)
+    if not reader.is_known:
+        return None
+    reader.start()
+    try:
+        from hfax.stored.model import open_stored
+
+        return open_stored(source, options, reader)
+    finally:
+        reader.close()
 
 
 def _choose(name: str, options: LoadOptions) -> Backend:

@@ -70,7 +70,7 @@ def read_page_layout(
     Returns:
         The layout and None, or None and the reason.
     """
-    record = record_file(_KIND, _key(parts, limits, page_size))
+    record = record_file(_KIND, "", _key(parts, limits, page_size))
     if is_enabled() and not parts.layout.is_described and (found := read_record(record)) is not None:
         return _from_content(found[0])
     layout, why = _traced_layout(parts, limits, page_size)

@@ -15,7 +15,7 @@ from hfax.errors import HfaxError
 from hfax.generation.host_loop import Streamer
 from hfax.launch.cluster import default_device
 from hfax.programs.model_parts import ModelParts
-from hfax.stored.recording import is_recordable
+from hfax.stored.reader import WeightReader
 from hfax.stored.runs import StoredRuns
 from hfax.stored.start import read_start, start_file
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _becoming = threading.RLock()
 
 
-def open_stored(source: CheckpointSource, options: LoadOptions) -> Any:
+def open_stored(source: CheckpointSource, options: LoadOptions, reader: WeightReader) -> Any:
     """The model of a checkpoint from its record, with its weights on the device; None if it cannot start from one.
 
     Returns a `StoredModel`, which has every attribute of the `JaxModel` that it stands for.
@@ -36,14 +36,13 @@ def open_stored(source: CheckpointSource, options: LoadOptions) -> Any:
     Args:
         source: the checkpoint.
         options: how to load it.
+        reader: reads its weights.
     """
-    if not is_recordable(source, options):
-        return None
     device = default_device()
-    if jax.process_count() > 1 or (start := read_start(start_file(source, options, device))) is None:
+    if jax.process_count() > 1 or (start := read_start(start_file(reader, options, device))) is None:
         return None
     try:
-        runs = StoredRuns.open(start, source.weight_files, device)
+        runs = StoredRuns.open(start, reader, device)
     except HfaxError as error:  # the full model reports it, or finds room on several devices
         logger.info("not started from the record: %s", error.what)
         return None

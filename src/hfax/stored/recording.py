@@ -16,7 +16,8 @@ import numpy as np
 
 from hfax.generation.sampling_config import make_sampling_spec
 from hfax.stored.call import read_call
-from hfax.stored.records import is_enabled, write_record
+from hfax.stored.reader import WeightReader
+from hfax.stored.records import is_enabled, is_recordable, write_record
 from hfax.stored.start import ModelStart, StoredTensor, StoredWeight, start_file
 
 if TYPE_CHECKING:
@@ -44,12 +45,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Options that a model may not set by default, and their values without effect."""
 
 
-def is_recordable(source: CheckpointSource, options: LoadOptions) -> bool:
-    """Whether a checkpoint loaded with these options may have a record: safetensors, with defaults except for the dtype."""
-    default = type(options)(dtype=options.dtype, strict=options.strict)
-    return source.format == "safetensors" and options == default and isinstance(options.dtype, str)
-
-
 def store_start(source: CheckpointSource, options: LoadOptions, model: JaxModel) -> None:
     """Write the record of a model, unless it exists or the model is not of the kind that records cover.
 
@@ -60,16 +55,17 @@ def store_start(source: CheckpointSource, options: LoadOptions, model: JaxModel)
     """
     if not (is_enabled() and is_recordable(source, options) and model.mesh is None and model.can_generate()):
         return
-    if (path := start_file(source, options, model.jax_device)).is_file():
+    reader = WeightReader(source)
+    if (path := start_file(reader, options, model.jax_device)).is_file():
         return
-    start, why = _describe(source, model)
+    start, why = _describe(reader, source.folder, model)
     if start is None:
         logger.info("the model will be traced again in every process: %s", why)
         return
     write_record(path, start.as_content(), start.buffers)
 
 
-def _describe(source: CheckpointSource, model: JaxModel) -> tuple[ModelStart | None, str]:
+def _describe(reader: WeightReader, folder: Path, model: JaxModel) -> tuple[ModelStart | None, str]:
     """The record of a model; None, and why there is none."""
     from safetensors.flax import save
 
@@ -80,7 +76,7 @@ def _describe(source: CheckpointSource, model: JaxModel) -> tuple[ModelStart | N
         return None, "it does not generate from token ids by the general loop"
     if not cls.__module__.startswith("transformers."):
         return None, "its class is not transformers' own"
-    if (weights := _stored_weights(source, model)) is None:
+    if (weights := _stored_weights(reader, folder, model)) is None:
         return None, "its weights are converted when they are loaded"
     if sum(array.nbytes for array in model.buffers.values()) > _MOST_BUFFER_BYTES:
         return None, "it has large arrays that the checkpoint does not hold"
@@ -144,17 +140,13 @@ def _as_values(start: ModelStart, prompts: Prompts, options: GenerationOptions) 
     return spec, {n: (a.dtype.name, a.tolist()) for n, a in arrays.items()}, plain, ends, custom
 
 
-def _stored_weights(source: CheckpointSource, model: JaxModel) -> dict[str, StoredWeight] | None:
+def _stored_weights(reader: WeightReader, folder: Path, model: JaxModel) -> dict[str, StoredWeight] | None:
     """Where each weight is in the checkpoint's files; None if one of them is not there as it is."""
     from hfax.kernels.quantized import QuantizedArray
     from hfax.load.conversion import plan_conversion
-    from hfax.load.safetensors_file import SafetensorsFile
     from hfax.load.saved_parts import names_of
 
-    infos: dict[str, tuple[int, Any]] = {}
-    for index, path in enumerate(source.weight_files):
-        with SafetensorsFile(path) as file:
-            infos |= {name: (index, info) for name, info in file.tensors.items()}
+    infos = {name: (index, info) for index, file in enumerate(reader.files) for name, info in file.tensors.items()}
 
     def found(arrays: Mapping[str, jax.Array], names: Mapping[str, str]) -> dict[str, StoredTensor] | None:
         """The tensors that hold the arrays, by field; None if one differs in shape or dtype."""
@@ -167,7 +159,7 @@ def _stored_weights(source: CheckpointSource, model: JaxModel) -> dict[str, Stor
         return tensors
 
     weights: dict[str, StoredWeight] = {}
-    method = _quantization_method(source.folder)
+    method = _quantization_method(folder)
     if method == "hfax":
         for name, weight in model.params.items():
             is_packed = isinstance(weight, QuantizedArray)

@@ -16,11 +16,15 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hfax.home import hfax_home
 from hfax.programs.program_records import put
 from hfax.programs.versions import source_digest, version_of
+
+if TYPE_CHECKING:
+    from hfax.backends.protocol import LoadOptions
+    from hfax.load.source import CheckpointSource
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +44,12 @@ def is_useful() -> bool:
 def is_enabled() -> bool:
     """Whether programs, and with them records, are kept on disk."""
     return os.environ.get("HFAX_PROGRAM_CACHE") != "0"
+
+
+def is_recordable(source: CheckpointSource, options: LoadOptions) -> bool:
+    """Whether a checkpoint loaded with these options may have a record: safetensors, with defaults except for the dtype."""
+    default = type(options)(dtype=options.dtype, strict=options.strict)
+    return source.format == "safetensors" and options == default and isinstance(options.dtype, str)
 
 
 def key_of(kind: str, parts: Iterable[str]) -> str:
@@ -73,9 +83,24 @@ def texts_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def record_file(kind: str, key: str) -> Path:
-    """The path of a record."""
-    return hfax_home() / "starts" / f"{kind}-{key}.json"
+def record_file(kind: str, subject: str, key: str) -> Path:
+    """The path of a record.
+
+    Args:
+        kind: of record.
+        subject: digest of what it is of, whatever the environment.
+        key: from `key_of`.
+    """
+    return _folder() / f"{kind}-{subject[:16]}-{key}.json"
+
+
+def records_of(kind: str, subject: str) -> list[Path]:
+    """The paths of the records of a subject, for any environment."""
+    return sorted(_folder().glob(f"{kind}-{subject[:16]}-*.json"))
+
+
+def _folder() -> Path:
+    return hfax_home() / "starts"
 
 
 def beside(record: Path) -> Path:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,18 +20,16 @@ from hfax.generation.host_loop import Generated, Streamer, make_stop_check, run_
 from hfax.generation.kept_cache import KeptCache
 from hfax.kernels.quantized import QuantizedArray
 from hfax.load.placement import check_fits
-from hfax.load.safetensors_file import SafetensorsFile
 from hfax.programs.buckets import Buckets
 from hfax.programs.model_parts import ModelParts
 from hfax.programs.program_cache import ProgramCache, compiling_ahead
 from hfax.sharding.layout import Layout
 from hfax.stored.call import read_call
+from hfax.stored.reader import WeightReader
 from hfax.stored.start import ModelStart
 from hfax.tracing.traits import ModelTraits
 
 logger = logging.getLogger(__name__)
-
-_READERS = 2
 
 
 class _NotStoredError(LookupError):
@@ -78,15 +74,15 @@ class StoredRuns:
         self._programs = ProgramCache(start.model_key, layout, before_tracing=_reject)
 
     @classmethod
-    def open(cls, start: ModelStart, files: Sequence[Path], device: jax.Device) -> StoredRuns:
-        """The runs of a record, with the weights of a checkpoint's files.
+    def open(cls, start: ModelStart, reader: WeightReader, device: jax.Device) -> StoredRuns:
+        """The runs of a record, with the weights of a checkpoint.
 
         Raises:
             CheckpointCorruptError: a weight cannot be read.
             OutOfMemoryError: the weights do not fit the device.
         """
         layout = Layout.on(device)
-        return cls(start, _read_weights(start, files, layout), layout)
+        return cls(start, _read_weights(start, reader, layout), layout)
 
     def run(
         self, inputs: Any, streamer: Streamer | None, options: Mapping[str, Any]
@@ -171,18 +167,15 @@ def _sequences(prompts: Prompts, generated: Generated) -> np.ndarray:
     return np.concatenate([prompts.given, generated.new_tokens], axis=1).astype(np.int32)
 
 
-def _read_weights(start: ModelStart, files: Sequence[Path], layout: Layout) -> dict[str, jax.Array]:
+def _read_weights(start: ModelStart, reader: WeightReader, layout: Layout) -> dict[str, Any]:
     """The weights of a record, placed."""
-    opened = [SafetensorsFile(path) for path in files]
-    needed = sum(info.end - info.begin for file in opened for info in file.tensors.values())
-    check_fits(needed, layout.device, "Loading the weights", "Use a smaller dtype (dtype='bfloat16').")
-
-    def read(name: str) -> Any:
-        weight, where = start.weights[name], layout.weight(name)
-        placed = {f: layout.place(opened[t.file].read(t.name), where) for f, t in weight.tensors.items()}
+    check_fits(reader.num_bytes, layout.device, "Loading the weights", "Use a smaller dtype (dtype='bfloat16').")
+    weights: dict[str, Any] = {}
+    for name, weight in start.weights.items():
+        where = layout.weight(name)
+        placed = {f: layout.place(reader.read(t.file, t.name), where) for f, t in weight.tensors.items()}
         if weight.encoding is None:
-            return placed["values"]
-        return QuantizedArray(**placed, encoding=weight.encoding, dtype=jnp.dtype(weight.dtype))
-
-    with concurrent.futures.ThreadPoolExecutor(_READERS, thread_name_prefix="hfax-load") as pool:
-        return dict(zip(start.weights, pool.map(read, start.weights), strict=True))
+            weights[name] = placed["values"]
+        else:
+            weights[name] = QuantizedArray(**placed, encoding=weight.encoding, dtype=jnp.dtype(weight.dtype))
+    return weights

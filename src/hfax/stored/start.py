@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hfax.load.safetensors_file import SafetensorsFile
 from hfax.programs.program_cache import environment_parts
-from hfax.stored.records import key_of, read_record, record_file, texts_digest
+from hfax.stored.reader import KIND, WeightReader
+from hfax.stored.records import key_of, read_record, record_file
 from hfax.tracing.traits import ModelTraits
 
 if TYPE_CHECKING:
@@ -19,9 +18,6 @@ if TYPE_CHECKING:
 
     from hfax.backends.protocol import LoadOptions
     from hfax.kernels.encodings import Encoding
-    from hfax.load.source import CheckpointSource
-
-_KIND = "model"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,20 +90,15 @@ class ModelStart:
         return content
 
 
-def start_file(source: CheckpointSource, options: LoadOptions, device: jax.Device) -> Path:
+def start_file(reader: WeightReader, options: LoadOptions, device: jax.Device) -> Path:
     """The path of the record of a checkpoint, loaded with these options onto this device."""
-    digest = hashlib.sha256()
-    for path in source.weight_files:
-        with SafetensorsFile(path) as file:
-            digest.update(f"{path.name}\n{file.tensors}\n".encode())
     parts = {
         **environment_parts(device),
-        "texts": texts_digest(source.folder),
-        "weights": digest.hexdigest(),
+        "checkpoint": reader.digest,
         "options": repr(options),
         "device": str(device.id),
     }
-    return record_file(_KIND, key_of(_KIND, [f"{name}={value}" for name, value in parts.items()]))
+    return record_file(KIND, reader.digest, key_of(KIND, [f"{name}={value}" for name, value in parts.items()]))
 
 
 def _weight(tensors: dict[str, Any], **rest: Any) -> StoredWeight:

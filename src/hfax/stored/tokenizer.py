@@ -143,7 +143,7 @@ def _is_plain_data(value: Any) -> bool:
 
 def find_tokenizer(folder: Path) -> StoredTokenizer | None:
     """The stored tokenizer of a checkpoint's folder; None if there is none for its present files."""
-    if (found := read_record(record_file(_KIND, _key(folder)))) is None:
+    if (found := read_record(_record(folder))) is None:
         return None
     import tokenizers
 
@@ -153,7 +153,7 @@ def find_tokenizer(folder: Path) -> StoredTokenizer | None:
 
 def store_tokenizer(folder: Path, tokenizer: Any) -> None:
     """Store a tokenizer that transformers has loaded from a folder, if it is one that the library tokenizers runs alone."""
-    if not is_enabled() or (record := record_file(_KIND, _key(folder))).is_file() or not _is_plain(tokenizer):
+    if not is_enabled() or (record := _record(folder)).is_file() or not _is_plain(tokenizer):
         return
     import tokenizers
 
@@ -196,5 +196,6 @@ def _cleans_up(tokenizer: Any) -> bool:
     return bool(tokenizer.clean_up_tokenization_spaces) and (not is_bpe or bool(despite))
 
 
-def _key(folder: Path) -> str:
-    return key_of(_KIND, [texts_digest(folder)])
+def _record(folder: Path) -> Path:
+    digest = texts_digest(folder)
+    return record_file(_KIND, digest, key_of(_KIND, [digest]))
