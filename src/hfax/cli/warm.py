@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
@@ -17,7 +18,7 @@ from hfax.cli.option_groups import expand
 from hfax.cli.option_types import positive_numbers
 from hfax.cli.phase_display import PhaseDisplay
 from hfax.cli.serve import EngineOptions, require_server
-from hfax.errors import InvalidInputError
+from hfax.errors import CheckpointNotFoundError, InvalidInputError
 
 if TYPE_CHECKING:
     from hfax.checkpoint import Checkpoint
@@ -51,7 +52,7 @@ def warm(
     """Compile a model's programs and keep them on disk, so that later runs with the same options compile nothing.
 
     Programs depend on sizes rounded up to powers of two, and on which options are used (sampling, beams, stop strings), not on
-    their values. Nothing is generated.
+    their values. Nothing is generated. Where all that a later run needs is stored, it imports neither torch nor transformers.
     """
     with reporting(verbose):
         _check(for_server, how, engine)
@@ -70,6 +71,8 @@ def warm(
                 if for_server:
                     _warm_server(checkpoint, engine)
                 else:
+                    with contextlib.suppress(CheckpointNotFoundError):  # models without one are warmed up, too
+                        checkpoint.open_tokenizer()
                     loaded = checkpoint.load_model()
                     length = how.max_new_tokens or _DEFAULT_LENGTH
                     loaded.compile(*sizes, max_new_tokens=length, progress=False, **how.as_arguments())

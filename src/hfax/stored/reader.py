@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from hfax.load.safetensors_file import SafetensorsFile
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 KIND = "model"
 _READERS = 2
+_MOST_BYTES = 4 << 30
+"""Tensors that are read and not yet asked for: those of a device's memory need not fit the host's together."""
 
 
 class WeightReader:
@@ -33,8 +36,11 @@ class WeightReader:
             digest.update(f"{path.name}\n{file.tensors}\n".encode())
         self.digest = digest.hexdigest()
         """Of the checkpoint's small files, and of the names, shapes and places of its weights."""
-        self._threads: ThreadPoolExecutor | None = None
         self._found: dict[tuple[int, str], Future[np.ndarray]] = {}
+        self._changed = threading.Condition()
+        self._held = 0
+        self._wanted: tuple[int, str] | None = None
+        self._is_closed = False
 
     @property
     def is_known(self) -> bool:
@@ -42,12 +48,27 @@ class WeightReader:
         return bool(records_of(KIND, self.digest))
 
     def start(self) -> None:
-        """Begin to read."""
-        self._threads = threads = ThreadPoolExecutor(_READERS, thread_name_prefix="hfax-load")
+        """Begin to read, at most `_MOST_BYTES` ahead of `read`."""
+        threads = ThreadPoolExecutor(_READERS, thread_name_prefix="hfax-load")
         for index, file in enumerate(self.files):
             for name in sorted(file.tensors, key=lambda name: file.tensors[name].begin):
-                self._found[index, name] = threads.submit(file.read, name)
+                self._found[index, name] = threads.submit(self._read_ahead, index, name)
         threads.shutdown(wait=False)
+
+    def _read_ahead(self, file: int, name: str) -> np.ndarray:
+        size = self._size(file, name)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._held + size <= _MOST_BYTES or self._wanted == (file, name) or self._is_closed
+            )
+            if self._is_closed:
+                raise CancelledError
+            self._held += size
+        return self.files[file].read(name)
+
+    def _size(self, file: int, name: str) -> int:
+        info = self.files[file].tensors[name]
+        return info.end - info.begin
 
     def read(self, file: int, name: str) -> np.ndarray:
         """A tensor; waits until it is read.
@@ -55,10 +76,23 @@ class WeightReader:
         Raises:
             CheckpointCorruptError: the file was truncated after it was opened, or the disk failed.
         """
-        return self._found.pop((file, name)).result()
+        future = self._found.pop((file, name))
+        if future.cancel():  # its turn has not come
+            return self.files[file].read(name)
+        with self._changed:
+            self._wanted = file, name
+            self._changed.notify_all()
+        array = future.result()
+        with self._changed:
+            self._held -= self._size(file, name)
+            self._changed.notify_all()
+        return array
 
     def close(self) -> None:
         """Read nothing more, and forget what was read."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
         for future in self._found.values():
             future.cancel()
         self._found.clear()

@@ -60,7 +60,7 @@ def store_start(source: CheckpointSource, options: LoadOptions, model: JaxModel)
         return
     start, why = _describe(reader, source.folder, model)
     if start is None:
-        logger.info("the model will be traced again in every process: %s", why)
+        logger.info("every start will import torch and transformers: %s", why)
         return
     write_record(path, start.as_content(), start.buffers)
 
