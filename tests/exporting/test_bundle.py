@@ -15,7 +15,7 @@ from hfax import AutoModelForTPU
 from hfax.cli.app import run
 from hfax.errors import CheckpointCorruptError, HfaxError, InvalidInputError, UnsupportedOptionError
 from hfax.exporting.folders import replacing
-from hfax.programs.bundle import FILE
+from hfax.programs.bundle_file import FILE
 
 READER = """
 import json, sys

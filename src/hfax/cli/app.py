@@ -33,7 +33,7 @@ from hfax.cli.serve import serve
 from hfax.cli.train import train
 from hfax.cli.verify import verify
 from hfax.cli.warm import warm
-from hfax.errors import HfaxError
+from hfax.errors import BackendNotAvailableError, HfaxError
 
 _EXAMPLES = """[bold]Examples[/bold]
 
@@ -136,6 +136,17 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if is_debugging():
             raise
         show_error(error)
+        return 1
+    except ModuleNotFoundError as error:
+        if is_debugging() or error.name not in ("torch", "torchax", "transformers", "jax"):
+            raise
+        show_error(
+            BackendNotAvailableError(
+                f"This needs {error.name}, which is not installed.",
+                "hfax alone, and hfax[run], have what bundles of `hfax export` need, not the models' code.",
+                "Run: pip install 'hfax[cpu]', 'hfax[tpu]' or 'hfax[cuda]'",
+            )
+        )
         return 1
     return 0
 

@@ -21,13 +21,15 @@ from hfax.backends.jax.weights import packed_layouts
 from hfax.backends.protocol import LoadOptions
 from hfax.errors import UnsupportedModelError, UnsupportedOptionError
 from hfax.exporting.folders import replacing
-from hfax.load.save_pretrained import save_model
+from hfax.load.save_pretrained import OWN_NAMES, save_model
 from hfax.load.source import resolve_checkpoint
 from hfax.parallelism import plan_over
 from hfax.phases import phase
-from hfax.programs.bundle import FILE, PROGRAMS, Bundle, runtime_of, sizes_of, specs_of
+from hfax.programs.bundle import Bundle, runtime_of, sizes_of, specs_of
+from hfax.programs.bundle_file import FILE, PROGRAMS
 from hfax.sharding.layout import Layout
 from hfax.sharding.mesh import make_mesh, size_of
+from hfax.stored.recording import store_in_bundle
 
 _TOKENIZER_FILES = (
     "*token*",
@@ -72,7 +74,7 @@ def export(
     Raises:
         InvalidInputError: the folder has other contents.
         UnsupportedOptionError: several processes are running, or the model does not take token ids and no `calls` are given.
-        BackendNotAvailableError: orbax (or libtpu, for a topology) is not installed.
+        BackendNotAvailableError: orbax (for several devices) or libtpu (for a topology) is not installed.
         HfaxError: the folder cannot be written.
     """
     _check(model)
@@ -112,6 +114,8 @@ def export(
             assert program.packed is not None
             (writing / PROGRAMS / file).write_bytes(program.packed())
         bundle.write(writing)
+        if layout.plan is None and model.task is None and _attention(model) is None:
+            store_in_bundle(resolve_checkpoint(writing), described, model.buffers)
     return bundle
 
 
@@ -152,7 +156,8 @@ def _write_checkpoint(model: JaxModel, folder: Path, layout: Layout) -> None:
             return 1
         return math.prod(size_of(layout.plan.mesh, axes) for axes in layout.plan.weights[name].spec)
 
-    save_model(folder, model.skeleton, model.params, model.generation_config, "orbax", parts=parts)
+    format = OWN_NAMES if layout.plan is None else "orbax"
+    save_model(folder, model.skeleton, model.params, model.generation_config, format, parts=parts)
     if model.folder is not None:
         for pattern in _TOKENIZER_FILES:
             for path in model.folder.glob(pattern):

@@ -26,6 +26,9 @@ from hfax.load.saved_parts import names_of
 from hfax.load.skeleton import Skeleton
 from hfax.sharding.layout import to_host
 
+OWN_NAMES = "own names"
+"""The format of a bundle's weights for one device."""
+
 
 def save_model(
     folder: Path,
@@ -44,7 +47,8 @@ def save_model(
         skeleton: the module that the weights belong to.
         params: weights by name, tied weights once.
         generation_config: written as generation_config.json, if the model can generate.
-        format: "safetensors", "compressed-tensors", "flax" or "orbax".
+        format: "safetensors", "compressed-tensors", "flax" or "orbax"; or `OWN_NAMES`, safetensors with the module's own names,
+            which need no conversion.
         max_shard_size: maximum size of one safetensors file, in bytes or as a string such as "5GB".
         parts: see `save_orbax`.
         dequantize: write quantized weights as numbers of the model's dtype.
@@ -70,12 +74,12 @@ def save_model(
         if jax.process_index() == 0:
             tensors = {name: _as_host_tensor(array) for name, array in by_stored_name(params).items()}
             save_flax(folder, skeleton, revert_weight_conversion(module, tensors))
-    elif format in ("safetensors", "compressed-tensors"):
+    elif format in ("safetensors", "compressed-tensors", OWN_NAMES):
         if format == "compressed-tensors":
             tensors, config.quantization_config = compress(skeleton, params, _as_host_tensor)
         else:
             tensors = {name: _as_host_tensor(array) for name, array in by_stored_name(params).items()}
-            tensors = tensors if bits else revert_weight_conversion(module, tensors)
+            tensors = tensors if bits or format == OWN_NAMES else revert_weight_conversion(module, tensors)
         if jax.process_index() == 0:  # all processes gather the weights; one writes
             save_safetensors(folder, tensors, max_shard_size=max_shard_size)
             remove_orbax(folder)

@@ -47,6 +47,7 @@ from hfax.load.quantize import (
     weights_to_quantize,
 )
 from hfax.load.rules import check_shape, draw_missing, dtype_rule
+from hfax.load.safetensors_arrays import SafetensorsArrays
 from hfax.load.saved_parts import saved_parts
 from hfax.load.skeleton import Skeleton
 from hfax.load.store import TensorStore
@@ -287,8 +288,10 @@ def load_quantized(skeleton: Skeleton, store: TensorStore, layout: Layout) -> di
     return weights
 
 
-def load_arrays(skeleton: Skeleton, store: OrbaxStore, layout: Layout) -> tuple[dict[str, Weight], dict[str, str]]:
-    """Load a checkpoint written by `save_pretrained(format="orbax")`: the module's own names, quantized or not.
+def load_arrays(
+    skeleton: Skeleton, store: OrbaxStore | SafetensorsArrays, layout: Layout
+) -> tuple[dict[str, Weight], dict[str, str]]:
+    """Load arrays under the module's own names, quantized or not: of orbax, or of a bundle's safetensors.
 
     Returns:
         Same as `load_weights`; placeholders instead of arrays for an abstract layout.

@@ -24,14 +24,12 @@ from jax.sharding import PartitionSpec as P
 from hfax.errors import CheckpointCorruptError, InvalidInputError
 from hfax.kernels.cpu import library
 from hfax.programs.buckets import Size
+from hfax.programs.bundle_file import FILE, PROGRAMS
 from hfax.programs.program_cache import kernels_digest
 from hfax.programs.versions import source_digest, version_of
 from hfax.sharding.layout import Layout
 from hfax.sharding.mesh import AXES
 
-FILE = "bundle.json"
-PROGRAMS = "programs"
-"""The folder of the programs in a bundle."""
 Spec = list[str | list[str] | None]
 """A `PartitionSpec` in JSON."""
 _FORMAT = 1
@@ -77,6 +75,8 @@ class Bundle:
         """
         devices = {device.id: device for device in jax.devices()}
         here = runtime_of(jax.devices(), is_one_device=self.mesh is None)
+        if version_of("transformers") == "none":  # programs run without it
+            here["transformers"] = self.runtime["transformers"]
         differing = [
             f"{n}: {made} there, {here.get(n)} here" for n, made in self.runtime.items() if here.get(n) != made
         ]

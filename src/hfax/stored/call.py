@@ -50,13 +50,16 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def read_call(start: ModelStart, inputs: Any, options: Mapping[str, Any]) -> tuple[Prompts, GenerationOptions] | None:
+def read_call(
+    start: ModelStart, inputs: Any, options: Mapping[str, Any], buckets: Buckets
+) -> tuple[Prompts, GenerationOptions] | None:
     """The checked and padded prompts of a call, and its options; None for a call that only the full model reads.
 
     Args:
         start: the model's record.
         inputs: as in `generate`.
         options: as in `generate`, without a streamer.
+        buckets: how sizes are rounded up.
 
     Raises:
         InvalidInputError: a prompt or an option is out of range.
@@ -83,7 +86,7 @@ def read_call(start: ModelStart, inputs: Any, options: Mapping[str, Any]) -> tup
         pad_token_id=config.pad_token_id,
         eos_token_ids=eos,
         context=start.context,
-        buckets=Buckets(),
+        buckets=buckets,
         is_exact=start.traits.counts_padding,
     )
     if (kept := given.get("past_key_values")) is not None:

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from hfax.errors import HfaxError
+from hfax.errors import BackendNotAvailableError, HfaxError
 from hfax.generation.host_loop import Streamer
 from hfax.launch.cluster import default_device
+from hfax.programs.buckets import Buckets
+from hfax.programs.bundle import read_bundle
+from hfax.programs.bundle_file import PROGRAMS, START
 from hfax.programs.model_parts import ModelParts
 from hfax.stored.reader import WeightReader
 from hfax.stored.runs import StoredRuns
@@ -39,10 +42,21 @@ def open_stored(source: CheckpointSource, options: LoadOptions, reader: WeightRe
         reader: reads its weights.
     """
     device = default_device()
-    if jax.process_count() > 1 or (start := read_start(start_file(reader, options, device))) is None:
+    if jax.process_count() > 1:
+        return None
+    programs, sizes = None, ()
+    if reader.is_of_bundle:
+        bundle = read_bundle(source.folder)
+        if bundle is None or bundle.make_mesh() is not None:
+            return None
+        start = read_start(source.folder / START, is_of_cache=False)
+        programs, sizes = source.folder / PROGRAMS, tuple(bundle.sizes)
+    else:
+        start = read_start(start_file(reader, options, device))
+    if start is None:
         return None
     try:
-        runs = StoredRuns.open(start, reader, device)
+        runs = StoredRuns.open(start, reader, device, programs=programs, buckets=Buckets(made=sizes))
     except HfaxError as error:  # the full model reports it, or finds room on several devices
         logger.info("not started from the record: %s", error.what)
         return None
@@ -165,16 +179,36 @@ def _origin_of(model: Any) -> _Origin:
     return vars(model)["_origin"]
 
 
+def _loader() -> Any:
+    """`model_around`; raises `BackendNotAvailableError` where only stored programs can run."""
+    try:
+        from hfax.backends.jax.backend import model_around
+    except ImportError as error:
+        raise BackendNotAvailableError(
+            "This needs the model's own code, beyond the stored programs.",
+            f"It is traced with torch and transformers, which cannot be imported: {error}",
+            "Install hfax[cpu], hfax[tpu] or hfax[cuda]; or export programs for these sizes and options.",
+        ) from error
+    return model_around
+
+
 def _built(model: Any) -> Any:
     """The full model around the same weights, made once."""
     with _becoming:
         own = vars(model)
         if "_built" not in own:
-            from hfax.backends.jax.backend import model_around
-
+            model_around = _loader()
             began, origin = time.perf_counter(), _origin_of(model)
             tied, layout = dict(origin.runs.start.tied), origin.runs.layout
-            own["_built"] = model_around(origin.source, origin.options, own["params"], tied, layout)
+            own["_built"] = model_around(
+                origin.source,
+                origin.options,
+                own["params"],
+                tied,
+                layout,
+                programs=origin.runs.programs,
+                sizes=origin.runs.buckets.made,
+            )
             logger.info("the model's code was loaded in %.1f s", time.perf_counter() - began)
         return own["_built"]
 

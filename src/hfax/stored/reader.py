@@ -8,7 +8,8 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from hfax.load.safetensors_file import SafetensorsFile
-from hfax.stored.records import records_of, texts_digest
+from hfax.programs.bundle_file import START, is_bundle
+from hfax.stored.records import is_enabled, records_of, texts_digest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,10 +43,17 @@ class WeightReader:
         self._wanted: tuple[int, str] | None = None
         self._is_closed = False
 
+        self.source = source
+
+    @property
+    def is_of_bundle(self) -> bool:
+        """Whether the checkpoint is a bundle that holds its own record."""
+        return is_bundle(self.source) and (self.source.folder / START).is_file()
+
     @property
     def is_known(self) -> bool:
         """Whether there is a record of this checkpoint, in this version of hfax or another."""
-        return bool(records_of(KIND, self.digest))
+        return self.is_of_bundle or (is_enabled() and bool(records_of(KIND, self.digest)))
 
     def start(self) -> None:
         """Begin to read, at most `_MOST_BYTES` ahead of `read`."""

@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hfax.generation.sampling_config import make_sampling_spec
+from hfax.programs.buckets import Buckets
+from hfax.programs.bundle_file import START, TOKENIZER, is_bundle
 from hfax.stored.call import read_call
 from hfax.stored.reader import WeightReader
-from hfax.stored.records import is_enabled, is_recordable, write_record
+from hfax.stored.records import beside, encoded, is_enabled, is_recordable, write_record
 from hfax.stored.start import ModelStart, StoredTensor, StoredWeight, start_file
+from hfax.stored.tokenizer import describe_tokenizer
 
 if TYPE_CHECKING:
     import jax
@@ -53,19 +56,58 @@ def store_start(source: CheckpointSource, options: LoadOptions, model: JaxModel)
         options: how it was loaded.
         model: the model, as it was loaded.
     """
-    if not (is_enabled() and is_recordable(source, options) and model.mesh is None and model.can_generate()):
+    if is_bundle(source) or not (is_enabled() and is_recordable(source, options)):
+        return
+    if model.mesh is not None or not model.can_generate():
         return
     reader = WeightReader(source)
     if (path := start_file(reader, options, model.jax_device)).is_file():
         return
-    start, why = _describe(reader, source.folder, model)
+    start, why = _describe(reader, source.folder, model, model.buffers)
     if start is None:
         logger.info("every start will import torch and transformers: %s", why)
         return
     write_record(path, start.as_content(), start.buffers)
 
 
-def _describe(reader: WeightReader, folder: Path, model: JaxModel) -> tuple[ModelStart | None, str]:
+def store_in_bundle(source: CheckpointSource, model: JaxModel, buffers: Mapping[str, jax.Array]) -> None:
+    """Write the records of a bundle's model and tokenizer into its folder, where they can be made.
+
+    Args:
+        source: the bundle, complete.
+        model: its model; it may be abstract.
+        buffers: the arrays that the bundle's weights lack.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    start, why = _describe(WeightReader(source), source.folder, model, buffers, has_own_names=True)
+    if start is None:
+        logger.info("the bundle's model will start with torch and transformers: %s", why)
+        return
+    _write(source.folder / START, start.as_content(), start.buffers)
+    if any((source.folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
+        if (described := describe_tokenizer(tokenizer)) is not None:
+            _write(source.folder / TOKENIZER, *described)
+
+
+def _write(record: Path, content: Mapping[str, Any], data: bytes) -> None:
+    """Write a record into a bundle, whose folder is moved to its place when it is complete."""
+    beside(record).write_bytes(data)
+    record.write_bytes(encoded(content, data))
+
+
+def _describe(
+    reader: WeightReader,
+    folder: Path,
+    model: JaxModel,
+    buffers: Mapping[str, jax.Array],
+    *,
+    has_own_names: bool = False,
+) -> tuple[ModelStart | None, str]:
     """The record of a model; None, and why there is none."""
     from safetensors.flax import save
 
@@ -76,9 +118,10 @@ def _describe(reader: WeightReader, folder: Path, model: JaxModel) -> tuple[Mode
         return None, "it does not generate from token ids by the general loop"
     if not cls.__module__.startswith("transformers."):
         return None, "its class is not transformers' own"
-    if (weights := _stored_weights(reader, folder, model)) is None:
+    own = has_own_names or _quantization_method(folder) == "hfax"
+    if (weights := _stored_weights(reader, folder, model, has_own_names=own)) is None:
         return None, "its weights are converted when they are loaded"
-    if sum(array.nbytes for array in model.buffers.values()) > _MOST_BUFFER_BYTES:
+    if sum(array.nbytes for array in buffers.values()) > _MOST_BUFFER_BYTES:
         return None, "it has large arrays that the checkpoint does not hold"
     own = _public(model.generation_config)
     named = _public(resolve_generation_config(model.generation_config, None, {})[0])
@@ -97,7 +140,7 @@ def _describe(reader: WeightReader, folder: Path, model: JaxModel) -> tuple[Mode
         vocab_size=model.vocabulary_size,
         num_logits=model.num_logits(),
         context=model.context_length,
-        buffers=save(dict(model.buffers)),
+        buffers=save(dict(buffers)),
     )
     if not _reads_alike(start, model):
         return None, "it reads its prompts or options in a way of its own"
@@ -118,7 +161,7 @@ def _reads_alike(start: ModelStart, model: JaxModel) -> bool:
     }
     calls: list[dict[str, Any]] = [{"do_sample": False}, {**drawn, **padded}]
     for options in calls:
-        theirs, ours = model.read_request(ids, **options), read_call(start, ids, options)
+        theirs, ours = model.read_request(ids, **options), read_call(start, ids, options, Buckets())
         if ours is None or theirs.static or theirs.given:
             return False
         mine, asked = (*ours,), (theirs.prompts, theirs.options)
@@ -140,8 +183,17 @@ def _as_values(start: ModelStart, prompts: Prompts, options: GenerationOptions) 
     return spec, {n: (a.dtype.name, a.tolist()) for n, a in arrays.items()}, plain, ends, custom
 
 
-def _stored_weights(reader: WeightReader, folder: Path, model: JaxModel) -> dict[str, StoredWeight] | None:
-    """Where each weight is in the checkpoint's files; None if one of them is not there as it is."""
+def _stored_weights(
+    reader: WeightReader, folder: Path, model: JaxModel, *, has_own_names: bool
+) -> dict[str, StoredWeight] | None:
+    """Where each weight is in the checkpoint's files; None if one of them is not there as it is.
+
+    Args:
+        reader: has the files.
+        folder: of the checkpoint.
+        model: the model.
+        has_own_names: tensors have the names of the model's weights, and `names_of` those of quantized ones.
+    """
     from hfax.kernels.quantized import QuantizedArray
     from hfax.load.conversion import plan_conversion
     from hfax.load.saved_parts import names_of
@@ -159,8 +211,7 @@ def _stored_weights(reader: WeightReader, folder: Path, model: JaxModel) -> dict
         return tensors
 
     weights: dict[str, StoredWeight] = {}
-    method = _quantization_method(folder)
-    if method == "hfax":
+    if has_own_names:
         for name, weight in model.params.items():
             is_packed = isinstance(weight, QuantizedArray)
             names = names_of(name, weight) if is_packed else {"values": name}
@@ -170,7 +221,7 @@ def _stored_weights(reader: WeightReader, folder: Path, model: JaxModel) -> dict
             encoding, dtype = (weight.encoding, weight.dtype.name) if is_packed else (None, "")
             weights[name] = StoredWeight(tensors=tensors, encoding=encoding, dtype=dtype)
         return weights
-    if method is not None or len(infos) > 2 * len(model.params):
+    if _quantization_method(folder) is not None or len(infos) > 2 * len(model.params):
         return None  # packed by another library, or many tensors to a weight
     for step in plan_conversion(model.skeleton, infos).steps:
         if step.converter is None and (array := model.params.get(step.target)) is not None:

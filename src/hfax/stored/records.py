@@ -37,8 +37,8 @@ _WEIGHT_INDEX = ".index.json"
 
 
 def is_useful() -> bool:
-    """Whether starting from a record spares anything: torch is not imported yet, and stored programs are in use."""
-    return "torch" not in sys.modules and is_enabled()
+    """Whether starting from a record spares anything: torch is not imported yet."""
+    return "torch" not in sys.modules
 
 
 def is_enabled() -> bool:
@@ -119,16 +119,26 @@ def write_record(record: Path, content: Mapping[str, Any], data: bytes) -> None:
     try:
         record.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         put(beside(record), data)
-        put(record, json.dumps({**content, "data": hashlib.sha256(data).hexdigest()}).encode())
+        put(record, encoded(content, data))
         _prune(record.parent, record.name.partition("-")[0])
     except OSError as error:
         logger.info("%s was not written (%s)", record, error)
 
 
-def read_record(record: Path) -> tuple[dict[str, Any], bytes] | None:
-    """A record's content and its second file; None if there is none, it is damaged, or it is another user's."""
+def encoded(content: Mapping[str, Any], data: bytes) -> bytes:
+    """The contents of a record's first file; `data` is the second's."""
+    return json.dumps({**content, "data": hashlib.sha256(data).hexdigest()}).encode()
+
+
+def read_record(record: Path, *, is_of_cache: bool = True) -> tuple[dict[str, Any], bytes] | None:
+    """A record's content and its second file; None if there is none, or it is damaged.
+
+    Args:
+        record: its path.
+        is_of_cache: another user's is ignored, as are programs in a cache.
+    """
     try:
-        if hasattr(os, "getuid") and record.stat().st_uid != os.getuid():
+        if is_of_cache and hasattr(os, "getuid") and record.stat().st_uid != os.getuid():
             return None
         content: Any = json.loads(record.read_bytes())
         data = beside(record).read_bytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -66,15 +67,27 @@ class StoredRuns:
         start: the model's record.
         params: its weights by name.
         layout: where they are.
+        programs: folder of programs compiled ahead, beside those of the cache.
+        buckets: how sizes are rounded up.
     """
 
-    def __init__(self, start: ModelStart, params: dict[str, jax.Array], layout: Layout) -> None:
-        self.start, self.params, self.layout = start, params, layout
+    def __init__(
+        self,
+        start: ModelStart,
+        params: dict[str, jax.Array],
+        layout: Layout,
+        *,
+        programs: Path | None = None,
+        buckets: Buckets,
+    ) -> None:
+        self.start, self.params, self.layout, self.programs, self.buckets = start, params, layout, programs, buckets
         self._buffers = layout.put(load(start.buffers))
-        self._programs = ProgramCache(start.model_key, layout, before_tracing=_reject)
+        self._programs = ProgramCache(start.model_key, layout, bundled=programs, before_tracing=_reject)
 
     @classmethod
-    def open(cls, start: ModelStart, reader: WeightReader, device: jax.Device) -> StoredRuns:
+    def open(
+        cls, start: ModelStart, reader: WeightReader, device: jax.Device, *, programs: Path | None, buckets: Buckets
+    ) -> StoredRuns:
         """The runs of a record, with the weights of a checkpoint.
 
         Raises:
@@ -82,7 +95,7 @@ class StoredRuns:
             OutOfMemoryError: the weights do not fit the device.
         """
         layout = Layout.on(device)
-        return cls(start, _read_weights(start, reader, layout), layout)
+        return cls(start, _read_weights(start, reader, layout), layout, programs=programs, buckets=buckets)
 
     def run(
         self, inputs: Any, streamer: Streamer | None, options: Mapping[str, Any]
@@ -101,7 +114,7 @@ class StoredRuns:
         Raises:
             InvalidInputError: a prompt or an option is out of range.
         """
-        if (call := read_call(self.start, inputs, options)) is None or not self._are_stored(*call):
+        if (call := read_call(self.start, inputs, options, self.buckets)) is None or not self._are_stored(*call):
             return None
         prompts, resolved = call
         loop, arrays = self._open(prompts, resolved)
@@ -111,7 +124,7 @@ class StoredRuns:
 
     def has_programs(self, inputs: Any, options: Mapping[str, Any]) -> bool:
         """Whether `run` would answer the call."""
-        call = read_call(self.start, inputs, options)
+        call = read_call(self.start, inputs, options, self.buckets)
         return call is not None and self._are_stored(*call)
 
     def _are_stored(self, prompts: Prompts, resolved: GenerationOptions) -> bool:
@@ -136,7 +149,9 @@ class StoredRuns:
         traced: Any = RecordedModel(self.start, whole)
         return ModelParts(
             traced=traced,
-            programs=ProgramCache(self.start.model_key, self.layout, before_tracing=lambda name: whole()),
+            programs=ProgramCache(
+                self.start.model_key, self.layout, bundled=self.programs, before_tracing=lambda name: whole()
+            ),
             layout=self.layout,
             weights=self._arrays,
             tied=self.start.tied,
@@ -159,7 +174,7 @@ class StoredRuns:
             resolved,
             static={},
             vocab_size=self.start.num_logits,
-            buckets=Buckets(),
+            buckets=self.buckets,
         )
 
 

@@ -105,9 +105,9 @@ def _weight(tensors: dict[str, Any], **rest: Any) -> StoredWeight:
     return StoredWeight(tensors={field: StoredTensor(**tensor) for field, tensor in tensors.items()}, **rest)
 
 
-def read_start(path: Path) -> ModelStart | None:
-    """The record at a path; None if there is none that can be used."""
-    if (found := read_record(path)) is None:
+def read_start(path: Path, *, is_of_cache: bool = True) -> ModelStart | None:
+    """The record at a path; None if there is none that can be used. See `read_record`."""
+    if (found := read_record(path, is_of_cache=is_of_cache)) is None:
         return None
     content, buffers = found
     traits = content.pop("traits")

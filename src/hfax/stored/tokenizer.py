@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hfax.programs.bundle_file import TOKENIZER
 from hfax.stored.records import is_enabled, key_of, read_record, record_file, texts_digest, write_record
 
 if TYPE_CHECKING:
@@ -143,7 +144,8 @@ def _is_plain_data(value: Any) -> bool:
 
 def find_tokenizer(folder: Path) -> StoredTokenizer | None:
     """The stored tokenizer of a checkpoint's folder; None if there is none for its present files."""
-    if (found := read_record(_record(folder))) is None:
+    found = read_record(folder / TOKENIZER, is_of_cache=False)
+    if found is None and (not is_enabled() or (found := read_record(_record(folder))) is None):
         return None
     import tokenizers
 
@@ -153,8 +155,16 @@ def find_tokenizer(folder: Path) -> StoredTokenizer | None:
 
 def store_tokenizer(folder: Path, tokenizer: Any) -> None:
     """Store a tokenizer that transformers has loaded from a folder, if it is one that the library tokenizers runs alone."""
-    if not is_enabled() or (record := _record(folder)).is_file() or not _is_plain(tokenizer):
+    if not is_enabled() or (record := _record(folder)).is_file():
         return
+    if (described := describe_tokenizer(tokenizer)) is not None:
+        write_record(record, *described)
+
+
+def describe_tokenizer(tokenizer: Any) -> tuple[dict[str, Any], bytes] | None:
+    """The record of one of transformers' tokenizers; None if the library tokenizers does not run it alone."""
+    if not _is_plain(tokenizer):
+        return None
     import tokenizers
 
     backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
@@ -162,13 +172,13 @@ def store_tokenizer(folder: Path, tokenizer: Any) -> None:
     backend.no_truncation()
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
     if len(special) != len(tokenizer.special_tokens_map):
-        return
+        return None
     content = {
         "chat_template": tokenizer.chat_template,
         "special_tokens": special,
         "all_special_tokens": list(tokenizer.all_special_tokens),
     }
-    write_record(record, content, backend.to_str().encode())
+    return content, backend.to_str().encode()
 
 
 def _is_plain(tokenizer: Any) -> bool:

@@ -18,6 +18,7 @@ from hfax.backends.protocol import LoadOptions
 from hfax.errors import BackendNotAvailableError, InvalidInputError, UnsupportedOptionError
 from hfax.launch.cluster import default_device
 from hfax.phases import phase
+from hfax.programs.bundle_file import is_bundle
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -65,7 +66,9 @@ class JaxBackend:
             parallelism, quantization = read_plan(options.plan)
             options = options.changed(parallelism=parallelism, quantization=quantization)
         check_name(options.quantization)
-        return _load_orbax(source, options) if source.format == "orbax" else _load(source, options)
+        if source.format == "orbax" or is_bundle(source):
+            return _load_arrays(source, options)
+        return _load(source, options)
 
     def from_config(self, config: PretrainedConfig, options: LoadOptions, seed: int) -> JaxModel:
         """A model with random weights."""
@@ -129,7 +132,14 @@ def _load(source: CheckpointSource, options: LoadOptions) -> JaxModel:
 
 
 def model_around(
-    source: CheckpointSource, options: LoadOptions, params: dict[str, Any], tied: dict[str, str], layout: Layout
+    source: CheckpointSource,
+    options: LoadOptions,
+    params: dict[str, Any],
+    tied: dict[str, str],
+    layout: Layout,
+    *,
+    programs: Path | None = None,
+    sizes: Sequence[Size] = (),
 ) -> JaxModel:
     """The model of a safetensors checkpoint whose weights are already placed.
 
@@ -139,30 +149,34 @@ def model_around(
         params: its weights by name.
         tied: alias mapped to name, for weights that share an array.
         layout: where they are.
+        programs: folder of programs compiled for the model.
+        sizes: prompt and cache sizes that the programs were compiled for.
     """
     from hfax.load.config import read_config
     from hfax.load.formats import find_weights
     from hfax.load.store import open_store
 
     config = read_config(source, trust_remote_code=options.trust_remote_code)
-    skeleton = _open_skeleton(config, options, source, find_weights(config, open_store(source)).float_dtype)
-    return _finish(skeleton, params, tied, layout, folder=source.folder, name=str(source.name), task=options.task)
+    stored_dtype = None if is_bundle(source) else find_weights(config, open_store(source)).float_dtype
+    skeleton = _open_skeleton(config, options, source, stored_dtype)
+    named = {"folder": source.folder, "name": str(source.name), "task": options.task}
+    return _finish(skeleton, params, tied, layout, **named, programs=programs, sizes=sizes)
 
 
-def _load_orbax(source: CheckpointSource, options: LoadOptions) -> JaxModel:
-    """The model of an orbax checkpoint; for a bundle, on the devices its programs were compiled for."""
-    from hfax.programs.bundle import PROGRAMS
+def _load_arrays(source: CheckpointSource, options: LoadOptions) -> JaxModel:
+    """The model of an orbax checkpoint or a bundle; of a bundle, on the devices its programs were compiled for."""
+    from hfax.programs.bundle_file import PROGRAMS
     from hfax.sharding.layout import Layout
 
     if options.quantization is not None:
         raise UnsupportedOptionError(
-            f"quantization={options.quantization!r} was passed for an orbax checkpoint.",
+            f"quantization={options.quantization!r} was passed for {_kind_of(source)}.",
             "Weights are quantized one at a time while they are read from safetensors.",
             'Load the safetensors checkpoint with quantization, then save that model with format="orbax".',
         )
     if options.num_labels is not None:
         raise UnsupportedOptionError(
-            f"num_labels={options.num_labels} was passed for an orbax checkpoint.",
+            f"num_labels={options.num_labels} was passed for {_kind_of(source)}.",
             "Its arrays are restored as they are, the head with them.",
             "Load the safetensors checkpoint with num_labels.",
         )
@@ -190,7 +204,7 @@ def load_saved(
     programs: Path | None = None,
     sizes: Sequence[Size] = (),
 ) -> JaxModel:
-    """The model of a folder of orbax weights; abstract if the layout is.
+    """The model of a folder of orbax weights, or of a bundle; abstract if the layout is.
 
     Args:
         source: the folder.
@@ -201,12 +215,14 @@ def load_saved(
     """
     from hfax.load.config import read_config
     from hfax.load.orbax_checkpoint import OrbaxStore
+    from hfax.load.safetensors_arrays import SafetensorsArrays
     from hfax.load.saved_parts import saved_layouts
     from hfax.load.weights import load_arrays
 
     config = read_config(source, trust_remote_code=options.trust_remote_code)
     skeleton = _open_skeleton(config, options, source)
-    store = OrbaxStore(source.weight_files[0])
+    is_orbax = source.format == "orbax"
+    store = OrbaxStore(source.weight_files[0]) if is_orbax else SafetensorsArrays(source.weight_files)
     shapes = {n: tuple(t.shape) for n, t in skeleton.shapes.items()}
     layout = layout_of(skeleton, saved_layouts(shapes, set(store.arrays), lambda name: store.arrays[name].shape))
     params, tied = load_arrays(skeleton, store, layout)
@@ -221,6 +237,10 @@ def load_saved(
         programs=programs,
         sizes=sizes,
     )
+
+
+def _kind_of(source: CheckpointSource) -> str:
+    return "an orbax checkpoint" if source.format == "orbax" else "a bundle"
 
 
 def read_bundle_of(source: CheckpointSource) -> Bundle | None:

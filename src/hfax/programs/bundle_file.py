@@ -1,0 +1,19 @@
+"""The files that make a folder a bundle. Imports no framework."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hfax.load.source import CheckpointSource
+
+FILE = "bundle.json"
+START, TOKENIZER = "start.json", "start-tokenizer.json"
+"""Records of its model and tokenizer (`hfax.stored`), in a bundle for one device."""
+PROGRAMS = "programs"
+"""The folder of the programs in a bundle."""
+
+
+def is_bundle(source: CheckpointSource) -> bool:
+    """Whether a checkpoint is a bundle. On the Hub, bundles are loaded as plain checkpoints, since programs are code."""
+    return source.revision is None and (source.folder / FILE).is_file()

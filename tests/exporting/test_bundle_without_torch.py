@@ -1,0 +1,97 @@
+"""A bundle for one device runs where torch and transformers are not installed, and says what it cannot do there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_models
+import transformers
+
+import hfax
+from hfax import AutoModelForTPU
+
+_WITHOUT = """
+import sys
+
+class NotInstalled:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "torchax", "orbax"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name.partition(".")[0])
+
+sys.meta_path.insert(0, NotInstalled())
+"""
+_GENERATE = """
+import json
+from hfax import AutoModelForTPU
+model = AutoModelForTPU.from_pretrained(sys.argv[1])
+found = [model.generate(ids, max_new_tokens=9, do_sample=False).tolist() for ids in ([[5, 6, 7]], [[8] * 30])]
+try:
+    model.generate([[5, 6, 7]], max_new_tokens=9, num_beams=2)
+except Exception as error:
+    found.append(f"{type(error).__name__}: {error.what}")
+print(json.dumps(found))
+"""
+_COMMAND = """
+from hfax.cli.app import main
+main()
+"""
+
+
+def _run(script: str, *arguments: object, home: Path) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        **{"HFAX_HOME": str(home), "HFAX_PROGRAM_CACHE": "0", "PYTHONPATH": str(Path(hfax.__file__).parents[1])},
+    }
+    command = [sys.executable, "-c", _WITHOUT + script, *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+_MIXTURE = transformers.Qwen3MoeConfig(
+    **tiny_models.SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+)
+
+
+@pytest.mark.parametrize("kind", ["demo", "int8", "experts"])
+def test_tokens_are_those_of_the_model(kind: str, tmp_path: Path) -> None:
+    """Experts are merged when a checkpoint is loaded; the bundle has them as the model has them."""
+    if kind == "experts":
+        folder = tiny_models.save(tmp_path / "mixture", tiny_models.random_model(_MIXTURE))
+        model = AutoModelForTPU.from_pretrained(folder)
+    else:
+        model = AutoModelForTPU.from_pretrained("demo", quantization=None if kind == "demo" else kind)
+    options = {"max_new_tokens": 9, "do_sample": False}
+    hfax.export(model, tmp_path / "bundle", prompt_lengths=[32], **options)
+    copy = Path(shutil.copytree(tmp_path / "bundle", tmp_path / "elsewhere" / "bundle"))
+    done = _run(_GENERATE, copy, home=tmp_path / "home")
+    assert done.returncode == 0, done.stderr
+    *tokens, error = json.loads(done.stdout)
+    assert tokens == [np.asarray(model.generate(ids, **options)).tolist() for ids in ([[5, 6, 7]], [[8] * 30])]
+    assert error == "BackendNotAvailableError: This needs the model's own code, beyond the stored programs."
+    again = AutoModelForTPU.from_pretrained(copy)  # with torch, and without the bundle's programs
+    assert np.asarray(again.generate([[5, 6, 7]], **options)).tolist() == tokens[0]
+    (copy / "bundle.json").unlink()
+    alone = AutoModelForTPU.from_pretrained(copy)
+    assert np.asarray(alone.generate([[5, 6, 7]], **options)).tolist() == tokens[0]
+
+
+def test_commands(tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle"
+    hfax.export(AutoModelForTPU.from_pretrained("demo"), bundle, prompt_lengths=[16], max_new_tokens=20)
+    call = ("Return a", "--max-new-tokens", "12", "--seed", "3", "--json")
+    done = _run(_COMMAND, "generate", bundle, *call, home=tmp_path / "home")
+    assert done.returncode == 0, done.stderr
+    with_torch = subprocess.run(
+        [sys.executable, "-m", "hfax.cli", "generate", "demo", *call], capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout)["text"] == json.loads(with_torch.stdout)["text"] != ""
+    refused = _run(_COMMAND, "generate", "demo", "Return a", home=tmp_path / "home")
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("Error: This needs transformers, which is not installed.")
+    assert "Traceback" not in refused.stderr
