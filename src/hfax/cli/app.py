@@ -6,11 +6,15 @@ imports, so `--help` and completion are fast.
 
 from __future__ import annotations
 
+import copy
+import gc
 import sys
 from collections.abc import Sequence
 from typing import Annotated, NoReturn
 
 import typer
+from typer.main import get_command_name
+from typer.models import CommandInfo
 
 from hfax import progress
 from hfax.cli.bench import bench
@@ -51,6 +55,9 @@ _EXAMPLES = """[bold]Examples[/bold]
 
 MODEL is a Hugging Face id, a local folder, or demo: a tiny model that ships with hfax.
 Exit codes: 0 success, 1 failure, 2 usage error, 130 Ctrl-C."""
+
+_GARBAGE_THRESHOLD = 50_000
+"""New objects after which Python looks for garbage, in a command: importing makes many and no garbage."""
 
 app = typer.Typer(
     name="hfax",
@@ -114,6 +121,21 @@ app.command(
 )(launch)
 
 
+def _app_for(given: Sequence[str]) -> typer.Typer:
+    """The app with the one command that a line names: making all of them takes longer than running some."""
+    named = [command for command in app.registered_commands if given and _name_of(command) == given[0]]
+    if not named:
+        return app
+    one = copy.copy(app)
+    one.registered_commands = named
+    return one
+
+
+def _name_of(command: CommandInfo) -> str:
+    assert command.callback is not None
+    return command.name or get_command_name(command.callback.__name__)
+
+
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command line.
 
@@ -127,7 +149,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     if (name := " ".join(given[:2])) in _TWO_WORDS:  # for a model folder named serve, pass ./serve
         given[:2] = [name]
     try:
-        app(args=given, prog_name="hfax")
+        _app_for(given)(args=given, prog_name="hfax")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:  # before or after the part in which typer catches it
@@ -157,6 +179,7 @@ def main() -> NoReturn:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     progress.turn_off()
+    gc.set_threshold(_GARBAGE_THRESHOLD)
     code = run()
     # Under `python -m`, CPython ends with SIGINT's default action instead of this code if Ctrl-C once interrupted
     # `exec` of a string (how dataclasses are made), even when it was caught. Running another string resets that.
