@@ -5,7 +5,7 @@
 
 Every run is a process of its own, timed from outside, subjects in turns. "cold" has an empty folder of programs (the C++ kernels
 are compiled before); "warm" is every later run. "full" is warm without stored starts: torch, transformers and the model's code are
-imported, and programs come from the disk, as before there were stored starts. "read" is a plain read of the checkpoint's file, which
+imported, and programs come from the disk, as before there were stored starts. "read" is a plain read of the checkpoint's file; it
 is in the page cache where a name does not say "from the disk".
 """
 

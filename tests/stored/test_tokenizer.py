@@ -239,6 +239,9 @@ def test_other_files_or_a_tokenizer_with_code_of_its_own_are_not_taken_from_the_
     folder = Path(shutil.copytree(demo_folder(), tmp_path / "demo"))
     store_tokenizer(folder, AutoTokenizer.from_pretrained(folder))
     assert find_tokenizer(folder) is not None
+    (folder / "runs").mkdir()
+    (folder / "runs/config.json").write_text("{}")
+    assert find_tokenizer(folder) is not None  # what is further down belongs to another checkpoint
     (folder / "chat_template.jinja").write_text(_CHAT_ML)
     assert find_tokenizer(folder) is None
 

@@ -34,6 +34,9 @@ _MOST_RECORDS = 64
 _TEXT_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".vocab", ".spm")
 """Suffixes of the small files of a checkpoint: its config, tokenizer and chat templates."""
 _WEIGHT_INDEX = ".index.json"
+_TEMPLATES = "additional_chat_templates/*"
+_MOST_TEXT_BYTES = 64 << 20
+"""Larger than any tokenizer: a data set in the folder, say, which is not read for each start."""
 
 
 def is_useful() -> bool:
@@ -73,13 +76,15 @@ def _plugins() -> tuple[str, ...]:
 
 
 def texts_digest(folder: Path) -> str:
-    """Digest of the small files of a checkpoint's folder: config, tokenizer, chat templates."""
+    """Digest of the small files of a checkpoint's folder: config, tokenizer, chat templates; of large ones the size and time."""
     digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
+    for path in sorted([*folder.iterdir(), *folder.glob(_TEMPLATES)]):
         name = path.relative_to(folder).as_posix()
         if path.suffix in _TEXT_SUFFIXES and not name.endswith(_WEIGHT_INDEX) and path.is_file():
-            digest.update(f"{name}\n{path.stat().st_size}\n".encode())
-            digest.update(path.read_bytes())
+            stat = path.stat()
+            is_small = stat.st_size <= _MOST_TEXT_BYTES
+            digest.update(f"{name}\n{stat.st_size}\n{0 if is_small else stat.st_mtime_ns}\n".encode())
+            digest.update(path.read_bytes() if is_small else b"")
     return digest.hexdigest()
 
 
