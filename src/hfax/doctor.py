@@ -27,7 +27,8 @@ from hfax.kernels.target import compiling_for
 from hfax.load.config import read_any_config
 from hfax.load.skeleton import Skeleton
 from hfax.patches import registry
-from hfax.programs.program_cache import environment_parts, program_folder
+from hfax.programs.program_cache import environment_parts
+from hfax.programs.program_files import program_folder
 from hfax.programs.program_records import read_records, shortened
 from hfax.tracing.abstract import example_inputs, open_skeleton, without_weights
 from hfax.tracing.observations import Observations, observing

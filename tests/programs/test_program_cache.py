@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from hfax.programs import program_cache
-from hfax.programs.program_cache import ProgramCache, compiling_ahead, program_folder
+from hfax.programs import program_files, versions
+from hfax.programs.program_cache import ProgramCache, compiling_ahead
+from hfax.programs.program_files import program_folder
 from hfax.sharding.layout import Layout
 
 
@@ -101,7 +102,7 @@ def test_what_was_unused_for_longest_goes_first(monkeypatch: pytest.MonkeyPatch)
     (old,) = _files()
     os.utime(old, (1, 1))
     _double([], _cache("middle"))
-    monkeypatch.setattr(program_cache, "_MAX_BYTES", old.stat().st_size * 2 + 1000)
+    monkeypatch.setattr(program_files, "_MAX_BYTES", old.stat().st_size * 2 + 1000)
     _double([], _cache("new"))
     assert len(_files()) == 2
     assert not old.exists()
@@ -129,7 +130,7 @@ def test_programs_outlive_edits_of_what_traces_nothing(tmp_path: Path) -> None:
     for name in ("kernels/linear.py", "server/app.py", "doctor.py"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("first")
-    source_digest = program_cache.source_digest.__wrapped__
+    source_digest = versions.source_digest.__wrapped__
     first = source_digest(root)
     (root / "server" / "app.py").write_text("second")
     (root / "doctor.py").write_text("second")

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from hfax.programs import program_cache
-from hfax.programs.program_cache import ProgramCache, program_folder
+from hfax.programs import program_cache, program_files
+from hfax.programs.program_cache import ProgramCache
+from hfax.programs.program_files import program_folder
 from hfax.programs.program_records import read_records
 from hfax.sharding.layout import Layout
 
@@ -44,7 +45,7 @@ def test_a_miss_names_what_differs(caplog: pytest.LogCaptureFixture, monkeypatch
 
 
 def test_records_leave_with_their_programs(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program_cache, "_MAX_BYTES", 1)
+    monkeypatch.setattr(program_files, "_MAX_BYTES", 1)
     _make(caplog)
     _make(caplog, size=4)
     assert not list(program_folder().glob("*.json"))

@@ -23,7 +23,6 @@ import pickle
 import platform
 import sys
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
@@ -35,23 +34,20 @@ from jax.experimental import serialize_executable
 from jax.interpreters import partial_eval
 
 from hfax.errors import OutOfMemoryError
-from hfax.home import hfax_home
 from hfax.kernels.cpu import library
 from hfax.kernels.target import compiling_for
 from hfax.load.placement import check_fits
 from hfax.phases import phase
 from hfax.programs.batch_invariance import batch_invariant
 from hfax.programs.compiler_options import DECODE_OPTIONS
-from hfax.programs.program_records import put, record_path, why_missing, write_record
+from hfax.programs.program_files import program_folder, read_program, write_program
+from hfax.programs.program_records import why_missing
 from hfax.programs.versions import source_digest, version_of
 from hfax.sharding.layout import Layout, describe
 
 logger = logging.getLogger(__name__)
 
 _VERSIONED = ("hfax", "jax", "jaxlib", "libtpu", "torch", "torchax", "transformers")
-_MAX_BYTES = 4 << 30
-"""Folder size above which the least recently used programs are removed."""
-
 _CHECKED_BYTES = 64 << 20
 """Programs that need less memory run without checking how much is free."""
 
@@ -255,7 +251,7 @@ class ProgramCache:
             return None
         if self._bundled is not None and (path := self._bundled / file).is_file():
             return _unpack(path.read_bytes(), name, self._layout)
-        return _read(self._path(file), name, self._layout)
+        return read_program(self._path(file), lambda packed: _unpack(packed, name, self._layout))
 
     def _path(self, file: str) -> Path:
         """The path of the program on this machine."""
@@ -307,7 +303,7 @@ class ProgramCache:
         static: dict[str, Any] = {"name": name, "note": traced.note, "unread": traced.unread, "results": results}
         if self._layout.is_described:
             return Program(**static, execute=lambda *args: results, packed=packed)
-        _write(self._path(file), packed, parts)
+        write_program(self._path(file), packed, parts)
         return Program(**static, execute=_guarded(compiled, name, self._device))
 
 
@@ -342,11 +338,6 @@ def inputs_without(read: Collection[int], args: tuple[Any, ...], at: int) -> tup
 def _split(array: Any) -> str:
     """The sharding of an array over a mesh; empty for one device."""
     return str(getattr(getattr(array, "sharding", None), "spec", ""))
-
-
-def program_folder() -> Path:
-    """The folder of compiled programs; it may not exist."""
-    return hfax_home() / "programs"
 
 
 def environment_key(device: jax.Device) -> str:
@@ -422,27 +413,6 @@ def _as_out_of_memory(error: Exception, name: str) -> OutOfMemoryError | None:
     )
 
 
-def _read(path: Path, name: str, layout: Layout) -> Program | None:
-    """Load a program from disk; None if there is none or it cannot be used (then it is removed)."""
-    if os.environ.get("HFAX_PROGRAM_CACHE") == "0":
-        return None
-    try:
-        if hasattr(os, "getuid") and path.stat().st_uid != os.getuid():
-            logger.warning("%s is owned by another user and was ignored", path)
-            return None
-        program = _unpack(path.read_bytes(), name, layout)
-        with contextlib.suppress(OSError):
-            os.utime(path)
-        return program
-    except FileNotFoundError:
-        return None
-    except Exception as error:
-        logger.warning("%s could not be loaded and will be recompiled (%s: %s)", path, type(error).__name__, error)
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-        return None
-
-
 def _unpack(packed: bytes, name: str, layout: Layout) -> Program:
     payload, in_tree, out_tree, note, unread = pickle.loads(packed)
     compiled = serialize_executable.deserialize_and_load(
@@ -450,32 +420,3 @@ def _unpack(packed: bytes, name: str, layout: Layout) -> Program:
     )
     execute = _guarded(compiled, name, layout.device)
     return Program(name=name, execute=execute, note=note, results=_results(compiled), unread=unread)
-
-
-def _write(path: Path, packed: Callable[[], bytes], parts: dict[str, str]) -> None:
-    """Write a program and its record to disk, each atomically; a full or read-only disk only causes a warning."""
-    if os.environ.get("HFAX_PROGRAM_CACHE") == "0":
-        return
-    try:
-        data = packed()
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        put(path, data)
-        write_record(path, parts)
-        _prune(path.parent)
-    except Exception as error:
-        logger.warning("program not cached in %s (%s: %s)", path.parent, type(error).__name__, error)
-
-
-def _prune(folder: Path) -> None:
-    """Remove the least recently used programs while the folder is too large, and leftover files of interrupted writes."""
-    with contextlib.suppress(OSError):
-        for orphan in folder.glob(".writing-*"):
-            if time.time() - orphan.stat().st_mtime > 3600:
-                orphan.unlink(missing_ok=True)
-        files = sorted(folder.glob("*.program"), key=lambda p: p.stat().st_mtime, reverse=True)
-        total = 0
-        for file in files:
-            total += file.stat().st_size
-            if total > _MAX_BYTES:
-                file.unlink(missing_ok=True)
-                record_path(file).unlink(missing_ok=True)

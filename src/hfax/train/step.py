@@ -26,6 +26,7 @@ from hfax.errors import InvalidInputError, OutOfMemoryError, UnsupportedOptionEr
 from hfax.kernels.quantized import QuantizedArray
 from hfax.kernels.target import compiler_options, compiling_for
 from hfax.phases import phase
+from hfax.programs.lowered import compile_stored
 from hfax.sharding.mesh import batch_axes
 from hfax.tracing.adapters import SCALING
 from hfax.tracing.structure import flatten, is_array, unflatten
@@ -426,9 +427,9 @@ class TrainStep:
         device, mesh = self._layout.device, self._layout.mesh
         with phase("trace", name), compiling_for(device, mesh=mesh, pages=False, is_differentiated=True):
             lowered = function.lower(*args)
-        with phase("compile", name), _explaining(f"the program of {name}"):
+        with _explaining(f"the program of {name}"):
             options = _CPU_OPTIONS if device.platform == "cpu" else compiler_options(device)
-            return lowered.compile(compiler_options=options)
+            return compile_stored(name, lowered, self._layout, options)
 
 
 def make_train_step(
