@@ -15,7 +15,8 @@ from hfax.kernels.pool import pool_shapes
 from hfax.kernels.rows import Rows
 from hfax.programs.model_parts import ModelParts
 from hfax.programs.program_cache import environment_parts
-from hfax.stored.records import is_enabled, key_of, read_record, record_file, write_record
+from hfax.programs.program_files import is_enabled
+from hfax.stored.records import key_of, read_record, record_file, write_record
 from hfax.tracing.traits import why_not_pages
 
 _KIND = "pages"

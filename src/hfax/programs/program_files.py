@@ -30,6 +30,20 @@ def program_folder() -> Path:
     return hfax_home() / "programs"
 
 
+def is_enabled() -> bool:
+    """Whether programs, and what is stored beside them, are kept on disk."""
+    return os.environ.get("HFAX_PROGRAM_CACHE") != "0"
+
+
+def is_of_another_user(path: Path) -> bool:
+    """Whether a file is another user's, which is not trusted.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    return hasattr(os, "getuid") and path.stat().st_uid != os.getuid()
+
+
 def read_program(path: Path, unpack: Callable[[bytes], _Loaded]) -> _Loaded | None:
     """Load a program from disk; None if there is none or it cannot be used (then it is removed).
 
@@ -37,10 +51,10 @@ def read_program(path: Path, unpack: Callable[[bytes], _Loaded]) -> _Loaded | No
         path: its file.
         unpack: loads its contents; may raise anything.
     """
-    if os.environ.get("HFAX_PROGRAM_CACHE") == "0":
+    if not is_enabled():
         return None
     try:
-        if hasattr(os, "getuid") and path.stat().st_uid != os.getuid():
+        if is_of_another_user(path):
             logger.warning("%s is owned by another user and was ignored", path)
             return None
         program = unpack(path.read_bytes())
@@ -64,24 +78,33 @@ def write_program(path: Path, packed: Callable[[], bytes], parts: dict[str, str]
         packed: gives its contents; may raise anything.
         parts: of its key, by name.
     """
-    if os.environ.get("HFAX_PROGRAM_CACHE") == "0":
+    if not is_enabled():
         return
     try:
         data = packed()
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         put(path, data)
         write_record(path, parts)
-        prune(path.parent)
+        _prune(path.parent)
     except Exception as error:
         logger.warning("program not cached in %s (%s: %s)", path.parent, type(error).__name__, error)
 
 
-def prune(folder: Path) -> None:
+def remove_orphans(folder: Path) -> None:
+    """Remove leftover files of interrupted writes.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    for orphan in folder.glob(".writing-*"):
+        if time.time() - orphan.stat().st_mtime > 3600:
+            orphan.unlink(missing_ok=True)
+
+
+def _prune(folder: Path) -> None:
     """Remove the least recently used programs while the folder is too large, and leftover files of interrupted writes."""
     with contextlib.suppress(OSError):
-        for orphan in folder.glob(".writing-*"):
-            if time.time() - orphan.stat().st_mtime > 3600:
-                orphan.unlink(missing_ok=True)
+        remove_orphans(folder)
         files = sorted(folder.glob("*.program"), key=lambda p: p.stat().st_mtime, reverse=True)
         total = 0
         for file in files:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from hfax.load.safetensors_file import SafetensorsFile
 from hfax.programs.bundle_file import START, is_bundle
-from hfax.stored.records import is_enabled, records_of, texts_digest
+from hfax.programs.program_files import is_enabled
+from hfax.stored.records import records_of, texts_digest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,18 +34,20 @@ class WeightReader:
     def __init__(self, source: CheckpointSource) -> None:
         self.files = [SafetensorsFile(path) for path in source.weight_files]
         self.num_bytes = sum(info.end - info.begin for file in self.files for info in file.tensors.values())
-        digest = hashlib.sha256(texts_digest(source.folder).encode())
-        for path, file in zip(source.weight_files, self.files, strict=True):
-            digest.update(f"{path.name}\n{file.tensors}\n".encode())
-        self.digest = digest.hexdigest()
-        """Of the checkpoint's small files, and of the names, shapes and places of its weights."""
         self._found: dict[tuple[int, str], Future[np.ndarray]] = {}
         self._changed = threading.Condition()
         self._held = 0
         self._wanted: tuple[int, str] | None = None
         self._is_closed = False
-
         self.source = source
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of the checkpoint's small files, and of the names, shapes and places of its weights."""
+        digest = hashlib.sha256(texts_digest(self.source.folder).encode())
+        for path, file in zip(self.source.weight_files, self.files, strict=True):
+            digest.update(f"{path.name}\n{file.tensors}\n".encode())
+        return digest.hexdigest()
 
     @property
     def is_of_bundle(self) -> bool:

@@ -17,9 +17,10 @@ import numpy as np
 from hfax.generation.sampling_config import make_sampling_spec
 from hfax.programs.buckets import Buckets
 from hfax.programs.bundle_file import START, TOKENIZER, is_bundle
+from hfax.programs.program_files import is_enabled
 from hfax.stored.call import read_call
 from hfax.stored.reader import WeightReader
-from hfax.stored.records import beside, encoded, is_enabled, is_recordable, write_record
+from hfax.stored.records import beside, encoded, is_recordable, write_record
 from hfax.stored.start import ModelStart, StoredTensor, StoredWeight, start_file
 from hfax.stored.tokenizer import describe_tokenizer
 
@@ -130,7 +131,6 @@ def _describe(
     if not _is_json([own, named]):
         return None, "its generation options are not plain values"
     start = ModelStart(
-        class_name=type(model).__name__,
         model_key=model.parts.traced.key_parts,
         traits=traits,
         weights=weights,

@@ -12,13 +12,13 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hfax.home import hfax_home
+from hfax.programs.program_files import is_of_another_user, remove_orphans
 from hfax.programs.program_records import put
 from hfax.programs.versions import source_digest, version_of
 
@@ -42,11 +42,6 @@ _MOST_TEXT_BYTES = 64 << 20
 def is_useful() -> bool:
     """Whether starting from a record spares anything: torch is not imported yet."""
     return "torch" not in sys.modules
-
-
-def is_enabled() -> bool:
-    """Whether programs, and with them records, are kept on disk."""
-    return os.environ.get("HFAX_PROGRAM_CACHE") != "0"
 
 
 def is_recordable(source: CheckpointSource, options: LoadOptions) -> bool:
@@ -143,7 +138,7 @@ def read_record(record: Path, *, is_of_cache: bool = True) -> tuple[dict[str, An
         is_of_cache: another user's is ignored, as are programs in a cache.
     """
     try:
-        if is_of_cache and hasattr(os, "getuid") and record.stat().st_uid != os.getuid():
+        if is_of_cache and is_of_another_user(record):
             return None
         content: Any = json.loads(record.read_bytes())
         data = beside(record).read_bytes()
@@ -156,6 +151,7 @@ def read_record(record: Path, *, is_of_cache: bool = True) -> tuple[dict[str, An
 
 def _prune(folder: Path, kind: str) -> None:
     with contextlib.suppress(OSError):
+        remove_orphans(folder)
         files = sorted(folder.glob(f"{kind}-*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
         for record in files[_MOST_RECORDS:]:
             record.unlink(missing_ok=True)

@@ -53,7 +53,6 @@ class ModelStart:
     """A model that generates from token ids on one device, as far as stored programs depend on it.
 
     Args:
-        class_name: of the transformers class.
         model_key: what the model's programs depend on, by name (`TracedModel.key_parts`).
         traits: of the module.
         weights: by the model's name.
@@ -66,7 +65,6 @@ class ModelStart:
         buffers: safetensors of the arrays that the checkpoint does not hold.
     """
 
-    class_name: str
     model_key: Mapping[str, str]
     traits: ModelTraits
     weights: Mapping[str, StoredWeight]

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hfax.programs.bundle_file import TOKENIZER
-from hfax.stored.records import is_enabled, key_of, read_record, record_file, texts_digest, write_record
+from hfax.programs.program_files import is_enabled
+from hfax.stored.records import key_of, read_record, record_file, texts_digest, write_record
 
 if TYPE_CHECKING:
     import tokenizers
