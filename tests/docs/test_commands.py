@@ -82,6 +82,7 @@ NOT_HERE = {
     ),
     "python benchmarks/peers_cpu.py --target avx2 --layers 12 --vocabulary 32000 --json-file "
     "benchmarks/results/peers-cpu-avx2.json": "builds llama.cpp and measures for minutes",
+    "python benchmarks/start.py --json-file benchmarks/results/start.json": "measures for minutes; tests/stored runs such starts",
 }
 """Command lines that are not run, and why."""
 STAND_INS = {
