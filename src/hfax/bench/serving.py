@@ -7,6 +7,7 @@ requests, and computes throughput and latency. It is independent of the server; 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import random
@@ -148,6 +149,7 @@ async def _run(load: Load, on_progress: Callable[[int, int], None]) -> dict[str,
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=load.url, headers=headers, timeout=load.timeout_s, limits=limits) as client:
         model = load.model or await _ask_model(client)
+        await _wait_for_programs(client)
         bodies = _bodies(load, model)
         gate = asyncio.Semaphore(load.concurrency or load.num_requests)
         samples: list[Sample] = []
@@ -186,6 +188,16 @@ async def _ask_model(client: Any) -> str:
             str(error) or type(error).__name__,
             "Check --url and --api-key, or pass --model.",
         ) from error
+
+
+async def _wait_for_programs(client: Any) -> None:
+    """Wait until an hfax server compiles nothing any more; other servers have no such field."""
+    import httpx
+
+    deadline = time.monotonic() + _LOADING_S
+    with contextlib.suppress(httpx.HTTPError, ValueError, AttributeError):
+        while (await client.get("/health")).json().get("programs_left") and time.monotonic() < deadline:
+            await asyncio.sleep(1)
 
 
 def _bodies(load: Load, model: str) -> list[dict[str, Any]]:

@@ -282,6 +282,14 @@ def serve(
         float,
         typer.Option(help="Seconds for running requests to finish after SIGTERM.", envvar="HFAX_DRAIN_TIMEOUT", min=0),
     ] = 60.0,
+    background_compilation: Annotated[
+        bool,
+        typer.Option(
+            help="Answer requests as soon as the first programs are compiled, and compile those for other sizes meanwhile.",
+            envvar="HFAX_BACKGROUND_COMPILATION",
+            rich_help_panel=_PANEL,
+        ),
+    ] = True,
     access: AccessOptions,
     telemetry: TelemetryOptions,
     which: ModelOptions,
@@ -331,7 +339,13 @@ def serve(
         def load(on_step: OnStep) -> Loaded:
             from hfax.server.loading import load_checkpoint
 
-            return load_checkpoint(which.open(name), engine.config(), chat_template=template, on_step=on_step)
+            return load_checkpoint(
+                which.open(name),
+                engine.config(),
+                chat_template=template,
+                on_step=on_step,
+                in_background=background_compilation,
+            )
 
         _run(settings, run_server, load)
 

@@ -171,6 +171,7 @@ class EngineCore:
 
     def _step(self) -> None:
         start = self.busy_since = time.monotonic()
+        self.scheduler.max_step_tokens = self._runner.max_step_tokens or self.scheduler.limits.max_num_batched_tokens
         parts = self.scheduler.schedule()
         logits: list[Logits] = []
         try:

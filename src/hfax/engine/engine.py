@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from hfax.engine.background import BackgroundCompilation
 from hfax.engine.config import EngineConfig, limits_of
 from hfax.engine.core import EngineCore, Entry, dead_error
 from hfax.engine.detokenizer import Detokenizer
@@ -127,25 +128,44 @@ class Engine:
         self._lock = threading.Lock()
         self._is_started = False
         self._is_closed = False
+        self._background: BackgroundCompilation | None = None
 
-    def warm_up(self) -> None:
-        """Compile every program, on one device side by side, and run it, so no request waits for compilation.
+    def warm_up(self, *, in_background: bool = False) -> None:
+        """Compile the engine's programs, on one device side by side, and run them, so no request waits for compilation.
 
-        Takes seconds the first time; programs are cached on disk.
+        Takes seconds to minutes the first time; programs are cached on disk.
+
+        Args:
+            in_background: return once the programs that can serve any request are there, and compile the others in a thread
+                (`num_programs_left`). Until then, steps may compute more rows than they need. Over the devices of several
+                processes, all programs are compiled first.
         """
+        in_background = in_background and not self.model.parts.layout.spans_processes
+        if in_background:
+            self._runner.use_fewest()
+            self._drawer.use_fewest()
         with compiling_ahead():
             self._run_every_program()
         self._runner.reset()
         self._drawer.reset()
-        self._run_every_program()
+        logits = self._run_every_program()
         started = time.perf_counter()  # once more, with all programs compiled
         jax.block_until_ready(self._runner.warm_up(self._drawer.newest))
         self.core.slowest_step_s = time.perf_counter() - started
         self._drawer.reset()
+        if in_background:
+            self._background = BackgroundCompilation(self._runner, self._drawer, logits)
 
-    def _run_every_program(self) -> None:
-        for logits in self._runner.warm_up(self._drawer.newest):
+    def _run_every_program(self) -> list[jax.Array]:
+        found = self._runner.warm_up(self._drawer.newest)
+        for logits in found:
             self._drawer.warm_up(logits)
+        return found
+
+    @property
+    def num_programs_left(self) -> int:
+        """Number of sets of programs that are being compiled in the background."""
+        return 0 if self._background is None else self._background.num_left
 
     def prepare(
         self, prompt: Prompt, params: SamplingParams | None = None, *, inputs: Mapping[str, Any] | None = None
@@ -358,6 +378,8 @@ class Engine:
     def close(self, timeout_s: float | None = None) -> None:
         """Stop the engine, and abort unfinished requests."""
         self._is_closed = True
+        if self._background is not None:
+            self._background.stop()
         self.core.close(timeout_s)
 
     def __enter__(self) -> Engine:

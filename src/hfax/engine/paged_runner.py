@@ -18,6 +18,7 @@ from hfax.kernels.rows import Rows
 from hfax.load.placement import free_bytes
 from hfax.programs.model_parts import ModelParts
 from hfax.programs.program_cache import Program
+from hfax.sharding.layout import describe
 
 _SHARE_OF_HOST = 0.3
 """Fraction of free host memory for the KV cache on the CPU platform."""
@@ -71,9 +72,10 @@ class PagedRunner:
         self.num_pages = self._choose_num_pages(num_pages)
         self._pools = self._make_pools()
         self._made: dict[int, Program] = {}
+        self._sizes = row_buckets(limits)
         if is_batch_invariant:  # refused now rather than with the first request
             newest = jax.ShapeDtypeStruct((limits.max_num_seqs,), jnp.int32)
-            num_rows = row_buckets(limits)[0]
+            num_rows = self._sizes[0]
             step, _ = self._rows_of([], num_rows)
             self._program(num_rows, self._args(step, newest))
 
@@ -121,7 +123,7 @@ class PagedRunner:
     def forward(self, parts: list[Part], newest: jax.Array) -> list[Logits]:
         """Implements `Runner`."""
         total = sum(part.count for part in parts)
-        num_rows = next(size for size in row_buckets(self._limits) if size >= total)
+        num_rows = next(size for size in self._sizes if size >= total)
         step, owners = self._rows_of(parts, num_rows)
         return [Logits(array=self._run(num_rows, step, newest), owners=tuple(owners))]
 
@@ -165,6 +167,33 @@ class PagedRunner:
     def _args(self, step: dict[str, Any], newest: Any) -> tuple[Any, ...]:
         return dict(self._parts.weights), self._pools, self._parts.layout.put(step), newest
 
+    @property
+    def max_step_tokens(self) -> int:
+        """Implements `Runner`."""
+        return self._sizes[-1]
+
+    def use_fewest(self) -> None:
+        """Implements `Runner`: the smallest size with a row for every running sequence."""
+        self._sizes = [next(size for size in self._sizes if size >= self._limits.max_num_seqs)]
+
+    def unused(self) -> list[int]:
+        """Implements `Runner`: the size of few sequences comes first, then that of long prompts."""
+        missing = [size for size in row_buckets(self._limits) if size not in self._sizes]
+        return [*missing[:1], *missing[:0:-1]]
+
+    def compile(self, size: int) -> Any:
+        """Implements `Runner`."""
+        pools = {name: describe(array, array.sharding) for name, array in self._pools.items()}
+        step, _ = self._rows_of([], size)
+        newest = jnp.zeros(self._limits.max_num_seqs, jnp.int32)
+        args = (dict(self._parts.weights), pools, self._parts.layout.put(step), self._parts.layout.put(newest))
+        logits, _ = self._program(size, args).results
+        return logits
+
+    def use(self, size: int) -> None:
+        """Implements `Runner`."""
+        self._sizes = sorted([*self._sizes, size])
+
     def _program(self, num_rows: int, args: tuple[Any, ...]) -> Program:
         traced = self._parts.traced
 
@@ -173,21 +202,17 @@ class PagedRunner:
             tokens = jnp.where(is_on_device, newest[jnp.minimum(step["slots"], newest.shape[0] - 1)], step["tokens"])
             return traced.run_rows(params, pools, tokens, step["rows"], step["wanted"]), None
 
-        if num_rows not in self._made:
+        if (program := self._made.get(num_rows)) is None:
             key = ("engine", self.page_size)
-            self._made[num_rows] = self._parts.programs.get(
+            program = self._made[num_rows] = self._parts.programs.get(
                 f"step[{num_rows}]", key, run, args, donate=(1,), is_batch_invariant=self._is_batch_invariant
             )
-        return self._made[num_rows]
+        return program
 
     def warm_up(self, newest: jax.Array) -> list[jax.Array]:
-        """Compile every program and run it once.
-
-        Returns:
-            Logits, one array per possible number of rows.
-        """
+        """Implements `Runner`."""
         found: dict[int, jax.Array] = {}
-        for num_rows in row_buckets(self._limits):
+        for num_rows in self._sizes:
             step, _ = self._rows_of([], num_rows)
             logits = self._run(num_rows, step, newest)
             found[logits.shape[0]] = logits

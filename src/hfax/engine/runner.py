@@ -8,7 +8,8 @@ not fit pages.
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from collections.abc import Collection
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from hfax.engine.scheduler import Limits, Part
 from hfax.engine.sequence import Sequence
 from hfax.programs.model_parts import ModelParts
 from hfax.programs.program_cache import Program
+from hfax.sharding.layout import describe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,10 @@ class Drawn:
 
 
 class Runner(Protocol):
-    """Runs steps on the device."""
+    """Runs steps on the device, with a program for each of a few sizes. Any program serves all smaller sizes, too."""
+
+    max_step_tokens: int | None
+    """Number of tokens that a step may have, with the sizes in use; None: no limit."""
 
     def forward(self, parts: list[Part], newest: jax.Array) -> list[Logits]:
         """Dispatch a step; returns its logits without waiting for them.
@@ -66,7 +71,24 @@ class Runner(Protocol):
         ...
 
     def warm_up(self, newest: jax.Array) -> list[jax.Array]:
-        """Compile every program of `forward` and run it once; returns logits, one array per possible number of rows."""
+        """Compile the programs of `forward` for all sizes in use, and run them once; returns logits, one array per possible number
+        of rows."""
+        ...
+
+    def use_fewest(self) -> None:
+        """Use only the size that serves every request, until `use` is called for others."""
+        ...
+
+    def unused(self) -> list[int]:
+        """Sizes that are not in use, those with most traffic first."""
+        ...
+
+    def compile(self, size: int) -> Any:
+        """Compile the program of a size without running it; from any thread. Returns abstract logits, [rows, vocab]."""
+        ...
+
+    def use(self, size: int) -> None:
+        """Use a size from the next step on; from any thread."""
         ...
 
 
@@ -87,11 +109,12 @@ class TokenDrawer:
         self._counts: dict[str, jax.Array] | None = None
         self._vocab_size = parts.num_logits()
         self._made: dict[tuple[int, str], Program] = {}
+        self._kinds: Collection[str] = KINDS
         self.newest: jax.Array = parts.layout.put(np.zeros(self._slots, np.int32))
 
     def draw(self, logits: Logits, draws: list[Draw], owners: tuple[tuple[Part, int] | None, ...]) -> Drawn:
         """Sample one token for each of the first rows of `logits`."""
-        kind = kind_of(draws)
+        kind = next(kind for kind in KINDS[KINDS.index(kind_of(draws)) :] if kind in self._kinds)
         if self._is_batch_invariant:
             logits = dataclasses.replace(logits, array=self._padded(logits.array))
         rows = make_rows(draws, logits.array.shape[0], kind, vocab_size=self._vocab_size, num_slots=self._slots)
@@ -100,32 +123,35 @@ class TokenDrawer:
     def _run(self, kind: str, logits: jax.Array, rows: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         counts = self._require_counts() if kind == "general" else None
         args = (logits, self._parts.layout.put(rows), self.newest, counts)
-        key = logits.shape[0], kind
-        if key not in self._made:
-            self._made[key] = self._parts.programs.get(
-                f"draw[{logits.shape[0]}] {kind}",
+        out, self.newest, counts = self._program(kind, args).run(*args)
+        if kind == "general":
+            self._counts = counts
+        return out
+
+    def _program(self, kind: str, args: tuple[Any, ...]) -> Program:
+        num_rows = args[0].shape[0]
+        if (program := self._made.get((num_rows, kind))) is None:
+            program = self._made[num_rows, kind] = self._parts.programs.get(
+                f"draw[{num_rows}] {kind}",
                 ("engine", kind),
                 lambda logits, rows, newest, counts: (draw_tokens(kind, logits, rows, newest, counts), None),
                 args,
                 donate=(3,) if kind == "general" else (),
             )
-        out, self.newest, counts = self._made[key].run(*args)
-        if kind == "general":
-            self._counts = counts
-        return out
+        return program
 
     def _padded(self, logits: jax.Array) -> jax.Array:
         """The logits with a row for each slot; in a program of its own, since XLA orders the sums of what it fuses."""
+        return logits if logits.shape[0] >= self._slots else self._padding(logits).run(logits)
+
+    def _padding(self, logits: Any) -> Program:
         missing = self._slots - logits.shape[0]
-        if missing <= 0:
-            return logits
-        pad = self._parts.programs.get(
+        return self._parts.programs.get(
             f"pad[{logits.shape[0]}]",
             ("engine", self._slots),
             lambda logits: (jnp.pad(logits, ((0, missing), (0, 0))), None),
             (logits,),
         )
-        return pad.run(logits)
 
     def remember(self, sequence: Sequence) -> None:
         """Load a sequence's token counts, for penalties, into its slot."""
@@ -155,12 +181,39 @@ class TokenDrawer:
         self._counts = None
         self.newest = self._parts.layout.put(np.zeros(self._slots, np.int32))
 
+    def use_fewest(self) -> None:
+        """Use only the program that supports all options, until `use_all` is called."""
+        self._kinds = KINDS[-1:]
+
+    def use_all(self) -> None:
+        """Use the cheapest program that supports the options of a step."""
+        self._kinds = KINDS
+
+    def compile(self, logits: Any) -> None:
+        """Compile every sampling program for this number of logits rows without running it; from any thread.
+
+        Args:
+            logits: [rows, vocab], abstract.
+        """
+        where = self._parts.layout.replicated
+
+        def abstract(tree: Any) -> Any:
+            return jax.tree.map(lambda array: describe(array, where), tree)
+
+        if self._is_batch_invariant and logits.shape[0] < self._slots:
+            logits = self._padding(logits).results
+        counts = abstract(jax.eval_shape(lambda: init_counts(self._slots, self._vocab_size)))
+        for kind in KINDS:
+            rows = make_rows([], logits.shape[0], kind, vocab_size=self._vocab_size, num_slots=self._slots)
+            args = logits, self._parts.layout.put(rows), abstract(self.newest), counts if kind == "general" else None
+            self._program(kind, args)
+
     def warm_up(self, logits: jax.Array) -> None:
-        """Compile every sampling program for this number of logits rows, and run it once."""
+        """Compile the sampling programs in use for this number of logits rows, and run them once."""
         if self._is_batch_invariant:
             logits = self._padded(logits)
         num_rows = logits.shape[0]
-        for kind in KINDS:
+        for kind in self._kinds:
             rows = make_rows([], num_rows, kind, vocab_size=self._vocab_size, num_slots=self._slots)
             self._run(kind, logits, rows)
         length = self._max_tokens + 1

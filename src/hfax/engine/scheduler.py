@@ -78,6 +78,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.max_step_tokens = limits.max_num_batched_tokens
+        """Maximum tokens of a step, at most `limits.max_num_batched_tokens`."""
         self._slots = list(range(limits.max_num_seqs - 1, -1, -1))
 
     @property
@@ -103,7 +105,7 @@ class Scheduler:
     def schedule(self) -> list[Part]:
         """Schedule the next step; empty if there is nothing to do."""
         parts: list[Part] = []
-        budget = self.limits.max_num_batched_tokens
+        budget = self.max_step_tokens
         logits = self.limits.max_num_seqs
         self.running.sort(key=lambda s: (s.is_in_prompt, s.order))
         for sequence in list(self.running):
@@ -145,7 +147,7 @@ class Scheduler:
 
     def _room(self, parts: list[Part]) -> tuple[int, int]:
         """The tokens and the rows of logits that a step has left."""
-        tokens = self.limits.max_num_batched_tokens - sum(p.count for p in parts)
+        tokens = self.max_step_tokens - sum(p.count for p in parts)
         return tokens, self.limits.max_num_seqs - sum(p.num_logits for p in parts)
 
     def _start(self, sequence: Sequence, parts: list[Part]) -> bool:

@@ -22,6 +22,8 @@ from hfax.kernels import target
 from hfax.programs.buckets import Buckets, prompt_bucket
 from hfax.programs.checks import raise_failed, raise_unread
 from hfax.programs.model_parts import ModelParts
+from hfax.programs.program_cache import Program
+from hfax.sharding.layout import describe
 
 if TYPE_CHECKING:
     from hfax.backends.base_model import BaseModel
@@ -43,9 +45,19 @@ class SlotRunner:
         self._parts = parts
         self._limits = limits
         self._is_encoder_decoder = parts.traced.traits.is_encoder_decoder
-        self._buckets = Buckets(made=tuple((1, n, self._capacity) for n in self._prompt_lengths()))
+        self._lengths = self._prompt_lengths()
         self._states: dict[str, Any] | None = None
+        self._state_shapes: Any = None
         self._made: dict[Any, Any] = {}
+
+    max_step_tokens = None
+
+    @property
+    def _buckets(self) -> Buckets:
+        return self._buckets_of(*self._lengths)
+
+    def _buckets_of(self, *lengths: int) -> Buckets:
+        return Buckets(made=tuple((1, length, self._capacity) for length in lengths))
 
     @property
     def _capacity(self) -> int:
@@ -95,7 +107,14 @@ class SlotRunner:
         inputs, static = put(prompts.inputs), prompts.static
         if self._states is None:
             self._states = self._make_states(inputs, static)
-        args = (dict(self._parts.weights), inputs, put(np.int32(slot)), self._states)
+        program = self._read_program(prompts, (dict(self._parts.weights), inputs, put(np.int32(slot)), self._states))
+        raise_unread(program.unread, inputs, self._parts.traced.traits)
+        logits, self._states, checks = program.run(dict(self._parts.weights), inputs, put(np.int32(slot)), self._states)
+        raise_failed(checks)
+        return logits
+
+    def _read_program(self, prompts: Prompts, args: tuple[Any, ...]) -> Program:
+        inputs, static = args[1], prompts.static
 
         def run(params: Any, inputs: Any, slot: jax.Array, states: Any) -> Any:
             logits, state, checks = self._begin(params, inputs, static)
@@ -107,15 +126,12 @@ class SlotRunner:
 
         shapes = tuple((name, array.shape) for name, array in sorted(inputs.items()))
         key = repr((shapes, static))
-        if key not in self._made:
+        if (program := self._made.get(key)) is None:
             name = f"read[{prompts.padded_shape[1]}]"
-            self._made[key] = self._parts.programs.get(
+            program = self._made[key] = self._parts.programs.get(
                 name, ("engine slots", self._capacity, static), run, args, donate=(3,), inputs_at=1
             )
-        raise_unread(self._made[key].unread, inputs, self._parts.traced.traits)
-        logits, self._states, checks = self._made[key].run(*args)
-        raise_failed(checks)
-        return logits
+        return program
 
     def _begin(self, params: Any, inputs: Any, static: Any) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
         checks: dict[str, jax.Array] = {}
@@ -132,6 +148,8 @@ class SlotRunner:
 
         def make() -> Any:
             return jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), state)
+
+        self._state_shapes = jax.eval_shape(make)
 
         return jax.jit(make, out_shardings=self._parts.layout.replicated)()
 
@@ -169,17 +187,40 @@ class SlotRunner:
         """Implements `Runner`."""
         self._states = None
 
-    def warm_up(self, newest: jax.Array) -> list[jax.Array]:
-        """Compile every program and run it once; returns logits, one array per program kind. Image inputs compile separately."""
-        logits = []
+    def use_fewest(self) -> None:
+        """Implements `Runner`: the longest prompt, and the decoding step."""
+        self._lengths = self._lengths[-1:]
+
+    def unused(self) -> list[int]:
+        """Implements `Runner`: short prompts come first."""
+        if self._parts.traced.traits.counts_padding:
+            return []
+        return [length for length in self._prompt_lengths() if length not in self._lengths]
+
+    def compile(self, size: int) -> Any:
+        """Implements `Runner`."""
+        put, where = self._parts.layout.put, self._parts.layout.replicated
+        prompts = self._example(size, self._buckets_of(size))
+        states = jax.tree.map(lambda array: describe(array, where), self._state_shapes)
+        args = (dict(self._parts.weights), put(prompts.inputs), put(np.int32(0)), states)
+        program = self._read_program(prompts, args)
+        return program.results[0]
+
+    def use(self, size: int) -> None:
+        """Implements `Runner`."""
+        self._lengths = sorted([*self._lengths, size])
+
+    def _example(self, length: int, buckets: Buckets) -> Prompts:
         ids = self._model.example_prompt(1, 1)
-        for length in self._prompt_lengths():
+        return self._model.read_prompt(np.repeat(ids, min(length, prompt_bucket(length)), axis=1), {}, buckets)
+
+    def warm_up(self, newest: jax.Array) -> list[jax.Array]:
+        """Implements `Runner`. Image inputs compile separately."""
+        logits = []
+        for length in self._lengths:
             if self._parts.traced.traits.counts_padding:
                 break  # each prompt length compiles its own program
-            prompts = self._model.read_prompt(
-                np.repeat(ids, min(length, prompt_bucket(length)), axis=1), {}, self._buckets
-            )
-            logits = [self._read_prompt(prompts, 0)]
+            logits = [self._read_prompt(self._example(length, self._buckets), 0)]
         if self._states is not None:
             logits.append(self._decode(newest))
         return logits

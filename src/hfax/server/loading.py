@@ -81,7 +81,12 @@ def make_reader(loaded: Loaded, model_names: tuple[str, ...], image_hosts: tuple
 
 
 def load_checkpoint(
-    checkpoint: Checkpoint, engine_config: EngineConfig, *, chat_template: str | None, on_step: OnStep
+    checkpoint: Checkpoint,
+    engine_config: EngineConfig,
+    *,
+    chat_template: str | None,
+    on_step: OnStep,
+    in_background: bool = False,
 ) -> Loaded:
     """Load a checkpoint and compile its programs.
 
@@ -90,13 +95,20 @@ def load_checkpoint(
         engine_config: the engine's configuration, for a model that generates.
         chat_template: a chat template that replaces the tokenizer's.
         on_step: called after each engine step.
+        in_background: see `Engine.warm_up`.
     """
     tokenizer = checkpoint.open_tokenizer()
     if _generates(checkpoint.architectures):
         processor = checkpoint.load_processor()
         model = checkpoint.load_model()
         return load_writer(
-            model, tokenizer, engine_config, processor=processor, chat_template=chat_template, on_step=on_step
+            model,
+            tokenizer,
+            engine_config,
+            processor=processor,
+            chat_template=chat_template,
+            on_step=on_step,
+            in_background=in_background,
         )
     embedder = Embedder(checkpoint.load_model("feature-extraction"), tokenizer, checkpoint.source.folder)
     embedder.warm_up()
@@ -119,6 +131,7 @@ def load_writer(
     processor: Any,
     chat_template: str | None,
     on_step: OnStep,
+    in_background: bool = False,
 ) -> Loaded:
     """Start an engine for a generative model, and warm it up.
 
@@ -129,10 +142,11 @@ def load_writer(
         processor: a transformers processor for image input; None: the model takes no images.
         chat_template: a chat template that replaces the tokenizer's.
         on_step: called after each engine step with its seconds and token count.
+        in_background: see `Engine.warm_up`.
     """
     engine = Engine(model, tokenizer, engine_config, on_step=on_step)
     defaults, most = read_defaults(model.default_option)
-    engine.warm_up()
+    engine.warm_up(in_background=in_background)
     return Loaded(
         tokenizer=tokenizer,
         template=ChatTemplate(tokenizer, processor, chat_template),

@@ -96,6 +96,11 @@ class Metrics:
         core, pages = engine.core, engine.pages
         self._gauge("num_requests_running", "Running sequences.", lambda: len(core.scheduler.running))
         self._gauge("num_requests_waiting", "Waiting sequences.", lambda: core.num_waiting)
+        self._gauge(
+            "num_programs_left",
+            "Sets of programs that are being compiled in the background.",
+            lambda: engine.num_programs_left,
+        )
         counters: dict[str, Callable[[], float]] = {"num_preemptions": lambda: core.scheduler.num_preemptions}
         if pages is not None:
             self._gauge(

@@ -135,9 +135,13 @@ class Served:
         return "degraded" if self.workers.is_exhausted else "ready"
 
     def health(self) -> dict[str, Any]:
-        """The state, and while the model loads, how far that is."""
+        """The state; while the model loads, how far that is; while programs are compiled beside requests, how many are left."""
         state = self.state
-        return {"status": state, **(self.progress.as_json() if state == "loading" else {})}
+        if state == "loading":
+            return {"status": state, **self.progress.as_json()}
+        engine = None if self._loaded is None else self._loaded.engine
+        left = 0 if engine is None else engine.num_programs_left
+        return {"status": state, **({"programs_left": left} if left else {})}
 
     def stop(self) -> None:
         """Stop accepting requests."""
