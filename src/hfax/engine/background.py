@@ -1,4 +1,4 @@
-"""Compiles an engine's programs beside its steps: requests are answered with the fewest programs, and with others once they are made."""
+"""Compiles an engine's programs beside its steps, which use the fewest programs at first, and others once they are made."""
 
 from __future__ import annotations
 

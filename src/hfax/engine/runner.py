@@ -54,8 +54,10 @@ class Drawn:
 class Runner(Protocol):
     """Runs steps on the device, with a program for each of a few sizes. Any program serves all smaller sizes, too."""
 
-    max_step_tokens: int | None
-    """Number of tokens that a step may have, with the sizes in use; None: no limit."""
+    @property
+    def max_step_tokens(self) -> int | None:
+        """Number of tokens that a step may have, with the sizes in use; None: no limit."""
+        ...
 
     def forward(self, parts: list[Part], newest: jax.Array) -> list[Logits]:
         """Dispatch a step; returns its logits without waiting for them.
