@@ -126,7 +126,7 @@ class Checkpoint:
             task=task,
             dtype=self.options.dtype,
             revision=self.source.revision,
-            local_files_only=True,
+            local_files_only=not self.source.remote_files,
             trust_remote_code=self.options.trust_remote_code,
             quantization=self.options.quantization,
             parallelism=self.options.parallelism,

@@ -6,6 +6,7 @@ Model files are not stored here; they are in huggingface_hub's cache.
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 
@@ -15,3 +16,19 @@ def hfax_home() -> Path:
         return Path(explicit).expanduser()
     xdg = os.environ.get("XDG_CACHE_HOME")
     return (Path(xdg).expanduser() if xdg else Path.home() / ".cache") / "hfax"
+
+
+def put(path: Path, data: bytes) -> None:
+    """Write a file of a cache atomically.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written; there is no half file.
+    """
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".writing-", delete=False) as file:
+        try:
+            file.write(data)
+            file.close()
+            Path(file.name).replace(path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fnmatch
 import logging
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -30,16 +28,18 @@ from huggingface_hub.errors import (
 )
 
 from hfax.errors import CheckpointAccessError, CheckpointNotFoundError, HfaxError
-from hfax.load.weight_files import check_shards, choose_gguf, choose_weight_files, is_gguf, listing, read_weight_map
+from hfax.load.weight_files import (
+    check_shards,
+    choose_gguf,
+    choose_weight_files,
+    companions,
+    is_gguf,
+    listing,
+    read_weight_map,
+)
 from hfax.phases import phase
 
 logger = logging.getLogger(__name__)
-
-_COMPANIONS = (
-    *("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.spm", "*.bpe", "*.vocab", "*.codes"),
-    "additional_chat_templates/*.jinja",
-)
-_NOT_COMPANIONS = ("*.index.json", "trainer_state.json", "*_results.json", "LICENSE*", "README*", "requirements*.txt")
 
 
 def fetch_checkpoint(
@@ -188,28 +188,12 @@ def _fetch_files(fetcher: _Fetcher, repo_id: str, sizes: dict[str, int], allow_c
         index = fetcher.get(weights.main)
         weight_map = read_weight_map(index.read_text(encoding="utf-8", errors="replace"), f"{repo_id}/{weights.main}")
         shards = check_shards(weight_map, sizes, f"the Hub repository {repo_id!r}")
-    wanted = [name for name in (*_companions(sizes, allow_code), *shards) if fetcher.cached(name) is None]
+    wanted = [name for name in (*companions(sizes, allow_code), *shards) if fetcher.cached(name) is None]
     if wanted:
         fetcher.check_free(sum(sizes[name] for name in wanted))
     for name in wanted:
         fetcher.get(name)
     return folder
-
-
-def _companions(names: Iterable[str], allow_code: bool) -> list[str]:
-    """Configuration, tokenizer and chat template files, and Python code if allowed."""
-
-    def is_wanted(name: str) -> bool:
-        if name.endswith(".py"):
-            return allow_code
-        patterns = [pattern for pattern in _COMPANIONS if pattern.count("/") == name.count("/")]
-        return _matches(name, patterns) and not _matches(name, _NOT_COMPANIONS)
-
-    return sorted(filter(is_wanted, names))
-
-
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _cached_snapshot(

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from hfax.load.safetensors_file import SafetensorsFile
+from hfax.object_storage import RemoteFile
 from hfax.sharding.layout import from_slices
 
 
@@ -23,7 +24,7 @@ class SafetensorsArrays:
         CheckpointCorruptError: a file is damaged.
     """
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Path | RemoteFile]) -> None:
         files = [SafetensorsFile(path) for path in paths]
         self._files = {name: file for file in files for name in file.tensors}
         self.arrays = {

@@ -23,13 +23,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hfax.load.byte_source import LocalBytes, RemoteBytes
 from hfax.load.safetensors_header import ALIGNMENT, TensorInfo, corrupt, read_header
+from hfax.object_storage import RemoteFile
 
 if TYPE_CHECKING:
     import torch
 
-# Bytes per call: large enough to amortise its cost, small enough that Ctrl-C is handled at once.
-_READ_BYTES = 8 << 20
+_POPULATED_BYTES = 8 << 20
+"""Pages loaded in a call: Ctrl-C is handled between two."""
 # linux/mman.h since 5.14; Python's mmap module does not name it.
 _MADV_POPULATE_READ = 22
 
@@ -38,7 +40,7 @@ class SafetensorsFile:
     """An open safetensors file with a validated header. Reads are thread-safe.
 
     Args:
-        path: the file.
+        path: the file; one of an object store is read into memory.
         mapped: whether aligned tensors may be memory-mapped instead of copied. A mapped file must not be modified in
             place while its arrays are alive (replacing it with another file, as `save_safetensors` does, is fine): the
             arrays would change too, and truncating it would kill the process.
@@ -51,13 +53,15 @@ class SafetensorsFile:
     Arrays keep their memory alive and stay valid after the file is closed.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, mapped: bool = True, alignment: int = ALIGNMENT) -> None:
-        self.path = Path(path)
+    def __init__(
+        self, path: str | os.PathLike[str] | RemoteFile, *, mapped: bool = True, alignment: int = ALIGNMENT
+    ) -> None:
+        self._source = RemoteBytes(path) if isinstance(path, RemoteFile) else LocalBytes(Path(path))
+        self.path = self._source.path
         self._alignment = alignment
-        self._fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        self._close = weakref.finalize(self, os.close, self._fd)
+        self._close = weakref.finalize(self, self._source.close)
         try:
-            header = read_header(self._fd, self.path)
+            header = read_header(self._source)
         except BaseException:
             self.close()
             raise
@@ -66,7 +70,8 @@ class SafetensorsFile:
         self._buffers = HostBuffers(ALIGNMENT)
         self._lock = threading.Lock()
         self._mapping: mmap.mmap | None = None
-        self._may_map = mapped
+        self._fd = self._source.fileno()
+        self._may_map = mapped and self._fd is not None
 
     def read(self, name: str) -> np.ndarray:
         """The whole tensor.
@@ -146,7 +151,7 @@ class SafetensorsFile:
         done = 0
         while done < len(buffer):
             try:
-                count = os.preadv(self._fd, [buffer[done : done + _READ_BYTES]], begin + done)
+                count = self._source.read_into(buffer[done:], begin + done)
             except OSError as error:
                 raise corrupt(self.path, f"reading tensor {name!r} failed: {error}") from error
             if count == 0:
@@ -159,7 +164,7 @@ class SafetensorsFile:
     def _map(self) -> mmap.mmap | None:
         """The whole file, mapped once; None if the file system does not support it."""
         with self._lock:
-            if self._mapping is None:
+            if self._mapping is None and self._fd is not None:
                 file_bytes = max(info.end for info in self.tensors.values())
                 try:
                     # Writable, so that torch and XLA treat the arrays as ordinary memory; private, so that the
@@ -180,9 +185,9 @@ class SafetensorsFile:
         """Load the pages now, so that disk errors and waits occur during loading, not in the first forward pass."""
         if sys.platform != "linux":
             return
-        for start in range(begin - begin % mmap.PAGESIZE, end, _READ_BYTES):
+        for start in range(begin - begin % mmap.PAGESIZE, end, _POPULATED_BYTES):
             try:
-                mapping.madvise(_MADV_POPULATE_READ, start, min(_READ_BYTES, end - start))
+                mapping.madvise(_MADV_POPULATE_READ, start, min(_POPULATED_BYTES, end - start))
             except OSError as error:
                 if error.errno == errno.EINVAL:
                     return  # kernels before 5.14: pages are loaded on first access

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +21,9 @@ from hfax.errors import CheckpointCorruptError, UnsupportedOptionError
 
 if TYPE_CHECKING:
     import torch
+
+    from hfax.load.byte_source import ByteSource
+    from hfax.object_storage import RemoteFile
 
 MAX_HEADER_BYTES = 100_000_000
 """Same limit as the safetensors library: no real checkpoint comes near it, so a larger header means the file is not
@@ -127,15 +129,15 @@ class Header:
     metadata: dict[str, str]
 
 
-def read_header(fd: int, path: Path) -> Header:
-    """Read and validate the header of the open file `fd`; `path` is used only in messages.
+def read_header(source: ByteSource) -> Header:
+    """Read and validate a file's header.
 
     Raises:
         CheckpointCorruptError: the file is not safetensors, is truncated, or its tensors overlap, leave holes or have a
             size that does not match their shape and dtype.
     """
-    file_bytes = os.fstat(fd).st_size
-    start = os.pread(fd, 128, 0)
+    file_bytes, path = source.size, source.path
+    start = _read(source, 128, 0)
     if start.startswith(b"version https://git-lfs"):
         raise corrupt(path, "it is a Git LFS pointer, not the file itself", fix="Run `git lfs pull` in its repository.")
     if len(start) < 8:
@@ -147,7 +149,7 @@ def read_header(fd: int, path: Path) -> Header:
             f"its header claims {header_bytes} bytes, but the file has {file_bytes - 8} after the length "
             f"(at most {MAX_HEADER_BYTES} are allowed)",
         )
-    entries = _parse(os.pread(fd, header_bytes, 8), header_bytes, path)
+    entries = _parse(_read(source, header_bytes, 8), header_bytes, path)
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise corrupt(path, "its __metadata__ is not an object of strings")
@@ -175,7 +177,7 @@ def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]], metadat
     return struct.pack("<Q", len(text)) + text
 
 
-def corrupt(path: Path, found: str, fix: str | None = None) -> CheckpointCorruptError:
+def corrupt(path: Path | RemoteFile, found: str, fix: str | None = None) -> CheckpointCorruptError:
     """The error for an unreadable file; `found` describes the problem."""
     return CheckpointCorruptError(
         f"{path} cannot be read as safetensors: {found}.",
@@ -184,7 +186,16 @@ def corrupt(path: Path, found: str, fix: str | None = None) -> CheckpointCorrupt
     )
 
 
-def _parse(text: bytes, header_bytes: int, path: Path) -> dict[str, Any]:
+def _read(source: ByteSource, count: int, begin: int) -> bytes:
+    """Bytes from `begin` on, fewer than `count` at the end of the file."""
+    buffer = memoryview(bytearray(count))
+    done = 0
+    while done < count and (read := source.read_into(buffer[done:], begin + done)):
+        done += read
+    return bytes(buffer[:done])
+
+
+def _parse(text: bytes, header_bytes: int, path: Path | RemoteFile) -> dict[str, Any]:
     if len(text) < header_bytes:
         raise corrupt(path, f"its header has {header_bytes} bytes, but only {len(text)} could be read")
     try:
@@ -196,7 +207,7 @@ def _parse(text: bytes, header_bytes: int, path: Path) -> dict[str, Any]:
     return entries
 
 
-def _unique(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]], path: Path | RemoteFile) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
         names = [name for name, _ in pairs]
@@ -204,7 +215,7 @@ def _unique(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
     return entries
 
 
-def _tensor_info(name: str, entry: dict[str, Any], data_start: int, path: Path) -> TensorInfo:
+def _tensor_info(name: str, entry: dict[str, Any], data_start: int, path: Path | RemoteFile) -> TensorInfo:
     if not isinstance(entry, dict):
         raise corrupt(path, f"the header's entry for {name!r} is {entry!r}, not an object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
@@ -226,7 +237,7 @@ def _are_counts(values: Any) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
-def _check_layout(tensors: dict[str, TensorInfo], data_start: int, file_bytes: int, path: Path) -> None:
+def _check_layout(tensors: dict[str, TensorInfo], data_start: int, file_bytes: int, path: Path | RemoteFile) -> None:
     """Check that tensors are back to back, from the end of the header to the end of the file."""
     end = data_start
     previous = "the header"

@@ -24,6 +24,7 @@ from hfax.load.weight_files import (
     listing,
     read_weight_map,
 )
+from hfax.object_storage import RemoteFile, is_url
 
 DEMO_NAME = "demo"
 """Name of the checkpoint bundled with the package. Use "./demo" for a folder of that name."""
@@ -41,6 +42,7 @@ class CheckpointSource:
         format: weight format.
         weight_files: weight files, in order.
         weight_map: tensor name to file name in `folder`, from the index; None for a single file.
+        remote_files: the weight files, in order, if they are in an object store: safetensors, which are read from there.
     """
 
     name: str
@@ -49,6 +51,12 @@ class CheckpointSource:
     format: WeightFormat
     weight_files: tuple[Path, ...]
     weight_map: Mapping[str, str] | None
+    remote_files: tuple[RemoteFile, ...] = ()
+
+    @property
+    def safetensors_files(self) -> tuple[Path | RemoteFile, ...]:
+        """The weight files of the format safetensors, in order."""
+        return self.remote_files or self.weight_files
 
 
 def resolve_checkpoint(
@@ -63,8 +71,9 @@ def resolve_checkpoint(
     """Find a checkpoint, downloading missing files.
 
     Args:
-        name_or_path: a folder, a Hub repository id ("Qwen/Qwen3-0.6B"), or "demo"; or a GGUF file: its path,
-            "owner/repo/file.gguf", or "owner/repo:Q4_K_M" for the repository's only one of that name.
+        name_or_path: a folder, a Hub repository id ("Qwen/Qwen3-0.6B"), or "demo"; the URL of a folder in an object store
+            ("gs://bucket/folder", "s3://…", "hf://…"); or a GGUF file: its path, "owner/repo/file.gguf", or
+            "owner/repo:Q4_K_M" for the repository's only one of that name.
         revision: branch, tag or commit of a Hub repository; its main branch if None. Ignored for folders.
         token: Hub token for private and gated repositories; None uses the token stored by `hf auth login`, False sends none.
         cache_dir: Hub cache folder; None: huggingface_hub's default.
@@ -80,6 +89,19 @@ def resolve_checkpoint(
         HfaxError: the disk is full.
     """
     name = os.fspath(name_or_path)
+    if is_url(name):
+        from hfax.load.remote_checkpoint import open_remote
+
+        remote = open_remote(name, revision=revision, local_files_only=local_files_only, allow_code=allow_code)
+        return CheckpointSource(
+            name=name,
+            folder=remote.folder,
+            revision=None,
+            format="safetensors",
+            weight_files=(),
+            weight_map=remote.weight_map,
+            remote_files=remote.weight_files,
+        )
     if name == DEMO_NAME:
         return _open_folder(name, Path(str(importlib.resources.files("hfax").joinpath("demo"))), None)
     folder = Path(name).expanduser()
@@ -175,7 +197,7 @@ def reject_missing_path(name: str) -> None:
         CheckpointNotFoundError: names what is in the folder instead.
     """
     path = Path(name).expanduser()
-    if name != DEMO_NAME and not path.exists() and (path.suffix == ".json" or _is_path(name)):
+    if name != DEMO_NAME and not is_url(name) and not path.exists() and (path.suffix == ".json" or _is_path(name)):
         raise CheckpointNotFoundError(
             f"There is no {'file' if path.suffix in ('.gguf', '.json') else 'folder'} {path.absolute()}.",
             "The name looks like a path, not a Hub repository (owner/name).",

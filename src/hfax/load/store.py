@@ -110,7 +110,7 @@ def open_store(source: CheckpointSource) -> TensorStore:
         return _open_flax(source)
     if source.format == "gguf":
         return _open_gguf(source)
-    files = [SafetensorsFile(path) for path in source.weight_files]
+    files = [SafetensorsFile(path) for path in source.safetensors_files]
     where = {name: file for file in files for name in file.tensors}
     dtypes = (file.tensors[name].dtype for name, file in where.items())
     stored = next((_TORCH_DTYPES[dtype] for dtype in dtypes if dtype in _TORCH_DTYPES), None)

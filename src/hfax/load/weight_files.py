@@ -10,12 +10,14 @@ import dataclasses
 import fnmatch
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Literal
 
 from hfax.errors import CheckpointCorruptError, CheckpointNotFoundError
 
 WeightFormat = Literal["safetensors", "orbax", "pytorch_bin", "flax", "gguf"]
+BUNDLE_FILE = "bundle.json"
+"""In the folders that `hfax export` writes."""
 ORBAX_FOLDER = "orbax"
 """Subfolder of orbax weights saved by hfax; listed by name among the file names."""
 
@@ -39,6 +41,13 @@ _OTHER_FORMATS = (
     ("pytorch_model-*-of-*.bin", "shards without their index", "Download pytorch_model.bin.index.json too"),
     ("*.safetensors", "safetensors under another name", "Rename it to model.safetensors if it is the whole model"),
 )
+
+
+_COMPANIONS = (
+    *("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.spm", "*.bpe", "*.vocab", "*.codes"),
+    "additional_chat_templates/*.jinja",
+)
+_NOT_COMPANIONS = ("*.index.json", "trainer_state.json", "*_results.json", "LICENSE*", "README*", "requirements*.txt")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +81,22 @@ def choose_weight_files(names: Collection[str], where: str) -> WeightFiles:
         f"None of {', '.join(main for main, _ in _CANDIDATES)} is there. It has: {listing(names)}.",
         "Check the name; or build the model with random weights with AutoModelForTPU.from_config.",
     )
+
+
+def companions(names: Iterable[str], allow_code: bool) -> list[str]:
+    """Configuration, tokenizer and chat template files, and Python code if allowed."""
+
+    def is_wanted(name: str) -> bool:
+        if name.endswith(".py"):
+            return allow_code
+        patterns = [pattern for pattern in _COMPANIONS if pattern.count("/") == name.count("/")]
+        return _matches(name, patterns) and not _matches(name, _NOT_COMPANIONS)
+
+    return sorted(filter(is_wanted, names))
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def is_gguf(names: Collection[str]) -> bool:

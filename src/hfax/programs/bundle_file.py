@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hfax.load.weight_files import BUNDLE_FILE
+
 if TYPE_CHECKING:
     from hfax.load.source import CheckpointSource
 
-FILE = "bundle.json"
+FILE = BUNDLE_FILE
 START, TOKENIZER = "start.json", "start-tokenizer.json"
 """Records of its model and tokenizer (`hfax.stored`), in a bundle for one device."""
 PROGRAMS = "programs"

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from hfax.home import hfax_home
-from hfax.programs.program_records import put, record_path, write_record
+from hfax.home import hfax_home, put
+from hfax.programs.program_records import record_path, write_record
 
 logger = logging.getLogger(__name__)
 

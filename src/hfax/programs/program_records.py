@@ -10,10 +10,11 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from hfax.home import put
 
 _MOST_CHARACTERS = 48
 """Longer parts are kept as digests."""
@@ -65,22 +66,6 @@ def write_record(program: Path, parts: Mapping[str, str]) -> None:
     """Write the record of a program that has just been stored; a full disk is no error."""
     with contextlib.suppress(OSError):
         put(record_path(program), json.dumps(shortened(parts)).encode())
-
-
-def put(path: Path, data: bytes) -> None:
-    """Write a file of a folder of programs atomically.
-
-    Raises:
-        OSError: the disk is full, or the folder cannot be written; there is no half file.
-    """
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".writing-", delete=False) as file:
-        try:
-            file.write(data)
-            file.close()
-            Path(file.name).replace(path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
 
 
 def record_path(program: Path) -> Path:

@@ -32,7 +32,7 @@ class WeightReader:
     """
 
     def __init__(self, source: CheckpointSource) -> None:
-        self.files = [SafetensorsFile(path) for path in source.weight_files]
+        self.files = [SafetensorsFile(path) for path in source.safetensors_files]
         self.num_bytes = sum(info.end - info.begin for file in self.files for info in file.tensors.values())
         self._found: dict[tuple[int, str], Future[np.ndarray]] = {}
         self._changed = threading.Condition()
@@ -45,7 +45,7 @@ class WeightReader:
     def digest(self) -> str:
         """Of the checkpoint's small files, and of the names, shapes and places of its weights."""
         digest = hashlib.sha256(texts_digest(self.source.folder).encode())
-        for path, file in zip(self.source.weight_files, self.files, strict=True):
+        for path, file in zip(self.source.safetensors_files, self.files, strict=True):
             digest.update(f"{path.name}\n{file.tensors}\n".encode())
         return digest.hexdigest()
 

@@ -17,9 +17,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hfax.home import hfax_home
+from hfax.home import hfax_home, put
 from hfax.programs.program_files import is_of_another_user, remove_orphans
-from hfax.programs.program_records import put
 from hfax.programs.versions import source_digest, version_of
 
 if TYPE_CHECKING:

@@ -222,7 +222,7 @@ def load_saved(
     config = read_config(source, trust_remote_code=options.trust_remote_code)
     skeleton = _open_skeleton(config, options, source)
     is_orbax = source.format == "orbax"
-    store = OrbaxStore(source.weight_files[0]) if is_orbax else SafetensorsArrays(source.weight_files)
+    store = OrbaxStore(source.weight_files[0]) if is_orbax else SafetensorsArrays(source.safetensors_files)
     shapes = {n: tuple(t.shape) for n, t in skeleton.shapes.items()}
     layout = layout_of(skeleton, saved_layouts(shapes, set(store.arrays), lambda name: store.arrays[name].shape))
     params, tied = load_arrays(skeleton, store, layout)
