@@ -23,9 +23,10 @@ finally:
 """
 
 
-def _run(home: Path, *arguments: str, text: str = "") -> tuple[str, set[str]]:
+def _run(home: Path, *arguments: str, text: str = "", **variables: str) -> tuple[str, set[str]]:
     """What a command writes to stdout, and which of the large packages it imported."""
     environment = {**os.environ, "HFAX_HOME": str(home), "PYTHONPATH": str(Path(hfax.__file__).parents[1])}
+    environment |= variables
     command = [sys.executable, "-c", _WATCHED, *arguments]
     done = subprocess.run(
         command, input=text, env=environment, capture_output=True, text=True, timeout=300, check=False
@@ -102,3 +103,16 @@ def test_an_engine_with_its_server(home: Path) -> None:
     assert (stored_texts, stored_defaults) == (texts, defaults)
     assert (imported, still_imported) == (["torch", "transformers"], [])
     assert len(set(texts)) == 2
+
+
+def test_generate_on_another_machine_with_shared_programs(tmp_path: Path) -> None:
+    """It imports neither torch nor transformers the first time it runs there."""
+    options = ("--prompt-lengths", "16", "--max-new-tokens", "24", "--temperature", "0", "--json")
+    out, _ = _run(tmp_path / "one", "warm", "demo", *options, "--share", str(tmp_path / "shared"))
+    variable = {"HFAX_PROGRAMS": json.loads(out)["shared"]}
+    call = ("generate", "demo", "Return a", "--max-new-tokens", "20", "--temperature", "0", "--json")
+    first, imported = _run(tmp_path / "other", *call, **variable)
+    assert imported == {"jax"}
+    again, imported = _run(tmp_path / "other", *call)
+    assert imported == {"jax"}
+    assert json.loads(first)["text"] == json.loads(again)["text"]

@@ -21,8 +21,11 @@ from hfax.cli.serve import EngineOptions, require_server
 from hfax.errors import CheckpointNotFoundError, InvalidInputError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from hfax.checkpoint import Checkpoint
     from hfax.phases import PhaseEvent
+    from hfax.programs.shared import SharedFolder
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -45,6 +48,14 @@ def warm(
         bool, typer.Option("--for-server", help="The programs of hfax serve with the same model and engine options.")
     ] = False,
     engine: EngineOptions,
+    share: Annotated[
+        str | None,
+        typer.Option(
+            help="Also copy all that such a run reads to this folder or URL (gs://, s3://), for other machines with the same "
+            "software and device. To add to what it has, append its #sha256=…",
+            metavar="WHERE",
+        ),
+    ] = None,
     which: ModelOptions,
     json_output: model_options.JsonOption = False,
     verbose: model_options.VerboseOption = False,
@@ -66,8 +77,9 @@ def warm(
         with phases.following("warming up"):
             checkpoint = which.open(model)
             from hfax.phases import listen
+            from hfax.programs.program_files import noting_uses
 
-            with listen(note):
+            with listen(note), noting_uses() as used:
                 if for_server:
                     _warm_server(checkpoint, engine)
                 else:
@@ -76,14 +88,26 @@ def warm(
                     loaded = checkpoint.load_model()
                     length = how.max_new_tokens or _DEFAULT_LENGTH
                     loaded.compile(*sizes, max_new_tokens=length, progress=False, **how.as_arguments())
+        shared = None if share is None else str(_share(used, share))
         seconds = time.perf_counter() - started
         if json_output:
             rounded = {name: round(s, 3) for name, s in seen.items()}
-            typer.echo(json.dumps({"model": model, "compiled": rounded, "seconds": round(seconds, 3)}))
-        elif seen:
+            found = {"model": model, "compiled": rounded, "seconds": round(seconds, 3), "shared": shared}
+            typer.echo(json.dumps(found))
+            return
+        if seen:
             typer.echo(f"{len(seen)} programs compiled and stored, {seconds:.1f} s in all.")
         else:
             typer.echo("All of these programs were on the disk already.")
+        if shared is not None:
+            typer.echo(f"For other machines: export HFAX_PROGRAMS='{shared}'")
+
+
+def _share(used: set[Path], where: str) -> SharedFolder:
+    from hfax.home import hfax_home
+    from hfax.programs.shared import names_in, share
+
+    return share(names_in(hfax_home(), sorted(used)), where)
 
 
 def _check(for_server: bool, how: WritingOptions, engine: EngineOptions) -> None:

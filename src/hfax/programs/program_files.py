@@ -10,12 +10,14 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TypeVar
 
 from hfax.home import hfax_home, put
 from hfax.programs.program_records import record_path, write_record
+from hfax.programs.shared import find_shared, keep
 
 logger = logging.getLogger(__name__)
 
@@ -44,22 +46,49 @@ def is_of_another_user(path: Path) -> bool:
     return hasattr(os, "getuid") and path.stat().st_uid != os.getuid()
 
 
+_uses: ContextVar[set[Path] | None] = ContextVar("hfax_uses", default=None)
+
+
+@contextlib.contextmanager
+def noting_uses() -> Iterator[set[Path]]:
+    """The files of the cache that are read or written in the block, and in threads of its context, as they come."""
+    found = set[Path]()
+    token = _uses.set(found)
+    try:
+        yield found
+    finally:
+        _uses.reset(token)
+
+
+def note_use(path: Path) -> None:
+    """Tell `noting_uses` of a file."""
+    if (uses := _uses.get()) is not None:
+        uses.add(path)
+
+
 def read_program(path: Path, unpack: Callable[[bytes], _Loaded]) -> _Loaded | None:
-    """Load a program from disk; None if there is none or it cannot be used (then it is removed).
+    """Load a program from disk, or from a shared folder; None if there is none or it cannot be used (then it is removed).
 
     Args:
         path: its file.
         unpack: loads its contents; may raise anything.
+
+    Raises:
+        InvalidInputError: see `find_shared`.
     """
     if not is_enabled():
         return None
+    shared = None if path.exists() else find_shared(f"{program_folder().name}/{path.name}")
+    if shared is not None:
+        keep(path, shared)
     try:
-        if is_of_another_user(path):
+        if shared is None and is_of_another_user(path):
             logger.warning("%s is owned by another user and was ignored", path)
             return None
-        program = unpack(path.read_bytes())
+        program = unpack(path.read_bytes() if shared is None else shared)
         with contextlib.suppress(OSError):
             os.utime(path)
+        note_use(path)
         return program
     except FileNotFoundError:
         return None
@@ -85,6 +114,7 @@ def write_program(path: Path, packed: Callable[[], bytes], parts: dict[str, str]
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         put(path, data)
         write_record(path, parts)
+        note_use(path)
         _prune(path.parent)
     except Exception as error:
         logger.warning("program not cached in %s (%s: %s)", path.parent, type(error).__name__, error)

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hfax.home import hfax_home, put
-from hfax.programs.program_files import is_of_another_user, remove_orphans
+from hfax.programs.program_files import is_of_another_user, note_use, remove_orphans
+from hfax.programs.shared import find_shared, keep, shared_names
 from hfax.programs.versions import source_digest, version_of
 
 if TYPE_CHECKING:
@@ -95,7 +96,9 @@ def record_file(kind: str, subject: str, key: str) -> Path:
 
 def records_of(kind: str, subject: str) -> list[Path]:
     """The paths of the records of a subject, for any environment."""
-    return sorted(_folder().glob(f"{kind}-{subject[:16]}-*.json"))
+    prefix = f"{kind}-{subject[:16]}-"
+    shared = [_folder() / name.partition("/")[2] for name in shared_names(f"{_folder().name}/{prefix}")]
+    return sorted({*_folder().glob(f"{prefix}*.json"), *(path for path in shared if path.suffix == ".json")})
 
 
 def _folder() -> Path:
@@ -119,6 +122,8 @@ def write_record(record: Path, content: Mapping[str, Any], data: bytes) -> None:
         record.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         put(beside(record), data)
         put(record, encoded(content, data))
+        note_use(beside(record))
+        note_use(record)
         _prune(record.parent, record.name.partition("-")[0])
     except OSError as error:
         logger.info("%s was not written (%s)", record, error)
@@ -134,18 +139,31 @@ def read_record(record: Path, *, is_of_cache: bool = True) -> tuple[dict[str, An
 
     Args:
         record: its path.
-        is_of_cache: another user's is ignored, as are programs in a cache.
+        is_of_cache: another user's is ignored, as are programs in a cache; if there is none, a shared folder may have it.
     """
+    shared = _take_shared(record) if is_of_cache and not record.exists() else None
     try:
-        if is_of_cache and is_of_another_user(record):
+        if shared is None and is_of_cache and is_of_another_user(record):
             return None
-        content: Any = json.loads(record.read_bytes())
-        data = beside(record).read_bytes()
+        text, data = shared or (record.read_bytes(), beside(record).read_bytes())
+        content: Any = json.loads(text)
         if content.pop("data") == hashlib.sha256(data).hexdigest():
+            note_use(beside(record))
+            note_use(record)
             return content, data
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         pass
     return None
+
+
+def _take_shared(record: Path) -> tuple[bytes, bytes] | None:
+    """The two files of a record of a shared folder, kept in the cache; None if there is none."""
+    text, data = (find_shared(f"{_folder().name}/{path.name}") for path in (record, beside(record)))
+    if text is None or data is None:
+        return None
+    keep(beside(record), data)
+    keep(record, text)
+    return text, data
 
 
 def _prune(folder: Path, kind: str) -> None:
