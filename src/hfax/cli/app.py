@@ -53,7 +53,7 @@ _EXAMPLES = """[bold]Examples[/bold]
   hfax bench demo
   hfax env
 
-MODEL is a Hugging Face id, a local folder, or demo: a tiny model that ships with hfax.
+MODEL is a Hugging Face id, a folder, the URL of one in an object store, or demo: a tiny model that ships with hfax.
 Exit codes: 0 success, 1 failure, 2 usage error, 130 Ctrl-C."""
 
 _GARBAGE_THRESHOLD = 50_000

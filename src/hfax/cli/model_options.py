@@ -36,7 +36,10 @@ class Quantization(StrEnum):
 _PANEL = "Model"
 
 ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Hugging Face id, local folder, or demo.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="MODEL", help="Hugging Face id, folder, its URL (gs://, s3://), or demo.", show_default=False
+    ),
 ]
 DtypeOption = Annotated[Dtype, typer.Option(help="Weight dtype; auto: the checkpoint's dtype.", rich_help_panel=_PANEL)]
 QuantizationOption = Annotated[

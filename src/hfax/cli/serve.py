@@ -251,7 +251,11 @@ class TelemetryOptions:
 def serve(
     model: Annotated[
         str,
-        typer.Argument(metavar="MODEL[@REVISION]", help="Hugging Face id, local folder, or demo.", envvar="HFAX_MODEL"),
+        typer.Argument(
+            metavar="MODEL[@REVISION]",
+            help="Hugging Face id, folder, its URL (gs://, s3://), or demo.",
+            envvar="HFAX_MODEL",
+        ),
     ],
     *,
     host: Annotated[
