@@ -11,7 +11,7 @@ import pytest
 import typer.main
 import yaml
 
-from hfax.cli.app import app
+from hfax.cli.app import make_app
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -27,7 +27,7 @@ def options(manifests: dict[str, Any]) -> dict[str, Any]:
     """What `hfax serve` makes of the container's arguments."""
     (container,) = manifests["Deployment"]["spec"]["template"]["spec"]["containers"]
     verb, *words = container["args"]
-    verbs: Any = typer.main.get_command(app)
+    verbs: Any = typer.main.get_command(make_app())
     return verbs.commands[verb].make_context(verb, words).params
 
 

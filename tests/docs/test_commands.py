@@ -24,7 +24,7 @@ import servers
 import typer.main
 from code_blocks import ROOT, command_lines, hfax_commands, pages_of_docs
 
-from hfax.cli.app import app
+from hfax.cli.app import make_app
 
 PAGES = [
     "README.md",
@@ -164,7 +164,7 @@ def _parse(command: str) -> None:
     """Parse as far as the verb's own function, with the types of all values."""
     verb = _verb(command)
     words = shlex.split(command)[1 + len(verb.split()) :]
-    verbs: Any = typer.main.get_command(app)
+    verbs: Any = typer.main.get_command(make_app())
     assert verb in verbs.commands, f"no verb {verb!r}"
     verbs.commands[verb].make_context(verb, words)
 

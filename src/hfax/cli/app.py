@@ -6,37 +6,18 @@ imports, so `--help` and completion are fast.
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import gc
+import importlib
+import os
 import sys
-from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.main import get_command_name
-from typer.models import CommandInfo
 
 from hfax import progress
-from hfax.cli.bench import bench
-from hfax.cli.bench_attack import bench_attack
-from hfax.cli.bench_serve import bench_serve
-from hfax.cli.chat import chat
-from hfax.cli.classify import classify
-from hfax.cli.convert import convert
-from hfax.cli.doctor import doctor
-from hfax.cli.env import env
 from hfax.cli.error_display import is_debugging, show_error
-from hfax.cli.export import export
-from hfax.cli.generate import generate
-from hfax.cli.launch import launch
-from hfax.cli.lm_eval import lm_eval
-from hfax.cli.matrix import matrix
-from hfax.cli.perplexity import perplexity
-from hfax.cli.plan import plan
-from hfax.cli.serve import serve
-from hfax.cli.train import train
-from hfax.cli.verify import verify
-from hfax.cli.warm import warm
 from hfax.errors import BackendNotAvailableError, HfaxError
 
 _EXAMPLES = """[bold]Examples[/bold]
@@ -56,17 +37,42 @@ _EXAMPLES = """[bold]Examples[/bold]
 MODEL is a Hugging Face id, a folder, the URL of one in an object store, or demo: a tiny model that ships with hfax.
 Exit codes: 0 success, 1 failure, 2 usage error, 130 Ctrl-C."""
 
+_COMPLETION = "_HFAX_COMPLETE"
 _GARBAGE_THRESHOLD = 50_000
 """New objects after which Python looks for garbage, in a command: importing makes many and no garbage."""
 
-app = typer.Typer(
-    name="hfax",
-    help="Run any Hugging Face transformers model on TPUs, GPUs and CPUs through JAX and XLA.",
-    epilog=_EXAMPLES,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    pretty_exceptions_enable=False,
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Command:
+    """A subcommand.
+
+    Args:
+        module: defines `function`, and `EXAMPLES` for the end of its help.
+        function: its name.
+        settings: of typer's context.
+    """
+
+    module: str
+    function: str
+    settings: Mapping[str, Any] | None = None
+
+
+_REST = {"allow_extra_args": True, "ignore_unknown_options": True}
+_OWN_MODULES = (
+    *("generate", "chat", "serve", "train", "perplexity", "classify", "doctor", "verify", "plan", "export", "convert"),
+    *("warm", "bench", "matrix", "env"),
 )
+_COMMANDS = {
+    **{name: _Command(module=f"hfax.cli.{name}", function=name) for name in _OWN_MODULES},
+    "bench serve": _Command(module="hfax.cli.bench_serve", function="bench_serve"),
+    "bench attack": _Command(module="hfax.cli.bench_attack", function="bench_attack"),
+    "lm-eval": _Command(module="hfax.cli.lm_eval", function="lm_eval", settings={**_REST, "help_option_names": []}),
+    # arguments after the program are passed to it
+    "launch": _Command(
+        module="hfax.cli.launch", function="launch", settings={**_REST, "allow_interspersed_args": False}
+    ),
+}
+"""By name, in the order of the help."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -77,7 +83,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(invoke_without_command=True)
 def _top(
     context: typer.Context,
     version: Annotated[
@@ -88,52 +93,44 @@ def _top(
         typer.echo(context.get_help())
 
 
-for _verb in (
-    generate,
-    chat,
-    serve,
-    train,
-    perplexity,
-    classify,
-    doctor,
-    verify,
-    plan,
-    export,
-    convert,
-    warm,
-    bench,
-    matrix,
-    env,
-):
-    app.command(epilog=sys.modules[_verb.__module__].EXAMPLES)(_verb)
-_TWO_WORDS = {"bench serve": bench_serve, "bench attack": bench_attack}
-for _name, _verb in _TWO_WORDS.items():
-    app.command(name=_name, epilog=sys.modules[_verb.__module__].EXAMPLES)(_verb)
-app.command(
-    name="lm-eval",
-    epilog=sys.modules[lm_eval.__module__].EXAMPLES,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-)(lm_eval)
-# arguments after the program are passed to it
-app.command(
-    epilog=sys.modules[launch.__module__].EXAMPLES,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
-)(launch)
+def make_app() -> typer.Typer:
+    """The command with all subcommands."""
+    return _app_of(_COMMANDS, lambda function: function)
 
 
 def _app_for(given: Sequence[str]) -> typer.Typer:
-    """The app with the one command that a line names: making all of them takes longer than running some."""
-    named = [command for command in app.registered_commands if given and _name_of(command) == given[0]]
-    if not named:
-        return app
-    one = copy.copy(app)
-    one.registered_commands = named
-    return one
+    """The app for a command line: with the one command that it names, since importing and building all takes longer than running
+    some, or with names and descriptions of all."""
+    if _COMPLETION in os.environ:  # a shell asks for the options of the line that it is at
+        return make_app()
+    if given and given[0] in _COMMANDS:
+        return _app_of({given[0]: _COMMANDS[given[0]]}, lambda function: function)
+    return _app_of(_COMMANDS, _without_options)
 
 
-def _name_of(command: CommandInfo) -> str:
-    assert command.callback is not None
-    return command.name or get_command_name(command.callback.__name__)
+def _app_of(commands: Mapping[str, _Command], made: Callable[[Any], Any]) -> typer.Typer:
+    app = typer.Typer(
+        name="hfax",
+        help="Run any Hugging Face transformers model on TPUs, GPUs and CPUs through JAX and XLA.",
+        epilog=_EXAMPLES,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+        pretty_exceptions_enable=False,
+    )
+    app.callback(invoke_without_command=True)(_top)
+    for name, command in commands.items():
+        module = importlib.import_module(command.module)
+        settings = None if command.settings is None else dict(command.settings)
+        register = app.command(name=name, epilog=module.EXAMPLES, context_settings=settings)
+        register(made(getattr(module, command.function)))
+    return app
+
+
+def _without_options(function: Any) -> Any:
+    def described() -> None: ...
+
+    described.__doc__ = function.__doc__
+    return described
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -146,7 +143,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         The exit code. Unexpected exceptions propagate.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if (name := " ".join(given[:2])) in _TWO_WORDS:  # for a model folder named serve, pass ./serve
+    if (name := " ".join(given[:2])) in _COMMANDS:  # for a model folder named serve, pass ./serve
         given[:2] = [name]
     try:
         _app_for(given)(args=given, prog_name="hfax")

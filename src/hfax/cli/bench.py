@@ -114,4 +114,5 @@ def _existing(model: str) -> str:
                 f"File not found: {model}.", "MODEL ends in .json, so it must be a config file.", "Correct the path."
             )
         return str(Path(model).resolve())
-    return str(resolve_checkpoint(model).folder)
+    source = resolve_checkpoint(model)
+    return source.name if source.remote_files else str(source.folder)
