@@ -57,13 +57,30 @@ class Checkpoint:
             CheckpointCorruptError: see `config`.
             UnsupportedModelError: see `config`.
         """
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            found: Any = json.loads((self.source.folder / "config.json").read_text(encoding="utf-8")).get(
-                "architectures"
-            )
-            if isinstance(found, list) and found and all(isinstance(name, str) for name in found):
-                return found
+        found = self._written.get("architectures")
+        if isinstance(found, list) and found and all(isinstance(name, str) for name in found):
+            return found
         return list(self.config.architectures or ())
+
+    @functools.cached_property
+    def _written(self) -> dict[str, Any]:
+        """What config.json says; empty if it cannot be read."""
+        with contextlib.suppress(OSError, ValueError):
+            found: Any = json.loads((self.source.folder / "config.json").read_text(encoding="utf-8"))
+            if isinstance(found, dict):
+                return found
+        return {}
+
+    @property
+    def labels(self) -> dict[int, str]:
+        """The labels of a classification head by index, as config.json has them; empty if it names none."""
+        found = self._written.get("id2label")
+        return {int(i): str(label) for i, label in found.items()} if isinstance(found, dict) else {}
+
+    @property
+    def problem_type(self) -> str | None:
+        """What a classification head predicts, as config.json says: "multi_label_classification", say; None if it does not."""
+        return self._written.get("problem_type")
 
     def open_tokenizer(self) -> Any:
         """The checkpoint's tokenizer, for texts and conversations: transformers', or a `StoredTokenizer` with its results.

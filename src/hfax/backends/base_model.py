@@ -494,6 +494,26 @@ class BaseModel:
         starts = np.broadcast_to(np.reshape(start, (-1, 1)), (len(decoder), 1)).astype(decoder.dtype)
         return np.concatenate([starts, decoder], axis=1) if (decoder[:, :1] != starts).all() else decoder
 
+    def output(self, name: str, **inputs: Any) -> Any:
+        """One output of a forward pass, such as "logits". After an earlier run of the same sizes it imports no modelling code.
+
+        Args:
+            name: a field of the model's output class.
+            **inputs: as in a call of the model.
+
+        Raises:
+            InvalidInputError: as a call of the model; or there is no such output.
+        """
+        model: Any = self
+        outputs = model(**inputs)
+        if (found := getattr(outputs, name, None)) is None:
+            raise InvalidInputError(
+                f"{type(self).__name__} returns no {name!r}.",
+                f"Its outputs for these inputs: {', '.join(outputs)}.",
+                "Use one of them.",
+            )
+        return found
+
     def as_input(self, name: str, value: Any) -> Any:
         """A forward argument with its arrays on the host (jax arrays stay), and lists of numbers as arrays."""
         if isinstance(value, list) and value and _is_numeric(value):

@@ -58,12 +58,22 @@ class _Command:
 
 
 _REST = {"allow_extra_args": True, "ignore_unknown_options": True}
-_OWN_MODULES = (
-    *("generate", "chat", "serve", "train", "perplexity", "classify", "doctor", "verify", "plan", "export", "convert"),
-    *("warm", "bench", "matrix", "env"),
-)
 _COMMANDS = {
-    **{name: _Command(module=f"hfax.cli.{name}", function=name) for name in _OWN_MODULES},
+    "generate": _Command(module="hfax.cli.generate", function="generate"),
+    "chat": _Command(module="hfax.cli.chat", function="chat"),
+    "serve": _Command(module="hfax.cli.serve", function="serve"),
+    "train": _Command(module="hfax.cli.train", function="train"),
+    "perplexity": _Command(module="hfax.cli.perplexity", function="perplexity"),
+    "classify": _Command(module="hfax.cli.classify", function="classify"),
+    "doctor": _Command(module="hfax.cli.doctor", function="doctor"),
+    "verify": _Command(module="hfax.cli.verify", function="verify"),
+    "plan": _Command(module="hfax.cli.plan", function="plan"),
+    "export": _Command(module="hfax.cli.export", function="export"),
+    "convert": _Command(module="hfax.cli.convert", function="convert"),
+    "warm": _Command(module="hfax.cli.warm", function="warm"),
+    "bench": _Command(module="hfax.cli.bench", function="bench"),
+    "matrix": _Command(module="hfax.cli.matrix", function="matrix"),
+    "env": _Command(module="hfax.cli.env", function="env"),
     "bench serve": _Command(module="hfax.cli.bench_serve", function="bench_serve"),
     "bench attack": _Command(module="hfax.cli.bench_attack", function="bench_attack"),
     "lm-eval": _Command(module="hfax.cli.lm_eval", function="lm_eval", settings={**_REST, "help_option_names": []}),

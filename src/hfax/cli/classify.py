@@ -86,7 +86,7 @@ def _score(
     checkpoint = which.open(name)
     has_head = _has_classification_head(checkpoint)
     if has_head and (labels is not None or template is not None or per_token):
-        own = ", ".join(str(label) for label in (checkpoint.config.id2label or {}).values())
+        own = ", ".join(checkpoint.labels.values())
         raise typer.BadParameter(
             f"{name} has a classification head with its own labels ({own}). Omit --labels, --template and --per-token."
         )
@@ -97,16 +97,16 @@ def _score(
         )
     from hfax.cli.label_scores import scores_of_head, scores_under_causal_model
 
-    tokenizer = checkpoint.load_tokenizer()
+    tokenizer = checkpoint.open_tokenizer()
     if labels is None:
-        return scores_of_head(checkpoint.load_model("text-classification"), tokenizer, text)
-    model: Any = checkpoint.load_model("text-generation")
+        model: Any = checkpoint.load_model("text-classification")
+        return scores_of_head(model, tokenizer, text, checkpoint.labels, checkpoint.problem_type)
+    model = checkpoint.load_model("text-generation")
     return scores_under_causal_model(model, tokenizer, text, labels, template or DEFAULT_TEMPLATE, per_token=per_token)
 
 
 def _has_classification_head(checkpoint: Checkpoint) -> bool:
-    names = checkpoint.config.architectures or []
-    return any(name.endswith("ForSequenceClassification") for name in names)
+    return any(name.endswith("ForSequenceClassification") for name in checkpoint.architectures)
 
 
 def _parse_labels(labels: str) -> list[str]:

@@ -7,12 +7,11 @@ Takes a loaded model and tokenizer, and runs one forward pass.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hfax.cli.model_options import context_length
 from hfax.errors import InvalidInputError
 from hfax.programs.buckets import prompt_bucket
 
@@ -38,17 +37,25 @@ class LabelScore:
     num_tokens: int | None = None
 
 
-def scores_of_head(model: JaxModel, tokenizer: Any, text: str) -> list[LabelScore]:
+def scores_of_head(
+    model: JaxModel, tokenizer: Any, text: str, labels: Mapping[int, str], problem_type: str | None
+) -> list[LabelScore]:
     """Scores from a sequence-classification head, in label order.
+
+    Args:
+        model: a model with such a head.
+        tokenizer: the model's tokenizer.
+        text: to classify.
+        labels: the config's labels by index.
+        problem_type: the config's.
 
     Raises:
         InvalidInputError: the text is longer than the model's context.
     """
     inputs = dict(tokenizer(text, return_tensors="np"))
     _check_length(inputs["input_ids"].shape[1], model)
-    logits = _numbers(model(**inputs).logits)[0].astype(np.float32)
-    labels: Any = model.config.id2label or {}
-    scores = _head_scores(logits, getattr(model.config, "problem_type", None))
+    logits = _numbers(model.output("logits", **inputs))[0].astype(np.float32)
+    scores = _head_scores(logits, problem_type)
     return [LabelScore(label=labels.get(i, f"LABEL_{i}"), score=float(s)) for i, s in enumerate(scores)]
 
 
@@ -75,7 +82,7 @@ def scores_under_causal_model(
     rows = [list(tokenizer(prompt + label)["input_ids"]) for label in labels]
     start = max(1, min(_common_length(row, tokenizer(prompt)["input_ids"]) for row in rows))
     _check_length(max(map(len, rows)), model)
-    log_probs = _token_log_probs(model, tokenizer, rows, start)
+    log_probs = _token_log_probs(model, rows, start)
     sums = np.array([sum(row) for row in log_probs])
     counts = np.array([len(row) for row in log_probs])
     scores = _softmax(sums / counts if per_token else sums)
@@ -85,17 +92,16 @@ def scores_under_causal_model(
     ]
 
 
-def _token_log_probs(model: JaxModel, tokenizer: Any, rows: Sequence[Sequence[int]], start: int) -> list[list[float]]:
+def _token_log_probs(model: JaxModel, rows: Sequence[Sequence[int]], start: int) -> list[list[float]]:
     """Log-probabilities of each row's tokens from position `start`, from one forward pass.
 
     Rows are right-padded to a bucket size, so other texts can reuse the cached program; causal models ignore right padding.
     """
     longest = max(map(len, rows))
-    width = prompt_bucket(longest, max(context_length(model.config) or 0, longest))
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    ids = np.array([[*row, *[pad] * (width - len(row))] for row in rows], np.int32)
+    width = prompt_bucket(longest, max(model.context_length or 0, longest))
+    ids = np.array([[*row, *[0] * (width - len(row))] for row in rows], np.int32)
     mask = np.array([[1] * len(row) + [0] * (width - len(row)) for row in rows], np.int32)
-    logits = _numbers(model(input_ids=ids, attention_mask=mask, use_cache=False).logits)
+    logits = _numbers(model.output("logits", input_ids=ids, attention_mask=mask, use_cache=False))
     result = []
     for row, row_logits in zip(rows, logits, strict=True):
         drawn = row_logits[start - 1 : len(row) - 1].astype(np.float32)
@@ -129,7 +135,7 @@ def _softmax(values: np.ndarray) -> np.ndarray:
 
 
 def _check_length(length: int, model: JaxModel) -> None:
-    context = context_length(model.config)
+    context = model.context_length
     if context is not None and length > context:
         raise InvalidInputError(
             f"The text has {length} tokens, including the template; the model's context holds {context}.",

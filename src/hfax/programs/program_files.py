@@ -92,6 +92,9 @@ def read_program(path: Path, unpack: Callable[[bytes], _Loaded]) -> _Loaded | No
         return program
     except FileNotFoundError:
         return None
+    except ImportError as error:  # what it returns needs a package that is not installed; elsewhere it is
+        logger.warning("%s could not be loaded: %s", path, error)
+        return None
     except Exception as error:
         logger.warning("%s could not be loaded and will be recompiled (%s: %s)", path, type(error).__name__, error)
         with contextlib.suppress(OSError):

@@ -13,6 +13,7 @@ from hfax.generation.generation_request import (
     GenerationOptions,
     Prompts,
     as_ids_tuple,
+    check_vocabulary,
     pad_decoder_prompts,
     resolve_max_new_tokens,
 )
@@ -101,6 +102,28 @@ def read_call(
         extra_sampling={"encoder_ids": prompts.encoder_ids},
     )
     return prompts, resolved
+
+
+def read_inputs(start: ModelStart, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The inputs of a forward call as `JaxModel.prepare_inputs` reads them; None for a call that only the full model reads.
+
+    Raises:
+        InvalidInputError: ids are outside the vocabulary.
+    """
+    found: dict[str, Any] = {}
+    for name, value in inputs.items():
+        if name == "use_cache" and value is False:
+            found[name] = value
+            continue
+        if start.forward is None or name not in start.forward.inputs or not isinstance(value, np.ndarray):
+            return None
+        if value.ndim != 2 or value.dtype.kind not in "iu":
+            return None
+        found[name] = narrow(value)
+    if "input_ids" not in found:
+        return None
+    check_vocabulary("input_ids", found["input_ids"], start.vocab_size)
+    return found
 
 
 def _is_plain(value: Any) -> bool:

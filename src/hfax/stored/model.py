@@ -64,7 +64,7 @@ def open_stored(source: CheckpointSource, options: LoadOptions, reader: WeightRe
 
 
 class StoredModel:
-    """A model whose `generate` runs stored programs. Everything else turns it into the `JaxModel` of its class, in place.
+    """A model whose `generate` and `output` run stored programs. All else turns it into the `JaxModel` of its class, in place.
 
     It never gives other results than that model: calls that need more than stored programs are left to it. Until then neither torch
     nor transformers is imported. A call that has begun is not affected by another thread that needs the full model.
@@ -78,7 +78,7 @@ class StoredModel:
         params: weights by checkpoint name, tied weights once.
         name_or_path: source of the weights.
         folder: local folder of the checkpoint.
-        task: None.
+        task: as given to `from_pretrained`.
     """
 
     backend = "jax"
@@ -88,7 +88,7 @@ class StoredModel:
             params=runs.params,
             name_or_path=str(source.name),
             folder=source.folder,
-            task=None,
+            task=options.task,
             _origin=_Origin(runs=runs, source=source, options=options),
         )
 
@@ -119,7 +119,7 @@ class StoredModel:
 
     def can_generate(self) -> bool:
         """Whether `generate` works on this class."""
-        return True
+        return _origin_of(self).runs.start.generates
 
     def default_option(self, name: str) -> Any:
         """As `JaxModel.default_option`."""
@@ -128,7 +128,11 @@ class StoredModel:
     def generate(self, inputs: Any = None, *, streamer: Streamer | None = None, **options: Any) -> Any:
         """As `JaxModel.generate`."""
         runs = _origin_of(self).runs
-        if "past_key_values" not in options and (found := runs.run(inputs, streamer, options)) is not None:
+        if (
+            self.can_generate()
+            and "past_key_values" not in options
+            and (found := runs.run(inputs, streamer, options)) is not None
+        ):
             return jax.device_put(found[0])
         return _full(self).generate(inputs, streamer=streamer, **options)
 
@@ -136,14 +140,21 @@ class StoredModel:
         self, inputs: Any = None, *, streamer: Streamer | None = None, **options: Any
     ) -> tuple[np.ndarray, Any]:
         """As `JaxModel.generate_and_keep`."""
-        if (found := _origin_of(self).runs.run(inputs, streamer, options)) is not None:
+        runs = _origin_of(self).runs
+        if self.can_generate() and (found := runs.run(inputs, streamer, options)) is not None:
             return found
         return _full(self).generate_and_keep(inputs, streamer=streamer, **options)
 
     def compile_call(self, inputs: Any, **options: Any) -> None:
         """As `JaxModel.compile_call`."""
-        if not _origin_of(self).runs.has_programs(inputs, options):
+        if not (self.can_generate() and _origin_of(self).runs.has_programs(inputs, options)):
             _full(self).compile_call(inputs, **options)
+
+    def output(self, name: str, **inputs: Any) -> Any:
+        """As `JaxModel.output`."""
+        if (found := _origin_of(self).runs.output(name, inputs)) is not None:
+            return found
+        return _full(self).output(name, **inputs)
 
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]

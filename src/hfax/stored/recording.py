@@ -1,11 +1,13 @@
 """Records a loaded model, so that the next process that loads its checkpoint starts from stored programs.
 
-Only what `StoredModel` does exactly as the model itself is recorded: text generation on one device, with weights that are in the
-checkpoint as they are in the model.
+Only what `StoredModel` does exactly as the model itself is recorded: text generation and forward passes over token ids on one
+device, with weights that are in the checkpoint as they are in the model.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import logging
 from collections.abc import Mapping
@@ -18,10 +20,10 @@ from hfax.generation.sampling_config import make_sampling_spec
 from hfax.programs.buckets import Buckets
 from hfax.programs.bundle_file import START, TOKENIZER, is_bundle
 from hfax.programs.program_files import is_enabled
-from hfax.stored.call import read_call
+from hfax.stored.call import read_call, read_inputs
 from hfax.stored.reader import WeightReader
 from hfax.stored.records import beside, encoded, is_recordable, write_record
-from hfax.stored.start import ModelStart, StoredTensor, StoredWeight, start_file
+from hfax.stored.start import ForwardStart, ModelStart, StoredTensor, StoredWeight, start_file
 from hfax.stored.tokenizer import describe_tokenizer
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MOST_BUFFER_BYTES = 64 << 20
+_TOKEN_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "num_return_sequences": (None, 1),
@@ -59,7 +62,7 @@ def store_start(source: CheckpointSource, options: LoadOptions, model: JaxModel)
     """
     if is_bundle(source) or not (is_enabled() and is_recordable(source, options)):
         return
-    if model.mesh is not None or not model.can_generate():
+    if model.mesh is not None:
         return
     reader = WeightReader(source)
     if (path := start_file(reader, options, model.jax_device)).is_file():
@@ -115,8 +118,9 @@ def _describe(
     from hfax.generation.generation_request import resolve_generation_config
 
     traits, cls = model.parts.traced.traits, type(model.module)
-    if traits.is_encoder_decoder or traits.main_input != "input_ids" or model.has_own_generate:
-        return None, "it does not generate from token ids by the general loop"
+    generates = model.can_generate()
+    if traits.is_encoder_decoder or traits.main_input != "input_ids" or (generates and model.has_own_generate):
+        return None, "it does not read token ids alone, or generates by a loop of its own"
     if not cls.__module__.startswith("transformers."):
         return None, "its class is not transformers' own"
     own = has_own_names or _quantization_method(folder) == "hfax"
@@ -124,8 +128,8 @@ def _describe(
         return None, "its weights are converted when they are loaded"
     if sum(array.nbytes for array in buffers.values()) > _MOST_BUFFER_BYTES:
         return None, "it has large arrays that the checkpoint does not hold"
-    own = _public(model.generation_config)
-    named = _public(resolve_generation_config(model.generation_config, None, {})[0])
+    own = _public(model.generation_config) if generates else {}
+    named = _public(resolve_generation_config(model.generation_config, None, {})[0]) if generates else {}
     if wrong := [name for name, neutral in _NEUTRAL.items() if named.get(name) not in neutral]:
         return None, f"it generates with {', '.join(wrong)}"
     if not _is_json([own, named]):
@@ -133,18 +137,55 @@ def _describe(
     start = ModelStart(
         model_key=model.parts.traced.key_parts,
         traits=traits,
+        forward=_describe_forward(model),
+        generates=generates,
         weights=weights,
         tied=model.parts.tied,
         generation_config=own,
         options=named,
         vocab_size=model.vocabulary_size,
-        num_logits=model.num_logits(),
+        num_logits=model.num_logits() if generates else 0,
         context=model.context_length,
         buffers=save(dict(buffers)),
     )
-    if not _reads_alike(start, model):
+    if generates and not _reads_alike(start, model):
         return None, "it reads its prompts or options in a way of its own"
+    if not _reads_inputs_alike(start, model):
+        start = dataclasses.replace(start, forward=None)
+    if not generates and start.forward is None:
+        return None, "it reads its inputs in a way of its own"
     return start, ""
+
+
+def _describe_forward(model: JaxModel) -> ForwardStart | None:
+    """How a model's forward calls are read; None if patches change their inputs."""
+    from hfax.backends.jax.size_classes import size_classes_of
+    from hfax.patches.registry import InputPatch, all_patches
+
+    patches = [patch for patch in all_patches("jax") if isinstance(patch, InputPatch)]
+    if any(patch.holder(model.module) is not None for patch in patches):
+        return None
+    taken = inspect.signature(model.module.forward).parameters
+    classes = size_classes_of(model.module, model.parts.traced.traits)
+    return ForwardStart(inputs=tuple(name for name in _TOKEN_INPUTS if name in taken), padding=classes.settings)
+
+
+def _reads_inputs_alike(start: ModelStart, model: JaxModel) -> bool:
+    """Whether a forward call read from the record is that which the model reads."""
+    if start.forward is None:
+        return False
+    ids = np.repeat(model.example_prompt(2, 1), 3, axis=1).astype(np.int64)
+    others = {name: np.array([[1, 1, 1], [1, 1, 0]]) for name in start.forward.inputs if name != "input_ids"}
+    given = {"input_ids": ids, **others}
+    theirs, ours = model.prepare_inputs(given), read_inputs(start, given)
+    if ours is None or list(ours) != list(theirs):
+        return False
+    return all(
+        isinstance(theirs[name], np.ndarray)
+        and ours[name].dtype == theirs[name].dtype
+        and np.array_equal(ours[name], theirs[name])
+        for name in ours
+    )
 
 
 def _reads_alike(start: ModelStart, model: JaxModel) -> bool:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 _MOST_RECORDS = 64
 """Number of records of a kind above which the least recently written are removed."""
 _TEXT_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".vocab", ".spm")
@@ -45,8 +45,9 @@ def is_useful() -> bool:
 
 
 def is_recordable(source: CheckpointSource, options: LoadOptions) -> bool:
-    """Whether a checkpoint loaded with these options may have a record: safetensors, with defaults except for the dtype."""
-    default = type(options)(dtype=options.dtype, strict=options.strict)
+    """Whether a checkpoint loaded with these options may have a record: safetensors, with defaults except for the dtype
+    and the task."""
+    default = type(options)(dtype=options.dtype, strict=options.strict, task=options.task)
     return source.format == "safetensors" and options == default and isinstance(options.dtype, str)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.flax import load
 
+from hfax.backends.jax.forward import exact_outputs, padded_outputs
+from hfax.backends.jax.size_classes import SizeClasses
 from hfax.generation.generate import GenerationLoop, open_loop
 from hfax.generation.generation_request import (
     GenerationOptions,
@@ -22,12 +26,14 @@ from hfax.generation.kept_cache import KeptCache
 from hfax.kernels.quantized import QuantizedArray
 from hfax.load.placement import check_fits
 from hfax.programs.buckets import Buckets
+from hfax.programs.checks import raise_failed
 from hfax.programs.model_parts import ModelParts
 from hfax.programs.program_cache import ProgramCache, compiling_ahead
 from hfax.sharding.layout import Layout
-from hfax.stored.call import read_call
+from hfax.stored.call import read_call, read_inputs
 from hfax.stored.reader import WeightReader
 from hfax.stored.start import ModelStart
+from hfax.tracing.structure import Leaf, Node, Structure, unflatten
 from hfax.tracing.traits import ModelTraits
 
 logger = logging.getLogger(__name__)
@@ -127,6 +133,25 @@ class StoredRuns:
         call = read_call(self.start, inputs, options, self.buckets)
         return call is not None and self._are_stored(*call)
 
+    def output(self, name: str, inputs: Mapping[str, Any]) -> jax.Array | None:
+        """An output of a forward call, by its name; None if stored programs do not compute the call.
+
+        Raises:
+            InvalidInputError: ids are outside the vocabulary.
+        """
+        if (prepared := read_inputs(self.start, inputs)) is None or self._classes is None:
+            return None
+        for call in self._classes.calls(prepared):
+            with contextlib.suppress(_NotStoredError):
+                return _picked(name, *padded_outputs(self._programs, self.layout, self._arrays, call, _untraced))
+        with contextlib.suppress(_NotStoredError):
+            return _picked(name, *exact_outputs(self._programs, self.layout, self._arrays, prepared, _untraced))
+        return None
+
+    @functools.cached_property
+    def _classes(self) -> SizeClasses | None:
+        return None if self.start.forward is None else SizeClasses(**self.start.forward.padding)
+
     def _are_stored(self, prompts: Prompts, resolved: GenerationOptions) -> bool:
         """Find the programs of a call, as if they were compiled ahead of it."""
         loop, arrays = self._open(prompts, resolved)
@@ -176,6 +201,19 @@ class StoredRuns:
             vocab_size=self.start.num_logits,
             buckets=self.buckets,
         )
+
+
+def _untraced(*_: Any) -> Any:
+    raise AssertionError("a stored program is not traced")
+
+
+def _picked(name: str, outputs: list[Any], note: Structure) -> jax.Array | None:
+    """The output of this name, after the program's checks; None if it is not an array."""
+    assert isinstance(note, Node)
+    result, checks = note.children
+    raise_failed(unflatten(checks, outputs))
+    found = result.child(name) if isinstance(result, Node) else None
+    return outputs[found.index] if isinstance(found, Leaf) else None
 
 
 def _sequences(prompts: Prompts, generated: Generated) -> np.ndarray:

@@ -49,12 +49,27 @@ class StoredWeight:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ForwardStart:
+    """How a model's forward calls are read and padded.
+
+    Args:
+        inputs: names of the inputs with an entry for each token that it takes.
+        padding: the arguments of `SizeClasses`.
+    """
+
+    inputs: tuple[str, ...]
+    padding: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelStart:
-    """A model that generates from token ids on one device, as far as stored programs depend on it.
+    """A model that reads token ids on one device, as far as stored programs depend on it.
 
     Args:
         model_key: what the model's programs depend on, by name (`TracedModel.key_parts`).
         traits: of the module.
+        forward: of its forward calls; None: only the full model reads them.
+        generates: whether `generate` works on its class; if not, its options are empty.
         weights: by the model's name.
         tied: alias mapped to name, for weights that share an array.
         generation_config: the model's own generation options.
@@ -67,6 +82,8 @@ class ModelStart:
 
     model_key: Mapping[str, str]
     traits: ModelTraits
+    forward: ForwardStart | None
+    generates: bool
     weights: Mapping[str, StoredWeight]
     tied: Mapping[str, str]
     generation_config: Mapping[str, Any]
@@ -111,4 +128,6 @@ def read_start(path: Path, *, is_of_cache: bool = True) -> ModelStart | None:
     traits = content.pop("traits")
     weights = {name: _weight(**weight) for name, weight in content.pop("weights").items()}
     traits["repeated_inputs"] = tuple(traits["repeated_inputs"])
-    return ModelStart(**content, traits=ModelTraits(**traits), weights=weights, buffers=buffers)
+    if (forward := content.pop("forward")) is not None:
+        forward = ForwardStart(inputs=tuple(forward["inputs"]), padding=forward["padding"])
+    return ModelStart(**content, forward=forward, traits=ModelTraits(**traits), weights=weights, buffers=buffers)

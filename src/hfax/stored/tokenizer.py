@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hfax.programs.bundle_file import TOKENIZER
 from hfax.programs.program_files import is_enabled
 from hfax.stored.records import key_of, read_record, record_file, texts_digest, write_record
@@ -25,6 +27,7 @@ class StoredTokenizer:
         chat_template: None if there is none.
         special_tokens: by name, such as "bos_token".
         all_special_tokens: these and further ones.
+        model_input_names: the inputs that a call returns for a model.
         folder: the checkpoint's.
     """
 
@@ -35,17 +38,27 @@ class StoredTokenizer:
         chat_template: str | None,
         special_tokens: Mapping[str, str],
         all_special_tokens: Sequence[str],
+        model_input_names: Sequence[str],
         folder: Path,
     ) -> None:
         self.backend_tokenizer = backend
         self.chat_template = chat_template
         self.special_tokens_map = dict(special_tokens)
         self.all_special_tokens = list(all_special_tokens)
+        self.model_input_names = list(model_input_names)
         self._folder = folder
 
-    def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        """The ids of a text, as `input_ids`."""
-        return {"input_ids": self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
+    def __call__(
+        self, text: str, *, add_special_tokens: bool = True, return_tensors: str | None = None
+    ) -> dict[str, Any]:
+        """The ids of a text, as `input_ids`; with `return_tensors="np"` all that the model takes, [1, length] int64."""
+        found = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if return_tensors is None:
+            return {"input_ids": found.ids}
+        if return_tensors != "np":
+            return self._full(text, add_special_tokens=add_special_tokens, return_tensors=return_tensors)
+        made = {"input_ids": found.ids, "token_type_ids": found.type_ids, "attention_mask": found.attention_mask}
+        return {name: np.array([ids]) for name, ids in made.items() if name in {"input_ids", *self.model_input_names}}
 
     def __len__(self) -> int:
         return self.backend_tokenizer.get_vocab_size(with_added_tokens=True)
@@ -178,6 +191,7 @@ def describe_tokenizer(tokenizer: Any) -> tuple[dict[str, Any], bytes] | None:
         "chat_template": tokenizer.chat_template,
         "special_tokens": special,
         "all_special_tokens": list(tokenizer.all_special_tokens),
+        "model_input_names": list(tokenizer.model_input_names),
     }
     return content, backend.to_str().encode()
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+import importlib
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -36,14 +38,45 @@ class Node:
     """A container.
 
     Args:
-        cls: class of the container.
+        cls: class of the container, or its name, "module:class", in a structure that was pickled: reading that imports no class.
         keys: names of the children; None for lists and tuples.
         children: the contents.
     """
 
-    cls: type
+    cls: type | str
     keys: tuple[Any, ...] | None
     children: tuple[Any, ...]
+
+    def __reduce__(self) -> Any:
+        return Node, (_name_of(self.cls), self.keys, self.children)
+
+    def child(self, key: Any) -> Structure:
+        """The child of this name.
+
+        Raises:
+            KeyError: there is none.
+        """
+        if self.keys is None or key not in self.keys:
+            raise KeyError(key)
+        return self.children[self.keys.index(key)]
+
+
+def _name_of(cls: type | str) -> type | str:
+    """The name of a class that is found by it; others, and those of Python itself, are pickled as they are."""
+    if isinstance(cls, str) or cls.__module__ == "builtins":
+        return cls
+    found: Any = sys.modules.get(cls.__module__)
+    for part in cls.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return f"{cls.__module__}:{cls.__qualname__}" if found is cls else cls
+
+
+def class_of(node: Node) -> Any:
+    """The class of a container."""
+    if not isinstance(node.cls, str):
+        return node.cls
+    module, _, name = node.cls.partition(":")
+    return functools.reduce(getattr, name.split("."), importlib.import_module(module))
 
 
 Structure = Leaf | Static | Node
@@ -113,18 +146,21 @@ def unflatten(structure: Structure, arrays: list[Any]) -> Any:
     if isinstance(structure, Static):
         return structure.value
     children: list[Any] = [unflatten(child, arrays) for child in structure.children]
-    cls: Any = structure.cls
+    cls: Any = class_of(structure)
     keys = structure.keys
     if keys is None:
-        is_named_tuple = hasattr(cls, "_fields")
-        return cls(*children) if is_named_tuple else cls(children)
+        return cls(*children) if _is_named_tuple(cls) else cls(children)
     items = dict(zip(keys, children, strict=True))
-    if issubclass(structure.cls, Mapping):
-        is_output = dataclasses.is_dataclass(structure.cls)
-        return make_model_output(cls, items) if is_output else cls(items)
+    if issubclass(cls, Mapping):
+        is_output = dataclasses.is_dataclass(cls)
+        return make_model_output(cls, items) if is_output else cls(items)  # pyright: ignore[reportCallIssue]
     instance = cls.__new__(cls)
     instance.__dict__.update(items)
     return instance
+
+
+def _is_named_tuple(cls: Any) -> bool:
+    return hasattr(cls, "_fields")
 
 
 def is_model_output(item: Any) -> bool:

@@ -35,7 +35,7 @@ from hfax.tracing.caches import arrays_in, cache_arguments, open_cache, take_tex
 from hfax.tracing.custom_code import custom_code_digest
 from hfax.tracing.encoders import EncoderOutputs, run_encoder
 from hfax.tracing.pytrees import register_output_class
-from hfax.tracing.structure import Leaf, Node, Static, flatten, is_array, unflatten
+from hfax.tracing.structure import Leaf, Node, Static, class_of, flatten, is_array, unflatten
 from hfax.tracing.training import Training
 from hfax.tracing.traits import read_traits, unlike_general_loop, why_not_pages
 from hfax.tracing.whole_text import last_logits, text_positions
@@ -395,6 +395,6 @@ def _as_traced(array: Any) -> jax.Array:
 def _register(structure: Leaf | Static | Node) -> None:
     """Register every class in a result as a pytree, so that `jax.jit` can return it."""
     if isinstance(structure, Node):
-        register_output_class(structure.cls)
+        register_output_class(class_of(structure))
         for child in structure.children:
             _register(child)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -13,8 +14,13 @@ from hfax.errors import InvalidInputError
 from hfax.programs.checks import raise_failed
 from hfax.programs.program_cache import ProgramCache
 from hfax.sharding.layout import Layout
-from hfax.tracing.structure import flatten, is_array, is_traced, unflatten
-from hfax.tracing.traced_model import TracedModel
+from hfax.tracing.structure import Structure, flatten, is_array, is_traced, unflatten
+
+if TYPE_CHECKING:
+    from hfax.tracing.traced_model import TracedModel
+
+Forward = Callable[[Structure, dict[str, jax.Array], list[jax.Array]], tuple[list[Any], Any]]
+"""Takes the structure of the inputs, the weights and the arrays of the inputs; returns arrays, and a note."""
 
 
 def reject_traced(inputs: Mapping[str, Any], class_name: str) -> None:
@@ -51,18 +57,49 @@ def run_padded(
         InvalidInputError: a check in the modelling code failed.
         OutOfMemoryError: the program does not fit the device.
     """
-    arrays, structure = flatten(call.inputs, is_array)
-    arrays = layout.put_rows(arrays)
 
-    def forward(params: dict[str, jax.Array], arrays: list[jax.Array]) -> tuple[list[jax.Array], Any]:
+    def forward(structure: Structure, params: dict[str, jax.Array], arrays: list[jax.Array]) -> tuple[list[Any], Any]:
         cuts = call.prove(model, weights)
         outputs, note = flatten(model.apply_checked(params, (), unflatten(structure, arrays)), is_array)
         return outputs, (note, cuts)
 
-    args = (weights, arrays)
-    program = programs.get(_name(arrays), (structure, call.key), forward, args)
+    return _result(*padded_outputs(programs, layout, weights, call, forward), to_torch=to_torch)
+
+
+def padded_outputs(
+    programs: ProgramCache, layout: Layout, weights: dict[str, jax.Array], call: PaddedCall, forward: Forward
+) -> tuple[list[Any], Structure]:
+    """The arrays of a padded call's outputs in the sizes of the call, and the structure of the outputs and their checks.
+
+    Args:
+        programs: the program cache of the model.
+        layout: devices and shardings.
+        weights: the arrays that the program takes besides inputs.
+        call: the call.
+        forward: what is compiled if the program is not stored.
+    """
+    arrays, structure = flatten(call.inputs, is_array)
+    args = (weights, layout.put_rows(arrays))
+    program = programs.get(_name(arrays), (structure, call.key), functools.partial(forward, structure), args)
     note, cuts = program.note
-    outputs = call.cut(program.run(*args), cuts)
+    return call.cut(program.run(*args), cuts), note
+
+
+def exact_outputs(
+    programs: ProgramCache,
+    layout: Layout,
+    weights: dict[str, jax.Array],
+    inputs: Mapping[str, Any],
+    forward: Forward,
+) -> tuple[list[Any], Structure]:
+    """As `padded_outputs`, for inputs in their own sizes."""
+    arrays, structure = flatten(inputs, is_array)
+    args = (weights, layout.put_rows(arrays))
+    program = programs.get(_name(arrays), structure, functools.partial(forward, structure), args)
+    return program.run(*args), program.note
+
+
+def _result(outputs: list[Any], note: Structure, *, to_torch: bool) -> Any:
     result, checks = unflatten(note, as_torch_tree(outputs) if to_torch else outputs)
     raise_failed(checks)
     return result
@@ -95,16 +132,8 @@ def run_forward(
         InvalidInputError: a check in the modelling code failed.
         OutOfMemoryError: the program does not fit the device.
     """
-    arrays, structure = flatten(inputs, is_array)
-    arrays = layout.put_rows(arrays)
 
-    def forward(params: dict[str, jax.Array], arrays: list[jax.Array]) -> tuple[list[jax.Array], Any]:
-        outputs = model.apply_checked(params, (), unflatten(structure, arrays))
-        return flatten(outputs, is_array)
+    def forward(structure: Structure, params: dict[str, jax.Array], arrays: list[jax.Array]) -> tuple[list[Any], Any]:
+        return flatten(model.apply_checked(params, (), unflatten(structure, arrays)), is_array)
 
-    args = (weights, arrays)
-    program = programs.get(_name(arrays), structure, forward, args)
-    outputs = program.run(*args)
-    result, checks = unflatten(program.note, as_torch_tree(outputs) if to_torch else outputs)
-    raise_failed(checks)
-    return result
+    return _result(*exact_outputs(programs, layout, weights, inputs, forward), to_torch=to_torch)

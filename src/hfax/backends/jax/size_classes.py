@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -20,8 +20,10 @@ from hfax.tracing.geometry import HostArray
 from hfax.tracing.padding_proof import Cuts, Padded, prove
 from hfax.tracing.prefixes import Fill, Mask, UnprovenError
 from hfax.tracing.structure import flatten, is_array
-from hfax.tracing.traced_model import TracedModel
 from hfax.tracing.traits import ModelTraits
+
+if TYPE_CHECKING:
+    from hfax.tracing.traced_model import TracedModel
 
 _PER_TOKEN = {
     "input_ids": None, "inputs_embeds": 0, "attention_mask": 0, "token_type_ids": 0, "position_ids": 0, "bbox": 0,
@@ -159,6 +161,13 @@ class SizeClasses:
     """
 
     def __init__(self, *, pad_token_id: int, limit: int | None, takes_mask: bool, is_encoder_decoder: bool) -> None:
+        self.settings = {
+            "pad_token_id": pad_token_id,
+            "limit": limit,
+            "takes_mask": takes_mask,
+            "is_encoder_decoder": is_encoder_decoder,
+        }
+        """The arguments."""
         self._pad, self._limit = pad_token_id, limit
         self._takes_mask, self._is_encoder_decoder = takes_mask, is_encoder_decoder
         self.refused: dict[str, str] = {}
