@@ -35,6 +35,8 @@ COMPANIONS = {
     "tokenizer.model": b"spm",
     "chat_template.jinja": b"{{ messages }}",
     "additional_chat_templates/tool.jinja": b"{{ tools }}",
+    "modules.json": b"[]",
+    "1_Pooling/config.json": b"{}",
 }
 LEFT_OUT = {
     **dict.fromkeys(("README.md", "LICENSE.txt", ".gitattributes", "trainer_state.json", "training_args.bin"), b"x"),

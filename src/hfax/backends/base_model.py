@@ -256,6 +256,14 @@ class BaseModel:
         """Whether `generate` works on this class."""
         return bool(self._skeleton.module.can_generate())
 
+    def config_value(self, name: str) -> Any:
+        """A value of the text model's config; None if it has none of this name.
+
+        Args:
+            name: such as "pad_token_id".
+        """
+        return self.config.get_text_config().to_dict().get(name)
+
     def default_option(self, name: str) -> Any:
         """The value of a generation option in `generation_config`; None for transformers' default."""
         return getattr(self.generation_config, name, None)

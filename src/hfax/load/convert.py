@@ -27,6 +27,7 @@ from hfax.load.save import save_safetensors
 from hfax.load.skeleton import Skeleton
 from hfax.load.source import CheckpointSource
 from hfax.load.store import TensorStore
+from hfax.load.weight_files import companions
 
 FLAX_NAME = "flax_model.msgpack"
 FORMATS = ("safetensors", "flax", "orbax")
@@ -116,6 +117,9 @@ def copy_companions(given: Path, folder: Path, *, without: Collection[str] = ())
     for path in given.iterdir():
         if path.is_file() and path.name not in without and not any(path.match(pattern) for pattern in _LEFT_BEHIND):
             shutil.copyfile(path, folder / path.name)
+    for name in companions((path.relative_to(given).as_posix() for path in given.glob("*/*")), allow_code=False):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(given / name, folder / name)
 
 
 def _forget_quantization(path: Path) -> None:

@@ -46,6 +46,7 @@ _OTHER_FORMATS = (
 _COMPANIONS = (
     *("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.spm", "*.bpe", "*.vocab", "*.codes"),
     "additional_chat_templates/*.jinja",
+    "*_Pooling/config.json",
 )
 _NOT_COMPANIONS = ("*.index.json", "trainer_state.json", "*_results.json", "LICENSE*", "README*", "requirements*.txt")
 

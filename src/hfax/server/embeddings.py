@@ -32,8 +32,9 @@ class Embedder:
     def __init__(self, model: Any, tokenizer: Any, folder: Path | None) -> None:
         self._model, self._tokenizer = model, tokenizer
         self._pooling = _read_pooling(folder)
-        self.max_tokens: int | None = model.config.get_text_config().to_dict().get("max_position_embeddings")
-        reserved = getattr(model.config, "model_type", "") in ("roberta", "xlm-roberta", "camembert", "mpnet")
+        self.max_tokens: int | None = model.config_value("max_position_embeddings")
+        self._pad_id = model.config_value("pad_token_id") or 0
+        reserved = model.config_value("model_type") in ("roberta", "xlm-roberta", "camembert", "mpnet")
         if self.max_tokens is not None and reserved:
             self.max_tokens -= 2  # their position ids start after the padding index
 
@@ -54,7 +55,7 @@ class Embedder:
 
     def warm_up(self) -> None:
         """Compile the program for one short input."""
-        self.embed_batch([[self._pad_id() + 1]])
+        self.embed_batch([[self._pad_id + 1]])
 
     def embed_batch(self, texts: list[list[int]]) -> np.ndarray:
         """Compute one embedding per input, [inputs, width] float32.
@@ -67,12 +68,12 @@ class Embedder:
         """
         longest = prompt_bucket(max(len(ids) for ids in texts), self.max_tokens)
         rows = 1 if len(texts) == 1 else _BATCH
-        ids = np.full((rows, longest), self._pad_id(), np.int32)
+        ids = np.full((rows, longest), self._pad_id, np.int32)
         mask = np.zeros((rows, longest), np.int32)
         mask[len(texts) :, 0] = 1
         for row, text in enumerate(texts):
             ids[row, : len(text)], mask[row, : len(text)] = text, 1
-        hidden = np.asarray(self._model(input_ids=ids, attention_mask=mask).last_hidden_state, np.float32)
+        hidden = np.asarray(self._model.output("last_hidden_state", input_ids=ids, attention_mask=mask), np.float32)
         vectors = self._pool(hidden, mask)[: len(texts)]
         return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
 
@@ -82,9 +83,6 @@ class Embedder:
         if self._pooling == "last":
             return hidden[np.arange(len(hidden)), mask.sum(axis=1) - 1]
         return (hidden * mask[..., None]).sum(axis=1) / mask.sum(axis=1, keepdims=True)
-
-    def _pad_id(self) -> int:
-        return self._model.config.pad_token_id or 0
 
 
 class EmbeddingQueue:
@@ -128,9 +126,40 @@ class EmbeddingQueue:
         return np.stack([found[i] for i in range(len(texts))])
 
 
+_MODULES = ("Transformer", "Pooling", "Normalize")
+"""The classes of sentence-transformers whose work is done here."""
+
+
+def _pooling_file(folder: Path) -> Path | None:
+    """The configuration of the pooling, by sentence-transformers' list of modules; None if the checkpoint has none.
+
+    Raises:
+        InvalidInputError: a module of another kind follows, or the file is missing.
+    """
+    listed = folder / "modules.json"
+    if not listed.is_file():
+        return file if (file := folder / "1_Pooling" / "config.json").is_file() else None
+    modules = {module["type"].rpartition(".")[2]: module for module in json.loads(listed.read_text(encoding="utf-8"))}
+    if unknown := [kind for kind in modules if kind not in _MODULES]:
+        raise InvalidInputError(
+            f"{listed} has modules that the server does not compute: {', '.join(unknown)}.",
+            "Without them the embeddings would be others than sentence-transformers'.",
+            "Use a model of Transformer, Pooling and Normalize alone, or serve it with sentence-transformers.",
+        )
+    if "Pooling" not in modules:
+        return None
+    if not (file := folder / modules["Pooling"]["path"] / "config.json").is_file():
+        raise InvalidInputError(
+            f"{file} is missing.",
+            f"{listed} names it, and embeddings depend on it.",
+            "Download or copy the checkpoint with its subfolders.",
+        )
+    return file
+
+
 def _read_pooling(folder: Path | None) -> str:
-    file = None if folder is None else folder / "1_Pooling" / "config.json"
-    if file is None or not file.is_file():
+    file = None if folder is None else _pooling_file(folder)
+    if file is None:
         return "mean"
     found = [kind for key, kind in _KINDS.items() if json.loads(file.read_text()).get(key)]
     if len(found) != 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import threading
 import time
@@ -120,6 +121,12 @@ class StoredModel:
     def can_generate(self) -> bool:
         """Whether `generate` works on this class."""
         return _origin_of(self).runs.start.generates
+
+    def config_value(self, name: str) -> Any:
+        """As `JaxModel.config_value`."""
+        config: dict[str, Any] = json.loads(_origin_of(self).runs.start.model_key["config"])
+        has_parts = any(isinstance(value, dict) and "model_type" in value for value in config.values())
+        return _full(self).config_value(name) if has_parts else config.get(name)
 
     def default_option(self, name: str) -> Any:
         """As `JaxModel.default_option`."""
