@@ -4,9 +4,10 @@
                                                                             # a temporary folder, removed afterwards
 
 Every run is a process of its own, timed from outside, subjects in turns. "cold" has an empty folder of programs (the C++ kernels
-are compiled before); "warm" is every later run. "full" is warm without stored starts: torch, transformers and the model's code are
-imported, and programs come from the disk, as before there were stored starts. "read" is a plain read of the checkpoint's file; it
-is in the page cache where a name does not say "from the disk".
+are compiled before), before each of three runs; "warm" is every later run. A cold server is ready with its first programs. "full"
+is warm without stored starts: torch, transformers and the model's code are imported, and programs come from the disk, as before
+there were stored starts. "read" is a plain read of the checkpoint's file; it is in the page cache where a name does not say "from
+the disk".
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import os
 import platform
 import resource
+import shutil
 import socket
 import statistics
 import subprocess
@@ -80,6 +82,17 @@ def ready(model: str, **variables: str) -> tuple[float, float]:
     return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+def emptied(home: Path, subject: Callable[[], tuple[float, float]]) -> Callable[[], tuple[float, float]]:
+    """The subject, each time without programs and stored starts."""
+
+    def run_cold() -> tuple[float, float]:
+        for name in ("programs", "starts"):
+            shutil.rmtree(home / name, ignore_errors=True)
+        return subject()
+
+    return run_cold
+
+
 def dropped(path: str) -> str:
     """The path of a file that is no longer in the page cache."""
     os.sync()
@@ -130,11 +143,21 @@ def main() -> None:
         os.environ["HFAX_HOME"] = str(root / "home")
         run([sys.executable, "-c", "from hfax.kernels.cpu import library; print(library.problem())"])
         demo = [*_GENERATE, "demo", "Return a", "--max-new-tokens", "1"]
-        cold = {"generate demo, cold": run(demo)}
-        cold["python, Qwen3-0.6B's shape, cold"] = run([sys.executable, "-c", _PYTHON, qwen3])
-        cold["serve demo, cold"] = ready("demo")
-        for name, (seconds, processor) in cold.items():
-            print(f"{name}: {seconds:.2f} s, {processor:.2f} s of processor", flush=True)
+        two_programs = [*_GENERATE, "demo", "Return a", "--max-new-tokens", "4"]
+        cold = measure(
+            {
+                "generate demo, two programs, cold": emptied(root / "home", lambda: run(two_programs)),
+                "serve demo, cold": emptied(root / "home", lambda: ready("demo")),
+                "serve demo, all programs first, cold": emptied(
+                    root / "home", lambda: ready("demo", HFAX_BACKGROUND_COMPILATION="0")
+                ),
+                "python, Qwen3-0.6B's shape, cold": emptied(
+                    root / "home", lambda: run([sys.executable, "-c", _PYTHON, qwen3])
+                ),
+            },
+            3,
+        )
+        classify = [sys.executable, "-m", "hfax.cli", "classify", "demo", "Return a", "--labels", "list,error"]
         full = [sys.executable, "-c", "import torch\n" + _PYTHON]
         warm = measure(
             {
@@ -143,6 +166,7 @@ def main() -> None:
                 "python, demo": lambda: run([sys.executable, "-c", _PYTHON, "demo"]),
                 "python, demo, full": lambda: run([*full, "demo"]),
                 "serve demo": lambda: ready("demo"),
+                "classify demo": lambda: run(classify),
                 "read from the disk, Qwen3-0.6B's shape": lambda: run([sys.executable, "-c", _READ, dropped(weights)]),
                 "python, Qwen3-0.6B's shape from the disk": lambda: run(
                     [sys.executable, "-c", _PYTHON, str(Path(dropped(weights)).parent)]
@@ -157,7 +181,7 @@ def main() -> None:
     if options.json_file:
         found = {
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "cold": {name: {"seconds": wall, "processor seconds": cpu} for name, (wall, cpu) in cold.items()},
+            "cold": cold,
             "warm": warm,
         }
         options.json_file.parent.mkdir(parents=True, exist_ok=True)

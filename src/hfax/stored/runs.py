@@ -7,15 +7,13 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors.flax import load
 
-from hfax.backends.jax.forward import exact_outputs, padded_outputs
-from hfax.backends.jax.size_classes import SizeClasses
 from hfax.generation.generate import GenerationLoop, open_loop
 from hfax.generation.generation_request import (
     GenerationOptions,
@@ -35,6 +33,9 @@ from hfax.stored.reader import WeightReader
 from hfax.stored.start import ModelStart
 from hfax.tracing.structure import Leaf, Node, Structure, unflatten
 from hfax.tracing.traits import ModelTraits
+
+if TYPE_CHECKING:
+    from hfax.backends.jax.size_classes import SizeClasses
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +140,11 @@ class StoredRuns:
         Raises:
             InvalidInputError: ids are outside the vocabulary.
         """
+        from hfax.backends.jax.forward import (  # not needed by `run`, whose start it would delay
+            exact_outputs,
+            padded_outputs,
+        )
+
         if (prepared := read_inputs(self.start, inputs)) is None or self._classes is None:
             return None
         for call in self._classes.calls(prepared):
@@ -150,6 +156,8 @@ class StoredRuns:
 
     @functools.cached_property
     def _classes(self) -> SizeClasses | None:
+        from hfax.backends.jax.size_classes import SizeClasses
+
         return None if self.start.forward is None else SizeClasses(**self.start.forward.padding)
 
     def _are_stored(self, prompts: Prompts, resolved: GenerationOptions) -> bool:
