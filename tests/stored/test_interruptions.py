@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import tiny_models
 import hfax
 
 _KILLS = 8
+_FULL_BYTES = 100_000
 _SCRIPT = """
 import json, sys
 from hfax import AutoModelForTPU
@@ -25,11 +28,13 @@ print(json.dumps(model.generate([[5, 9, 17, 33, 60]], max_new_tokens=6).tolist()
 """
 
 
-def _begin(folder: Path, home: Path) -> subprocess.Popen[str]:
+def _begin(folder: Path, home: Path, before: Callable[[], None] | None = None) -> subprocess.Popen[str]:
     source = str(Path(hfax.__file__).parents[1])
-    variables = {**os.environ, "HFAX_HOME": str(home), "PYTHONPATH": source}
+    variables = {**os.environ, "HFAX_HOME": str(home), "PYTHONPATH": source, "HFAX_CPU_KERNELS": "0"}
     command = [sys.executable, "-c", _SCRIPT, str(folder)]
-    return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=before
+    )
 
 
 def _result(process: subprocess.Popen[str]) -> Any:
@@ -46,6 +51,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_processes_fill_one_cache_at_once(folder: Path, tmp_path: Path) -> None:
     first, second = (_result(process) for process in [_begin(folder, tmp_path), _begin(folder, tmp_path)])
     assert first == second == _result(_begin(folder, tmp_path))
+
+
+def test_a_first_start_with_a_full_disk_works_and_leaves_nothing_half_written(folder: Path, tmp_path: Path) -> None:
+    """The programs, of 240 KB and more each, end in the middle with an OSError; the record fits."""
+
+    def fill() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (_FULL_BYTES, _FULL_BYTES))
+
+    first = _begin(folder, tmp_path / "home", before=fill)
+    out, err = first.communicate(timeout=300)
+    assert first.returncode == 0, err
+    assert err.count("program not cached") == 2
+    left = [path for path in (tmp_path / "home").rglob("*") if path.is_file()]
+    assert {path.parent.name for path in left if "kernels" not in path.parts} == {"starts"}
+    expected = json.loads(out)
+    assert _result(_begin(folder, tmp_path / "home")) == expected
+    assert _result(_begin(folder, tmp_path / "home")) == expected
 
 
 @pytest.mark.sweep
