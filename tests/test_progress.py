@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hfax import progress
-from hfax.phases import listen, phase
+from hfax.phases import PhaseEvent, listen, meter, phase
+from hfax.progress import Meter
 
 
 class Terminal(io.StringIO):
@@ -110,3 +112,43 @@ def test_a_short_phase_is_not_shown(terminal: Terminal, monkeypatch: pytest.Monk
         pass
     assert terminal.getvalue() == ""
     assert progress._LINE._timer is None
+
+
+def test_a_load_says_how_many_bytes_are_left(terminal: Terminal) -> None:
+    with phase("load", "a model"):
+        found = meter()
+        found.expect(4_000_000_000)
+        found.add(1_000_000_000)
+        assert shows(terminal, "load a model 1.00 of 4.00 GB, ")
+        assert shows(terminal, " s left")
+        with phase("compile", "x"):
+            assert meter() is not found
+        assert meter() is found
+    assert meter() is not found
+
+
+def test_the_seconds_left_follow_from_the_bytes_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now))
+    found = Meter()
+    assert str(found) == ""
+    found.expect(8_000_000_000)
+    assert str(found) == "0.00 of 8.00 GB"
+    now = 102.0
+    found.add(2_000_000_000)
+    assert str(found) == "2.00 of 8.00 GB, 6 s left"
+    found.add(9_000_000_000)  # tied weights that are stored twice
+    assert str(found) == "8.00 of 8.00 GB, 0 s left"
+
+
+def test_loading_a_model_counts_its_bytes(tmp_path: Path) -> None:
+    import tiny_models
+
+    from hfax import AutoModelForTPU
+
+    folder = tiny_models.save(tmp_path, tiny_models.tiny_llama())
+    events: list[PhaseEvent] = []
+    with listen(events.append):
+        model = AutoModelForTPU.from_pretrained(folder)
+    (end,) = [event for event in events if event.name == "load" and event.seconds is not None]
+    assert end.meter.done == end.meter.total == sum(array.nbytes for array in model.params.values())

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Literal
 
-from hfax.progress import shown
+from hfax.progress import Meter, shown
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +26,13 @@ PhaseName = Literal["download", "load", "trace", "compile"]
 class PhaseEvent:
     """The start (`seconds is None`) or end of a phase.
 
-    `detail` names the object, such as `prefill[1, 64]`; `seconds` is wall-clock time.
+    `detail` names the object, such as `prefill[1, 64]`; `seconds` is wall-clock time; `meter` counts the bytes of loaded weights.
     """
 
     name: PhaseName
     detail: str
     seconds: float | None
+    meter: Meter = dataclasses.field(default_factory=Meter, compare=False)
 
 
 Listener = Callable[[PhaseEvent], None]
@@ -52,17 +53,30 @@ def listen(listener: Listener) -> Iterator[None]:
         _listeners.reset(token)
 
 
+_meter: ContextVar[Meter | None] = ContextVar("hfax_meter", default=None)
+
+
+def meter() -> Meter:
+    """Counts the bytes of the innermost phase of this context."""
+    return _meter.get() or Meter()
+
+
 @contextlib.contextmanager
 def phase(name: PhaseName, detail: str) -> Iterator[None]:
     """Time a block of work. An exception propagates, without an end event."""
     listeners = _listeners.get()
-    _tell(listeners, PhaseEvent(name=name, detail=detail, seconds=None))
+    own = Meter()
+    _tell(listeners, PhaseEvent(name=name, detail=detail, seconds=None, meter=own))
     start = time.perf_counter()
-    with contextlib.nullcontext() if listeners else shown(name, detail):
-        yield
+    token = _meter.set(own)
+    try:
+        with contextlib.nullcontext() if listeners else shown(name, detail, own):
+            yield
+    finally:
+        _meter.reset(token)
     seconds = time.perf_counter() - start
     logger.info("%s %s: %.2f s", name, detail, seconds)
-    _tell(listeners, PhaseEvent(name=name, detail=detail, seconds=seconds))
+    _tell(listeners, PhaseEvent(name=name, detail=detail, seconds=seconds, meter=own))
 
 
 def _tell(listeners: tuple[Listener, ...], event: PhaseEvent) -> None:

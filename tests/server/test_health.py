@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from hfax.phases import phase
+from hfax.phases import meter, phase
 from hfax.server.app import make_health_app
 from hfax.server.health import HealthServer
 
@@ -60,6 +60,25 @@ def test_it_knows_nothing_else_and_asks_for_no_key(health):
     assert health.get("/v1/models").status_code == 404
     assert health.post("/v1/completions", json={"prompt": "x"}).status_code == 404
     assert health.get("/openapi.json").status_code == 404
+
+
+def test_a_server_that_loads_weights_says_how_many_bytes_are_left(make_server):
+    release = threading.Event()
+
+    def work():
+        with phase("load", "/secret/folder"):
+            meter().expect(3_000_000_000)
+            meter().add(1_000_000_000)
+            assert release.wait(60)
+
+    with make_server(waits=False, before_loading=work) as running, running.client() as client:
+        running.wait_until(lambda: running.served.progress.as_json().get("bytes_loaded"))
+        found = client.get("/health").json()
+        assert (found["bytes_loaded"], found["bytes_total"]) == (1_000_000_000, 3_000_000_000)
+        assert {"seconds_left", "phase"} < found.keys()
+        refused = client.post("/v1/completions", json={"model": "demo", "prompt": "x"})
+        assert "loading: load 1.00 of 3.00 GB" in refused.json()["error"]["message"]
+        release.set()
 
 
 def test_a_server_that_loads_says_how_far_it_is(make_server):

@@ -11,10 +11,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.text import Text
 
 from hfax.phases import PhaseEvent, listen
+from hfax.progress import Meter, open_bar
 
 
 class PhaseDisplay:
@@ -33,7 +34,7 @@ class PhaseDisplay:
         self._console = console
         self._keeps_lines = not (is_transient and console.is_terminal)
         self._spinner: Progress | None = None
-        self._running: list[tuple[str, str]] = []
+        self._running: dict[tuple[str, str], Meter] = {}
         self._waiting: list[Text] = []
         self._is_answering = False
         self._activity = ""
@@ -70,10 +71,9 @@ class PhaseDisplay:
     def _on_event(self, event: PhaseEvent) -> None:
         key = (event.name, event.detail)
         if event.seconds is None:
-            self._running.append(key)
+            self._running[key] = event.meter
         else:
-            if key in self._running:
-                self._running.remove(key)
+            self._running.pop(key, None)
             self.seconds[event.name] += event.seconds
             if self._keeps_lines:
                 self._show(Text(f"{event.name} {event.detail}: {event.seconds:.2f} s", style="dim"))
@@ -91,17 +91,12 @@ class PhaseDisplay:
         is_download = any(name == "download" for name, _ in self._running)
         if self._is_answering or is_download or not self._console.is_terminal:
             return
-        self._spinner = Progress(
-            SpinnerColumn(style="cyan"),
-            TextColumn("{task.description}", style="cyan", markup=False),
-            TimeElapsedColumn(),
-            console=self._console,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-        self._spinner.add_task(" ".join(self._running[-1]) if self._running else self._activity, total=None)
-        self._spinner.start()
+        text = self._activity
+        meter = Meter()
+        if self._running:
+            (name, detail), meter = list(self._running.items())[-1]
+            text = f"{name} {detail}"
+        self._spinner = open_bar(self._console, lambda: f"{text} {meter}".rstrip(), style="cyan")
 
     def _stop_spinner(self) -> None:
         if self._spinner is not None:

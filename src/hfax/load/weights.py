@@ -51,6 +51,7 @@ from hfax.load.safetensors_arrays import SafetensorsArrays
 from hfax.load.saved_parts import saved_parts
 from hfax.load.skeleton import Skeleton
 from hfax.load.store import TensorStore
+from hfax.phases import meter
 from hfax.sharding.layout import Layout
 
 Weight = jax.Array | QuantizedArray
@@ -97,6 +98,8 @@ def load_weights(
         bytes_of(packed[name]) if name in packed else t.numel() * t.element_size()
         for name, t in skeleton.shapes.items()
     )
+    loading = meter()
+    loading.expect(needed)
     needed = needed if layout.plan is None else layout.plan.bytes_per_device
     check_fits(
         needed,
@@ -180,7 +183,9 @@ def load_weights(
         try:
             for placed in pool.map(load_step, plan.steps):
                 weights.update(placed)
-                since += sum(weight.nbytes for _, weight in placed)
+                num_bytes = sum(weight.nbytes for _, weight in placed)
+                loading.add(num_bytes)
+                since += num_bytes
                 if since > _KEPT_BYTES:
                     give_back_freed_memory()
                     since = 0

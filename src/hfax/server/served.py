@@ -15,6 +15,7 @@ from hfax.engine.outputs import OutputDelta
 from hfax.engine.request import PreparedPrompt, Request
 from hfax.engine.sampling_params import SamplingParams
 from hfax.phases import PhaseEvent, listen
+from hfax.progress import Meter
 from hfax.server.embeddings import EmbeddingQueue
 from hfax.server.failures import ApiError, unknown_model
 from hfax.server.loading import DEFAULTS, Load, Loaded, make_reader
@@ -43,28 +44,41 @@ class LoadProgress:
         self._started = time.monotonic()
         self._running: list[str] = []
         self._num_compiled = 0
+        self._meter = Meter()
 
     def hear(self, event: PhaseEvent) -> None:
         """Take the start or end of a phase; from any thread. Names of checkpoints may be paths, which nobody is told."""
         what = f"{event.name} {event.detail}" if event.name in ("trace", "compile") else event.name
         if event.seconds is None:
             self._running.append(what)
+            if event.name == "load":
+                self._meter = event.meter
         else:
             with contextlib.suppress(ValueError):
                 self._running.remove(what)
             self._num_compiled += event.name == "compile"
 
     def as_json(self) -> dict[str, Any]:
-        """The innermost phase that runs, the number of programs compiled so far, and the seconds since the start."""
+        """The innermost phase that runs, the number of programs compiled so far, and the seconds since the start; while weights are
+        loaded, the bytes that are, those of all, and the seconds left."""
         phase = next(iter(self._running[-1:]), "")
         seconds = round(time.monotonic() - self._started, 1)
-        return {"phase": phase, "programs_compiled": self._num_compiled, "seconds": seconds}
+        found = {"phase": phase, "programs_compiled": self._num_compiled, "seconds": seconds}
+        if phase != "load" or not self._meter.total:
+            return found
+        left = self._meter.seconds_left
+        return {
+            **found,
+            "bytes_loaded": self._meter.done,
+            "bytes_total": self._meter.total,
+            "seconds_left": None if left is None else round(left, 1),
+        }
 
     def __str__(self) -> str:
         found = self.as_json()
-        return (
-            f"{found['phase'] or 'starting'}, {found['programs_compiled']} programs compiled, {found['seconds']:.0f} s"
-        )
+        phase = found["phase"] or "starting"
+        phase += f" {self._meter}" if "bytes_total" in found else ""
+        return f"{phase}, {found['programs_compiled']} programs compiled, {found['seconds']:.0f} s"
 
 
 class Served:

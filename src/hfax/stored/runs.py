@@ -23,6 +23,7 @@ from hfax.generation.host_loop import Generated, Streamer, make_stop_check, run_
 from hfax.generation.kept_cache import KeptCache
 from hfax.kernels.quantized import QuantizedArray
 from hfax.load.placement import check_fits
+from hfax.phases import meter
 from hfax.programs.buckets import Buckets
 from hfax.programs.checks import raise_failed
 from hfax.programs.model_parts import ModelParts
@@ -232,9 +233,12 @@ def _read_weights(start: ModelStart, reader: WeightReader, layout: Layout) -> di
     """The weights of a record, placed."""
     check_fits(reader.num_bytes, layout.device, "Loading the weights", "Use a smaller dtype (dtype='bfloat16').")
     weights: dict[str, Any] = {}
+    loading = meter()
+    loading.expect(reader.num_bytes)
     for name, weight in start.weights.items():
         where = layout.weight(name)
         placed = {f: layout.place(reader.read(t.file, t.name), where) for f, t in weight.tensors.items()}
+        loading.add(sum(array.nbytes for array in placed.values()))
         if weight.encoding is None:
             weights[name] = placed["values"]
         else:
