@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -32,6 +34,8 @@ Every option can also be set by an environment variable (HFAX_PORT for --port) o
 The command line overrides environment variables, which override the file."""
 
 _PANEL, _ACCESS = "Engine", "Access control"
+_COMPILING = ("hfax-compile", "hfax-background-compile")
+"""How the names of threads that compile begin."""
 
 
 def _read_file(context: typer.Context, path: Path | None) -> Path | None:
@@ -400,7 +404,17 @@ def _run(settings: Settings, run_server: Callable[..., BaseException | None], lo
         raise failure
     if failure is not None:
         console.print(f"The server failed: {type(failure).__name__}: {failure}", style="red", soft_wrap=True)
+        _leave_compilation(1)
         raise typer.Exit(1)
+    _leave_compilation(0)
+
+
+def _leave_compilation(code: int) -> None:
+    """End the process now if programs are being compiled, which Python would wait for, maybe for minutes: nobody needs them."""
+    if any(thread.name.startswith(_COMPILING) for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _ports(settings: Settings) -> str:

@@ -1,0 +1,36 @@
+"""How `hfax serve` ends while programs are being compiled."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+from command_line import process_environment
+
+_SCRIPT = """
+import sys, threading, time
+from hfax.cli.serve import _leave_compilation
+threading.Thread(target=time.sleep, args=(120,), name=sys.argv[1], daemon=sys.argv[1] == "another").start()
+print("before", end="")
+_leave_compilation(3)
+print(", after")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("hfax-background-compile", (3, "before")),
+        ("hfax-compile_0", (3, "before")),
+        ("another", (0, "before, after\n")),
+    ],
+)
+def test_the_process_does_not_wait_for_a_compilation(name: str, expected: tuple[int, str]) -> None:
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, name], capture_output=True, text=True, env=process_environment(), timeout=100
+    )
+    assert (done.returncode, done.stdout) == expected
+    assert time.monotonic() - began < 100
