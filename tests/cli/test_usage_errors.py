@@ -74,3 +74,12 @@ def test_a_mistake_is_found_without_a_framework(line: str, words: str, tmp_path:
     assert words in done.stdout + done.stderr
     assert (done.returncode == 0) == ("--help" in line)
     assert "Traceback" not in done.stderr
+
+
+def test_a_benchmark_without_the_models_code_says_what_is_missing(hfax_here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended in a JSONDecodeError of the process that was to be measured."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    done = hfax_here("bench", "demo")
+    assert done.code == 1
+    assert "needs torch, which is not installed" in done.err
+    assert "hfax[cpu]" in done.err

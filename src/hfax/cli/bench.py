@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import tempfile
 from pathlib import Path
@@ -56,6 +57,7 @@ def bench(
         from hfax.bench.run import Plan, run
         from hfax.bench.spec import Case, SubjectSpec
 
+        _require_models()
         name, model = model, _existing(model)
         decode = [
             Case(kind="decode", batch_size=batch, context=context, capacity=capacity, tokens=tokens)
@@ -102,6 +104,13 @@ def bench(
             console.print(line, markup=False)
         if failures:
             raise typer.Exit(1)
+
+
+def _require_models() -> None:
+    """Raise `ModuleNotFoundError`, of which the command makes an error: subjects load and compile from an empty cache."""
+    for name in ("torch", "transformers"):
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def _existing(model: str) -> str:
