@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import transformers
 
 import hfax
 from hfax import AutoModelForTPU
+from hfax.stored import records
 from hfax.stored.records import beside
 
 _IDS = [[5, 9, 17, 33, 60]]
@@ -239,3 +241,25 @@ def test_what_a_record_does_not_cover_is_not_recorded(
         "it does not read token ids alone, or generates by a loop of its own",
         "its weights are converted when they are loaded",
     ]
+
+
+def test_records_that_were_not_used_for_longest_are_removed_first(
+    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were removed by the time at which they were written: a model in daily use lost its record."""
+    monkeypatch.setenv("HFAX_HOME", str(tmp_path))
+    monkeypatch.setattr(records, "_MOST_RECORDS", 2)
+    used, unused, new = (checkpoints[name] for name in ("llama", "tied", "windows"))
+    for age, folder in ((300, used), (200, unused)):
+        before = set(tmp_path.glob("starts/*"))
+        AutoModelForTPU.from_pretrained(folder)
+        for path in set(tmp_path.glob("starts/*")) - before:
+            os.utime(path, (time.time() - age, time.time() - age))
+    kept = {path.name for path in tmp_path.glob("starts/*")}
+    AutoModelForTPU.from_pretrained(used)
+    AutoModelForTPU.from_pretrained(new)
+    left = {path.name for path in tmp_path.glob("starts/*")}
+    assert len(left) == len(kept) == 4
+    assert len(left & kept) == 2
+    AutoModelForTPU.from_pretrained(used)
+    assert {path.name for path in tmp_path.glob("starts/*")} == left

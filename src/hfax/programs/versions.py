@@ -26,7 +26,6 @@ LEAVES = frozenset(
 """Parts of hfax that call programs but trace none: nothing else imports them, so changes do not make programs stale."""
 
 
-@functools.cache
 def version_of(name: str) -> str:
     """Version of an installed package, or "none". hfax's is read from its source, since editable installs may lag behind."""
     if name == "hfax":

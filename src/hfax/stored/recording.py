@@ -22,7 +22,7 @@ from hfax.programs.bundle_file import START, TOKENIZER, is_bundle
 from hfax.programs.program_files import is_enabled
 from hfax.stored.call import read_call, read_inputs
 from hfax.stored.reader import WeightReader
-from hfax.stored.records import beside, encoded, is_recordable, write_record
+from hfax.stored.records import beside, encoded, is_recordable, renew, write_record
 from hfax.stored.start import ForwardStart, ModelStart, StoredTensor, StoredWeight, start_file
 from hfax.stored.tokenizer import describe_tokenizer
 
@@ -65,7 +65,7 @@ def store_start(source: CheckpointSource, options: LoadOptions, model: JaxModel)
     if model.mesh is not None:
         return
     reader = WeightReader(source)
-    if (path := start_file(reader, options, model.jax_device)).is_file():
+    if renew(path := start_file(reader, options, model.jax_device)):
         return
     start, why = _describe(reader, source.folder, model, model.buffers)
     if start is None:

@@ -12,6 +12,7 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _FORMAT = 2
 _MOST_RECORDS = 64
-"""Number of records of a kind above which the least recently written are removed."""
+"""Number of records of a kind above which the least recently used are removed."""
 _TEXT_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".vocab", ".spm")
 """Suffixes of the small files of a checkpoint: its config, tokenizer and chat templates."""
 _WEIGHT_INDEX = ".index.json"
@@ -149,12 +150,23 @@ def read_record(record: Path, *, is_of_cache: bool = True) -> tuple[dict[str, An
         text, data = shared or (record.read_bytes(), beside(record).read_bytes())
         content: Any = json.loads(text)
         if content.pop("data") == hashlib.sha256(data).hexdigest():
-            note_use(beside(record))
-            note_use(record)
+            if is_of_cache:
+                renew(record)
             return content, data
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         pass
     return None
+
+
+def renew(record: Path) -> bool:
+    """Whether a record is there. If so, it is used: those that are not for longest are removed first."""
+    if not record.is_file():
+        return False
+    with contextlib.suppress(OSError):
+        os.utime(record)
+    note_use(beside(record))
+    note_use(record)
+    return True
 
 
 def _take_shared(record: Path) -> tuple[bytes, bytes] | None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from hfax.programs.bundle_file import TOKENIZER
 from hfax.programs.program_files import is_enabled
-from hfax.stored.records import key_of, read_record, record_file, texts_digest, write_record
+from hfax.stored.records import key_of, read_record, record_file, renew, texts_digest, write_record
 
 if TYPE_CHECKING:
     import tokenizers
@@ -169,7 +169,7 @@ def find_tokenizer(folder: Path) -> StoredTokenizer | None:
 
 def store_tokenizer(folder: Path, tokenizer: Any) -> None:
     """Store a tokenizer that transformers has loaded from a folder, if it is one that the library tokenizers runs alone."""
-    if not is_enabled() or (record := _record(folder)).is_file():
+    if not is_enabled() or renew(record := _record(folder)):
         return
     if (described := describe_tokenizer(tokenizer)) is not None:
         write_record(record, *described)
