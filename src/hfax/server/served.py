@@ -154,7 +154,7 @@ class Served:
         if state == "loading":
             return {"status": state, **self.progress.as_json()}
         engine = None if self._loaded is None else self._loaded.engine
-        left = 0 if engine is None else engine.num_programs_left
+        left = engine.num_programs_left if engine is not None and state in ("ready", "degraded") else 0
         return {"status": state, **({"programs_left": left} if left else {})}
 
     def stop(self) -> None:
