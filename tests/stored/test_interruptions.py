@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +26,11 @@ print(json.dumps(model.generate([[5, 9, 17, 33, 60]], max_new_tokens=6).tolist()
 """
 
 
-def _begin(folder: Path, home: Path, before: Callable[[], None] | None = None) -> subprocess.Popen[str]:
+def _begin(folder: Path, home: Path, before: str = "") -> subprocess.Popen[str]:
     source = str(Path(hfax.__file__).parents[1])
     variables = {**os.environ, "HFAX_HOME": str(home), "PYTHONPATH": source, "HFAX_CPU_KERNELS": "0"}
-    command = [sys.executable, "-c", _SCRIPT, str(folder)]
-    return subprocess.Popen(
-        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=before
-    )
+    command = [sys.executable, "-c", before + _SCRIPT, str(folder)]
+    return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def _result(process: subprocess.Popen[str]) -> Any:
@@ -55,11 +51,8 @@ def test_two_processes_fill_one_cache_at_once(folder: Path, tmp_path: Path) -> N
 
 def test_a_first_start_with_a_full_disk_works_and_leaves_nothing_half_written(folder: Path, tmp_path: Path) -> None:
     """The programs, of 240 KB and more each, end in the middle with an OSError; the record fits."""
-
-    def fill() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (_FULL_BYTES, _FULL_BYTES))
-
-    first = _begin(folder, tmp_path / "home", before=fill)
+    full = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({_FULL_BYTES}, {_FULL_BYTES}))"
+    first = _begin(folder, tmp_path / "home", before=full)
     out, err = first.communicate(timeout=300)
     assert first.returncode == 0, err
     assert err.count("program not cached") == 2

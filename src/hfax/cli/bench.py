@@ -57,7 +57,6 @@ def bench(
         from hfax.bench.run import Plan, run
         from hfax.bench.spec import Case, SubjectSpec
 
-        _require_models()
         name, model = model, _existing(model)
         decode = [
             Case(kind="decode", batch_size=batch, context=context, capacity=capacity, tokens=tokens)
@@ -68,6 +67,7 @@ def bench(
             *decode,
             *(Case(kind="prefill", context=n) for n in positive_numbers("--prompt-lengths", prompt_lengths)),
         )
+        _require_models()
         plans = [Plan(subject=SubjectSpec(name="hfax", kind="hfax", model=model, dtype=dtype.value), cases=cases)]
         for kind in quantization or []:
             spec = SubjectSpec(name=f"hfax {kind}", kind="hfax", model=model, dtype=dtype.value, quantization=kind)
