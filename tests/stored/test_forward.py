@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +12,8 @@ import numpy as np
 import pytest
 import tiny_models
 import transformers
+from torch_free import WITHOUT_TORCH, run_script
 
-import hfax
 from hfax import AutoModelForTPU
 from hfax.errors import InvalidInputError
 from hfax.tracing.structure import class_of, flatten, unflatten
@@ -53,15 +50,9 @@ _CALLS: dict[str, dict[str, Any]] = {
     "padded": {"input_ids": _IDS, "attention_mask": [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]},
     "of another length": {"input_ids": [[*_IDS[0], 3, 4]], "attention_mask": [[1] * 7]},
 }
-_SCRIPT = """
-import json, sys
-
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "transformers", "torchax"):
-            raise ImportError(f"{name} was imported")
-
-sys.meta_path.insert(0, Blocked())
+_SCRIPT = (
+    WITHOUT_TORCH
+    + """
 import numpy as np
 from hfax import AutoModelForTPU
 folder, task, name, calls, static = json.loads(sys.stdin.read())
@@ -71,16 +62,7 @@ for call, inputs in calls.items():
     found[call] = np.asarray(model.output(name, **{n: np.array(v) for n, v in inputs.items()}, **static)).tolist()
 print(json.dumps(found))
 """
-
-
-def _run(script: str, *arguments: str, text: str = "", home: Path) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(Path(hfax.__file__).parents[1]), "HFAX_HOME": str(home)}
-    command = [sys.executable, "-W", "error", "-c", script, *arguments]
-    done = subprocess.run(
-        command, input=text, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+)
 
 
 @pytest.mark.parametrize("name", _MODELS)
@@ -93,7 +75,7 @@ def test_outputs_are_those_of_the_model(name: str, tmp_path: Path, monkeypatch: 
     arrays = {call: {n: np.array(v) for n, v in inputs.items()} | static for call, inputs in _CALLS.items()}
     theirs = {call: np.asarray(model(**inputs)[output]) for call, inputs in arrays.items()}
     text = json.dumps([str(folder), task, output, _CALLS, static])
-    ours = json.loads(_run(_SCRIPT, text=text, home=tmp_path / "home"))
+    ours = json.loads(run_script(_SCRIPT, text=text, HFAX_HOME=str(tmp_path / "home")))
     for call, expected in theirs.items():
         np.testing.assert_array_equal(np.array(ours[call], np.float32), expected)
         np.testing.assert_array_equal(model.output(output, **arrays[call]), expected)
@@ -112,7 +94,7 @@ finally:
 
 
 def _classify(home: Path, *arguments: str) -> tuple[Any, str]:
-    *answer, imported = _run(_WATCHED, "classify", *arguments, "--json", home=home).strip().splitlines()
+    *answer, imported = run_script(_WATCHED, "classify", *arguments, "--json", HFAX_HOME=str(home)).strip().splitlines()
     found = json.loads(answer[-1])
     del found["seconds"]
     return found, imported
@@ -161,3 +143,26 @@ def test_a_class_without_a_name_is_kept() -> None:
 
     arrays, structure = flatten(Own(a=np.ones(2)))
     assert type(unflatten(structure, arrays)) is Own
+
+
+_UNKNOWN = """
+import sys
+import numpy as np
+from hfax import AutoModelForTPU
+from hfax.errors import InvalidInputError
+model = AutoModelForTPU.from_pretrained(sys.argv[1], task="feature-extraction")
+ids = np.array([[5, 9, 17]])
+print(model.output("last_hidden_state", input_ids=ids).shape, "torch" in sys.modules)
+try:
+    model.output("nonsense", input_ids=ids)
+except InvalidInputError as error:
+    print(error.what)
+"""
+
+
+def test_an_output_that_there_is_not_is_refused_from_stored_programs_too(tmp_path: Path) -> None:
+    """It was a KeyError."""
+    folder = tiny_models.save(tmp_path / "model", transformers.BertModel(transformers.BertConfig(**_ENCODER)))
+    first, second = (run_script(_UNKNOWN, str(folder), HFAX_HOME=str(tmp_path / "home")) for _ in range(2))
+    assert first == second.replace("False", "True") == "(1, 3, 64) True\nBertModel returns no 'nonsense'.\n"
+    assert "False" in second

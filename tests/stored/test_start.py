@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +14,8 @@ import numpy as np
 import pytest
 import tiny_models
 import transformers
+from torch_free import WITHOUT_TORCH, run_script
 
-import hfax
 from hfax import AutoModelForTPU
 from hfax.stored import records
 from hfax.stored.records import beside
@@ -52,15 +50,9 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
 _QUANTIZED = ("int8", "int4")
 """Saved by hfax from the Llama."""
 
-_SCRIPT = """
-import json, sys
-
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "transformers", "torchax"):
-            raise ImportError(f"{name} was imported")
-
-sys.meta_path.insert(0, Blocked())
+_SCRIPT = (
+    WITHOUT_TORCH
+    + """
 from hfax import AutoModelForTPU
 folders, calls = json.loads(sys.stdin.read())
 found = {}
@@ -69,17 +61,7 @@ for name, folder in folders.items():
     found[name] = {call: model.generate(**options).tolist() for call, options in calls[name].items()}
 print(json.dumps(found))
 """
-
-
-def _run(script: str, text: str = "", **variables: str) -> str:
-    """What a script prints in an interpreter of its own: in one of `processes.run`, torch is imported."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(hfax.__file__).parents[1]), **variables}
-    command = [sys.executable, "-W", "error", "-c", script]
-    done = subprocess.run(
-        command, input=text, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+)
 
 
 def _calls_of(name: str) -> dict[str, dict[str, Any]]:
@@ -109,7 +91,7 @@ def results(checkpoints: dict[str, Path]) -> dict[str, dict[str, list[list[int]]
 def stored_results(checkpoints: dict[str, Path], results: Any) -> dict[str, dict[str, list[list[int]]]]:
     """What they give in a process in which neither torch nor transformers can be imported."""
     folders = {name: str(folder) for name, folder in checkpoints.items()}
-    return json.loads(_run(_SCRIPT, json.dumps([folders, {name: _calls_of(name) for name in folders}])))
+    return json.loads(run_script(_SCRIPT, text=json.dumps([folders, {name: _calls_of(name) for name in folders}])))
 
 
 @pytest.mark.parametrize("name", [*_CONFIGS, *_QUANTIZED])
@@ -144,7 +126,7 @@ print(json.dumps(found))
 def test_what_needs_more_than_stored_programs_makes_it_the_full_model(
     checkpoints: dict[str, Path], results: Any
 ) -> None:
-    found = json.loads(_run(_BECOMES, str(checkpoints["llama"])))
+    found = json.loads(run_script(_BECOMES, text=str(checkpoints["llama"])))
     model = AutoModelForTPU.from_pretrained(checkpoints["llama"])
     beams = np.asarray(model.generate(_IDS, max_new_tokens=6, num_beams=2)).tolist()
     greedy = results["llama"]["greedy"]
@@ -173,7 +155,7 @@ print(json.dumps([text, "torch" not in sys.modules]))
 
 def _start(folder: Path, **variables: str) -> tuple[list[list[int]], bool]:
     """Greedy tokens of a checkpoint in a new process, and whether torch was not imported for them."""
-    text, is_light = json.loads(_run(_WAYS, str(folder), **variables))
+    text, is_light = json.loads(run_script(_WAYS, text=str(folder), **variables))
     return text, is_light
 
 

@@ -217,11 +217,11 @@ def _untraced(*_: Any) -> Any:
 
 
 def _picked(name: str, outputs: list[Any], note: Structure) -> jax.Array | None:
-    """The output of this name, after the program's checks; None if it is not an array."""
+    """The output of this name, after the program's checks; None if there is none, or it is not an array."""
     assert isinstance(note, Node)
     result, checks = note.children
     raise_failed(unflatten(checks, outputs))
-    found = result.child(name) if isinstance(result, Node) else None
+    found = result.child(name) if isinstance(result, Node) and name in (result.keys or ()) else None
     return outputs[found.index] if isinstance(found, Leaf) else None
 
 
