@@ -149,7 +149,8 @@ def unflatten(structure: Structure, arrays: list[Any]) -> Any:
     cls: Any = class_of(structure)
     keys = structure.keys
     if keys is None:
-        return cls(*children) if _is_named_tuple(cls) else cls(children)
+        is_named_tuple = hasattr(cls, "_fields")
+        return cls(*children) if is_named_tuple else cls(children)
     items = dict(zip(keys, children, strict=True))
     if issubclass(cls, Mapping):
         is_output = dataclasses.is_dataclass(cls)
@@ -157,10 +158,6 @@ def unflatten(structure: Structure, arrays: list[Any]) -> Any:
     instance = cls.__new__(cls)
     instance.__dict__.update(items)
     return instance
-
-
-def _is_named_tuple(cls: Any) -> bool:
-    return hasattr(cls, "_fields")
 
 
 def is_model_output(item: Any) -> bool:
