@@ -1,4 +1,5 @@
-"""The kernels of GPUs without one: Triton kernels interpreted, cuDNN's attention by XLA, which takes the same arguments.
+"""The kernels of GPUs. Without one Triton kernels are interpreted, and cuDNN's attention is computed by XLA, which takes the same
+arguments; `make test-gpu` runs them on the GPU that is there.
 
 What XLA's GPU compiler makes of them is in tests/planning/test_gpu_topology.py.
 """
@@ -19,6 +20,16 @@ from hfax.kernels.gpu import experts, flash, quantized
 from hfax.kernels.gpu.attention import fits, fits_step, prompt_attention, step_attention
 from hfax.kernels.target import compiling_for
 from hfax.load.quantize import quantize
+
+ON_GPU = jax.default_backend() == "gpu"
+INTERPRET = not ON_GPU
+
+
+@pytest.fixture(autouse=True)
+def float32_products():
+    """What is expected is computed in float32, on a GPU too."""
+    with jax.default_matmul_precision("highest"):
+        yield
 
 
 def normal(*shape, seed=0, dtype=jnp.float32):
@@ -65,7 +76,7 @@ def test_a_step_reads_what_it_sees():
     # what is not seen may be anything
     hidden = jnp.where(mask[:, :, 0, :, None], 0.0, jnp.inf).astype(key.dtype)
     far = jnp.arange(1024)[:, None] >= 896  # parts that have nothing to see are not even read
-    got = step_attention(query, key + jnp.where(far, hidden, 0), value, mask, scale=0.3, interpret=True)
+    got = step_attention(query, key + jnp.where(far, hidden, 0), value, mask, scale=0.3, interpret=INTERPRET)
     assert got.dtype == query.dtype  # of several chunks, JAX's kernel gives float32
     np.testing.assert_allclose(got.astype(jnp.float32), expected.astype(jnp.float32), atol=2.0**-6)
 
@@ -112,20 +123,23 @@ def test_prompts_by_the_triton_kernel(length, widths, window, softcap, padding, 
     exact = [array.astype(jnp.float32) for array in (query, key, value)]
     expected, _ = attention(*exact, seen, scale=0.2, softcap=softcap, sinks=sinks)
     options = {"scale": 0.2, "window": window, "softcap": softcap}
-    got = flash.flash_attention(query, key, value, is_real, sinks, **options, interpret=True)
+    got = flash.flash_attention(query, key, value, is_real, sinks, **options, interpret=INTERPRET)
     assert got.dtype == query.dtype
     np.testing.assert_allclose(got.astype(jnp.float32) * real, expected * real, atol=2.0**-6)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 17, 128])
-@pytest.mark.parametrize(("shape", "bits"), [((64, 256), 8), ((48, 384), 8), ((64, 256), 4), ((128, 1024), 4)])
+@pytest.mark.parametrize("rows", [1, 2, 17, 32])
+@pytest.mark.parametrize(
+    ("shape", "bits"),
+    [((64, 256), 8), ((48, 384), 8), ((64, 256), 4), ((128, 1024), 4), ((32, 8192), 8), ((32, 8192), 4)],
+)
 def test_packed_weights_by_the_triton_kernel(rows, shape, bits):
     weight = torch.from_numpy(np.random.default_rng(0).standard_normal(shape, np.float32))
     packed = quantize(weight, f"int{bits}", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     assert quantized.fits(rows, packed.shape, packed.encoding, packed.group)
     x = normal(rows, shape[1], dtype=jnp.bfloat16)
     got = quantized.linear(
-        x, packed.values, packed.scale, encoding=packed.encoding, out_dtype=jnp.float32, interpret=True
+        x, packed.values, packed.scale, encoding=packed.encoding, out_dtype=jnp.float32, interpret=INTERPRET
     )
     scale = np.repeat(np.asarray(packed.scale, np.float64), packed.group, axis=1)
     expected = np.asarray(x, np.float64) @ (np.asarray(packed.numbers(), np.float64) * scale).T
@@ -143,7 +157,7 @@ def test_stored_weights_by_the_triton_kernels(form, rows):
     one, several = (packed_array(packed_tensor(*form, shape)) for shape in ((64, 512), (3, 64, 512)))
     assert quantized.fits(rows, one.shape, one.encoding, one.group)
     assert experts.fits_packed(x, several.shape, several.encoding, several.group)
-    options = {"encoding": form[0], "interpret": True}
+    options = {"encoding": form[0], "interpret": INTERPRET}
     got = quantized.linear(x, one.values, one.scale, out_dtype=jnp.float32, **options)
     expected = exact @ np.asarray(one.dequantize(), np.float64).T
     np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max())
@@ -159,7 +173,7 @@ def test_experts_by_the_triton_kernel(rows, is_transposed):
     x, chosen = normal(rows, 80, seed=1, dtype=jnp.bfloat16), np.random.default_rng(2).integers(0, 4, rows)
     given = weight.swapaxes(1, 2) if is_transposed else weight
     assert experts.fits(x, given, is_transposed=is_transposed)
-    got = experts.grouped_linear(x, given, jnp.asarray(chosen), is_transposed=is_transposed, interpret=True)
+    got = experts.grouped_linear(x, given, jnp.asarray(chosen), is_transposed=is_transposed, interpret=INTERPRET)
     is_here = chosen < 3  # others belong to another device
     exact = np.asarray(x, np.float64)[is_here], np.asarray(weight, np.float64)[chosen[is_here]]
     np.testing.assert_allclose(got[is_here], np.einsum("ri,roi->ro", *exact), atol=1e-4)
@@ -173,7 +187,7 @@ def test_packed_experts_by_the_triton_kernel(rows, bits):
     x, chosen = normal(rows, 256, seed=1, dtype=jnp.bfloat16), np.random.default_rng(2).integers(0, 4, rows)
     assert experts.fits_packed(x, packed.shape, packed.encoding, packed.group)
     got = experts.grouped_linear_packed(
-        x, packed.values, packed.scale, jnp.asarray(chosen), encoding=packed.encoding, interpret=True
+        x, packed.values, packed.scale, jnp.asarray(chosen), encoding=packed.encoding, interpret=INTERPRET
     )
     is_here = chosen < 3
     scale = np.repeat(np.asarray(packed.scale, np.float64), packed.group, axis=2)
@@ -183,8 +197,9 @@ def test_packed_experts_by_the_triton_kernel(rows, bits):
 
 
 def test_products_that_the_kernel_of_packed_weights_does_not_take():
-    assert quantized.fits(128, (64, 256), "int4", 128)
-    assert not quantized.fits(129, (64, 256), "int4", 128)
+    assert quantized.fits(32, (64, 256), "int4", 128)
+    assert not quantized.fits(33, (64, 256), "int4", 128)
+    assert quantized.fits(128, (64, 256), "int8", 128)
     assert not quantized.fits(1, (64, 256), "int8", 64)
     assert not quantized.fits(1, (72, 256), "int8", 128)
     with pytest.raises(ValueError, match="no kernel for 129 rows"):
@@ -207,14 +222,15 @@ TRIALS = {
 
 @pytest.mark.parametrize(
     ("kernel", "wrong", "works"),
-    [(kernel, wrong, False) for kernel, (_, names, _) in TRIALS.items() for wrong in [None, *names]]
+    [(kernel, None, ON_GPU) for kernel in TRIALS]
+    + [(kernel, wrong, False) for kernel, (_, names, _) in TRIALS.items() for wrong in names]
     + [(kernel, "", True) for kernel in TRIALS],
 )
 def test_kernels_are_tried_before_programs_use_them(monkeypatch, caplog, kernel, wrong, works):
     """Within a trace, as programs ask; a kernel that fails, as here without a GPU, or that gives other values is left out."""
     module, names, trial = TRIALS[kernel]
     for name in names if wrong is not None else ():
-        factor, interpreted = 1.5 if name == wrong else 1, functools.partial(getattr(module, name), interpret=True)
+        factor, interpreted = 1.5 if name == wrong else 1, functools.partial(getattr(module, name), interpret=INTERPRET)
         monkeypatch.setattr(
             module, name, lambda *a, run=interpreted, factor=factor, **options: run(*a, **options) * factor
         )
@@ -228,16 +244,22 @@ def test_kernels_are_tried_before_programs_use_them(monkeypatch, caplog, kernel,
     assert bool(caplog.records) != works
 
 
-DESCRIBED = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", client=type("CompileOnlyPyClient", (), {})())
+class Device(SimpleNamespace):
+    """What programs ask of a device."""
+
+    __hash__ = object.__hash__
+
+
+DESCRIBED = Device(platform="gpu", device_kind="NVIDIA H100", client=type("CompileOnlyPyClient", (), {})())
 
 
 @pytest.mark.parametrize(
     ("device", "has_kernel"),
     [
         (DESCRIBED, True),
-        (SimpleNamespace(platform="rocm", device_kind="AMD Instinct MI300X", client=DESCRIBED.client), False),
-        (SimpleNamespace(platform="gpu", device_kind="Tesla V100", client=None, compute_capability="7.0"), False),
-        (SimpleNamespace(platform="gpu", device_kind="NVIDIA V100", client=None, compute_capability="7.0"), False),
+        (Device(platform="rocm", device_kind="AMD Instinct MI300X", client=DESCRIBED.client), False),
+        (Device(platform="gpu", device_kind="Tesla V100", client=None, compute_capability="7.0"), False),
+        (Device(platform="gpu", device_kind="NVIDIA V100", client=None, compute_capability="7.0"), False),
         ("gpu", False),
     ],
     ids=["nvidia", "amd", "old", "old nvidia", "unknown"],

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+import torch
 
 from hfax.programs import program_files, versions
 from hfax.programs.program_cache import ProgramCache, compiling_ahead
@@ -58,9 +59,14 @@ def test_other_shapes_models_and_settings_are_other_programs() -> None:
     _double(calls, _cache())
     _double(calls, _cache(), size=4)
     _double(calls, _cache("another model"))
-    with jax.default_matmul_precision("highest"):
+    with jax.default_matmul_precision("high"):
         _double(calls, _cache())
-    assert len(calls) == len(_files()) == 4
+    torch.set_float32_matmul_precision("medium")
+    try:
+        _double(calls, _cache())
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert len(calls) == len(_files()) == 5
 
 
 @pytest.mark.parametrize("damage", [b"", b"not a pickle", pickle.dumps(("wrong",))])

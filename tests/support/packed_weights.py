@@ -8,7 +8,7 @@ from hfax.kernels.quantized import QuantizedArray
 from hfax.load.packed import PackedTensor
 from hfax.load.quantize import pack
 
-HERE = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 FORMATS = [
     ("int8", 16, "float16", False),
     ("int8", 32, "float16", False),

@@ -58,7 +58,7 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
             x.astype(dtype),
             weight.astype(dtype),
             (((x.ndim - 1,), (1,)), ((), ())),
-            preferred_element_type=target.product_dtype(dtype),
+            preferred_element_type=target.product_dtype(dtype, is_added=bias is not None),
         )
         if bias is not None:
             return (out + bias.astype(out.dtype)).astype(dtype)
@@ -100,7 +100,7 @@ _with_gradients.defvjp(_forward, _backward)
 
 
 def _product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
-    """The product summed over one axis of each, in float32.
+    """The product summed over one axis of each in float32, in the dtype of `a`.
 
     XLA's CPU compiler has fast bfloat16 products only if neither matrix is transposed, and only with float32 results.
     """
@@ -108,7 +108,8 @@ def _product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
         if a_axis == b_axis == 1:
             return calls.linear(a, b, a.dtype)
         return calls.matmul(a, b, turn_a=a_axis == 0, turn_b=b_axis == 0, out_dtype=a.dtype)
-    out = jax.lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())), preferred_element_type=jnp.float32)
+    out_dtype = target.product_dtype(a.dtype)
+    out = jax.lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())), preferred_element_type=out_dtype)
     return out.astype(a.dtype)
 
 

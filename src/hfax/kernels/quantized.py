@@ -167,7 +167,8 @@ def linear(x: jax.Array, weight: QuantizedArray, bias: jax.Array | None = None) 
         target.choose(f"linear: {weight.encoding} weights made numbers, then XLA's matrix product")
         numbers = weight.dequantize().astype(x.dtype)
         contract = (((x.ndim - 1,), (1,)), ((), ()))
-        out = jax.lax.dot_general(x, numbers, contract, preferred_element_type=target.product_dtype(x.dtype))
+        out_dtype = target.product_dtype(x.dtype, is_added=bias is not None)
+        out = jax.lax.dot_general(x, numbers, contract, preferred_element_type=out_dtype)
     return (out if bias is None else out + bias.astype(jnp.float32)).astype(x.dtype)
 
 

@@ -10,9 +10,11 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hfax.sharding.mesh import HEAD_AXES, TENSOR, size_of
 
@@ -85,15 +87,25 @@ def head_shards() -> tuple[int, int]:
     return size_of(devices, HEAD_AXES), size_of(devices, TENSOR)
 
 
-def product_dtype(dtype: jnp.dtype) -> jnp.dtype:
+def product_dtype(dtype: jnp.dtype, *, is_added: bool = False) -> jnp.dtype:
     """The dtype in which XLA returns a matrix product of arrays of `dtype`: float32 for half precision.
 
-    Over several GPUs it is `dtype`: what is added up over devices is rounded before, as libtpu does by itself. XLA's GPU compiler
-    would send float32, which takes twice the time.
+    On GPU it is `dtype`: the product is added up in float32 and rounded as it is written, where a float32 result would be written,
+    read and rounded by a kernel of its own. Over several GPUs what is added up over devices is rounded before, as libtpu does by
+    itself; XLA's GPU compiler would send float32, which takes twice the time.
+
+    Args:
+        dtype: of the operands.
+        is_added: something is added before the result is rounded; on one GPU it then is float32.
     """
-    if dtype not in (jnp.bfloat16, jnp.float16) or (is_for("gpu") and (m := mesh()) is not None and m.size > 1):
+    if dtype not in (jnp.bfloat16, jnp.float16) or (is_for("gpu") and not (is_added and _is_one_device())):
         return dtype
     return jnp.dtype(jnp.float32)
+
+
+def _is_one_device() -> bool:
+    devices = mesh()
+    return devices is None or devices.size == 1
 
 
 def choose(way: str) -> None:
@@ -107,12 +119,16 @@ def is_described(device: jax.Device) -> bool:
     return type(device.client).__name__ == "CompileOnlyPyClient"
 
 
-def compiler_options(device: jax.Device) -> dict[str, str] | None:
-    """XLA options of a program for the device; None: the defaults.
+def compiler_options(device: jax.Device) -> dict[str, str | bool]:
+    """XLA options of a program for the device.
 
-    On a described GPU nothing can be tuned: XLA would run candidates on the device.
+    On GPU, products with the same operand are not merged: the merged weights would be written to memory in every prefill (20% of
+    its time with 512 tokens, docs/performance.md). On a described GPU nothing can be tuned: XLA would run candidates on the device.
     """
-    return {"xla_gpu_autotune_level": "0"} if device.platform == "gpu" and is_described(device) else None
+    if device.platform not in ("gpu", "cuda", "rocm"):
+        return {}
+    options: dict[str, str | bool] = {"xla_gpu_dot_merger_threshold_mb": "0"}
+    return options | ({"xla_gpu_autotune_level": "0"} if is_described(device) else {})
 
 
 @contextlib.contextmanager
@@ -159,6 +175,15 @@ def compiling_for(
     )
     token = _target.set(target)
     try:
-        yield target
+        with _described(device, mesh):
+            yield target
     finally:
         _target.reset(token)
+
+
+def _described(device: jax.Device | None, mesh: jax.sharding.Mesh | None) -> contextlib.AbstractContextManager[Any]:
+    """Within the block Pallas knows a described GPU, which it otherwise seeks among this process's devices (JAX 0.11)."""
+    if device is None or device.platform not in ("gpu", "cuda") or not is_described(device):
+        return contextlib.nullcontext()
+    devices = jax.sharding.Mesh(np.array([device]), ("device",)) if mesh is None else mesh
+    return jax.sharding.use_abstract_mesh(devices.abstract_mesh)

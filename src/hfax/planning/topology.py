@@ -207,9 +207,9 @@ def _lower(
     return _Lowered(name, lowered, traced_s + time.perf_counter() - begin, tuple(sorted(where.chosen)))
 
 
-def _compile(program: _Lowered, options: dict[str, str] | None) -> CompiledProgram:
+def _compile(program: _Lowered, options: dict[str, str | bool]) -> CompiledProgram:
     begin = time.perf_counter()
-    compiled = program.lowered.compile(compiler_options=options)
+    compiled = program.lowered.compile(compiler_options=options or None)
     seconds = time.perf_counter() - begin
     text, memory = compiled.as_text(), compiled.memory_analysis()
     names = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")

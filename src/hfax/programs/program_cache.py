@@ -34,8 +34,9 @@ from jax.experimental import serialize_executable
 from jax.interpreters import partial_eval
 
 from hfax.errors import OutOfMemoryError
+from hfax.kernels import precision
 from hfax.kernels.cpu import library
-from hfax.kernels.target import compiling_for
+from hfax.kernels.target import compiler_options, compiling_for
 from hfax.load.placement import check_fits
 from hfax.phases import phase
 from hfax.programs.batch_invariance import batch_invariant
@@ -184,7 +185,7 @@ class ProgramCache:
                 "name": name,
                 "options": repr(options),
                 "shapes": repr((tree, shapes)),
-                "settings of JAX": repr(_jax_settings()),
+                "settings of JAX and torch": repr(_jax_settings()),
                 **self._model_key,
                 "layout over devices": self._layout.key,
                 **environment_parts(self._device),
@@ -289,10 +290,10 @@ class ProgramCache:
 
     def _compile(self, traced: _Traced, is_loop: bool, file: str, parts: dict[str, str]) -> Program:
         name = traced.name
-        options = DECODE_OPTIONS.get(self._device.platform) if is_loop else None
+        options = compiler_options(self._device) | (DECODE_OPTIONS.get(self._device.platform, {}) if is_loop else {})
         with phase("compile", name):
             try:
-                compiled = traced.lowered.compile(compiler_options=options)
+                compiled = traced.lowered.compile(compiler_options=options or None)
             except jax.errors.JaxRuntimeError as error:
                 raise _as_out_of_memory(error, name) or error from error
 
@@ -371,9 +372,9 @@ def kernels_digest(platform: str) -> str:
 
 
 def _jax_settings() -> tuple[Any, ...]:
-    """JAX settings that affect traces, and that a user may change at any time."""
+    """Settings of JAX and torch that affect traces, and that a user may change at any time."""
     config: Any = jax.config
-    return config.jax_enable_x64, config.jax_default_matmul_precision
+    return config.jax_enable_x64, precision.setting()
 
 
 def _digest(*parts: str) -> str:

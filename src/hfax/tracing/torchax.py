@@ -24,7 +24,7 @@ from transformers.integrations import moe
 
 from hfax.errors import UnsupportedModelError, line_of_error
 from hfax.kernels import attention as attention_math
-from hfax.kernels import paged, target
+from hfax.kernels import paged, precision, target
 from hfax.kernels import pool as pools
 from hfax.kernels.cache_write import cache_write
 from hfax.patches import masks, registry
@@ -193,6 +193,7 @@ def call_module(
         rematerialised(module, environment) if training.remat else contextlib.nullcontext(),
         _named_scopes(module),
         _entered(environment),
+        precision.as_torch(),
         warnings.catch_warnings(),
     ):
         # torch's integers have 64 bits, JAX's 32 unless told otherwise; every index would warn.

@@ -1,13 +1,14 @@
 """Matrix products of few rows with 8-bit and 4-bit weights on NVIDIA GPUs, by Triton kernels that read only the integers.
 
-XLA alone writes the dequantized weight to memory first, and reads it again. That pays when many rows share it: above `_MAX_ROWS`
-rows, XLA's matrix product of the dequantized weight is used.
+XLA alone writes the dequantized weight to memory first, and reads it again. That pays when many rows share it (`_MAX_ROWS`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+import operator
 from typing import Any
 
 import jax
@@ -21,11 +22,31 @@ from hfax.kernels.gpu.trial import agrees
 
 GROUP = 128
 """Columns of a step: those that share a scale or, of 4-bit weights, words."""
-_MAX_ROWS = 128
+_MAX_ROWS = {8: 128, 4: 32}
+"""By bits: with more, XLA's product of the dequantized weight was faster on an H200."""
 _MIN_DOT_ROWS = 16
 """Rows of x of the smallest matrix product of a GPU's tensor cores."""
 _TILE = 4096
 """Elements of a single row's tile of products: 32 for each of 128 threads."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """How a product is divided into programs.
+
+    Args:
+        columns: rows of the weight that a program multiplies.
+        parts: programs that share a block of columns, each with a part of the groups; their sums are added up.
+        step: groups of an iteration, of a product of one row.
+        warps: of a program.
+        stages: of its loop.
+    """
+
+    columns: int
+    parts: int = 1
+    step: int = 1
+    warps: int = 4
+    stages: int = 4
 
 
 def can_read(encoding: Encoding, group: int) -> bool:
@@ -36,7 +57,7 @@ def can_read(encoding: Encoding, group: int) -> bool:
 def fits(rows: int, shape: tuple[int, ...], encoding: Encoding, group: int) -> bool:
     """Whether the kernel supports this number of rows and a weight of this shape, [out, in], on one device."""
     return (
-        0 < rows <= _MAX_ROWS
+        0 < rows <= _MAX_ROWS[BITS[encoding]]
         and len(shape) == 2
         and can_read(encoding, group)
         and shape[0] % _MIN_DOT_ROWS == 0
@@ -83,7 +104,9 @@ def as_words(values: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(pairs, jnp.uint16)
 
 
-@functools.partial(jax.jit, static_argnames=("encoding", "out_dtype", "interpret"))  # a kernel is traced once per shape
+@functools.partial(
+    jax.jit, static_argnames=("encoding", "out_dtype", "interpret", "tiling")
+)  # a kernel is traced once per shape
 def linear(
     x: jax.Array,
     values: jax.Array,
@@ -92,6 +115,7 @@ def linear(
     encoding: Encoding,
     out_dtype: Any,
     interpret: bool = False,
+    tiling: Tiling | None = None,
 ) -> jax.Array:
     """`x @ weight.T` with float32 accumulation, for shapes supported according to `fits`.
 
@@ -104,6 +128,7 @@ def linear(
         encoding: of `values`.
         out_dtype: dtype of the result.
         interpret: run the kernel in interpret mode, for tests.
+        tiling: how it is divided into programs; None: as `tiling_of` says.
 
     Returns:
         [rows, out_features].
@@ -115,33 +140,44 @@ def linear(
     planes = 1 if bits == 8 else 4
     weight = values.reshape(out_features, groups, GROUP) if bits == 8 else as_words(values)
     lanes = GROUP // planes
-    if rows == 1:
-        step = math.gcd(groups, 8)  # groups per iteration
-        columns = _divisor(out_features, max(4, _TILE // (step * lanes)))
-        kernel = functools.partial(_multiply_row, planes=planes, step=step)
-        count, warps, stages = 1, 4, 4
-    else:
-        count = max(_MIN_DOT_ROWS, 1 << (rows - 1).bit_length())
-        columns = _divisor(out_features, 64)
-        kernel = functools.partial(_multiply_rows, planes=planes)
-        x, warps = jnp.pad(x, ((0, count - rows), (0, 0))), 4 if count < 64 else 8
-        stages = 4 if count < 64 else 2  # shared memory of compute capability 8.9 holds two of 128 rows
-    x, scale = x.reshape(count, groups, planes, lanes), scale.reshape(out_features, groups, -1)
+    tiling = tiling or tiling_of(rows, out_features, groups, bits)
+    count = 1 if rows == 1 else max(_MIN_DOT_ROWS, 1 << (rows - 1).bit_length())
+    multiply = functools.partial(_multiply_row, step=tiling.step) if rows == 1 else _multiply_rows
+    x = jnp.pad(x, ((0, count - rows), (0, 0))).reshape(count, groups, planes, lanes)
+    scale = scale.reshape(out_features, groups, -1)
+    columns, parts = tiling.columns, tiling.parts
     out = pl.pallas_call(
-        kernel,
-        out_shape=jax.ShapeDtypeStruct((count, out_features), out_dtype),
-        grid=(out_features // columns,),
+        functools.partial(multiply, planes=planes),
+        out_shape=jax.ShapeDtypeStruct((parts, count, out_features), out_dtype if parts == 1 else jnp.float32),
+        grid=(out_features // columns, parts),
         in_specs=[
-            pl.BlockSpec(x.shape, lambda i: (0, 0, 0, 0)),
-            pl.BlockSpec((columns, groups, lanes), lambda i: (i, 0, 0)),
-            pl.BlockSpec((columns, *scale.shape[1:]), lambda i: (i, 0, 0)),
+            pl.BlockSpec((count, groups // parts, planes, lanes), lambda i, part: (0, part, 0, 0)),
+            pl.BlockSpec((columns, groups // parts, lanes), lambda i, part: (i, part, 0)),
+            pl.BlockSpec((columns, groups // parts, scale.shape[2]), lambda i, part: (i, part, 0)),
         ],
-        out_specs=pl.BlockSpec((count, columns), lambda i: (0, i)),
-        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
+        out_specs=pl.BlockSpec((None, count, columns), lambda i, part: (part, 0, i)),
+        compiler_params=triton.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages),
         interpret=interpret,
         name=f"{encoding}_linear",
     )(x, weight, scale)
-    return out[:rows]
+    return (out[0] if parts == 1 else out.sum(axis=0).astype(out_dtype))[:rows]
+
+
+def tiling_of(rows: int, out_features: int, groups: int, bits: int) -> Tiling:
+    """How a product is divided into programs: what was fastest on an H200, or within 10% of it (docs/performance.md)."""
+    lanes = GROUP if bits == 8 else GROUP // 4
+    if rows == 1:
+        step = math.gcd(groups, 8 if bits == 8 else 16)
+        return Tiling(columns=_divisor(out_features, max(4, _TILE // (step * lanes))), step=step)
+    if bits == 4:
+        columns = _divisor(out_features, 64)
+        parts = min(8, 1024 * columns // out_features)
+    else:
+        columns = _divisor(out_features, 64 if out_features >= 64 * 192 else 32)
+        parts = min(512 * columns // out_features, groups // 16) if groups >= 64 else 1
+    # shared memory of compute capability 8.9 holds two stages of 128 rows
+    warps, stages = (8, 2) if rows > 32 else (4, 4)
+    return Tiling(columns=columns, parts=_divisor(groups, max(1, parts)), warps=warps, stages=stages)
 
 
 def _divisor(size: int, most: int) -> int:
@@ -156,26 +192,32 @@ def plane_of(weight: jax.Array, plane: int, planes: int) -> jax.Array:
     return ((weight >> (4 * plane)) & 15).astype(jnp.int32) - 8
 
 
-def scale_of(plane: int, planes: int, scales: int) -> int:
-    """Which of the scales that 128 columns have is the plane's."""
-    return plane * scales // planes
-
-
 def _multiply_row(x_ref: Any, weight_ref: Any, scale_ref: Any, out_ref: Any, *, planes: int, step: int) -> None:
     """One row of x with a block of the weight's rows, in tiles of [weight rows, groups, lanes]."""
-    columns, groups, lanes = weight_ref.shape
+    (columns, groups, _), own = weight_ref.shape, scale_ref.shape[2]
 
     def add(index: Any, sums: jax.Array) -> jax.Array:
         part = pl.ds(index * step, step)
         weight = weight_ref[:, part, :]
-        for plane in range(planes):
-            scale = scale_ref[:, part, scale_of(plane, planes, scale_ref.shape[2])].astype(jnp.float32)
-            numbers = plane_of(weight, plane, planes).astype(jnp.float32) * scale[:, :, None]
-            sums += numbers * x_ref[0, part, plane, :].astype(jnp.float32)[None]
+        for scale in range(own):
+            products = [
+                _as_float32(weight, plane, planes) * x_ref[0, part, plane, :].astype(jnp.float32)[None]
+                for plane in range(scale * planes // own, (scale + 1) * planes // own)
+            ]
+            total = functools.reduce(operator.add, products)
+            sums += total.sum(axis=2) * scale_ref[:, part, scale].astype(jnp.float32)
         return sums
 
-    sums = jax.lax.fori_loop(0, groups // step, add, jnp.zeros((columns, step, lanes), jnp.float32))
-    out_ref[0, :] = sums.sum(axis=2).sum(axis=1).astype(out_ref.dtype)
+    sums = jax.lax.fori_loop(0, groups // step, add, jnp.zeros((columns, step), jnp.float32))
+    out_ref[0, :] = sums.sum(axis=1).astype(out_ref.dtype)
+
+
+def _as_float32(weight: jax.Array, plane: int, planes: int) -> jax.Array:
+    """`plane_of` in float32. An 8-bit integer becomes the low bits of a float32 of 2**23, since GPUs convert slowly."""
+    if planes > 1:
+        return plane_of(weight, plane, planes).astype(jnp.float32)
+    unsigned = (weight.astype(jnp.int32) ^ 0x80) & 0xFF
+    return jax.lax.bitcast_convert_type(unsigned | 0x4B000000, jnp.float32) - (2.0**23 + 128)
 
 
 def _multiply_rows(x_ref: Any, weight_ref: Any, scale_ref: Any, out_ref: Any, *, planes: int) -> None:

@@ -20,6 +20,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_masks
 from jax.sharding import PartitionSpec as P
 
+from hfax.kernels import precision
 from hfax.kernels.paged import JointPages, SeparatePages
 from hfax.kernels.rows import Rows
 from hfax.sharding.mesh import HEAD_AXES, TENSOR, batch_axes
@@ -228,6 +229,25 @@ def _rows(mesh: jax.sharding.Mesh | None, count: int) -> tuple[str, ...] | None:
 def _on_devices(
     function: Callable[..., jax.Array], mesh: jax.sharding.Mesh | None, in_specs: Any, out_specs: Any
 ) -> Callable[..., jax.Array]:
-    if mesh is None:
-        return function
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    """The function of a query and other arrays, a kernel for one device, as a function of those of all devices.
+
+    Its gradient is a rule of its own since the precision of a kernel's products is that of the moment when it is traced.
+    """
+    if mesh is not None:
+        function = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    @jax.custom_vjp
+    def run(query: jax.Array, *rest: Any) -> jax.Array:
+        with precision.of_kernel(query):
+            return function(query, *rest)
+
+    def forward(query: jax.Array, *rest: Any) -> tuple[jax.Array, Any]:
+        with precision.of_kernel(query):
+            return jax.vjp(function, query, *rest)
+
+    def backward(transposed: Any, gradient: jax.Array) -> Any:
+        with precision.of_kernel(gradient):
+            return transposed(gradient)
+
+    run.defvjp(forward, backward)
+    return run

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox import gmm
 
+from hfax.kernels import precision
+
 _TILE_ROWS = 128
 _TILE = 512
 _LANES = 128
@@ -33,4 +35,5 @@ def grouped_linear(x: jax.Array, weight: jax.Array, sizes: jax.Array, *, interpr
     padded = jnp.pad(x, ((0, -rows % tile), (0, 0)))
     tiling = (tile, *(next(t for t in (_TILE, 256, _LANES) if n % t == 0) for n in (x.shape[1], weight.shape[1])))
     is_transposed = True
-    return gmm(padded, weight, sizes, jnp.float32, tiling, None, None, is_transposed, interpret)[:rows]
+    with precision.of_kernel(x):
+        return gmm(padded, weight, sizes, jnp.float32, tiling, None, None, is_transposed, interpret)[:rows]

@@ -262,4 +262,5 @@ def _number_of_fp4(nibbles: jax.Array) -> jax.Array:
 
 
 def _dot(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    contract = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, weight, contract, jax.lax.Precision.DEFAULT, jnp.float32)

@@ -1,0 +1,45 @@
+"""The precision of products of float32 arrays: that of torch, unless the user has told JAX another.
+
+XLA multiplies float32 in bfloat16 on a TPU and in TF32 on a GPU unless told otherwise (relative errors of 4e-3 and 3e-4), torch in
+float32 unless told otherwise: https://docs.pytorch.org/docs/stable/generated/torch.set_float32_matmul_precision.html,
+https://docs.jax.dev/en/latest/_autosummary/jax.default_matmul_precision.html.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hfax.kernels import target
+
+_OF_TORCH = {"highest": "highest", "high": "high", "medium": "default"}
+"""JAX's names of what torch's settings allow: float32; TF32 or three products in bfloat16; a product in bfloat16."""
+
+
+def setting() -> str:
+    """`jax_default_matmul_precision` if it is set, else what `torch.set_float32_matmul_precision` was told, in JAX's words."""
+    config: Any = jax.config
+    if (chosen := config.jax_default_matmul_precision) is not None:
+        return chosen
+    torch = sys.modules.get("torch")  # who has not imported it has not told it anything
+    return "highest" if torch is None else _OF_TORCH[torch.get_float32_matmul_precision()]
+
+
+def as_torch() -> AbstractContextManager[Any]:
+    """Within the block float32 products of a trace have the precision of `setting`. On CPU they always are float32 products."""
+    where = target.current()
+    platform = jax.default_backend() if where is None else where.platform
+    return nullcontext() if platform == "cpu" else jax.default_matmul_precision(setting())
+
+
+def of_kernel(*operands: jax.Array) -> AbstractContextManager[Any]:
+    """Within the block a Pallas kernel is traced, whose products take `operands`.
+
+    Half precision has one precision, and Mosaic refuses others; float32 has that of `setting`.
+    """
+    is_half = any(operand.dtype in (jnp.bfloat16, jnp.float16) for operand in operands)
+    return jax.default_matmul_precision("default" if is_half else setting())
