@@ -11,7 +11,7 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check
 PIP_TORCH_XLA := .venv-torch_xla/bin/python -m pip --disable-pip-version-check
 # OpenMP's threads wait busily for each other, which costs more than they bring where every core has a worker.
 PYTEST = OMP_NUM_THREADS=1 JAX_PLATFORMS=cpu HFAX_TESTS_HOME=build/hfax .venv/bin/python -m pytest --junitxml=build/tests/$@.xml -n $(WORKERS) --dist worksteal
-EIGHT_DEVICES := XLA_FLAGS='--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false'
+EIGHT_DEVICES := HFAX_TESTS_DEVICES=8
 JOBS := test-torch_xla test-tpu_compile test-gpu_compile test-multiprocess test-browser test-docs test-sweep
 
 # Installs packages of the system, as root or by asking for it.

@@ -1,8 +1,8 @@
 """For all tests: the CPU platform, a cache folder of their own, so that no test reads or writes the user's, and Ctrl-C as usual.
 
-Programs are compiled without LLVM's optimisation and with XLA's older way to emit fusions, which takes a third of the time and
-changes no claim of a test; `XLA_FLAGS` in the environment wins: `make test-parity` and
-`make test-docs` compile as users do.
+Programs are compiled without LLVM's optimisation and, where XLA still has it, with its older way to emit fusions, which takes a third
+of the time and changes no claim of a test; `XLA_FLAGS` in the environment wins: `make test-parity` and `make test-docs` compile as
+users do.
 
 Many tests read one tiny Llama: its fixtures, at the end, make it once for each worker.
 """
@@ -10,6 +10,7 @@ Many tests read one tiny Llama: its fixtures, at the end, make it once for each 
 from __future__ import annotations
 
 import atexit
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -21,14 +22,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from packaging.version import Version
 
 if TYPE_CHECKING:  # the environment of torch_xla has no jax, and many tests need neither
     from transformers import LlamaForCausalLM
 
     from hfax.backends.jax.model import JaxModel
 
+
+def _xla_flags() -> str:
+    flags = ["--xla_backend_optimization_level=0"]
+    if Version(importlib.metadata.version("jaxlib") if importlib.util.find_spec("jaxlib") else "0") < Version("0.11"):
+        flags.append("--xla_cpu_use_fusion_emitters=false")  # XLA ends the process for a flag that it does not know
+    if devices := os.environ.get("HFAX_TESTS_DEVICES"):
+        flags.append(f"--xla_force_host_platform_device_count={devices}")
+    return " ".join(flags)
+
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
+os.environ.setdefault("XLA_FLAGS", _xla_flags())
 if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers of a run share the programs that each of them compiles
     if kept := os.environ.get("HFAX_TESTS_HOME"):  # and so do the runs, until hfax's source changes
         os.environ["HFAX_HOME"] = str(Path(kept).resolve())

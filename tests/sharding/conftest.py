@@ -1,6 +1,6 @@
 """These tests need eight devices: `make test` runs them in a process of their own, with eight virtual CPU devices.
 
-XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m pytest tests/sharding
+HFAX_TESTS_DEVICES=8 python -m pytest tests/sharding
 """
 
 import os
