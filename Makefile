@@ -10,14 +10,15 @@ WORKERS ?= auto
 PIP := .venv/bin/python -m pip --disable-pip-version-check
 PIP_TORCH_XLA := .venv-torch_xla/bin/python -m pip --disable-pip-version-check
 # OpenMP's threads wait busily for each other, which costs more than they bring where every core has a worker.
-PYTEST = OMP_NUM_THREADS=1 JAX_PLATFORMS=cpu HFAX_TESTS_HOME=build/hfax .venv/bin/python -m pytest --junitxml=build/tests/$@.xml -n $(WORKERS) --dist worksteal
+PLATFORMS := cpu
+PYTEST = OMP_NUM_THREADS=1 JAX_PLATFORMS=$(PLATFORMS) HFAX_TESTS_HOME=build/hfax .venv/bin/python -m pytest --junitxml=build/tests/$@.xml -n $(WORKERS) --dist worksteal
 EIGHT_DEVICES := HFAX_TESTS_DEVICES=8
 JOBS := test-torch_xla test-tpu_compile test-gpu_compile test-multiprocess test-browser test-docs test-sweep
 
 # Installs packages of the system, as root or by asking for it.
 APT := $(if $(filter 0,$(shell id -u)),,sudo )apt-get
 
-.PHONY: run docs test test-parity test-sharding lint check test-all test-jobs $(JOBS) test-asan wheel clean chromium qemu
+.PHONY: run docs test test-parity test-sharding lint check test-all test-jobs $(JOBS) test-gpu test-asan wheel clean chromium qemu
 
 run: .venv/.run
 	@echo "First use compiles hfax's C++ kernels (about 20 s) and the model's programs (about 4 s); both are kept."
@@ -70,6 +71,11 @@ test-docs: .venv/.test-docs | chromium
 test-sweep: .venv/.test-sweep | qemu
 	$(PYTEST) -m sweep
 	$(EIGHT_DEVICES) $(PYTEST) --junitxml=build/tests/$@-sharding.xml -m sweep tests/sharding
+
+# On a machine with an NVIDIA GPU: the kernels, and models beside plain transformers. Not one of the jobs: CI has no GPU.
+test-gpu: PLATFORMS := cuda,cpu
+test-gpu: .venv/.test-gpu
+	XLA_FLAGS= XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTEST) tests/kernels/test_gpu_kernels.py tests/parity
 
 # The CPU kernels with AddressSanitizer, under their own tests. Not one of the jobs: it runs the same tests again.
 test-asan: .venv/.test
@@ -128,7 +134,7 @@ clean:
 	$(PIP) install -e '.[cpu,docs]'
 	touch $@
 
-.venv/.lint .venv/.test-multiprocess .venv/.test-browser .venv/.test-docs .venv/.test-sweep: .venv/.%: .venv/.test
+.venv/.lint .venv/.test-multiprocess .venv/.test-browser .venv/.test-docs .venv/.test-sweep .venv/.test-gpu: .venv/.%: .venv/.test
 	$(PIP) install -e '.[cpu,$*]'
 	touch $@
 

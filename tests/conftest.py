@@ -1,8 +1,8 @@
 """For all tests: the CPU platform, a cache folder of their own, so that no test reads or writes the user's, and Ctrl-C as usual.
 
-Programs are compiled without LLVM's optimisation and, where XLA still has it, with its older way to emit fusions, which takes a third
-of the time and changes no claim of a test; `XLA_FLAGS` in the environment wins: `make test-parity` and `make test-docs` compile as
-users do.
+Programs are compiled without LLVM's optimisation and, where XLA still has it, with its older way to emit fusions, which takes a
+third of the time and changes no claim of a test; `XLA_FLAGS` in the environment wins: `make test-parity` and `make test-docs`
+compile as users do.
 
 Many tests read one tiny Llama: its fixtures, at the end, make it once for each worker.
 """

@@ -18,6 +18,7 @@ from hfax.kernels.attention import Causal, Mask, attention, causal_positions
 from hfax.kernels.gpu import attention as kernels
 from hfax.kernels.gpu import experts, flash, quantized
 from hfax.kernels.gpu.attention import fits, fits_step, prompt_attention, step_attention
+from hfax.kernels.linear import linear
 from hfax.kernels.target import compiling_for
 from hfax.load.quantize import quantize
 
@@ -270,3 +271,15 @@ def test_the_target_decides_not_this_machine(device, has_kernel):
     with compiling_for(device) as where:
         jax.eval_shape(lambda q: attention(q, q, q, mask, scale=1.0)[0], query)
     assert ("attention: Triton kernel, prompts" in where.chosen) == has_kernel
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_are_rounded_as_they_are_written(dtype, has_bias):
+    """A float32 result would be written, read and rounded by a kernel of its own. With a bias it is rounded after the addition."""
+    x, weight, bias = jnp.ones((4, 8), dtype), jnp.ones((16, 8), dtype), jnp.ones(16, dtype) if has_bias else None
+    with compiling_for("gpu"):
+        equations = jax.make_jaxpr(lambda x, weight: linear(x, weight, bias))(x, weight).eqns
+    (product,) = [eqn for eqn in equations if eqn.primitive.name == "dot_general"]
+    assert product.outvars[0].aval.dtype == (jnp.float32 if has_bias else dtype)
+    assert equations[-1].outvars[0].aval.dtype == dtype

@@ -74,7 +74,7 @@ def test_gradients_are_those_of_torch(models: tuple[Any, Any]) -> None:
     plain.zero_grad()
     plain(_IDS, labels=_IDS, use_cache=False).loss.backward()
     ids = jnp.asarray(_IDS.numpy(), jnp.int32)
-    with compiling_for("cpu", is_differentiated=True):
+    with compiling_for(jax.devices()[0], is_differentiated=True):
         loss = jax.grad(lambda p: model.apply(p, input_ids=ids, labels=ids, use_cache=False).loss)
         found = jax.jit(loss)(model.params)
     compared = {n: p.grad for n, p in plain.named_parameters() if n in found and p.grad is not None}

@@ -24,6 +24,8 @@ _SHARE_OF_HOST = 0.3
 """Fraction of free host memory for the KV cache on the CPU platform."""
 _SHARE_OF_DEVICE = 0.85
 _FEWEST_ROWS = 4
+_FEW_ROWS = 64
+"""Up to so many, a step's products are compiled as a decoding step's."""
 
 
 def row_buckets(limits: Limits) -> list[int]:
@@ -205,7 +207,13 @@ class PagedRunner:
         if (program := self._made.get(num_rows)) is None:
             key = ("engine", self.page_size)
             program = self._made[num_rows] = self._parts.programs.get(
-                f"step[{num_rows}]", key, run, args, donate=(1,), is_batch_invariant=self._is_batch_invariant
+                f"step[{num_rows}]",
+                key,
+                run,
+                args,
+                donate=(1,),
+                is_step=num_rows <= _FEW_ROWS,
+                is_batch_invariant=self._is_batch_invariant,
             )
         return program
 

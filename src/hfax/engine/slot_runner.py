@@ -179,7 +179,8 @@ class SlotRunner:
         args = (dict(self._parts.weights), self._states, newest)
         if "decode" not in self._made:
             name = f"slots[{self._limits.max_num_seqs}]"
-            self._made["decode"] = self._parts.programs.get(name, ("engine slots", capacity), run, args, donate=(1,))
+            key = ("engine slots", capacity)
+            self._made["decode"] = self._parts.programs.get(name, key, run, args, donate=(1,), is_step=True)
         logits, self._states = self._made["decode"].run(*args)
         return logits
 

@@ -136,6 +136,7 @@ class _Exported(ProgramCache):
         *,
         donate: tuple[int, ...] = (),
         is_loop: bool = False,
+        is_step: bool = False,
         is_batch_invariant: bool = False,
         inputs_at: int | None = None,
     ) -> Program:

@@ -327,6 +327,7 @@ class GenerationLoop:
                 ),
                 args,
                 donate=(1,),
+                is_step=True,
             )
         return self._advance.run(*args)
 

@@ -119,15 +119,20 @@ def is_described(device: jax.Device) -> bool:
     return type(device.client).__name__ == "CompileOnlyPyClient"
 
 
-def compiler_options(device: jax.Device) -> dict[str, str | bool]:
+def compiler_options(device: jax.Device, *, has_few_rows: bool) -> dict[str, str | bool]:
     """XLA options of a program for the device.
 
-    On GPU, products with the same operand are not merged: the merged weights would be written to memory in every prefill (20% of
-    its time with 512 tokens, docs/performance.md). On a described GPU nothing can be tuned: XLA would run candidates on the device.
+    On GPU, products of many rows with the same operand are not merged: the merged weights would be written to memory in every
+    prefill (20% of its time with 512 tokens). For few rows XLA reads them where they are, and saves a kernel
+    (docs/performance.md). On a described GPU nothing can be tuned: XLA would run candidates on the device.
+
+    Args:
+        device: there or described.
+        has_few_rows: the program is a decoding step, or a loop of them.
     """
     if device.platform not in ("gpu", "cuda", "rocm"):
         return {}
-    options: dict[str, str | bool] = {"xla_gpu_dot_merger_threshold_mb": "0"}
+    options: dict[str, str | bool] = {} if has_few_rows else {"xla_gpu_dot_merger_threshold_mb": "0"}
     return options | ({"xla_gpu_autotune_level": "0"} if is_described(device) else {})
 
 

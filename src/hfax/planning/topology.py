@@ -180,8 +180,8 @@ def compile_programs(
         _lower("prefill", prefill, (params, inputs, request), mesh, traced_s=prompt_seconds, chosen=chosen),
         _lower("decode", decode, (params, state, request, limit), mesh),
     ]
-    options = compiler_options(device)
-    return [_compile(program, options) for program in lowered]  # libtpu crashes when two threads compile
+    options = {name: compiler_options(device, has_few_rows=name == "decode") for name in ("prefill", "decode")}
+    return [_compile(program, options[program.name]) for program in lowered]  # libtpu crashes when two threads compile
 
 
 @dataclasses.dataclass(frozen=True)

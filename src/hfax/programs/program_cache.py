@@ -151,6 +151,7 @@ class ProgramCache:
         *,
         donate: tuple[int, ...] = (),
         is_loop: bool = False,
+        is_step: bool = False,
         is_batch_invariant: bool = False,
         inputs_at: int | None = None,
     ) -> Program:
@@ -163,6 +164,7 @@ class ProgramCache:
             args: example arguments: builtin containers of arrays, or `jax.ShapeDtypeStruct`s.
             donate: positions of donated arguments.
             is_loop: the program is a decoding loop over the weights, compiled without hoisting out of it on CPU.
+            is_step: the program has few rows, as a decoding step; a loop's steps have.
             is_batch_invariant: a row's results must not depend on the number of rows (`hfax.programs.batch_invariance`).
             inputs_at: position of an argument, a dict of arrays, for which to compute the program's `unread`.
 
@@ -172,7 +174,7 @@ class ProgramCache:
         """
         leaves, tree = jax.tree.flatten(args)
         shapes = [(tuple(leaf.shape), str(leaf.dtype), _split(leaf)) for leaf in leaves]
-        options = (static_key, donate, is_loop, is_batch_invariant)
+        options = (static_key, donate, is_loop, is_step, is_batch_invariant)
         memory_key = repr((name, options, tree, shapes, _jax_settings()))
         with self._lock:
             future = self._programs.get(memory_key)
@@ -195,14 +197,15 @@ class ProgramCache:
                     self._before_tracing(name)
                     self._explain(name, parts)
                     traced = self._trace(name, function, args, donate, is_batch_invariant, inputs_at)
+                    xla_options = self._xla_options(is_loop, is_step)
                     if ahead is not None and self._layout.plan is None:
                         compiling = functools.partial(
-                            self._compile_later, future, memory_key, traced, is_loop, file, parts
+                            self._compile_later, future, memory_key, traced, xla_options, file, parts
                         )
                         ahead.threads.submit(contextvars.copy_context().run, compiling)
                         ahead.pending.append(future)
                         return self._unfinished(traced, future)
-                    program = self._compile(traced, is_loop, file, parts)
+                    program = self._compile(traced, xla_options, file, parts)
                 self._keep(future, program, file)
             except BaseException as error:
                 self._drop(future, memory_key, error)
@@ -227,12 +230,12 @@ class ProgramCache:
         future: Future[Program],
         memory_key: str,
         traced: _Traced,
-        is_loop: bool,
+        xla_options: dict[str, str | bool],
         file: str,
         parts: dict[str, str],
     ) -> None:
         try:
-            self._keep(future, self._compile(traced, is_loop, file, parts), file)
+            self._keep(future, self._compile(traced, xla_options, file, parts), file)
         except BaseException as error:
             self._drop(future, memory_key, error)
 
@@ -288,12 +291,17 @@ class ProgramCache:
         if logger.isEnabledFor(logging.INFO) and not self._layout.is_described:
             logger.info("%s is made: %s", name, why_missing(program_folder(), parts))
 
-    def _compile(self, traced: _Traced, is_loop: bool, file: str, parts: dict[str, str]) -> Program:
+    def _xla_options(self, is_loop: bool, is_step: bool) -> dict[str, str | bool]:
+        options = compiler_options(self._device, has_few_rows=is_loop or is_step)
+        return options | (DECODE_OPTIONS.get(self._device.platform, {}) if is_loop else {})
+
+    def _compile(
+        self, traced: _Traced, xla_options: dict[str, str | bool], file: str, parts: dict[str, str]
+    ) -> Program:
         name = traced.name
-        options = compiler_options(self._device) | (DECODE_OPTIONS.get(self._device.platform, {}) if is_loop else {})
         with phase("compile", name):
             try:
-                compiled = traced.lowered.compile(compiler_options=options or None)
+                compiled = traced.lowered.compile(compiler_options=xla_options or None)
             except jax.errors.JaxRuntimeError as error:
                 raise _as_out_of_memory(error, name) or error from error
 

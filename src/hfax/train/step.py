@@ -428,7 +428,7 @@ class TrainStep:
         with phase("trace", name), compiling_for(device, mesh=mesh, pages=False, is_differentiated=True):
             lowered = function.lower(*args)
         with _explaining(f"the program of {name}"):
-            options = _CPU_OPTIONS if device.platform == "cpu" else compiler_options(device)
+            options = _CPU_OPTIONS if device.platform == "cpu" else compiler_options(device, has_few_rows=False)
             return compile_stored(name, lowered, self._layout, options)
 
 
