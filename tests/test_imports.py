@@ -12,7 +12,7 @@ from hfax.programs.versions import LEAVES
 
 SOURCE = Path(hfax.__file__).parent
 ORDER = [
-    {"errors", "home", "object_storage", "progress", "demo"},
+    {"errors", "float32_products", "home", "object_storage", "progress", "demo"},
     {"phases"},
     {"known_words"},
     {"launch"},

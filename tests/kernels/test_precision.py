@@ -99,6 +99,17 @@ def test_less_where_torch_or_jax_is_told_so(told: Callable[[], AbstractContextMa
         assert set(_trace("tpu")) == {(expected, expected)}
 
 
+@pytest.mark.parametrize(("told", "expected"), [("tf32", "high"), ("ieee", "highest")])
+def test_torchs_newer_settings_are_read(told: str, expected: str) -> None:
+    """After them torch raises when it is asked for the older one."""
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # else "ieee" changes nothing
+    torch.backends.cuda.matmul.fp32_precision = told
+    try:
+        assert precision.setting() == expected
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 def test_kernels_of_half_precision_are_told_nothing() -> None:
     """Mosaic has no other precision for them, and refuses."""
     for dtype, expected in ((jnp.bfloat16, jax.lax.Precision.DEFAULT), (jnp.float32, jax.lax.Precision.HIGHEST)):

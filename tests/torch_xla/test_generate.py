@@ -391,3 +391,27 @@ def test_patches_of_others(llama: tuple) -> None:
         assert "a-test" in model.patches_used
     finally:
         undo()
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ("", "highest"),
+        ("torch.set_float32_matmul_precision('high')", "high"),
+        ("import torch_xla.backends; torch_xla.backends.set_mat_mul_precision('high')", "high"),
+    ],
+    ids=["nothing", "torch", "torch_xla"],
+)
+def test_float32_products_have_the_precision_of_torchs(told: str, expected: str) -> None:
+    """XLA by itself would take bfloat16 on a TPU."""
+    script = f"""
+import torch
+{told}
+from hfax.backends.torch_xla import runtime
+x = torch.ones(4, 4, device=runtime.device())
+print(runtime.require()._XLAC._get_xla_tensors_hlo([x @ x]))
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(hfax.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert f"operand_precision={{{expected},{expected}}}" in done.stdout, done.stderr
+    assert ("multiple times" in done.stderr) == ("torch_xla" in told)

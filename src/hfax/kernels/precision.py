@@ -7,26 +7,22 @@ https://docs.jax.dev/en/latest/_autosummary/jax.default_matmul_precision.html.
 
 from __future__ import annotations
 
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from hfax.float32_products import told_torch
 from hfax.kernels import target
-
-_OF_TORCH = {"highest": "highest", "high": "high", "medium": "default"}
-"""JAX's names of what torch's settings allow: float32; TF32 or three products in bfloat16; a product in bfloat16."""
 
 
 def setting() -> str:
-    """`jax_default_matmul_precision` if it is set, else what `torch.set_float32_matmul_precision` was told, in JAX's words."""
+    """`jax_default_matmul_precision` if it is set, else what torch was told."""
     config: Any = jax.config
     if (chosen := config.jax_default_matmul_precision) is not None:
         return chosen
-    torch = sys.modules.get("torch")  # who has not imported it has not told it anything
-    return "highest" if torch is None else _OF_TORCH[torch.get_float32_matmul_precision()]
+    return told_torch()
 
 
 def as_torch() -> AbstractContextManager[Any]:

@@ -9,12 +9,15 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import logging
 import os
+import warnings
 from typing import Any
 
 import torch
 
 from hfax.errors import BackendNotAvailableError
+from hfax.float32_products import told_torch
 from hfax.home import hfax_home
 
 TORCH_OF = {"2.9": "2.9.0", "2.8": "2.8.0"}
@@ -55,6 +58,7 @@ def device() -> torch.device:
     """
     torch_xla = require()
     _keep_programs()
+    _multiply_as_torch()
     try:
         return torch_xla.device()
     except (RuntimeError, ValueError) as error:
@@ -72,6 +76,24 @@ def _keep_programs() -> None:
         folder = hfax_home() / "torch_xla"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         module("runtime").initialize_cache(str(folder), readonly=False)
+
+
+@functools.cache
+def _multiply_as_torch() -> None:
+    """Multiply float32 arrays with the precision that torch has been told, by default in float32, where XLA on a TPU would take
+    bfloat16; unless torch_xla has been told another."""
+    backends = module("backends")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.9 warns of its older setting when it is read
+        wanted = told_torch()
+    if wanted != "default" and backends.get_mat_mul_precision() == "default":
+        log = logging.getLogger("torch_xla.backends")
+        level = log.level
+        log.setLevel(logging.ERROR)  # it warns of every call, the first one, too
+        try:
+            backends.set_mat_mul_precision(wanted)
+        finally:
+            log.setLevel(level)
 
 
 def kind() -> str:
