@@ -10,18 +10,14 @@ are medians over the rounds. Batch 1, context 128 unless said otherwise; greedy,
 
 from __future__ import annotations
 
-import argparse
-import json
+import functools
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from shapes.published import fields_of
+from turns import measure, parser_of
 
-from hfax.bench import report as reports
-from hfax.bench.run import Plan, run
+from hfax.bench.run import Plan
 from hfax.bench.spec import Case, SubjectSpec
 
 GROUPS = ["weights", "peers", "recipe", "context", "speculation"]
@@ -75,39 +71,17 @@ def groups(model: str, *, is_tiny: bool, torch_backend: str) -> dict[str, list[P
 
 def main() -> int:
     """Measure and print; 1 when something has no figure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS)
-    parser.add_argument("--limit-s", type=float, default=300, help="longest load, compilation or run")
+    parser = parser_of(__doc__, SHAPES, "qwen3-0.6b", GROUPS)
     parser.add_argument("--torch-backend", default="inductor", help="of torch.compile")
-    parser.add_argument("--json-file", type=Path, help="write the figures there")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="hfax-bench-") as folder:
-        config = Path(folder) / "config.json"
-        config.write_text(json.dumps(SHAPES[options.shape]))
-        wanted = groups(str(config), is_tiny=options.shape == "tiny", torch_backend=options.torch_backend)
-        results = {}
-        for name in options.groups:
-            results[name] = run(
-                wanted[name],
-                rounds=options.rounds,
-                limit_s=options.limit_s,
-                # every group begins like a machine that has never seen the model
-                environment={"HFAX_HOME": f"{folder}/{name}", "JAX_PLATFORMS": "cpu"},
-                tell=lambda message: print(message, file=sys.stderr, flush=True),
-            )
-            for table in reports.tables(results[name]):
-                Console(width=150).print(table)
-            for line in ratios(results[name]):
-                print(line, flush=True)
-    entries = [entry for found in results.values() for entry in found["subjects"].values()]
-    for entry in entries:
-        entry["model"] = options.shape
-    if options.json_file:
-        options.json_file.parent.mkdir(parents=True, exist_ok=True)
-        options.json_file.write_text(json.dumps(results, indent=2) + "\n")
-    return int(any("failure" in e or any("failure" in c for c in e["cases"].values()) for e in entries))
+    of_shape: dict[str, Any] = {"is_tiny": options.shape == "tiny", "torch_backend": options.torch_backend}
+    return measure(
+        options,
+        SHAPES[options.shape],
+        functools.partial(groups, **of_shape),
+        environment={"JAX_PLATFORMS": "cpu"},
+        lines_of=ratios,
+    )
 
 
 def ratios(found: dict[str, Any]) -> list[str]:

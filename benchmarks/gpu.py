@@ -10,19 +10,14 @@ are medians over the rounds. Greedy, no end-of-sequence token. transformers' row
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-import tempfile
-from pathlib import Path
+import functools
 from typing import Any
 
 from cpu import SHAPES as SMALL_SHAPES
-from rich.console import Console
 from shapes.published import fields_of
+from turns import measure, parser_of
 
-from hfax.bench import report as reports
-from hfax.bench.run import Plan, run
+from hfax.bench.run import Plan
 from hfax.bench.spec import Case, SubjectSpec
 
 GROUPS = ["weights", "peers"]
@@ -56,35 +51,13 @@ def groups(model: str, *, is_tiny: bool) -> dict[str, list[Plan]]:
 
 def main() -> int:
     """Measure and print; 1 when something has no figure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="llama-3.2-1b")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS)
-    parser.add_argument("--limit-s", type=float, default=300, help="longest load, compilation or run")
-    parser.add_argument("--json-file", type=Path, help="write the figures there")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="hfax-bench-") as folder:
-        config = Path(folder) / "config.json"
-        config.write_text(json.dumps(SHAPES[options.shape]))
-        wanted = groups(str(config), is_tiny=options.shape == "tiny")
-        results = {}
-        for name in options.groups:
-            results[name] = run(
-                wanted[name],
-                rounds=options.rounds,
-                limit_s=options.limit_s,
-                # the subjects share the GPU's memory
-                environment={"HFAX_HOME": f"{folder}/{name}", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
-                tell=lambda message: print(message, file=sys.stderr, flush=True),
-            )
-            for table in reports.tables(results[name]):
-                Console(width=150).print(table)
-    entries = [entry for found in results.values() for entry in found["subjects"].values()]
-    for entry in entries:
-        entry["model"] = options.shape
-    if options.json_file:
-        options.json_file.write_text(json.dumps(results, indent=2) + "\n")
-    return int(any("failure" in e or any("failure" in c for c in e["cases"].values()) for e in entries))
+    options = parser_of(__doc__, SHAPES, "llama-3.2-1b", GROUPS).parse_args()
+    return measure(
+        options,
+        SHAPES[options.shape],
+        functools.partial(groups, is_tiny=options.shape == "tiny"),
+        environment={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},  # the subjects share the GPU's memory
+    )
 
 
 if __name__ == "__main__":

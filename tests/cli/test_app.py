@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 from command_line import COMMAND, process_environment, run_process
 
@@ -132,6 +133,7 @@ def test_reference_page_is_current():
 
 
 def test_env_shows_versions_devices_and_settings_but_no_secret(hfax_here, monkeypatch, shared_home):
+    jax.devices()  # XLA reads its flags once in a process: those below are not for the tests that follow
     monkeypatch.setenv("HF_TOKEN", "hf_verysecret")
     monkeypatch.setenv("HTTPS_PROXY", "http://me:password@proxy")
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x")

@@ -30,17 +30,15 @@ class _Products(torch.nn.Module):
         return scores @ x + torch.nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0]
 
 
-def _trace(platform: str, dtype: torch.dtype = torch.float32, *, gradient: bool = False) -> list[Any]:
+def _trace(platform: str, *, gradient: bool = False) -> list[Any]:
     """The precisions of all products that the module's trace has, or its gradient's."""
-    module = _Products().to(dtype)
-    weights = {
-        n: jnp.asarray(p.detach().float().numpy(), str(dtype).split(".")[1]) for n, p in module.named_parameters()
-    }
+    module = _Products()
+    weights = {name: jnp.asarray(p.detach().numpy()) for name, p in module.named_parameters()}
 
     def run(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         return tracing.call_module(module, weights, lambda m: tracing.unwrap(m(tracing.wrap(x)))).sum()
 
-    x = jnp.ones((2, 4, 8), weights["linear.weight"].dtype)
+    x = jnp.ones((2, 4, 8))
     with compiling_for(platform, is_differentiated=gradient):
         closed = jax.make_jaxpr(jax.grad(run) if gradient else run)(weights, x)
     products = [
