@@ -66,7 +66,7 @@ class LlamaCpp:
             taken.bind(("127.0.0.1", 0))
             port = taken.getsockname()[1]
         command = [self.programs / "llama-server", "-m", file, "-t", str(os.cpu_count()), "-np", str(slots)]
-        command += ["-c", str(context), "--kv-unified", "--host", "127.0.0.1", "--port", str(port), "--no-webui"]
+        command += ["-c", str(context), "--no-kv-unified", "--host", "127.0.0.1", "--port", str(port), "--no-webui"]
         log = file.with_suffix(".log")
         with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
             try:
@@ -104,7 +104,8 @@ class LlamaServer:
         asked = {
             "prompt": prompt,
             "n_predict": count,
-            "temperature": 0,
+            "samplers": ["top_k"],
+            "top_k": 1,
             "ignore_eos": True,
             "cache_prompt": False,
         }
