@@ -118,7 +118,7 @@ inline void add_fp8_row(const Widened& x, const uint8_t* row, int64_t group, con
   const float* at = x.numbers.data();
   for (int64_t g = 0; g < x.groups; ++g, row += group, at += group) {
     Floats here[kParts] = {};
-    for (int64_t line = 0; line < group; line += 64) __builtin_prefetch(row + kAhead + line);
+    for (int64_t line = 0; line < group; line += 64) __builtin_prefetch(row + kAhead<kFp8> + line);
     for (int64_t k = 0; k < group; k += kSums)
       HFAX_UNROLL for (int64_t p = 0; p < kParts; ++p) here[p] = fused(load(at + k + p * kLanes), load_fp8(row + k + p * kLanes), here[p]);
     HFAX_UNROLL for (int64_t p = 0; p < kParts; ++p) sums[p] = fused(here[p], Floats{} + scales[g], sums[p]);

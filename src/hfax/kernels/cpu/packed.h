@@ -399,10 +399,15 @@ inline Ints add_row(const uint8_t* weight, const int32_t* x, int64_t group) {
 }
 
 constexpr int64_t kGroupsTogether = 32;
-constexpr int64_t kAhead = 8192;  // bytes
 
-// The results of one row of activations for `count` rows of the weight, at most kLanes, of which four are read at a time: memory is
-// fastest in few streams. The same numbers as `multiply_panel` gives.
+// How one row of activations is multiplied: rows of the weight that are read at a time, and how many bytes before they are needed memory
+// is asked for them. Memory is fastest in one stream, as far as the processor keeps up: on AVX2, 4 bits are unpacked faster for four rows.
+template <Encoding kCode>
+constexpr int64_t kStreams = kCode == kInt8 && kLanes == 8 ? 1 : 4;
+template <Encoding kCode>
+constexpr int64_t kAhead = kStreams<kCode> == 1 ? 1024 : 8192;
+
+// The results of one row of activations for `count` rows of the weight, at most kLanes. The same numbers as `multiply_panel` gives.
 template <Encoding kCode, int64_t kGroup, typename Out>
 void multiply_row(const Rounded& x, const Packed<kCode>& weight, int64_t first, int64_t count, Out* out) {
   constexpr int64_t kBits = bits_of(kCode);
@@ -425,15 +430,27 @@ void multiply_row(const Rounded& x, const Packed<kCode>& weight, int64_t first, 
     for (int64_t r = 0; r < kLanes; r += 4) {
       const uint8_t* rows[4];
       // rows that are not there are read as the last one, and not stored
-      for (int64_t i = 0; i < 4; ++i) rows[i] = weight.values + (first + std::min(r + i, count - 1)) * row_bytes + from / kShared * bytes;
+      HFAX_UNROLL for (int64_t i = 0; i < 4; ++i) rows[i] = weight.values + (first + std::min(r + i, count - 1)) * row_bytes + from / kShared * bytes;
       const int32_t* pairs = x.pairs.data() + from * (group / 2);
+      if constexpr (kStreams<kCode> == 1) {
+        Ints parts[kGroupsTogether][4];
+        for (int64_t i = 0; i < 4; ++i) {
+          for (int64_t g = 0; g < here; ++g) {
+            const uint8_t* at = rows[i] + g * bytes;
+            for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + kAhead<kCode> + line);
+            parts[g][i] = add_row<kCode, kGroup>(at, pairs + g * (group / 2), group);
+          }
+        }
+        for (int64_t g = 0; g < here; ++g) quarters[g][r / 4] = quarters_of(parts[g][0], parts[g][1], parts[g][2], parts[g][3]);
+        continue;
+      }
       for (int64_t g = 0; g < here; g += kShared, pairs += kShared * group / 2) {
         Ints sums[4];
         Planes planes[4];
         HFAX_UNROLL for (int64_t i = 0; i < 4; ++i) {
           const uint8_t* at = rows[i] + g / kShared * bytes;
-          __builtin_prefetch(at + kAhead);
-          if (bytes > 64) __builtin_prefetch(at + kAhead + 64);
+          __builtin_prefetch(at + kAhead<kCode>);
+          if (bytes > 64) __builtin_prefetch(at + kAhead<kCode> + 64);
           if constexpr (kShared == 1) {
             sums[i] = add_row<kCode, kGroup>(at, pairs, group);
           } else {
