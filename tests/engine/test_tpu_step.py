@@ -17,26 +17,46 @@ from hfax.planning.devices import topology_devices
 from hfax.sharding.mesh import make_mesh
 from hfax.tracing.abstract import open_skeleton, without_weights
 
-CONFIG = tiny_llama_config(**TPU_SIZES)
-
 
 @pytest.mark.tpu_compile
 @pytest.mark.usefixtures("tpu_compiler")
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
-@pytest.mark.parametrize("num_rows", [16, 128])
-def test_a_step_reads_the_pool_by_the_ragged_kernel_and_copies_none_of_it(topology, num_rows):
+@pytest.mark.parametrize(
+    ("num_rows", "kv_heads", "dtype"), [(16, 4, "bfloat16"), (128, 4, "bfloat16"), (16, 8, "float8_e4m3fn")]
+)
+def test_a_step_reads_the_pool_by_the_ragged_kernel_and_copies_none_of_it(topology, num_rows, kv_heads, dtype):
+    config = tiny_llama_config(**TPU_SIZES | {"num_key_value_heads": kv_heads})
+    where, compiled, pool_bytes = compiled_step(config, topology, num_rows, dtype)
+    assert any("ragged paged kernel (Pallas), pool" in way for way in where.chosen)
+    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') >= 2
+    stats = compiled.memory_analysis()
+    assert stats.alias_size_in_bytes >= pool_bytes
+    assert stats.temp_size_in_bytes < pool_bytes / 4
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.usefixtures("tpu_compiler")
+def test_heads_that_the_ragged_kernel_does_not_take_are_gathered():
+    config = tiny_llama_config(**TPU_SIZES | {"num_attention_heads": 40, "num_key_value_heads": 20})
+    where, _, _ = compiled_step(config, "v5e:2x2", 16, "bfloat16")
+    assert any("gathered" in way for way in where.chosen)
+
+
+def compiled_step(config, topology, num_rows, dtype):
+    """A step over the heads of several chips: what was chosen for it, the program, and the bytes of a chip's pool."""
     devices = topology_devices(topology)
-    skeleton = open_skeleton(CONFIG)
-    plan = plan_over(skeleton, make_mesh({"tensor": len(devices)}, CONFIG, devices))
+    skeleton = open_skeleton(config)
+    plan = plan_over(skeleton, make_mesh({"tensor": len(devices)}, config, devices))
     model, weights = without_weights(skeleton)
 
     def there(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(plan.mesh, spec))
 
     params = {name: there(w.shape, w.dtype, plan.weights[name].spec) for name, w in weights.items()}
-    shapes = pool.pool_shapes(256, 128, (1, 4, 8, 128), (1, 4, 8, 128), is_for_tpu=True)
+    shape = (1, config.num_key_value_heads, 8, 128)
+    shapes = pool.pool_shapes(256, 128, shape, shape, jnp.dtype(dtype), tpu_shards=len(devices))
     pools = {
-        f"layers.{layer}.{name}": there(shape, jnp.bfloat16, pool.pool_spec(plan.mesh, name, shape))
+        f"layers.{layer}.{name}": there(shape, dtype, pool.pool_spec(plan.mesh, name, shape))
         for layer in range(2)
         for name, shape in shapes.items()
     }
@@ -45,11 +65,5 @@ def test_a_step_reads_the_pool_by_the_ragged_kernel_and_copies_none_of_it(topolo
     tokens, wanted = there((num_rows,), jnp.int32, P()), there((16,), jnp.int32, P())
     with target.compiling_for("tpu", mesh=plan.mesh) as where:
         lowered = jax.jit(model.run_rows, donate_argnums=1).lower(params, pools, tokens, rows, wanted)
-    compiled = lowered.compile()
-    text = compiled.as_text()
-    assert any("ragged paged kernel (Pallas), pool" in way for way in where.chosen)
-    assert text.count('custom_call_target="tpu_custom_call"') >= 2
-    pool_bytes = sum(np.prod(p.shape) * 2 for p in pools.values()) // len(devices)
-    stats = compiled.memory_analysis()
-    assert stats.alias_size_in_bytes >= pool_bytes
-    assert stats.temp_size_in_bytes < pool_bytes / 4
+    pool_bytes = sum(np.prod(p.shape) * p.dtype.itemsize for p in pools.values()) // len(devices)
+    return where, lowered.compile(), pool_bytes

@@ -259,6 +259,26 @@ def test_attention_over_a_cache(dtype, heads, kv_heads, queries, options):
     assert (got[1, 0] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("width", "value_width"), [(64, 32), (40, 24), (9, 5)])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_attention_over_a_cache_of_float8(dtype, width, value_width, queries):
+    """Every number of float8 is among the keys: its bits become the number that it stands for."""
+    heads, kv_heads, capacity = 4, 2, 150
+    query = normal(2, heads, queries, width, dtype=dtype)
+    bits = np.arange(2 * kv_heads * capacity * width, dtype=np.uint64).reshape(2, kv_heads, capacity, width) * 37 % 256
+    bits = np.where(bits % 128 == 127, 1, bits).astype(np.uint8)  # those are not numbers
+    key = jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.float8_e4m3fn)
+    value = normal(2, kv_heads, capacity, value_width, seed=2).astype(jnp.float8_e4m3fn)
+    mask = jnp.asarray(np.random.default_rng(3).random((2, 1, queries, capacity)) < 0.7)
+    as_floats = [held.astype(dtype) for held in (key, value)]
+    run = lambda query, mask, *held: attention(query, *as_floats, mask, scale=1e-3, held=held)[0]  # noqa: E731
+    expected = np.asarray(attention(query, *as_floats, mask, scale=1e-3)[0], np.float32)
+    got, chosen = on_cpu(run, query, mask, key, value)
+    assert any(KERNELS in way for way in chosen)
+    np.testing.assert_allclose(got, expected, atol=2e-2 if dtype == "bfloat16" else 2e-6)
+
+
 def test_attention_takes_masks_by_head():
     query, key, value = normal(1, 4, 1, 16), normal(1, 2, 70, 16, seed=1), normal(1, 2, 70, 16, seed=2)
     mask = jnp.asarray(np.random.default_rng(3).random((1, 4, 1, 70)) < 0.5)

@@ -11,6 +11,7 @@ import pytest
 
 from hfax.kernels import pool, target
 from hfax.kernels.attention import attention
+from hfax.kernels.cpu import library
 from hfax.kernels.rows import Rows
 
 PAGE, HEADS, KV_HEADS, WIDTH = 16, 8, 2, 32
@@ -64,18 +65,25 @@ def by_sequences(case: Case, keys, values, queries, **options):
     return jnp.concatenate(out, axis=1) if out else jnp.zeros((1, 0, HEADS, WIDTH))
 
 
-def run(case: Case, kind: str, dtype: str, **options):
+def run(case: Case, kind: str, dtype: str, held: str | None = None, **options):
+    """What a step gives, and what attention of each sequence gives; `held`: dtype of the pages, if it is another."""
     draw = np.random.default_rng(0).standard_normal
     keys = [jnp.asarray(draw((1, KV_HEADS, n, WIDTH)), dtype) for n in case.lengths]
     values = [jnp.asarray(draw((1, KV_HEADS, n, WIDTH)), dtype) for n in case.lengths]
+    if held is not None:
+        keys, values = ([x.astype(held).astype(dtype) for x in each] for each in (keys, values))
     queries = jnp.asarray(draw((1, HEADS, case.num_rows, WIDTH)), dtype)
     rows, num_pages = case.rows()
     shapes = pool.pool_shapes(
-        num_pages, PAGE, keys[0].shape if keys else (1, KV_HEADS, 1, WIDTH), (1, KV_HEADS, 1, WIDTH), is_for_tpu=False
+        num_pages,
+        PAGE,
+        keys[0].shape if keys else (1, KV_HEADS, 1, WIDTH),
+        (1, KV_HEADS, 1, WIDTH),
+        jnp.dtype(held or dtype),
     )
     if kind == "joint":
         shapes = {"pages": (num_pages, PAGE, 2 * KV_HEADS, WIDTH)}
-    arrays = {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
+    arrays = {name: jnp.zeros(shape, held or dtype) for name, shape in shapes.items()}
 
     def step(arrays, rows, key, value, queries):
         written = pool.pool_of(arrays, rows).with_rows(key, value)
@@ -141,6 +149,17 @@ def test_bfloat16(kind):
     out, expected, _ = run(CASES["parts of prompts between decoding"], kind, "bfloat16", scale=0.2)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(out.astype(jnp.float32), expected.astype(jnp.float32), atol=0.03)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["kernel", "gathered", "joint"])
+def test_pages_of_float8(kind, dtype):
+    case = CASES["parts of prompts between decoding"]
+    out, expected, where = run(case, kind, dtype, "float8_e4m3fn", scale=0.2)
+    assert out.dtype == dtype
+    tolerance = 0.03 if dtype == "bfloat16" else 2e-5
+    np.testing.assert_allclose(out.astype(jnp.float32), expected.astype(jnp.float32), atol=tolerance)
+    assert kind != "kernel" or library.problem() is not None or any("C++" in way for way in where.chosen)
 
 
 def test_positions_and_sequences_of_rows():

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from jax.experimental.pallas import tpu as pallas_tpu
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged_kernel
 from packed_weights import packed_array, packed_tensor
 
 from hfax import AutoModelForTPU
@@ -27,6 +28,18 @@ from hfax.tracing.traced_model import TracedModel
 
 def normal(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn"])
+def test_heads_that_the_ragged_kernel_takes(dtype):
+    """Of other numbers of heads, such as Phi-4's ten, the kernel raises while it is traced."""
+    for heads in range(1, 65):
+        try:
+            ragged_kernel.get_min_heads_per_blk(4 * heads, 2 * heads, jnp.bfloat16, jnp.dtype(dtype))
+            takes = True
+        except ValueError:
+            takes = False
+        assert paged.can_tile(heads, jnp.dtype(dtype)) == takes, heads
 
 
 @pytest.mark.parametrize("window", [None, 100])

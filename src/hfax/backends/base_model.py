@@ -27,6 +27,7 @@ from hfax.generation.overrides import has_own_generate, without_dropped
 from hfax.generation.seeds import draw_seed
 from hfax.generation.stopping import end_tokens, read_stopping
 from hfax.known_words import missing_attribute
+from hfax.kv_cache.dtypes import cache_dtype_of
 from hfax.load.host_arrays import narrow, to_numpy
 from hfax.load.skeleton import FLOAT_DTYPES, Skeleton, resolve_dtype
 from hfax.patches import registry
@@ -39,9 +40,9 @@ from hfax.tracing.traits import ModelTraits
 _ID_INPUTS = ("input_ids", "decoder_input_ids")
 _NOT_CONFIGURED = (
     *("logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria"),
-    *("negative_prompt_ids", "negative_prompt_attention_mask", "past_key_values", "cache"),
+    *("negative_prompt_ids", "negative_prompt_attention_mask", "past_key_values", "cache", "kv_cache_dtype"),
 )
-"""Arguments of transformers' `generate` that are neither in GenerationConfig nor inputs of a model."""
+"""Arguments of `generate` that are neither in GenerationConfig nor inputs of a model."""
 _SAMPLING_EXTRAS = ("presence_penalty", "frequency_penalty")
 
 
@@ -356,6 +357,7 @@ class BaseModel:
             extra_sampling=extras,
             custom=custom,
             stopping=stopping,
+            cache_dtype=cache_dtype_of(further["kv_cache_dtype"]),
             negative=requests.read_negative(
                 *negative, config=config, prompts=prompts, traits=self._traits, vocab_size=self._vocab_size()
             ),

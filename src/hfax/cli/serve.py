@@ -120,6 +120,14 @@ class EngineOptions:
             rich_help_panel=_PANEL,
         ),
     ] = True
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(
+            help="fp8 (fp8_e4m3): round keys and values to 8 bits, so that twice as many tokens fit; auto: the model's dtype.",
+            envvar="HFAX_KV_CACHE_DTYPE",
+            rich_help_panel=_PANEL,
+        ),
+    ] = "auto"
     batch_invariant: Annotated[
         bool,
         typer.Option(

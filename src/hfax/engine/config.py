@@ -23,6 +23,8 @@ class EngineConfig:
         block_size: tokens per KV-cache block; None: the platform's default.
         num_blocks: number of KV-cache blocks; None: enough for all sequences, or as many as fit in memory.
         enable_prefix_caching: reuse the KV cache of shared prompt prefixes.
+        kv_cache_dtype: "fp8" (or "fp8_e4m3") rounds keys and values to float8_e4m3fn, so that twice as many tokens fit as in
+            bfloat16; "auto": the model's dtype.
         batch_invariant: a sequence's logits, and with them its tokens and log-probabilities, do not depend on the sequences beside
             it, bit for bit. On CPU with hfax's kernels, one device, in float32 or bfloat16; prompts are slower.
     """
@@ -34,6 +36,7 @@ class EngineConfig:
     block_size: int | None = None
     num_blocks: int | None = None
     enable_prefix_caching: bool = True
+    kv_cache_dtype: str = "auto"
     batch_invariant: bool = False
 
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence as Many
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
 from hfax.engine.background import BackgroundCompilation
 from hfax.engine.config import EngineConfig, limits_of
@@ -39,6 +40,7 @@ from hfax.errors import (
     UnsupportedOptionError,
 )
 from hfax.generation.generation_request import as_ids_tuple
+from hfax.kv_cache.dtypes import cache_dtype_of
 from hfax.programs.batch_invariance import why_not
 from hfax.programs.program_cache import compiling_ahead
 
@@ -61,6 +63,7 @@ class Engine:
 
     Raises:
         UnsupportedModelError: the model does not support autoregressive generation.
+        InvalidInputError: the configuration has a value out of range.
         UnsupportedOptionError: `batch_invariant` is not available for this model or on this device.
         OutOfMemoryError: the KV cache of a single sequence does not fit.
 
@@ -86,7 +89,9 @@ class Engine:
         self.vocab_size = parts.num_logits()
         self.limits = limits_of(self.config, parts.context)
         self._is_encoder_decoder = parts.traced.traits.is_encoder_decoder
-        layout, self._why_slots = read_page_layout(parts, self.limits, self.config.block_size)
+        name = cache_dtype_of(self.config.kv_cache_dtype)
+        dtype = None if name is None else jnp.dtype(name)
+        layout, self._why_slots = read_page_layout(parts, self.limits, self.config.block_size, dtype)
         self.is_paged = layout is not None
         if self.config.batch_invariant:
             why = why_not(parts.layout)
@@ -114,7 +119,7 @@ class Engine:
                 )
         else:
             logger.info("no paged KV cache, one slot per sequence: %s", self._why_slots)
-            self._runner, pages = SlotRunner(model, parts, self.limits), None
+            self._runner, pages = SlotRunner(model, parts, self.limits, dtype), None
         self._drawer = TokenDrawer(parts, self.limits, is_batch_invariant=self.config.batch_invariant)
         self.pages = pages
         self.core = EngineCore(

@@ -16,6 +16,7 @@ from hfax.kernels.rows import Rows
 from hfax.programs.model_parts import ModelParts
 from hfax.programs.program_cache import environment_parts
 from hfax.programs.program_files import is_enabled
+from hfax.sharding.mesh import TENSOR, size_of
 from hfax.stored.records import key_of, read_record, record_file, write_record
 from hfax.tracing.traits import why_not_pages
 
@@ -33,19 +34,21 @@ class PageLayout:
     Args:
         page_size: tokens per page.
         layers: key shape, value shape and dtype of each layer's cache for one sequence, by name.
-        is_for_tpu: keys and values are in one array, as the TPU kernel reads them.
+        tpu_shards: on TPU, number of devices that share the heads; None elsewhere.
     """
 
     page_size: int
     layers: dict[str, tuple[tuple[int, ...], tuple[int, ...], Any]]
-    is_for_tpu: bool
+    tpu_shards: int | None
 
     def arrays(self, num_pages: int) -> dict[str, tuple[tuple[int, ...], Any]]:
         """Shape and dtype of each array, by name."""
         return {
             f"{layer}.{name}": (shape, dtype)
             for layer, (key, value, dtype) in self.layers.items()
-            for name, shape in pool_shapes(num_pages, self.page_size, key, value, is_for_tpu=self.is_for_tpu).items()
+            for name, shape in pool_shapes(
+                num_pages, self.page_size, key, value, dtype, tpu_shards=self.tpu_shards
+            ).items()
         }
 
     @property
@@ -59,7 +62,7 @@ class PageLayout:
 
 
 def read_page_layout(
-    parts: ModelParts, limits: Limits, page_size: int | None = None
+    parts: ModelParts, limits: Limits, page_size: int | None = None, dtype: jnp.dtype | None = None
 ) -> tuple[PageLayout, None] | tuple[None, str]:
     """The layout of a model's pages, or why its attention does not support them.
 
@@ -67,29 +70,29 @@ def read_page_layout(
         parts: the model's parts.
         limits: limits of a step.
         page_size: tokens per page; None: the platform's default.
+        dtype: of the keys and values; None: the model's.
 
     Returns:
         The layout and None, or None and the reason.
     """
-    record = record_file(_KIND, "", _key(parts, limits, page_size))
+    record = record_file(_KIND, "", _key(parts, limits, page_size, dtype))
     if is_enabled() and not parts.layout.is_described and (found := read_record(record)) is not None:
         return _from_content(found[0])
-    layout, why = _traced_layout(parts, limits, page_size)
+    layout, why = _traced_layout(parts, limits, page_size, dtype)
     if is_enabled() and not parts.layout.is_described:
         write_record(record, _as_content(layout, why), b"")
     return (layout, None) if layout is not None else (None, why or "")
 
 
-def _key(parts: ModelParts, limits: Limits, page_size: int | None) -> str:
+def _key(parts: ModelParts, limits: Limits, page_size: int | None, dtype: jnp.dtype | None) -> str:
     """The key of a layout's record: what a trace of a step depends on."""
     weights = [
         (jax.tree_util.keystr(path), a.shape, str(a.dtype))
         for path, a in jax.tree.leaves_with_path(dict(parts.weights))
     ]
     environment = environment_parts(parts.layout.device)
-    return key_of(
-        _KIND, [parts.traced.key, parts.layout.key, repr(weights), repr(limits), str(page_size), repr(environment)]
-    )
+    rest = (repr(weights), repr(limits), str(page_size), str(dtype), repr(environment))
+    return key_of(_KIND, [parts.traced.key, parts.layout.key, *rest])
 
 
 def _as_content(layout: PageLayout | None, why: str | None) -> dict[str, Any]:
@@ -97,7 +100,7 @@ def _as_content(layout: PageLayout | None, why: str | None) -> dict[str, Any]:
     if layout is None:
         return {"why": why}
     layers = {name: [list(key), list(value), dtype.name] for name, (key, value, dtype) in layout.layers.items()}
-    return {"page_size": layout.page_size, "layers": layers, "is_for_tpu": layout.is_for_tpu}
+    return {"page_size": layout.page_size, "layers": layers, "tpu_shards": layout.tpu_shards}
 
 
 def _from_content(content: dict[str, Any]) -> tuple[PageLayout, None] | tuple[None, str]:
@@ -106,20 +109,23 @@ def _from_content(content: dict[str, Any]) -> tuple[PageLayout, None] | tuple[No
     layers = {
         name: (tuple(key), tuple(value), jnp.dtype(dtype)) for name, (key, value, dtype) in content["layers"].items()
     }
-    return PageLayout(page_size=content["page_size"], layers=layers, is_for_tpu=content["is_for_tpu"]), None
+    return PageLayout(page_size=content["page_size"], layers=layers, tpu_shards=content["tpu_shards"]), None
 
 
 def _traced_layout(
-    parts: ModelParts, limits: Limits, page_size: int | None
+    parts: ModelParts, limits: Limits, page_size: int | None, dtype: jnp.dtype | None
 ) -> tuple[PageLayout, None] | tuple[None, str]:
     """`read_page_layout` from traces."""
     if (why := why_not_pages(parts.traced.module, parts.traced.traits)) is not None:
         return None, why
-    platform = parts.layout.device.platform
+    platform, mesh = parts.layout.device.platform, parts.layout.mesh
+    shards = 1 if mesh is None else size_of(mesh, TENSOR)
     try:
-        layers = _layers(parts)
+        layers = {name: (key, value, dtype or own) for name, (key, value, own) in _layers(parts).items()}
         layout = PageLayout(
-            page_size=page_size or _PAGE_SIZES.get(platform, _PAGE_SIZE), layers=layers, is_for_tpu=platform == "tpu"
+            page_size=page_size or _PAGE_SIZES.get(platform, _PAGE_SIZE),
+            layers=layers,
+            tpu_shards=shards if platform == "tpu" else None,
         )
         _trace_step(parts, limits, layout)
     except UnsupportedModelError as error:

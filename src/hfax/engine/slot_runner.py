@@ -38,10 +38,14 @@ class SlotRunner:
         model: the model, for prefill.
         parts: the model's parts.
         limits: limits of a step.
+        cache_dtype: of the keys and values in a slot; None: the model's.
     """
 
-    def __init__(self, model: BaseModel, parts: ModelParts, limits: Limits) -> None:
+    def __init__(
+        self, model: BaseModel, parts: ModelParts, limits: Limits, cache_dtype: jnp.dtype | None = None
+    ) -> None:
         self._model = model
+        self._cache_dtype = cache_dtype
         self._parts = parts
         self._limits = limits
         self._is_encoder_decoder = parts.traced.traits.is_encoder_decoder
@@ -135,7 +139,8 @@ class SlotRunner:
 
     def _begin(self, params: Any, inputs: Any, static: Any) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
         checks: dict[str, jax.Array] = {}
-        logits, state = read_prompts(self._parts.traced, params, inputs, static, self._capacity, checks)
+        of_cache = {"cache_dtype": self._cache_dtype}
+        logits, state = read_prompts(self._parts.traced, params, inputs, static, self._capacity, checks, **of_cache)
         main = inputs.get("decoder_input_ids", inputs.get("input_ids"))
         return logits, state | {"length": jnp.int32(main.shape[1])}, checks
 

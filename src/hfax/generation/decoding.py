@@ -50,6 +50,7 @@ class LoopSpec:
         guide_capacity: maximum tokens of the texts without the prompts, for classifier-free guidance; 0: there is none.
         rolls_back: tokens may be rolled back, so sliding windows keep every token and recurrent layers are not supported.
         beams: beam search; None: every sequence is continued on its own.
+        cache_dtype: of the keys and values in the cache; None: the model's.
     """
 
     capacity: int
@@ -60,6 +61,7 @@ class LoopSpec:
     guide_capacity: int = 0
     rolls_back: bool = False
     beams: BeamSpec | None = None
+    cache_dtype: str | None = None
 
 
 def start(
@@ -86,8 +88,16 @@ def start(
         The state; "checks" holds the conditions that the host must check before continuing.
     """
     checks: dict[str, jax.Array] = {}
+    of_cache = None if spec.cache_dtype is None else jnp.dtype(spec.cache_dtype)
     logits, state = read_prompts(
-        model, params, inputs, static, spec.capacity, checks, keeps_windows=not spec.rolls_back
+        model,
+        params,
+        inputs,
+        static,
+        spec.capacity,
+        checks,
+        keeps_windows=not spec.rolls_back,
+        cache_dtype=of_cache,
     )
     seq2seq = model.traits.is_encoder_decoder
     prompt = inputs["decoder_input_ids" if seq2seq else "input_ids"].astype(jnp.int32)
@@ -101,7 +111,7 @@ def start(
         state["cache"] = cache
     if spec.guide_capacity:
         negative = jax.tree.map(lambda a: jnp.repeat(a, repeats, axis=0), dict(request["negative"]))
-        state["guide"] = guidance.read_negative(model, params, negative, spec.guide_capacity)
+        state["guide"] = guidance.read_negative(model, params, negative, spec.guide_capacity, cache_dtype=of_cache)
     is_text = (prompt_mask != 0) & (prompt >= 0)
     return begin(spec, state, logits, prompt, is_text, length, request) | {"checks": checks}
 
@@ -148,13 +158,16 @@ def read_prompts(
     checks: dict[str, jax.Array],
     *,
     keeps_windows: bool = True,
+    cache_dtype: jnp.dtype | None = None,
 ) -> tuple[jax.Array, State]:
-    """Prefill the prompts.
+    """Prefill the prompts; the arguments are those of `TracedModel.prefill`.
 
     Returns:
         Logits of the last position, [batch, vocab] float32, and the `cache`, `positions`, `mask` and `repeated` of a state.
     """
-    logits, cache = model.prefill(params, inputs, static, capacity, checks, keeps_windows=keeps_windows)
+    logits, cache = model.prefill(
+        params, inputs, static, capacity, checks, keeps_windows=keeps_windows, cache_dtype=cache_dtype
+    )
     seq2seq = model.traits.is_encoder_decoder
     prompt = inputs["decoder_input_ids" if seq2seq else "input_ids"].astype(jnp.int32)
     prompt_mask = jnp.ones_like(prompt) if seq2seq else inputs["attention_mask"].astype(jnp.int32)

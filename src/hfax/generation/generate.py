@@ -70,7 +70,7 @@ def open_loop(
     drafts = 0 if options.speculation is None else options.speculation.num_tokens + 1
     tokens = prompts.padded_length + options.max_new_tokens + drafts
     if prompts.kept is not None:
-        _check_kept(options)
+        _check_kept(options, prompts.kept)
         tokens = max(tokens, int(prompts.inputs["length"]) + prompts.inputs["new"].shape[1], prompts.kept.capacity)
     capacity = buckets.capacity(*prompts.padded_shape, tokens)
     beams, beam_values = make_beam_spec(
@@ -99,6 +99,7 @@ def open_loop(
         keep=options.keep,
         sampling=sampling,
         beams=beams,
+        cache_dtype=options.cache_dtype,
     )
     unused = np.arange(rows) >= len(prompts.given)
     request = {
@@ -122,8 +123,15 @@ def open_loop(
     return GenerationLoop(*parts, host, prompts.kept), inputs
 
 
-def _check_kept(options: GenerationOptions) -> None:
-    """Raise `UnsupportedOptionError` for options that need more of a text than its cache."""
+def _check_kept(options: GenerationOptions, kept: KeptCache) -> None:
+    """Raise `UnsupportedOptionError` for options that need more of a text than its cache, or another cache."""
+    dtype = options.cache_dtype
+    if dtype is not None and not any(array.dtype == dtype for array in kept.state["cache"].values()):
+        raise UnsupportedOptionError(
+            "kv_cache_dtype beside past_key_values of another dtype.",
+            "A cache is continued in the dtype that it has.",
+            "Pass kv_cache_dtype with the first call of a conversation.",
+        )
     reasons = {
         "prompt_lookup_num_tokens or assistant_model": options.speculation is not None,
         "guidance_scale": options.negative is not None,

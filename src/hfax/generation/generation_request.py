@@ -86,6 +86,7 @@ class GenerationOptions:
             length] int32.
         speculation: how draft tokens are proposed, a `Speculation`; None: no speculative decoding.
         draft: the draft model and its weights, if there is one.
+        cache_dtype: as in `LoopSpec`.
     """
 
     config: GenerationConfig
@@ -100,6 +101,7 @@ class GenerationOptions:
     negative: Mapping[str, np.ndarray] | None = None
     speculation: Any = None
     draft: Any = None
+    cache_dtype: str | None = None
 
 
 def resolve_generation_config(

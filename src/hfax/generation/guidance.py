@@ -20,7 +20,12 @@ Guide = dict[str, Any]
 
 
 def read_negative(
-    model: TracedModel, params: Mapping[str, jax.Array], negative: Mapping[str, jax.Array], capacity: int
+    model: TracedModel,
+    params: Mapping[str, jax.Array],
+    negative: Mapping[str, jax.Array],
+    capacity: int,
+    *,
+    cache_dtype: jnp.dtype | None = None,
 ) -> Guide:
     """Prefill the negative prompts.
 
@@ -29,11 +34,12 @@ def read_negative(
         params: the weights.
         negative: `input_ids` and `attention_mask`, [batch, length] int32.
         capacity: cache capacity, in tokens.
+        cache_dtype: of the cached keys and values; None: the model's.
     """
     inputs, (rows, length) = dict(negative), negative["input_ids"].shape
     if model.traits.takes_position_ids:  # as in transformers, which passes none: padding counts
         inputs["position_ids"] = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
-    logits, cache = model.prefill(params, inputs, {}, capacity)
+    logits, cache = model.prefill(params, inputs, {}, capacity, cache_dtype=cache_dtype)
     mask = jnp.pad(negative["attention_mask"], ((0, 0), (0, capacity - length)), constant_values=1)
     return {"cache": cache, "length": jnp.int32(length), "mask": mask, "logits": logits}
 

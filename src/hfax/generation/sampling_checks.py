@@ -58,8 +58,8 @@ WHY: dict[str, str] = {
     "low_memory": "A program's memory is fixed when it is compiled; a smaller batch or dtype needs less.",
     "prefill_chunk_size": "The prompt is read at once; hfax.Engine reads prompts in chunks.",
     "continuous_batching_config": "hfax.Engine batches continuously and has its own EngineConfig.",
-    "cache_config": "hfax's cache has the dtype of the weights, and its size follows from the call.",
-    "cache_implementation": "hfax's cache is of fixed size on the device; it is neither offloaded nor quantized.",
+    "cache_config": "The size of hfax's cache follows from the call, and kv_cache_dtype='fp8' holds it in 8 bits.",
+    "cache_implementation": "hfax's cache is of fixed size, on the device; kv_cache_dtype='fp8' holds it in 8 bits.",
 }
 """Why an option of `NEUTRAL_VALUES` is not implemented, and what is there instead."""
 

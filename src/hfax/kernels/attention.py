@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from hfax.kernels import online_softmax, target
+from hfax.kernels.cache_numbers import FP8
 from hfax.kernels.cpu import calls, library
 from hfax.kernels.online_softmax import OnlineSoftmax
 from hfax.kernels.paged import JointPages, Pages, SeparatePages
@@ -86,6 +87,7 @@ def attention(
     position_bias: jax.Array | None = None,
     sinks: jax.Array | None = None,
     pages: Pages | None = None,
+    held: tuple[jax.Array, jax.Array] | None = None,
     dropout: Dropout | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Scaled dot-product attention.
@@ -100,6 +102,8 @@ def attention(
         position_bias: added to the scores, shaped as `mask`.
         sinks: [heads], one extra logit per head that takes probability but has no value, as in gpt-oss.
         pages: the paged cache equivalent to `key` and `value`, if there is one.
+        held: the cache's own numbers that `key` and `value` were converted from, if it is of another dtype; kernels that take
+            them read half as much.
         dropout: dropout on the probabilities, in train mode.
 
     Returns:
@@ -133,13 +137,14 @@ def attention(
         on_tpu = _on_tpu(query, key, value, given.causal, pages, scale=scale, softcap=softcap)
         if on_tpu is not None:
             return on_tpu, probabilities
-    on_gpu = _on_gpu(query, key, value, given, scale=scale, softcap=softcap, sinks=sinks)
+    on_gpu = _on_gpu(query, key, value, given, scale=scale, softcap=softcap, sinks=sinks, is_held=held is not None)
     if on_gpu is not None:
         return on_gpu, probabilities
-    if _has_kernel(query, key, value, given.array):
+    if _has_kernel(query, *(held or (key, value)), given.array):
         target.choose("attention: C++ kernel, reads the keys that are seen")
         seen = jnp.broadcast_to(given.array, (*given.array.shape[:2], query.shape[2], key.shape[2]))
-        out = calls.decode_attention(query, key, value, seen, scale=scale, softcap=softcap, sinks=sinks)
+        options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
+        out = calls.decode_attention(query, *(held or (key, value)), seen, **options)
     elif (
         given.block is not None
         and 4 * query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] > _MAX_SCORES_BYTES
@@ -166,7 +171,7 @@ def _on_tpu(
     shards, kv_shards = target.head_shards()
     if query.shape[1] % shards or key.shape[1] % kv_shards:
         return None
-    if isinstance(pages, JointPages) and query.shape[2] == 1 and query.dtype == pages.pages.dtype:
+    if isinstance(pages, JointPages) and query.shape[2] == 1 and pages.pages.dtype in (query.dtype, FP8):
         target.choose("attention: ragged paged kernel (Pallas)")
         return kernels.ragged_attention(query, pages, **options)
     if isinstance(pages, SeparatePages) and query.shape[2] == 1 and query.dtype == pages.key_pages.dtype:
@@ -189,6 +194,7 @@ def _on_gpu(
     scale: float,
     softcap: float | None,
     sinks: jax.Array | None,
+    is_held: bool,
 ) -> jax.Array | None:
     """By cuDNN or a Triton kernel; None if none supports these shapes, or the program is not for an NVIDIA GPU."""
     if (gpu := target.nvidia_gpu()) is None or (causal := mask.causal) is None:
@@ -210,7 +216,7 @@ def _on_gpu(
         return _by_heads(call, query, key, value, causal.is_real, sinks)
     local = key.size // kv_shards * key.dtype.itemsize
     fits_step = is_plain and kernels.fits_step(query, key, value, mask.array) and local >= kernels.MIN_CACHE_BYTES
-    if fits_step and (is_described or kernels.step_attention_works()):
+    if fits_step and not is_held and (is_described or kernels.step_attention_works()):
         target.choose("attention: Triton kernel, reads the live part of the cache")
         call = functools.partial(kernels.step_attention, scale=scale)
         return _by_heads(call, query, key, value, mask.array)
@@ -259,7 +265,11 @@ def _fits_prompt_kernel(query: jax.Array, key: jax.Array, value: jax.Array, mask
 def _has_kernel(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> bool:
     if mask.dtype != jnp.bool_ or mask.ndim != 4:
         return False
-    if not (query.dtype == key.dtype == value.dtype and query.dtype in (jnp.bfloat16, jnp.float32)):
+    if (
+        key.dtype != value.dtype
+        or key.dtype not in (query.dtype, FP8)
+        or query.dtype not in (jnp.bfloat16, jnp.float32)
+    ):
         return False
     # one kernel call per batch row
     same_batch = query.shape[0] == key.shape[0] == value.shape[0]

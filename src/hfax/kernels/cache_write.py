@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from hfax.kernels import target
+from hfax.kernels.cache_numbers import FP8, to_cache
 from hfax.kernels.cpu import calls, library
 
 
@@ -14,12 +15,12 @@ def cache_write(buffer: jax.Array, new: jax.Array, start: jax.Array) -> jax.Arra
 
     Args:
         buffer: [..., capacity, width].
-        new: [..., n, width]; converted to the buffer's dtype.
+        new: [..., n, width]; converted to the buffer's dtype, see `cache_numbers`.
         start: scalar; clamped so that `new` fits.
     """
-    new = new.astype(buffer.dtype)
-    if buffer.dtype in (jnp.bfloat16, jnp.float16) and library.may_be_called():
-        # XLA's CPU compiler widens the whole buffer to float32 and back for such an update
+    new = to_cache(new, buffer.dtype)
+    if buffer.dtype in (jnp.bfloat16, jnp.float16, FP8) and library.may_be_called():
+        # XLA's CPU compiler widens the whole buffer and narrows it again for such an update
         target.choose("cache: written in place by the C++ kernel")
         return calls.cache_write(buffer, new, start)
     return jax.lax.dynamic_update_slice_in_dim(buffer, new, start, axis=buffer.ndim - 2)

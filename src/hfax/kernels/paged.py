@@ -19,6 +19,8 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
+from hfax.kernels.cache_numbers import FP8, to_cache
+
 PAGE_SIZE = 128
 _JOINT_WIDTH = 128
 _MAX_WRITES = 64
@@ -61,7 +63,7 @@ class JointPages:
         batch, count = self.pages.shape[:2]
         both = jnp.stack([key[:, :, 0], value[:, :, 0]], axis=2).reshape(batch, -1, key.shape[3])
         at = self.pages.at[jnp.arange(batch), self.slots // PAGE_SIZE % count, self.slots % PAGE_SIZE]
-        return dataclasses.replace(self, pages=at.set(both.astype(self.pages.dtype)))
+        return dataclasses.replace(self, pages=at.set(to_cache(both, self.pages.dtype)))
 
     def read(self, padding: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
         """The dense keys and values of `capacity` tokens, after `padding` tokens."""
@@ -119,10 +121,10 @@ class SeparatePages:
         def written(pages: jax.Array, new: jax.Array) -> jax.Array:
             # row by row: XLA:TPU copies all pages to another layout for a scatter or a loop
             def write(row: int | jax.Array, pages: jax.Array) -> jax.Array:
-                token = jax.lax.dynamic_index_in_dim(new, row, keepdims=False)[:, None, None].astype(pages.dtype)
+                token = jax.lax.dynamic_index_in_dim(new, row, keepdims=False)[:, None, None]
                 slot = jax.lax.dynamic_index_in_dim(self.slots, row, keepdims=False)
                 place = (0, row, slot // PAGE_SIZE % count, slot % PAGE_SIZE, 0)
-                return jax.lax.dynamic_update_slice(pages, token, place)
+                return jax.lax.dynamic_update_slice(pages, to_cache(token, pages.dtype), place)
 
             if batch > _MAX_WRITES:
                 return jax.lax.fori_loop(0, batch, write, pages)
@@ -151,13 +153,39 @@ class SeparatePages:
 Pages = JointPages | SeparatePages
 
 
-def fits(width: int | None, window: int | None = None, capacity: int | None = None) -> bool:
-    """Whether a kernel supports this head dimension, and a layer with this window and cache capacity."""
-    if width is None or width % 128:
+def fits(
+    width: int | None,
+    window: int | None = None,
+    capacity: int | None = None,
+    *,
+    kv_heads: int | None = None,
+    dtype: jnp.dtype | None = None,
+) -> bool:
+    """Whether a kernel supports a layer.
+
+    Args:
+        width: head dimension; None if it varies.
+        window: of a sliding-window layer.
+        capacity: of the cache, in tokens.
+        kv_heads: heads of keys and values on one device; None: not known yet.
+        dtype: of the cache.
+    """
+    if width is None or width % 128 or (dtype == FP8 and width != _JOINT_WIDTH):
         return False
+    if width == _JOINT_WIDTH and kv_heads is not None and dtype is not None:
+        return can_tile(kv_heads, dtype)
     if width == _JOINT_WIDTH or window is None or capacity is None:
         return True
     return window >= capacity or window % PAGE_SIZE == 0
+
+
+def can_tile(kv_heads: int, dtype: jnp.dtype) -> bool:
+    """Whether the ragged paged kernel can lay out a token's keys and values of so many heads, those of one device.
+
+    The kernel packs them in 32-bit words, and takes 1, 2, 4 or a multiple of 8 of these: not the 10 heads of Phi-4, say.
+    """
+    words, rest = divmod(2 * kv_heads * dtype.itemsize, 4)
+    return rest == 0 and (words in (1, 2, 4) or words % 8 == 0)
 
 
 def after_prompt(

@@ -6,7 +6,7 @@ page table of each sequence. Two formats:
 - `SplitPool`, everywhere: separate keys and values, [pages, kv_heads, page_size, head_dim]. On CPU a C++ kernel writes and reads
   it; elsewhere a scatter, and a loop over pages up to the longest sequence.
 - `JointPool`, on TPU for a head dimension of 128: [pages, page_size, 2 * kv_heads, head_dim], interleaved keys and values of all
-  heads, as read by JAX's ragged paged attention kernel.
+  heads, as read by JAX's ragged paged attention kernel, if it takes so many heads.
 
 Page 0 is a dummy page to which padding is written. `hfax.engine` assigns pages to sequences.
 """
@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hfax.kernels import online_softmax, target
+from hfax.kernels import online_softmax, paged, target
+from hfax.kernels.cache_numbers import FP8, to_cache
 from hfax.kernels.cpu import calls, library
 from hfax.kernels.online_softmax import OnlineSoftmax
 from hfax.kernels.rows import Rows
@@ -64,7 +66,7 @@ class SplitPool:
     ) -> jax.Array:
         """The pool's implementation of `attend`."""
         options = {"scale": scale, "softcap": softcap, "window": window, "sinks": sinks}
-        if _has_kernel(self.key_pages) and query.dtype == self.key_pages.dtype:
+        if _has_kernel(self.key_pages) and query.dtype in _dtypes_of_queries(self.key_pages):
             target.choose("attention: C++ kernel, reads live pages of the pool")
             rows = self.rows
             out = calls.pages_attention(
@@ -94,7 +96,7 @@ class JointPool:
         _, heads, count, width = key.shape
         both = jnp.stack([key[0].swapaxes(0, 1), value[0].swapaxes(0, 1)], axis=2).reshape(count, 2 * heads, width)
         page, offset = _places(self.rows, count, self.pages.shape[1])
-        return JointPool(pages=self.pages.at[page, offset].set(both.astype(self.pages.dtype)), rows=self.rows)
+        return JointPool(pages=self.pages.at[page, offset].set(to_cache(both, self.pages.dtype)), rows=self.rows)
 
     def attend(
         self,
@@ -122,10 +124,26 @@ Pool = SplitPool | JointPool
 
 
 def pool_shapes(
-    num_pages: int, page_size: int, key: tuple[int, ...], value: tuple[int, ...], *, is_for_tpu: bool
+    num_pages: int,
+    page_size: int,
+    key: tuple[int, ...],
+    value: tuple[int, ...],
+    dtype: jnp.dtype,
+    *,
+    tpu_shards: int | None = None,
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of a layer's pool arrays by name, from the shapes of its keys and values, [batch, kv_heads, length, width]."""
-    if is_for_tpu and key == value and key[3] == _JOINT_WIDTH:
+    """Shapes of a layer's pool arrays by name.
+
+    Args:
+        num_pages: with the dummy page.
+        page_size: tokens of a page.
+        key: shape of its keys, [batch, kv_heads, length, head_dim].
+        value: shape of its values.
+        dtype: of the arrays.
+        tpu_shards: on TPU, number of devices that share the heads; None elsewhere.
+    """
+    heads = key[1] if not tpu_shards or key[1] % tpu_shards else key[1] // tpu_shards
+    if tpu_shards and key == value and key[3] == _JOINT_WIDTH and paged.can_tile(heads, dtype):
         return {"pages": (num_pages, page_size, 2 * key[1], key[3])}
     return {
         "key_pages": (num_pages, key[1], page_size, key[3]),
@@ -183,8 +201,13 @@ def attend(
 
 
 def _has_kernel(pages: jax.Array) -> bool:
-    fits = pages.dtype in (jnp.bfloat16, jnp.float32) and pages.shape[2] <= _KERNEL_PAGE
+    fits = pages.dtype in (jnp.bfloat16, jnp.float32, FP8) and pages.shape[2] <= _KERNEL_PAGE
     return fits and library.may_be_called()
+
+
+def _dtypes_of_queries(pages: jax.Array) -> tuple[Any, ...]:
+    """The dtypes of queries that the C++ kernel takes beside pages of a dtype."""
+    return (jnp.bfloat16, jnp.float32) if pages.dtype == FP8 else (pages.dtype,)
 
 
 def _places(rows: Rows, count: int, page_size: int) -> tuple[jax.Array, jax.Array]:
@@ -197,7 +220,7 @@ def _places(rows: Rows, count: int, page_size: int) -> tuple[jax.Array, jax.Arra
 
 def _written(pages: jax.Array, new: jax.Array, rows: Rows) -> jax.Array:
     """`pages` with `new`, [kv_heads, tokens, width], written."""
-    new = new.astype(pages.dtype)
+    new = to_cache(new, pages.dtype)
     if _has_kernel(pages):
         return calls.pages_write(pages, new, rows.starts, rows.lengths, rows.tables)
     page, offset = _places(rows, new.shape[1], pages.shape[2])
@@ -229,7 +252,9 @@ def _attend_by_pages(
 
     def visit(index: jax.Array, state: OnlineSoftmax) -> OnlineSoftmax:
         page = jax.lax.dynamic_index_in_dim(tables, index, axis=1, keepdims=False)
-        key, value = keys[page], values[page]  # [tokens, kv_heads, page_size, width]
+        key, value = (
+            pages[page].astype(query.dtype) for pages in (keys, values)
+        )  # [tokens, kv_heads, page_size, width]
         scores = jnp.einsum("kgtd,tksd->kgts", grouped, key, preferred_element_type=jnp.float32) * scale
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)

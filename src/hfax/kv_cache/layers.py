@@ -25,6 +25,14 @@ class CacheOps(Protocol):
         """`buffer` with `new` written from position `start` (a scalar) on axis -2."""
         ...
 
+    def stored(self, new: Tensor) -> Tensor:
+        """New keys or values as the cache holds them: their numbers may be rounded."""
+        ...
+
+    def readable(self, held: Tensor, like: Tensor) -> Tensor:
+        """What the cache holds, as attention takes it: in the dtype of the new keys or values `like`."""
+        ...
+
     def pad_to(self, new: Tensor, capacity: int) -> Tensor:
         """`new` padded with zeros to `capacity` at the end of axis -2."""
         ...
@@ -51,6 +59,8 @@ class FullAttentionLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
     state_names = ("keys", "values")
+    reads_back = True
+    """Whether attention gets keys and values from `update` alone; else they are held in their own dtype."""
 
     def __init__(self, ops: CacheOps, capacity: int, length: Tensor | None) -> None:
         super().__init__()
@@ -64,20 +74,27 @@ class FullAttentionLayer(CacheLayerMixin):
         """No-op: the first `update` creates the arrays."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store new keys and values; return those that attention reads: the new ones in prefill, else the whole buffer."""
+        """Store new keys and values; return those that attention reads: the new ones in prefill, else the whole buffer.
+
+        Also in prefill they are those that the cache holds, so that a token's numbers do not depend on how its prompt was read.
+        """
         self.is_initialized = True
         start, self.num_new = self.num_new, self.num_new + key_states.shape[-2]
         if self.base_length is None:
             self._require_one_prefill(start)
             if self.prompt_length is not None:
                 self.capacity += max(self.num_new - self.prompt_length, 0)
-            self.keys = self.ops.pad_to(key_states, self.capacity)
-            self.values = self.ops.pad_to(value_states, self.capacity)
-            return key_states, value_states
+            keys, values = self._stored(key_states, value_states)
+            self.keys, self.values = self.ops.pad_to(keys, self.capacity), self.ops.pad_to(values, self.capacity)
+            return self.ops.readable(keys, key_states), self.ops.readable(values, value_states)
         position = self.base_length + start if start else self.base_length
         self.keys = self.ops.write(self.keys, key_states, position)
         self.values = self.ops.write(self.values, value_states, position)
-        return self.keys, self.values
+        return self.ops.readable(self.keys, key_states), self.ops.readable(self.values, value_states)
+
+    def _stored(self, *states: Tensor) -> list[Tensor]:
+        """New keys and values as the cache holds them."""
+        return [self.ops.stored(new) for new in states] if self.reads_back else list(states)
 
     def restored(self) -> None:
         """Called after the arrays are restored: count the entries before the prompt."""
@@ -131,14 +148,15 @@ class SlidingWindowLayer(FullAttentionLayer):
         start, self.num_new = self.num_new, self.num_new + key_states.shape[-2]
         if self.base_length is None:
             self._require_one_prefill(start)
-            self.keys, self.values = self._ring(key_states), self._ring(value_states)
-            return key_states, value_states
+            keys, values = self._stored(key_states, value_states)
+            self.keys, self.values = self._ring(keys), self._ring(values)
+            return self.ops.readable(keys, key_states), self.ops.readable(values, value_states)
         if key_states.shape[-2] != 1:
             raise NotImplementedError("several tokens at once onto a sliding-window cache")
         slot = self.ops.ring_slot(self.base_length, self.window)
         self.keys = self.ops.write(self.keys, key_states, slot)
         self.values = self.ops.write(self.values, value_states, slot)
-        return self.keys, self.values
+        return self.ops.readable(self.keys, key_states), self.ops.readable(self.values, value_states)
 
     def _ring(self, states: Tensor) -> Tensor:
         """The last `window` of [batch, heads, length, head_dim], each in its slot."""
@@ -245,6 +263,8 @@ class IndexedLayer(FullAttentionLayer):
 
 class CrossAttentionLayer(FullAttentionLayer):
     """Keys and values of an encoder output: written once at full length, then only read."""
+
+    reads_back = False
 
     def restored(self) -> None:
         """No-op: its length is independent of the decoder sequence."""

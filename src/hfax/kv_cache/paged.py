@@ -63,8 +63,9 @@ class PagedLayer(FullAttentionLayer):
             if not fits or self.prompt_length != key_states.shape[-2]:
                 return super().update(key_states, value_states)
             self.is_initialized, self.num_new = True, key_states.shape[-2]
-            self._keep(self.paged_ops.fill_pages(key_states, value_states, self.padding, self.capacity, self.window))
-            return key_states, value_states
+            keys, values = self._stored(key_states, value_states)
+            self._keep(self.paged_ops.fill_pages(keys, values, self.padding, self.capacity, self.window))
+            return self.ops.readable(keys, key_states), self.ops.readable(values, value_states)
         pages = {name: array for name in self.page_names if (array := getattr(self, name)) is not None}
         if not pages:
             return super().update(key_states, value_states)

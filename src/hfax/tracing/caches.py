@@ -33,6 +33,7 @@ def open_cache(
     prompt_length: int | None = None,
     keeps_windows: bool = True,
     attention_mask: jax.Array | None = None,
+    dtype: jnp.dtype | None = None,
 ) -> Any:
     """The value that forward takes as `cache_argument`.
 
@@ -45,6 +46,7 @@ def open_cache(
         prompt_length: prompt tokens that fill an empty cache.
         keeps_windows: sliding-window layers keep only their window; False: all tokens.
         attention_mask: [batch, length], 0 at prompt padding; None for encoder-decoders.
+        dtype: of the keys and values in an empty cache; None: the model's.
     """
     config: Any = module.config
     if traits.cache_argument == "state":
@@ -61,7 +63,7 @@ def open_cache(
         padding = tracing.wrap((attention_mask == 0).sum(axis=1, dtype=jnp.int32))
     return make_cache(
         config,
-        tracing.JaxCacheOps(),
+        tracing.JaxCacheOps(dtype),
         capacity,
         length=traced_length,
         arrays=tracing.wrap(arrays) if arrays is not None else None,

@@ -26,6 +26,7 @@ from hfax.errors import UnsupportedModelError, line_of_error
 from hfax.kernels import attention as attention_math
 from hfax.kernels import paged, precision, target
 from hfax.kernels import pool as pools
+from hfax.kernels.cache_numbers import to_cache
 from hfax.kernels.cache_write import cache_write
 from hfax.patches import masks, registry
 from hfax.patches.control_flow import collecting_checks
@@ -331,7 +332,26 @@ def _entered(environment: Any) -> Iterator[None]:
 
 
 class JaxCacheOps:
-    """`hfax.kv_cache.CacheOps` on the tensors of a trace."""
+    """`hfax.kv_cache.CacheOps` on the tensors of a trace.
+
+    Args:
+        dtype: of the keys and values that a new cache holds; None: their own.
+    """
+
+    def __init__(self, dtype: jnp.dtype | None = None) -> None:
+        self._dtype = dtype
+
+    def stored(self, new: Any) -> Any:
+        """See `CacheOps.stored`."""
+        return new if self._dtype is None else wrap(to_cache(unwrap(new), self._dtype))
+
+    def readable(self, held: Any, like: Any) -> Any:
+        """See `CacheOps.readable`; kernels read the held numbers themselves."""
+        if held.dtype == like.dtype:
+            return held
+        tensor = wrap(unwrap(held).astype(unwrap(like).dtype))
+        tensor.held = unwrap(held)
+        return tensor
 
     def write(self, buffer: Any, new: Any, start: Any) -> Any:
         """See `CacheOps.write`; in place where the buffer is donated."""
@@ -363,8 +383,9 @@ class JaxCacheOps:
 
     def fits_pages(self, key: Any, value: Any, capacity: int, window: int | None) -> bool:
         """See `PagedCacheOps.fits_pages`."""
-        fits = value.shape == key.shape and paged.fits(key.shape[3], window, capacity)
-        return fits and key.shape[1] % target.head_shards()[1] == 0
+        heads, shards, dtype = key.shape[1], target.head_shards()[1], self._dtype or unwrap(key).dtype
+        fits = value.shape == key.shape and heads % shards == 0
+        return fits and paged.fits(key.shape[3], window, capacity, kv_heads=heads // shards, dtype=dtype)
 
     def fill_pages(self, key: Any, value: Any, padding: Any, capacity: int, window: int | None) -> dict[str, Any]:
         """See `PagedCacheOps.fill_pages`."""
@@ -377,7 +398,7 @@ class JaxCacheOps:
         """See `PagedCacheOps.write_page`."""
         before = paged.pages_of({n: unwrap(a) for n, a in pages.items()}, unwrap(position) - unwrap(padding))
         written = before.with_token(unwrap(key), unwrap(value))
-        keys, values = (wrap(a) for a in written.read(unwrap(padding), capacity))
+        keys, values = (wrap(a.astype(unwrap(key).dtype)) for a in written.read(unwrap(padding), capacity))
         keys.pages = written
         return {name: wrap(array) for name, array in paged.arrays_of(written).items()}, keys, values
 
@@ -402,7 +423,7 @@ class JaxPoolOps:
 
     def is_read(self, key: Any) -> bool:
         """See `PoolOps.is_read`."""
-        return key.pool.is_read
+        return key.pool is not None and key.pool.is_read
 
 
 def _attend_pool(
@@ -462,6 +483,7 @@ def _attention_forward(
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return _attend_pool(pool, query, attention_mask, scale=scale, softcap=softcap, sinks=s_aux, bias=position_bias)
     pages = key.pages
+    held = None if key.held is None or value.held is None else (key.held, value.held)
     drops = None
     if dropout:
         drops = attention_math.Dropout(rate=dropout, key=_environment().get_and_rotate_prng_key())
@@ -487,6 +509,7 @@ def _attention_forward(
             position_bias=bias,
             sinks=sinks,
             pages=pages,
+            held=held,
             dropout=drops,
         )
 

@@ -92,6 +92,8 @@ class TraceTensor(torchax.tensor.Tensor):
         """What is known about a mask besides its values."""
         self.pages: Pages | None = None
         """The paged cache that these keys stand for."""
+        self.held: jax.Array | None = None
+        """The cache's own numbers, of a smaller dtype, that these keys or values were made of."""
         self.pool: Pool | None = None
         """The pool of pages that these keys were written to; attention reads it instead of them."""
 
@@ -116,6 +118,7 @@ class TraceTensor(torchax.tensor.Tensor):
     def _elem(self, array: Array) -> None:
         self._array, self._host, self._quantized = array, None, None
         self._sum = self.at_least = self.at_most = None  # they were the old value's
+        self.pages = self.held = self.pool = None
 
     @property
     def quantized(self) -> QuantizedArray | None:

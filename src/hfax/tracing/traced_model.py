@@ -158,6 +158,7 @@ class TracedModel:
         checks: dict[str, jax.Array] | None = None,
         *,
         keeps_windows: bool = True,
+        cache_dtype: jnp.dtype | None = None,
     ) -> tuple[jax.Array, Arrays]:
         """Run the prompts, with their images and audio, and fill a new cache.
 
@@ -168,6 +169,7 @@ class TracedModel:
             capacity: cache capacity, in tokens.
             checks: collects the conditions that must hold, see `apply_checked`.
             keeps_windows: sliding-window layers keep only their window; False: all tokens, so that tokens can be rolled back.
+            cache_dtype: of the cached keys and values; None: the model's.
 
         Returns:
             Logits of the last position, [batch, vocab] float32, and the cache arrays (with the encoder output, if any).
@@ -181,6 +183,8 @@ class TracedModel:
             )
         if not traits.has_usable_cache:
             run = functools.partial(self._call, params)
+            if cache_dtype is not None:
+                raise _nothing_to_round(self.module)
             return whole_text.prefill(self.module, traits, run, inputs, static, capacity)
         inputs = dict(inputs)
         ids = inputs["decoder_input_ids" if traits.is_encoder_decoder else "input_ids"]
@@ -202,6 +206,7 @@ class TracedModel:
                 prompt_length=ids.shape[1],
                 keeps_windows=keeps_windows,
                 attention_mask=mask,
+                dtype=cache_dtype,
             )
             arguments, encoded = tracing.wrap(inputs), {}
             if traits.is_encoder_decoder:
@@ -218,6 +223,8 @@ class TracedModel:
 
         kept: Arrays = {}
         logits, arrays = self._call(params, call, kept=kept, checks=checks)
+        if cache_dtype is not None and all(array.dtype != cache_dtype for array in arrays.values()):
+            raise _nothing_to_round(self.module)
         arrays |= {_ON_MODULES + name: array for name, array in kept.items()}
         return logits, constrain_cache(arrays)
 
@@ -383,6 +390,14 @@ class TracedModel:
         for alias, name in self._tied.items():
             weights.setdefault(alias, weights[name])
         return weights
+
+
+def _nothing_to_round(module: torch.nn.Module) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(module).__name__} has no KV cache to hold in another dtype.",
+        "kv_cache_dtype rounds the keys and values of attention layers; recurrent states keep the model's dtype.",
+        "Leave kv_cache_dtype out.",
+    )
 
 
 def _as_traced(array: Any) -> jax.Array:

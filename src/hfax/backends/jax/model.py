@@ -316,6 +316,7 @@ class JaxModel(AdapterMethods, BaseModel):
                 (subtracted from the logits of tokens already generated), `frequency_penalty` (once per occurrence), and
                 `output_log_probs=True` (log-probabilities of the new tokens as `log_probs`). `past_key_values` is the `cache` that
                 an earlier call returned: the prompts begin with its texts, and only the tokens after them are read.
+                `kv_cache_dtype="fp8"` rounds cached keys and values to float8_e4m3fn, as in vLLM without calibrated scales.
 
         Returns:
             [batch · num_return_sequences, prompt + new] ids, prompts first; int64 torch for torch prompts, else int32 jax. With

@@ -15,6 +15,14 @@ class XlaCacheOps:
         index = start + torch.arange(new.shape[-2], device=buffer.device)
         return buffer.index_copy(-2, index, new.to(buffer.dtype))
 
+    def stored(self, new: Any) -> Any:
+        """`new`: the cache holds the model's own numbers."""
+        return new
+
+    def readable(self, held: Any, like: Any) -> Any:
+        """`held`, as it is."""
+        return held
+
     def pad_to(self, new: Any, capacity: int) -> Any:
         """`new` padded with zeros to `capacity` at the end of axis -2."""
         return torch.nn.functional.pad(new, (0, 0, 0, capacity - new.shape[-2]))

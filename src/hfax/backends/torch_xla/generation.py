@@ -85,6 +85,12 @@ class XlaGenerationLoop:
                 "Its loop reads one text for each sequence.",
                 'Pass guidance_scale=None, or use backend="jax".',
             )
+        if options.cache_dtype is not None:
+            raise UnsupportedOptionError(
+                "The backend torch_xla does not support kv_cache_dtype.",
+                "Its cache holds keys and values in the model's own dtype.",
+                'Leave it out, or use backend="jax".',
+            )
         self.module, self.traits, self.prompts, self.options = module, traits, prompts, options
         self.static, self.device, self.used = dict(static), device, used
         self.place = place

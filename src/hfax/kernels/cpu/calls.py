@@ -175,8 +175,8 @@ def decode_attention(
     """Attention of few queries that reads only the keys visible to some query.
 
     Args:
-        query: [batch, heads, queries, head_dim] float32 or bfloat16, the dtype of keys and values.
-        key: [batch, kv_heads, capacity, head_dim].
+        query: [batch, heads, queries, head_dim] float32 or bfloat16.
+        key: [batch, kv_heads, capacity, head_dim] in the dtype of the query, or float8_e4m3fn, as the value.
         value: [batch, kv_heads, capacity, value_dim].
         mask: [batch | 1, heads | 1, queries, capacity] bool.
         scale: multiplies the scores.
@@ -281,8 +281,9 @@ def pages_attention(
     """Attention of the tokens of a step to the pages of their own sequences; see `hfax.kernels.pool`.
 
     Args:
-        query: [heads, tokens, head_dim] float32 or bfloat16, the dtype of the pages.
-        key_pages: [pages, kv_heads, page_size, head_dim], with a page size of at most 64 tokens.
+        query: [heads, tokens, head_dim] float32 or bfloat16.
+        key_pages: [pages, kv_heads, page_size, head_dim] in the dtype of the query, or float8_e4m3fn, as the value, with a page
+            size of at most 64 tokens.
         value_pages: [pages, kv_heads, page_size, value_dim].
         starts: as in `Rows`.
         lengths: as in `Rows`.

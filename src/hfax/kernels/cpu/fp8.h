@@ -13,7 +13,6 @@ namespace {
 constexpr int64_t kSums = 16;               // of a group
 constexpr int64_t kParts = kSums / kLanes;  // vectors that hold them
 constexpr int64_t kWeightRows = 4;          // that are multiplied together: memory is fastest in few streams
-constexpr float kFp8Unit = 256;             // see load_fp8
 
 // Rows of activations as float32, [rows, width], and the sums of each group, [rows, groups], if the weight has offsets.
 struct Widened {
@@ -137,7 +136,7 @@ void multiply_packed(const Widened& x, const Packed<kFp8>& weight, int64_t begin
     for (int64_t i = 0; i < kWeightRows; ++i) rows[i] = weight.values + (first + std::min(i, count - 1)) * weight.bytes_per_row();
     for (int64_t i = 0; i < kWeightRows; ++i) {
       const int64_t at = (first + std::min(i, count - 1)) * x.groups;
-      widen(weight.scale.from(at), x.groups, kFp8Unit, scales.data() + i * x.groups);
+      widen(weight.scale.from(at), x.groups, kUnit<Fp8>, scales.data() + i * x.groups);
       if (weight.offset) widen(weight.offset.from(at), x.groups, 1, offsets.data() + i * x.groups);
     }
     for (int64_t row = 0; row < x.rows; row += kRowsTogether) {

@@ -718,6 +718,7 @@ struct InPages {
 };
 
 // One head of keys and values, for `count` queries of `dim` numbers each that share it. Blocks of keys that no query sees are not read.
+// `query` has the type of the keys if the processor multiplies that, else float.
 template <typename Q, typename T, typename Blocks>
 void attend(const Q* query, float scale, int64_t count, int64_t dim, const Blocks& blocks, int64_t value_dim, const float* sinks, float softcap, float* out) {
   constexpr float kNothing = -std::numeric_limits<float>::infinity();
@@ -767,7 +768,7 @@ void attend(const Q* query, float scale, int64_t count, int64_t dim, const Block
       float* of_query = scores.data() + c * kKeyBlock;
       float highest = top[c];
       for (int64_t k = 0; k < keys_here; ++k) {
-        of_query[k] *= scale;
+        of_query[k] *= scale * kUnit<T>;
         if (softcap > 0) of_query[k] = softcap * std::tanh(of_query[k] / softcap);
         of_query[k] = blocks.is_seen(c, block, k) ? of_query[k] : kNothing;
         highest = std::max(highest, of_query[k]);
@@ -804,43 +805,74 @@ void attend(const Q* query, float scale, int64_t count, int64_t dim, const Block
     add_all_values(scores.data(), from, count, value_dim, keys_here, out, next_keys);
   }
   for (int64_t c = 0; c < count; ++c)
-    for (int64_t d = 0; d < value_dim; ++d) out[c * value_dim + d] = weight[c] > 0 ? out[c * value_dim + d] / weight[c] : 0.0f;
+    for (int64_t d = 0; d < value_dim; ++d) out[c * value_dim + d] = weight[c] > 0 ? out[c * value_dim + d] * kUnit<T> / weight[c] : 0.0f;
 }
 
-template <typename T>
+// Whether queries of a type are multiplied with keys of another as they are, without becoming floats.
+template <typename Q, typename T>
+constexpr bool kMultipliesPairs =
+#if defined(__AVX512BF16__)
+    std::is_same_v<Q, Bf16> && std::is_same_v<T, Bf16>;
+#else
+    false;
+#endif
+
+// Calls `attend` with queries as it takes them.
+template <typename Q, typename T, typename Blocks>
+void attend_with(const Q* query, float scale, int64_t count, int64_t dim, const Blocks& blocks, int64_t value_dim, const float* sinks, float softcap, float* out) {
+  if constexpr (kMultipliesPairs<Q, T>) {
+    attend<Q, T>(query, scale, count, dim, blocks, value_dim, sinks, softcap, out);
+  } else {
+    std::vector<float> floats(count * dim);
+    for (int64_t i = 0; i < count * dim; ++i) floats[i] = to_float(query[i]);
+    attend<float, T>(floats.data(), scale, count, dim, blocks, value_dim, sinks, softcap, out);
+  }
+}
+
+// Calls `use` with a null pointer of the type of the queries and the result, and one of the type of keys and values.
+template <typename Use>
+ffi::Error with_types(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key, const ffi::AnyBuffer& value, const ffi::AnyBuffer& out, const Use& use) {
+  const auto type = query.element_type(), held = key.element_type();
+  if (value.element_type() != held || out.element_type() != type || (held != type && held != ffi::F8E4M3FN))
+    return ffi::Error::InvalidArgument("hfax: keys and values have the dtype of the queries and the result, or float8_e4m3fn");
+  const auto with = [&](auto* q) {
+    if (held == type) {
+      use(q, q);
+    } else {
+      use(q, static_cast<Fp8*>(nullptr));
+    }
+    return ffi::Error::Success();
+  };
+  if (type == ffi::BF16) return with(static_cast<Bf16*>(nullptr));
+  if (type == ffi::F32) return with(static_cast<float*>(nullptr));
+  return ffi::Error::InvalidArgument("hfax: attention takes float32 or bfloat16");
+}
+
+template <typename Q, typename T>
 void attend_all(ffi::ThreadPool& pool, const ffi::AnyBuffer& query, const ffi::AnyBuffer& key, const ffi::AnyBuffer& value,
-                const ffi::Buffer<ffi::PRED>& mask, const ffi::Buffer<ffi::F32>& sinks, float scale, float softcap, T* out) {
+                const ffi::Buffer<ffi::PRED>& mask, const ffi::Buffer<ffi::F32>& sinks, float scale, float softcap, Q* out) {
   const auto q = query.dimensions(), k = key.dimensions(), v = value.dimensions(), m = mask.dimensions();
   const int64_t batch = q[0], heads = q[1], queries = q[2], dim = q[3], kv_heads = k[1], capacity = k[2], value_dim = v[3];
   const int64_t group = heads / kv_heads, count = group * queries;
-  const T* all_queries = reinterpret_cast<const T*>(query.untyped_data());
+  const Q* all_queries = reinterpret_cast<const Q*>(query.untyped_data());
   const T* all_keys = reinterpret_cast<const T*>(key.untyped_data());
   const T* all_values = reinterpret_cast<const T*>(value.untyped_data());
   parallel(pool, batch * kv_heads, [&](int64_t index) {
     const int64_t row = index / kv_heads, kv_head = index % kv_heads;
     std::vector<float> result(count * value_dim), extra(count);
     std::vector<const bool*> seen(count);
-    const T* from = all_queries + (row * heads + kv_head * group) * queries * dim;
+    const Q* from = all_queries + (row * heads + kv_head * group) * queries * dim;
     for (int64_t c = 0; c < count; ++c) {
       const int64_t head = kv_head * group + c / queries;
       const int64_t at = ((m[0] == 1 ? 0 : row) * m[1] + (m[1] == 1 ? 0 : head)) * queries + c % queries;
       seen[c] = mask.typed_data() + at * capacity;
       if (sinks.element_count()) extra[c] = sinks.typed_data()[head];
     }
-    const auto run = [&](const auto* queries_here) {
-      const Masked<T> blocks{all_keys + index * capacity * dim, all_values + index * capacity * value_dim, dim, value_dim, capacity, seen};
-      attend<std::decay_t<decltype(*queries_here)>, T>(queries_here, scale, count, dim, blocks, value_dim, sinks.element_count() ? extra.data() : nullptr, softcap, result.data());
-    };
-#if defined(__AVX512BF16__)
-    run(from);
-#else
-    std::vector<float> floats(count * dim);
-    for (int64_t i = 0; i < count * dim; ++i) floats[i] = to_float(from[i]);
-    run(floats.data());
-#endif
+    const Masked<T> blocks{all_keys + index * capacity * dim, all_values + index * capacity * value_dim, dim, value_dim, capacity, seen};
+    attend_with<Q, T>(from, scale, count, dim, blocks, value_dim, sinks.element_count() ? extra.data() : nullptr, softcap, result.data());
     for (int64_t c = 0; c < count; ++c) {  // the result is [batch, queries, heads, value_dim]
       const int64_t head = kv_head * group + c / queries;
-      T* to = out + ((row * queries + c % queries) * heads + head) * value_dim;
+      Q* to = out + ((row * queries + c % queries) * heads + head) * value_dim;
       for (int64_t d = 0; d < value_dim; ++d) store(result[c * value_dim + d], to + d);
     }
   });
@@ -849,17 +881,10 @@ void attend_all(ffi::ThreadPool& pool, const ffi::AnyBuffer& query, const ffi::A
 // query [B, H, Q, D], key [B, KV, C, D], value [B, KV, C, E], mask [B | 1, H | 1, Q, C], sinks [H] or [0] -> [B, Q, H, E].
 ffi::Error decode_attention(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value, ffi::Buffer<ffi::PRED> mask,
                             ffi::Buffer<ffi::F32> sinks, ffi::Result<ffi::AnyBuffer> out, float scale, float softcap) {
-  const auto type = query.element_type();
-  if (key.element_type() != type || value.element_type() != type || out->element_type() != type)
-    return ffi::Error::InvalidArgument("hfax: queries, keys, values and the result must have one dtype");
-  if (type == ffi::BF16) {
-    attend_all(pool, query, key, value, mask, sinks, scale, softcap, reinterpret_cast<Bf16*>(out->untyped_data()));
-  } else if (type == ffi::F32) {
-    attend_all(pool, query, key, value, mask, sinks, scale, softcap, reinterpret_cast<float*>(out->untyped_data()));
-  } else {
-    return ffi::Error::InvalidArgument("hfax: attention takes float32 or bfloat16");
-  }
-  return ffi::Error::Success();
+  return with_types(query, key, value, *out, [&](auto* q, auto* held) {
+    using Q = std::decay_t<decltype(*q)>;
+    attend_all<Q, std::decay_t<decltype(*held)>>(pool, query, key, value, mask, sinks, scale, softcap, reinterpret_cast<Q*>(out->untyped_data()));
+  });
 }
 
 // ------------------------------------------------------------------------------------------------------------------ pages
@@ -875,9 +900,9 @@ struct Ragged {
 
 constexpr int64_t kRowBlock = 16;
 
-template <typename T>
+template <typename Q, typename T>
 void attend_pages(ffi::ThreadPool& pool, const ffi::AnyBuffer& query, const ffi::AnyBuffer& key, const ffi::AnyBuffer& value, const Ragged& rows,
-                  const ffi::Buffer<ffi::F32>& sinks, float scale, float softcap, int64_t window, T* out) {
+                  const ffi::Buffer<ffi::F32>& sinks, float scale, float softcap, int64_t window, Q* out) {
   const auto q = query.dimensions(), k = key.dimensions(), v = value.dimensions();
   const int64_t heads = q[0], all_rows = q[1], dim = q[2], kv_heads = k[1], page_size = k[2], value_dim = v[3], group = heads / kv_heads;
   struct Piece {
@@ -888,20 +913,20 @@ void attend_pages(ffi::ThreadPool& pool, const ffi::AnyBuffer& query, const ffi:
     for (int64_t begin = rows.starts[s]; begin < rows.starts[s + 1]; begin += kRowBlock)
       pieces.push_back({s, begin, std::min<int64_t>(begin + kRowBlock, rows.starts[s + 1])});
   const int64_t used = pieces.empty() ? 0 : pieces.back().end;
-  std::memset(static_cast<void*>(out + used * heads * value_dim), 0, (all_rows - used) * heads * value_dim * sizeof(T));
-  const T* all_queries = reinterpret_cast<const T*>(query.untyped_data());
+  std::memset(static_cast<void*>(out + used * heads * value_dim), 0, (all_rows - used) * heads * value_dim * sizeof(Q));
+  const Q* all_queries = reinterpret_cast<const Q*>(query.untyped_data());
   parallel(pool, pieces.size() * kv_heads, [&](int64_t index) {
     const Piece piece = pieces[index / kv_heads];
     const int64_t kv_head = index % kv_heads, rows_here = piece.end - piece.begin, count = group * rows_here;
     std::vector<float> result(count * value_dim), extra(count);
     std::vector<int64_t> from(count), to(count);
-    std::vector<T> queries(count * dim);
+    std::vector<Q> queries(count * dim);
     for (int64_t c = 0; c < count; ++c) {
       const int64_t head = kv_head * group + c / rows_here, row = piece.begin + c % rows_here;
       to[c] = rows.position(piece.sequence, row);
       from[c] = window > 0 ? std::max<int64_t>(0, to[c] - window + 1) : 0;
       if (sinks.element_count()) extra[c] = sinks.typed_data()[head];
-      std::memcpy(static_cast<void*>(queries.data() + c * dim), all_queries + (head * all_rows + row) * dim, dim * sizeof(T));
+      std::memcpy(static_cast<void*>(queries.data() + c * dim), all_queries + (head * all_rows + row) * dim, dim * sizeof(Q));
     }
     const InPages<T> blocks{reinterpret_cast<const T*>(key.untyped_data()) + kv_head * page_size * dim,
                             reinterpret_cast<const T*>(value.untyped_data()) + kv_head * page_size * value_dim,
@@ -914,16 +939,10 @@ void attend_pages(ffi::ThreadPool& pool, const ffi::AnyBuffer& query, const ffi:
                             from[0],
                             to[rows_here - 1]};
     const float* of_sinks = sinks.element_count() ? extra.data() : nullptr;
-#if defined(__AVX512BF16__)
-    attend<T, T>(queries.data(), scale, count, dim, blocks, value_dim, of_sinks, softcap, result.data());
-#else
-    std::vector<float> floats(count * dim);
-    for (int64_t i = 0; i < count * dim; ++i) floats[i] = to_float(queries[i]);
-    attend<float, T>(floats.data(), scale, count, dim, blocks, value_dim, of_sinks, softcap, result.data());
-#endif
+    attend_with<Q, T>(queries.data(), scale, count, dim, blocks, value_dim, of_sinks, softcap, result.data());
     for (int64_t c = 0; c < count; ++c) {  // the result is [rows, heads, value_dim]
       const int64_t head = kv_head * group + c / rows_here, row = piece.begin + c % rows_here;
-      T* at = out + (row * heads + head) * value_dim;
+      Q* at = out + (row * heads + head) * value_dim;
       for (int64_t d = 0; d < value_dim; ++d) store(result[c * value_dim + d], at + d);
     }
   });
@@ -938,18 +957,12 @@ Ragged ragged(const ffi::Buffer<ffi::S32>& starts, const ffi::Buffer<ffi::S32>& 
 ffi::Error pages_attention(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value, ffi::Buffer<ffi::S32> starts,
                            ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::F32> sinks, ffi::Result<ffi::AnyBuffer> out,
                            float scale, float softcap, int64_t window) {
-  const auto type = query.element_type();
-  if (key.element_type() != type || value.element_type() != type || out->element_type() != type || key.dimensions()[2] > kKeyBlock)
-    return ffi::Error::InvalidArgument("hfax: queries, pages and the result must have one dtype, and pages no more than 64 tokens");
+  if (key.dimensions()[2] > kKeyBlock) return ffi::Error::InvalidArgument("hfax: pages have no more than 64 tokens");
   const Ragged rows = ragged(starts, lengths, tables);
-  if (type == ffi::BF16) {
-    attend_pages(pool, query, key, value, rows, sinks, scale, softcap, window, reinterpret_cast<Bf16*>(out->untyped_data()));
-  } else if (type == ffi::F32) {
-    attend_pages(pool, query, key, value, rows, sinks, scale, softcap, window, reinterpret_cast<float*>(out->untyped_data()));
-  } else {
-    return ffi::Error::InvalidArgument("hfax: attention takes float32 or bfloat16");
-  }
-  return ffi::Error::Success();
+  return with_types(query, key, value, *out, [&](auto* q, auto* held) {
+    using Q = std::decay_t<decltype(*q)>;
+    attend_pages<Q, std::decay_t<decltype(*held)>>(pool, query, key, value, rows, sinks, scale, softcap, window, reinterpret_cast<Q*>(out->untyped_data()));
+  });
 }
 
 // pages [P, KV, S, D] with fresh [KV, T, D] written where the rows' tokens stand; in place, where XLA gives the pages' own memory for

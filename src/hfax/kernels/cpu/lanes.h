@@ -168,6 +168,23 @@ inline Floats load_fp8(const uint8_t* p) {
 #endif
 }
 
+// A number of float8_e4m3fn. As a float it is a 256th of what it stands for: see load_fp8.
+struct Fp8 {
+  uint8_t bits;
+};
+
+inline Floats load(const Fp8* p) { return load_fp8(&p->bits); }
+
+inline float to_float(Fp8 value) {
+  const int size = value.bits & 0x7f, exponent = size >> 3, fraction = size & 7;
+  const float number = exponent ? std::ldexp(8.0f + fraction, exponent - 18) : std::ldexp(static_cast<float>(fraction), -17);
+  return value.bits & 0x80 ? -number : number;
+}
+
+// What a number of a type stands for, divided by what it becomes as a float.
+template <typename T>
+constexpr float kUnit = std::is_same_v<T, Fp8> ? 256.0f : 1.0f;
+
 // Four vectors added up in part: each quarter of the result, of four lanes, has a part of each one's total.
 inline Ints quarters_of(Ints a, Ints b, Ints c, Ints d) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)

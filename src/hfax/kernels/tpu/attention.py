@@ -21,6 +21,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import PartitionSpec as P
 
 from hfax.kernels import precision
+from hfax.kernels.cache_numbers import FP8
 from hfax.kernels.paged import JointPages, SeparatePages
 from hfax.kernels.rows import Rows
 from hfax.sharding.mesh import HEAD_AXES, TENSOR, batch_axes
@@ -165,6 +166,8 @@ def ragged_pool_attention(
     def local(query: jax.Array, pages: jax.Array, rows: Rows) -> jax.Array:
         flat = (query[0].swapaxes(0, 1), pages, rows.lengths, rows.tables, rows.starts, rows.count)
         options = {"sm_scale": scale, "sliding_window": window, "soft_cap": softcap}
+        if pages.dtype == FP8:
+            options |= {"k_scale": 1.0, "v_scale": 1.0}  # makes the kernel convert them to the dtype of the query
         if is_reference:
             return ref_ragged_paged_attention(*flat, **options)[None]
         # pass sizes explicitly: the kernel would query the default device, which may not be the compilation target
