@@ -1,10 +1,11 @@
-"""What packed weights cost in quality: the demo model on its held-out text, with 16, 8 and 4 bits.
+"""What packed weights, and a KV cache of 8 bits, cost in quality: the demo model on its held-out text.
 
     python benchmarks/quantization.py --json-file benchmarks/results/quantization.json      # about a minute
 
 Perplexity over the texts (e to the mean loss of a token), and how far the logits move: the root mean square of their difference
 over that of the full model's centred logits, the mean divergence (Kullback-Leibler, nats a token) of the distributions of the next
-token, and how often the likeliest token stays the same.
+token, and how often the likeliest token stays the same. Of the KV cache: the perplexity by the engine, whose prompts attend to what
+the cache holds, and how often the likeliest token stays the same.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import transformers
 
-from hfax import AutoModelForTPU
+from hfax import AutoModelForTPU, Engine, EngineConfig, SamplingParams
 from hfax.load.source import resolve_checkpoint
 
 TEXTS = Path(__file__).parents[1] / "tests" / "demo" / "held_out_sample.json"
@@ -46,6 +47,16 @@ def measure(full: list[np.ndarray], other: list[np.ndarray], ids: list[np.ndarra
         "divergence_nats": float(np.concatenate(divergences).mean()),
         "same_likeliest": float(np.concatenate(same).mean()),
     }
+
+
+def read_by_engine(model: Any, ids: list[np.ndarray], kv_cache_dtype: str) -> tuple[list[float], list[int]]:
+    """The log-probability of every token but the texts' first ones, and the likeliest token in its place."""
+    config = EngineConfig(kv_cache_dtype=kv_cache_dtype, max_model_len=512, enable_prefix_caching=False)
+    with Engine(model, config=config) as engine:
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+        outputs = engine.generate([each[0].tolist() for each in ids], params)
+    tokens = [token for output in outputs for token in output.prompt_logprobs]
+    return [token.logprob for token in tokens], [token.top[0][0] for token in tokens]
 
 
 def main() -> None:
@@ -81,6 +92,18 @@ def main() -> None:
             f"{row['same_likeliest']:6.1%}",
             flush=True,
         )
+    model = AutoModelForTPU.from_pretrained("demo")
+    (plain, likeliest), (rounded, then) = (read_by_engine(model, ids, name) for name in ("auto", "fp8"))
+    results["kv_cache"] = {
+        "perplexity": float(np.exp(-np.mean(plain))),
+        "perplexity_fp8": float(np.exp(-np.mean(rounded))),
+        "same_likeliest": float(np.mean(np.array(likeliest) == np.array(then))),
+    }
+    print(
+        "KV cache of float8: perplexity {perplexity_fp8:.3f}, {perplexity:.3f} without; same likeliest {same_likeliest:.1%}".format(
+            **results["kv_cache"]
+        )
+    )
     if options.json_file:
         options.json_file.write_text(json.dumps(results, indent=2) + "\n")
 

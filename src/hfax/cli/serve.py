@@ -138,9 +138,15 @@ class EngineOptions:
     ] = False
 
     def config(self) -> EngineConfig:
-        """The engine's configuration."""
-        from hfax.engine.config import EngineConfig
+        """The engine's configuration.
 
+        Raises:
+            InvalidInputError: there is no such `kv_cache_dtype`.
+        """
+        from hfax.engine.config import EngineConfig
+        from hfax.kv_cache.dtypes import cache_dtype_of
+
+        cache_dtype_of(self.kv_cache_dtype)
         fields = dataclasses.asdict(self)
         return EngineConfig(max_waiting=fields.pop("max_num_queued_reqs"), **fields)
 
@@ -350,6 +356,7 @@ def serve(
         )
         template = None if chat_template is None else _read_template(chat_template)
         which = dataclasses.replace(which, revision=revision)
+        config = engine.config()
         _log_to_stderr()
 
         def load(on_step: OnStep) -> Loaded:
@@ -357,7 +364,7 @@ def serve(
 
             return load_checkpoint(
                 which.open(name),
-                engine.config(),
+                config,
                 chat_template=template,
                 on_step=on_step,
                 in_background=background_compilation,
