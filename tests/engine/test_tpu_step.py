@@ -37,7 +37,9 @@ def test_a_step_reads_the_pool_by_the_ragged_kernel_and_copies_none_of_it(topolo
 @pytest.mark.tpu_compile
 @pytest.mark.usefixtures("tpu_compiler")
 def test_heads_that_the_ragged_kernel_does_not_take_are_gathered():
-    config = tiny_llama_config(**TPU_SIZES | {"num_attention_heads": 40, "num_key_value_heads": 20})
+    config = tiny_llama_config(
+        **TPU_SIZES | {"hidden_size": 1280, "num_attention_heads": 40, "num_key_value_heads": 20}
+    )
     where, _, _ = compiled_step(config, "v5e:2x2", 16, "bfloat16")
     assert any("gathered" in way for way in where.chosen)
 

@@ -64,7 +64,7 @@ def test_programs_have_pallas_kernels_and_copy_nothing_large(name, topology):
 @pytest.mark.tpu_compile
 def test_heads_that_no_kernel_takes_are_computed_by_xla():
     """Ten heads of keys and values, as Phi-4 has."""
-    sizes = TPU_SIZES | {"num_attention_heads": 20, "num_key_value_heads": 10}
+    sizes = TPU_SIZES | {"hidden_size": 1280, "num_attention_heads": 20, "num_key_value_heads": 10}
     _, decode = compile_for(tiny_llama_config(**sizes), "v5e:1x1", prompt_length=256, capacity=1024)
     assert "ragged_paged_attention_kernel" not in decode.kernels
 
