@@ -356,7 +356,7 @@ def serve(
         )
         template = None if chat_template is None else _read_template(chat_template)
         which = dataclasses.replace(which, revision=revision)
-        config = engine.config()
+        engine_config = engine.config()
         _log_to_stderr()
 
         def load(on_step: OnStep) -> Loaded:
@@ -364,7 +364,7 @@ def serve(
 
             return load_checkpoint(
                 which.open(name),
-                config,
+                engine_config,
                 chat_template=template,
                 on_step=on_step,
                 in_background=background_compilation,
