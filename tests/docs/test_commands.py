@@ -80,7 +80,9 @@ NOT_HERE = {
     "python benchmarks/other_libraries.py --json-file benchmarks/results/other-libraries.json": (
         "installs ONNX Runtime and measures for minutes"
     ),
-    "python benchmarks/peers_cpu.py --layers 12 --vocabulary 32000 --json-file benchmarks/results/peers-cpu-avx2.json": "builds llama.cpp and measures for minutes",
+    "python benchmarks/peers_cpu.py --layers 12 --vocabulary 32000 --json-file benchmarks/results/peers-cpu-avx2.json": (
+        "builds llama.cpp and measures for minutes"
+    ),
     "python benchmarks/start.py --json-file benchmarks/results/start.json": "measures for minutes; tests/stored runs such starts",
 }
 """Command lines that are not run, and why."""
