@@ -12,6 +12,12 @@ from hfax.kv_cache.layers import FullAttentionLayer, SlidingWindowLayer
 class TorchOps:
     """`CacheOps` in plain torch."""
 
+    def stored(self, new):
+        return new
+
+    def readable(self, held, like):
+        return held
+
     def write(self, buffer: Any, new: Any, start: Any) -> Any:
         buffer = buffer.clone()
         buffer[..., int(start) : int(start) + new.shape[-2], :] = new
