@@ -70,7 +70,7 @@ class LlamaCpp:
         log = file.with_suffix(".log")
         with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
             try:
-                server = LlamaServer(url=f"http://127.0.0.1:{port}", slots=slots)
+                server = LlamaServer(url=f"http://127.0.0.1:{port}")
                 while not server.is_ready():
                     if process.poll() is not None:
                         raise RuntimeError(f"llama-server ended: {log.read_text(errors='replace')[-2000:]}")
@@ -85,7 +85,6 @@ class LlamaServer:
     """A server of llama.cpp that is running."""
 
     url: str
-    slots: int
 
     def is_ready(self) -> bool:
         """Whether the model is loaded."""

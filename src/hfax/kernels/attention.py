@@ -265,11 +265,7 @@ def _fits_prompt_kernel(query: jax.Array, key: jax.Array, value: jax.Array, mask
 def _has_kernel(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> bool:
     if mask.dtype != jnp.bool_ or mask.ndim != 4:
         return False
-    if (
-        key.dtype != value.dtype
-        or key.dtype not in (query.dtype, FP8)
-        or query.dtype not in (jnp.bfloat16, jnp.float32)
-    ):
+    if key.dtype != value.dtype or not calls.can_attend(query.dtype, key.dtype):
         return False
     # one kernel call per batch row
     same_batch = query.shape[0] == key.shape[0] == value.shape[0]

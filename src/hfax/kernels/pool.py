@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +65,7 @@ class SplitPool:
     ) -> jax.Array:
         """The pool's implementation of `attend`."""
         options = {"scale": scale, "softcap": softcap, "window": window, "sinks": sinks}
-        if _has_kernel(self.key_pages) and query.dtype in _dtypes_of_queries(self.key_pages):
+        if _has_kernel(self.key_pages) and calls.can_attend(query.dtype, self.key_pages.dtype):
             target.choose("attention: C++ kernel, reads live pages of the pool")
             rows = self.rows
             out = calls.pages_attention(
@@ -203,11 +202,6 @@ def attend(
 def _has_kernel(pages: jax.Array) -> bool:
     fits = pages.dtype in (jnp.bfloat16, jnp.float32, FP8) and pages.shape[2] <= _KERNEL_PAGE
     return fits and library.may_be_called()
-
-
-def _dtypes_of_queries(pages: jax.Array) -> tuple[Any, ...]:
-    """The dtypes of queries that the C++ kernel takes beside pages of a dtype."""
-    return (jnp.bfloat16, jnp.float32) if pages.dtype == FP8 else (pages.dtype,)
 
 
 def _places(rows: Rows, count: int, page_size: int) -> tuple[jax.Array, jax.Array]:

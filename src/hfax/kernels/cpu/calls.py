@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hfax.kernels.cache_numbers import FP8
 from hfax.kernels.cpu import library
 from hfax.kernels.encodings import BITS, Encoding
 
@@ -160,6 +161,11 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         The rotated array, shaped like `x`.
     """
     return _ffi_call("hfax_rotate", jax.ShapeDtypeStruct(x.shape, x.dtype))(x, cos, sin)
+
+
+def can_attend(queries: jnp.dtype, held: jnp.dtype) -> bool:
+    """Whether `decode_attention` and `pages_attention` take queries beside keys and values of these dtypes."""
+    return queries in (jnp.bfloat16, jnp.float32) and held in (queries, FP8)
 
 
 def decode_attention(
