@@ -146,7 +146,7 @@ def run_packed_step(
     """
     if step.converter is None:
         return {step.target: read(step.sources[0][0])}
-    if not all(isinstance(operation, _MOVES_ROWS) for operation in step.converter.operations):
+    if not moves_rows(step):
         return None
     parts = {name: read(name) for name, _ in step.sources}
     first = next(iter(parts.values()))
@@ -165,6 +165,11 @@ def run_packed_step(
     }
     fits = (p.codes.shape[:-1] == p.scale.shape[:-1] and p.layout.group == first.layout.group for p in found.values())
     return found if all(fits) else None
+
+
+def moves_rows(step: ConversionStep) -> bool:
+    """Whether a step stacks, joins, splits or reorders rows, and does nothing else."""
+    return step.converter is None or all(isinstance(operation, _MOVES_ROWS) for operation in step.converter.operations)
 
 
 _MOVES_ROWS = (Chunk, Concatenate, MergeModulelist, PermuteForRope, PermuteRows, SplitModulelist, Unsqueeze)

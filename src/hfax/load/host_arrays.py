@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hfax.errors import InvalidInputError
+from hfax.load.safetensors_header import ALIGNMENT
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +32,14 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
         return tensor.view(getattr(torch, _NUMPY_VIEWS[name])).numpy().view(getattr(ml_dtypes, name))
     array = tensor.numpy()
     return narrow(array if _fits(array) else np.clip(array, *_limits(array)))
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An uninitialised array whose memory XLA's CPU platform takes as it is."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % ALIGNMENT
+    return memory[begin : begin + num_bytes].view(dtype).reshape(shape)
 
 
 def narrow(array: np.ndarray) -> np.ndarray:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import torch
 
 
-def place(tensor: torch.Tensor, where: Sharding) -> jax.Array:
+def place(tensor: torch.Tensor | np.ndarray, where: Sharding) -> jax.Array:
     """Place a tensor with a sharding. The caller must not modify the tensor's memory afterwards."""
-    array = to_numpy(tensor)
+    array = tensor if isinstance(tensor, np.ndarray) else to_numpy(tensor)
     if where.is_fully_addressable:
         return jax.device_put(array, where)
     return from_slices(array.shape, where, lambda index: array[index])

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
-from typing import Literal, get_args
+from collections.abc import Mapping
+from typing import get_args
 
 import jax.numpy as jnp
 import torch
@@ -20,16 +20,15 @@ from jax.sharding import PartitionSpec as P
 from hfax.errors import CheckpointCorruptError, UnsupportedOptionError
 from hfax.kernels.encodings import WORD_COLUMNS, Encoding
 from hfax.kernels.quantized import QuantizedArray
+from hfax.load.codes import Quantization as Quantization
+from hfax.load.codes import bits_and_group, in_words, to_codes
+from hfax.load.host_arrays import to_numpy
 from hfax.load.packed import BITS, PackedLayout, PackedTensor
 from hfax.load.placement import place
-
-Quantization = Literal["int8", "int4"]
 
 Quantized = Quantization | Mapping[str, PackedLayout] | None
 """What weights are quantized to, or how a checkpoint's own are packed, by name; None: not at all."""
 
-_GROUPS = {"int8": (128, 64, 32), "int4": (WORD_COLUMNS,)}
-"""Group sizes (columns per scale) of weights quantized here; the first that divides the row width is used."""
 _GROUPS_OF_OTHERS = (128, 64, 32, 16)
 """Group sizes of weights packed by others; a multiple is split into the largest that a kernel multiplies with."""
 
@@ -61,17 +60,13 @@ def weights_to_quantize(module: torch.nn.Module, shapes: dict[str, torch.Tensor]
 
 
 def quantize(tensor: torch.Tensor, quantization: Quantization, where: Sharding) -> QuantizedArray | None:
-    """Quantize a matrix, [out, in], or a stack of them, [n, out, in]; None if rows do not divide into groups.
-
-    8 bits: each group's largest magnitude maps to 127. 4 bits: it maps to -8, so that all 16 values are used. If rows do not
-    divide into 4-bit groups, 8 bits are used.
-    """
-    width = tensor.shape[-1]
-    group = _group(width, quantization)
-    if group is None:
-        return quantize(tensor, "int8", where) if quantization == "int4" else None
-    values, scale = _int8(tensor, group) if quantization == "int8" else _int4(tensor)
-    return restore({"values": values, "scale": scale}, tensor.dtype, where)
+    """Quantize a matrix, [out, in], or a stack of them, [n, out, in], by `to_codes`; None if rows do not divide into groups."""
+    if (found := to_codes(to_numpy(tensor), quantization)) is None:
+        return None
+    codes, scale = (place(part, where) for part in found)
+    encoding, dtype = encoding_of(codes.dtype.name), jnp.dtype(str(tensor.dtype).removeprefix("torch."))
+    assert encoding is not None
+    return QuantizedArray(values=codes, scale=scale, encoding=encoding, dtype=dtype, spec=spec_of(where))
 
 
 def pack(tensor: PackedTensor, dtype: torch.dtype, where: Sharding) -> QuantizedArray | None:
@@ -105,7 +100,8 @@ def pack(tensor: PackedTensor, dtype: torch.dtype, where: Sharding) -> Quantized
     if BITS[tensor.encoding] == 8:
         return restore({"values": tensor.codes, **parts}, dtype, where)
     codes = tensor.codes.add(8).view(torch.uint8) if tensor.encoding == "int4" else tensor.codes
-    return restore({"values": _in_words(codes), **parts}, dtype, where, tensor.encoding)
+    words = torch.from_numpy(in_words(to_numpy(codes)))
+    return restore({"values": words, **parts}, dtype, where, tensor.encoding)
 
 
 def kept_layout(layout: PackedLayout, platform: str) -> PackedLayout | None:
@@ -170,21 +166,10 @@ def layouts(
     return found
 
 
-def bits_and_group(width: int, quantization: Quantization) -> tuple[int, int] | None:
-    """Bits per weight and group size for rows of this width; None if they are not quantized."""
-    if (group := _group(width, quantization)) is not None:
-        return (8 if quantization == "int8" else 4), group
-    return bits_and_group(width, "int8") if quantization == "int4" else None
-
-
 def bytes_of(layout: PackedLayout) -> int:
     """Size of a quantized matrix, including scales of 16 bits, in bytes."""
     numbers = math.prod(layout.shape)
     return numbers * BITS[layout.encoding] // 8 + numbers // layout.group * 2
-
-
-def _group(width: int, quantization: Quantization) -> int | None:
-    return next((g for g in _GROUPS[quantization] if width % g == 0), None)
 
 
 def restore(
@@ -234,55 +219,3 @@ def part_sharding(field: str, where: Sharding) -> Sharding:
 def spec_of(where: Sharding) -> P | None:
     """The weight's partition spec on a mesh; None if it is not sharded."""
     return where.spec if isinstance(where, NamedSharding) and where.mesh.size > 1 else None
-
-
-def _int8(tensor: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    values, scale = torch.empty_like(tensor, dtype=torch.int8), _empty_scale(tensor, group)
-    for rows, codes, scales in _blocks(tensor, values, scale):
-        groups = rows.float().unflatten(-1, (-1, group))
-        scales.copy_(groups.abs().amax(-1) / 127)
-        codes.copy_((groups / _nonzero(scales)).round_().clamp_(-127, 127).flatten(-2))
-    return values, scale
-
-
-def _int4(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    words, scale = (
-        tensor.new_empty((*tensor.shape[:-1], tensor.shape[-1] // 2), dtype=torch.uint8),
-        _empty_scale(tensor, WORD_COLUMNS),
-    )
-    for rows, packed, scales in _blocks(tensor, words, scale):
-        groups = rows.float().unflatten(-1, (-1, WORD_COLUMNS))
-        largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
-        scales.copy_(largest / -8)
-        codes = (groups / _nonzero(scales)).round_().clamp_(-8, 7).add_(8).to(torch.uint8)
-        packed.copy_(_in_words(codes.flatten(-2)))
-    return words, scale
-
-
-_BLOCK = 1 << 20
-"""Numbers that are quantized at a time: intermediate results are in float32, and as large as a block, not as the weight."""
-
-
-def _blocks(tensor: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Blocks of rows of several contiguous tensors with the same leading axes."""
-    rows = max(1, _BLOCK // tensor.shape[-1])
-    yield from zip(*(t.reshape(-1, t.shape[-1]).split(rows) for t in (tensor, *others)), strict=True)
-
-
-def _empty_scale(tensor: torch.Tensor, group: int) -> torch.Tensor:
-    return tensor.new_empty((*tensor.shape[:-1], tensor.shape[-1] // group), dtype=torch.bfloat16)
-
-
-def _in_words(codes: torch.Tensor) -> torch.Tensor:
-    """[..., in] uint8 codes of 4 bits as [..., in / 2] uint8, in the order of `QuantizedArray.values`."""
-    quarters = codes.reshape(*codes.shape[:-1], -1, 2, 2, 32)
-    words = codes.new_empty((*quarters.shape[:-3], 32, 2))
-    for half in (0, 1):
-        torch.bitwise_left_shift(quarters[..., half, 1, :], 4, out=words[..., half])
-        words[..., half] |= quarters[..., half, 0, :]
-    return words.flatten(-3)
-
-
-def _nonzero(scale: torch.Tensor) -> torch.Tensor:
-    """[..., groups, 1] float32; 1 where a group is all zeros."""
-    return torch.where(scale == 0, torch.ones_like(scale), scale).float()[..., None]

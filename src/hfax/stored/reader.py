@@ -37,7 +37,7 @@ class WeightReader:
         self._found: dict[tuple[int, str], Future[np.ndarray]] = {}
         self._changed = threading.Condition()
         self._held = 0
-        self._wanted: tuple[int, str] | None = None
+        self._wanted: set[tuple[int, str]] = set()
         self._is_closed = False
         self.source = source
 
@@ -71,7 +71,7 @@ class WeightReader:
         size = self._size(file, name)
         with self._changed:
             self._changed.wait_for(
-                lambda: self._held + size <= _MOST_BYTES or self._wanted == (file, name) or self._is_closed
+                lambda: self._held + size <= _MOST_BYTES or (file, name) in self._wanted or self._is_closed
             )
             if self._is_closed:
                 raise CancelledError
@@ -83,19 +83,20 @@ class WeightReader:
         return info.end - info.begin
 
     def read(self, file: int, name: str) -> np.ndarray:
-        """A tensor; waits until it is read.
+        """A tensor; waits until it is read. Thread-safe. Only the first read of a tensor is ahead of its use.
 
         Raises:
             CheckpointCorruptError: the file was truncated after it was opened, or the disk failed.
         """
-        future = self._found.pop((file, name))
-        if future.cancel():  # its turn has not come
+        future = self._found.pop((file, name), None)
+        if future is None or future.cancel():  # its turn has not come
             return self.files[file].read(name)
         with self._changed:
-            self._wanted = file, name
+            self._wanted.add((file, name))
             self._changed.notify_all()
         array = future.result()
         with self._changed:
+            self._wanted.discard((file, name))
             self._held -= self._size(file, name)
             self._changed.notify_all()
         return array

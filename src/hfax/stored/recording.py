@@ -1,7 +1,7 @@
 """Records a loaded model, so that the next process that loads its checkpoint starts from stored programs.
 
 Only what `StoredModel` does exactly as the model itself is recorded: text generation and forward passes over token ids on one
-device, with weights that are in the checkpoint as they are in the model.
+device, with weights whose rows are in the checkpoint, at most cast, or quantized by hfax.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from hfax.generation.sampling_config import make_sampling_spec
@@ -23,11 +24,10 @@ from hfax.programs.program_files import is_enabled
 from hfax.stored.call import read_call, read_inputs
 from hfax.stored.reader import WeightReader
 from hfax.stored.records import beside, encoded, is_recordable, renew, write_record
-from hfax.stored.start import ForwardStart, ModelStart, StoredTensor, StoredWeight, start_file
+from hfax.stored.start import ForwardStart, ModelStart, start_file
 from hfax.stored.tokenizer import describe_tokenizer
 
 if TYPE_CHECKING:
-    import jax
     from transformers import GenerationConfig
 
     from hfax.backends.jax.model import JaxModel
@@ -67,7 +67,7 @@ def store_start(source: CheckpointSource, options: LoadOptions, model: JaxModel)
     reader = WeightReader(source)
     if renew(path := start_file(reader, options, model.jax_device)):
         return
-    start, why = _describe(reader, source.folder, model, model.buffers)
+    start, why = _describe(reader, source.folder, model, model.buffers, options.quantization)
     if start is None:
         logger.info("every start will import torch and transformers: %s", why)
         return
@@ -109,6 +109,7 @@ def _describe(
     folder: Path,
     model: JaxModel,
     buffers: Mapping[str, jax.Array],
+    quantization: str | None = None,
     *,
     has_own_names: bool = False,
 ) -> tuple[ModelStart | None, str]:
@@ -116,6 +117,7 @@ def _describe(
     from safetensors.flax import save
 
     from hfax.generation.generation_request import resolve_generation_config
+    from hfax.stored.find_weights import find_weights
 
     traits, cls = model.parts.traced.traits, type(model.module)
     generates = model.can_generate()
@@ -123,8 +125,7 @@ def _describe(
         return None, "it does not read token ids alone, or generates by a loop of its own"
     if not cls.__module__.startswith("transformers."):
         return None, "its class is not transformers' own"
-    own = has_own_names or _quantization_method(folder) == "hfax"
-    if (weights := _stored_weights(reader, folder, model, has_own_names=own)) is None:
+    if (weights := find_weights(reader, folder, model, quantization, has_own_names=has_own_names)) is None:
         return None, "its weights are converted when they are loaded"
     if sum(array.nbytes for array in buffers.values()) > _MOST_BUFFER_BYTES:
         return None, "it has large arrays that the checkpoint does not hold"
@@ -140,6 +141,7 @@ def _describe(
         forward=_describe_forward(model),
         generates=generates,
         weights=weights,
+        num_bytes=sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(model.params)),
         tied=model.parts.tied,
         generation_config=own,
         options=named,
@@ -222,61 +224,6 @@ def _as_values(start: ModelStart, prompts: Prompts, options: GenerationOptions) 
     ends = (options.max_new_tokens, options.eos_token_ids, options.pad_token_id, options.config.stop_strings)
     custom = (options.custom, options.stopping, options.negative, options.speculation, options.draft)
     return spec, {n: (a.dtype.name, a.tolist()) for n, a in arrays.items()}, plain, ends, custom
-
-
-def _stored_weights(
-    reader: WeightReader, folder: Path, model: JaxModel, *, has_own_names: bool
-) -> dict[str, StoredWeight] | None:
-    """Where each weight is in the checkpoint's files; None if one of them is not there as it is.
-
-    Args:
-        reader: has the files.
-        folder: of the checkpoint.
-        model: the model.
-        has_own_names: tensors have the names of the model's weights, and `names_of` those of quantized ones.
-    """
-    from hfax.kernels.quantized import QuantizedArray
-    from hfax.load.conversion import plan_conversion
-    from hfax.load.saved_parts import names_of
-
-    infos = {name: (index, info) for index, file in enumerate(reader.files) for name, info in file.tensors.items()}
-
-    def found(arrays: Mapping[str, jax.Array], names: Mapping[str, str]) -> dict[str, StoredTensor] | None:
-        """The tensors that hold the arrays, by field; None if one differs in shape or dtype."""
-        tensors: dict[str, StoredTensor] = {}
-        for field, array in arrays.items():
-            index, info = infos.get(names[field], (0, None))
-            if info is None or (info.shape, info.numpy_dtype) != (array.shape, array.dtype):
-                return None
-            tensors[field] = StoredTensor(file=index, name=names[field])
-        return tensors
-
-    weights: dict[str, StoredWeight] = {}
-    if has_own_names:
-        for name, weight in model.params.items():
-            is_packed = isinstance(weight, QuantizedArray)
-            names = names_of(name, weight) if is_packed else {"values": name}
-            arrays = {f: getattr(weight, f) for f in names} if is_packed else {"values": weight}
-            if (tensors := found(arrays, names)) is None:
-                return None
-            encoding, dtype = (weight.encoding, weight.dtype.name) if is_packed else (None, "")
-            weights[name] = StoredWeight(tensors=tensors, encoding=encoding, dtype=dtype)
-        return weights
-    if _quantization_method(folder) is not None or len(infos) > 2 * len(model.params):
-        return None  # packed by another library, or many tensors to a weight
-    for step in plan_conversion(model.skeleton, infos).steps:
-        if step.converter is None and (array := model.params.get(step.target)) is not None:
-            if (tensors := found({"values": array}, {"values": step.sources[0][0]})) is None:
-                return None
-            weights[step.target] = StoredWeight(tensors=tensors)
-    return weights if weights.keys() == model.params.keys() else None
-
-
-def _quantization_method(folder: Path) -> str | None:
-    """What a checkpoint was quantized with; None if it was not."""
-    config: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    given = config.get("quantization_config")
-    return None if given is None else str(given.get("quant_method"))
 
 
 def _public(config: GenerationConfig) -> dict[str, Any]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 2
+_FORMAT = 3
 _MOST_RECORDS = 64
 """Number of records of a kind above which the least recently used are removed."""
 _TEXT_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".vocab", ".spm")
@@ -46,9 +46,10 @@ def is_useful() -> bool:
 
 
 def is_recordable(source: CheckpointSource, options: LoadOptions) -> bool:
-    """Whether a checkpoint loaded with these options may have a record: safetensors, with defaults except for the dtype
-    and the task."""
-    default = type(options)(dtype=options.dtype, strict=options.strict, task=options.task)
+    """Whether a checkpoint loaded with these options may have a record: safetensors, with defaults except for the dtype,
+    the quantization and the task."""
+    kept = {name: getattr(options, name) for name in ("dtype", "quantization", "strict", "task")}
+    default = type(options)(**kept)
     return source.format == "safetensors" and options == default and isinstance(options.dtype, str)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from safetensors.flax import load
 
@@ -21,9 +20,6 @@ from hfax.generation.generation_request import (
 )
 from hfax.generation.host_loop import Generated, Streamer, make_stop_check, run_generation
 from hfax.generation.kept_cache import KeptCache
-from hfax.kernels.quantized import QuantizedArray
-from hfax.load.placement import check_fits
-from hfax.phases import meter
 from hfax.programs.buckets import Buckets
 from hfax.programs.checks import raise_failed
 from hfax.programs.model_parts import ModelParts
@@ -32,6 +28,7 @@ from hfax.sharding.layout import Layout
 from hfax.stored.call import read_call, read_inputs
 from hfax.stored.reader import WeightReader
 from hfax.stored.start import ModelStart
+from hfax.stored.weights import read_weights
 from hfax.tracing.structure import Leaf, Node, Structure, unflatten
 from hfax.tracing.traits import ModelTraits
 
@@ -103,7 +100,8 @@ class StoredRuns:
             OutOfMemoryError: the weights do not fit the device.
         """
         layout = Layout.on(device)
-        return cls(start, _read_weights(start, reader, layout), layout, programs=programs, buckets=buckets)
+        weights: Any = read_weights(start.weights, start.num_bytes, reader, layout)
+        return cls(start, weights, layout, programs=programs, buckets=buckets)
 
     def run(
         self, inputs: Any, streamer: Streamer | None, options: Mapping[str, Any]
@@ -227,20 +225,3 @@ def _picked(name: str, outputs: list[Any], note: Structure) -> jax.Array | None:
 
 def _sequences(prompts: Prompts, generated: Generated) -> np.ndarray:
     return np.concatenate([prompts.given, generated.new_tokens], axis=1).astype(np.int32)
-
-
-def _read_weights(start: ModelStart, reader: WeightReader, layout: Layout) -> dict[str, Any]:
-    """The weights of a record, placed."""
-    check_fits(reader.num_bytes, layout.device, "Loading the weights", "Use a smaller dtype (dtype='bfloat16').")
-    weights: dict[str, Any] = {}
-    loading = meter()
-    loading.expect(reader.num_bytes)
-    for name, weight in start.weights.items():
-        where = layout.weight(name)
-        placed = {f: layout.place(reader.read(t.file, t.name), where) for f, t in weight.tensors.items()}
-        loading.add(sum(array.nbytes for array in placed.values()))
-        if weight.encoding is None:
-            weights[name] = placed["values"]
-        else:
-            weights[name] = QuantizedArray(**placed, encoding=weight.encoding, dtype=jnp.dtype(weight.dtype))
-    return weights

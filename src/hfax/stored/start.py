@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hfax.programs.program_cache import environment_parts
 from hfax.stored.reader import KIND, WeightReader
 from hfax.stored.records import key_of, read_record, record_file
+from hfax.stored.weights import StoredWeight
 from hfax.tracing.traits import ModelTraits
 
 if TYPE_CHECKING:
@@ -17,35 +18,6 @@ if TYPE_CHECKING:
     import jax
 
     from hfax.backends.protocol import LoadOptions
-    from hfax.kernels.encodings import Encoding
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredTensor:
-    """A tensor of a checkpoint.
-
-    Args:
-        file: index of its file in `CheckpointSource.weight_files`.
-        name: its name in the file.
-    """
-
-    file: int
-    name: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredWeight:
-    """A weight that is in the model as it is in the checkpoint.
-
-    Args:
-        tensors: of a quantized weight the tensors by field of `QuantizedArray`; of others one, under "values".
-        encoding: of a quantized weight's codes; None: it is not quantized.
-        dtype: of a quantized weight's numbers.
-    """
-
-    tensors: Mapping[str, StoredTensor]
-    encoding: Encoding | None = None
-    dtype: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +43,7 @@ class ModelStart:
         forward: of its forward calls; None: only the full model reads them.
         generates: whether `generate` works on its class; if not, its options are empty.
         weights: by the model's name.
+        num_bytes: of the weights on the device.
         tied: alias mapped to name, for weights that share an array.
         generation_config: the model's own generation options.
         options: those that hold where a call passes none, transformers' defaults included.
@@ -85,6 +58,7 @@ class ModelStart:
     forward: ForwardStart | None
     generates: bool
     weights: Mapping[str, StoredWeight]
+    num_bytes: int
     tied: Mapping[str, str]
     generation_config: Mapping[str, Any]
     options: Mapping[str, Any]
@@ -116,17 +90,13 @@ def start_file(reader: WeightReader, options: LoadOptions, device: jax.Device) -
     return record_file(KIND, reader.digest, key_of(KIND, [f"{name}={value}" for name, value in parts.items()]))
 
 
-def _weight(tensors: dict[str, Any], **rest: Any) -> StoredWeight:
-    return StoredWeight(tensors={field: StoredTensor(**tensor) for field, tensor in tensors.items()}, **rest)
-
-
 def read_start(path: Path, *, is_of_cache: bool = True) -> ModelStart | None:
     """The record at a path; None if there is none that can be used. See `read_record`."""
     if (found := read_record(path, is_of_cache=is_of_cache)) is None:
         return None
     content, buffers = found
     traits = content.pop("traits")
-    weights = {name: _weight(**weight) for name, weight in content.pop("weights").items()}
+    weights = {name: StoredWeight.from_content(weight) for name, weight in content.pop("weights").items()}
     traits["repeated_inputs"] = tuple(traits["repeated_inputs"])
     if (forward := content.pop("forward")) is not None:
         forward = ForwardStart(inputs=tuple(forward["inputs"]), padding=forward["padding"])

@@ -1,0 +1,95 @@
+"""Rounds weights to integers of 8 or 4 bits, with a scale for each group of columns. Takes and gives numpy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import ml_dtypes
+import numpy as np
+
+from hfax.kernels.encodings import WORD_COLUMNS
+from hfax.load.host_arrays import aligned_empty
+
+Quantization = Literal["int8", "int4"]
+
+_GROUPS = {"int8": (128, 64, 32), "int4": (WORD_COLUMNS,)}
+"""Group sizes (columns per scale); the first that divides the row width is used."""
+_BLOCK = 1 << 18
+"""Numbers that are rounded at a time: intermediate results are in float32, and as large as a block, not as the weight."""
+
+
+def bits_and_group(width: int, quantization: Quantization) -> tuple[int, int] | None:
+    """Bits per weight and group size for rows of this width; None if they are not quantized.
+
+    Where rows do not divide into 4-bit groups, 8 bits are used.
+    """
+    if (group := next((g for g in _GROUPS[quantization] if width % g == 0), None)) is not None:
+        return (8 if quantization == "int8" else 4), group
+    return bits_and_group(width, "int8") if quantization == "int4" else None
+
+
+def to_codes(array: np.ndarray, quantization: Quantization) -> tuple[np.ndarray, np.ndarray] | None:
+    """Codes and scales of a matrix, [out, in], or a stack of them, [n, out, in]; None if rows do not divide into groups.
+
+    8 bits: each group's largest magnitude maps to 127. 4 bits: it maps to -8, so that all 16 values are used.
+
+    Returns:
+        As `values` and `scale` (bfloat16) of a `QuantizedArray`.
+    """
+    if (found := bits_and_group(array.shape[-1], quantization)) is None:
+        return None
+    bits, group = found
+    *lead, width = array.shape
+    codes = aligned_empty((*lead, width * bits // 8), np.dtype("int8" if bits == 8 else "uint8"))
+    scale = aligned_empty((*lead, width // group), np.dtype(ml_dtypes.bfloat16))
+    for numbers, some_codes, scales in _blocks(array, codes, scale):
+        groups = numbers.astype(np.float32).reshape(-1, group)
+        if bits == 8:
+            some_codes[...] = _int8(groups, scales).reshape(some_codes.shape)
+        else:
+            some_codes[...] = in_words(_int4(groups, scales).reshape(numbers.shape))
+    return codes, scale
+
+
+def _int8(groups: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    largest = np.maximum(groups.max(-1), -groups.min(-1))
+    scales[...] = (largest / np.float32(127)).reshape(scales.shape)
+    return _rounded(groups, scales, -127, 127).astype(np.int8)
+
+
+def _int4(groups: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Codes plus 8, uint8."""
+    high, low = groups.max(-1), groups.min(-1)
+    largest = np.where(high > -low, high, low)
+    scales[...] = (largest / np.float32(-8)).reshape(scales.shape)
+    codes = _rounded(groups, scales, -8, 7)
+    codes += 8
+    return codes.astype(np.uint8)
+
+
+def _rounded(groups: np.ndarray, scales: np.ndarray, low: int, high: int) -> np.ndarray:
+    """Multiples of the scales as they are stored, to even; overwrites the groups. A group of zeros has the scale 0."""
+    of_groups = scales.astype(np.float32).reshape(-1, 1)
+    of_groups[of_groups == 0] = 1
+    groups /= of_groups
+    np.rint(groups, out=groups)
+    return np.clip(groups, low, high, out=groups)
+
+
+def in_words(codes: np.ndarray) -> np.ndarray:
+    """[..., in] uint8 codes of 4 bits as [..., in / 2] uint8, in the order of `QuantizedArray.values`."""
+    quarters = codes.reshape(*codes.shape[:-1], -1, 4, 32)
+    words = np.empty((*quarters.shape[:-2], 32, 2), np.uint8)
+    for half in (0, 1):
+        np.left_shift(quarters[..., 2 * half + 1, :], 4, out=words[..., half])
+        words[..., half] |= quarters[..., 2 * half, :]
+    return words.reshape(*codes.shape[:-1], -1)
+
+
+def _blocks(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
+    """Blocks of rows of several contiguous arrays with the same leading axes."""
+    rows = [array.reshape(-1, array.shape[-1]) for array in arrays]
+    step = max(1, _BLOCK // arrays[0].shape[-1])
+    for begin in range(0, len(rows[0]), step):
+        yield tuple(part[begin : begin + step] for part in rows)
