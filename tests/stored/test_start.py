@@ -208,8 +208,10 @@ def test_what_a_record_does_not_cover_is_not_recorded(
 ) -> None:
     monkeypatch.setenv("HFAX_HOME", str(tmp_path / "home"))
     caplog.set_level("INFO", "hfax.stored")
-    t5 = transformers.T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
-    AutoModelForTPU.from_pretrained(tiny_models.save(tmp_path / "t5", tiny_models.random_model(t5)))
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.ViTConfig(**sizes, image_size=16, patch_size=8)
+    vit = tiny_models.random_model(config, auto=transformers.AutoModelForImageClassification)
+    AutoModelForTPU.from_pretrained(tiny_models.save(tmp_path / "vit", vit))
     assert list(tmp_path.glob("home/starts/*")) == []
     (record,) = caplog.records
     assert record.message.endswith(": it does not read token ids alone, or generates by a loop of its own")

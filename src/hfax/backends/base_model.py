@@ -441,7 +441,7 @@ class BaseModel:
                     f"Pass {main}=… (the tokenizer's or processor's output).",
                 )
             if decoder is None:
-                decoder = self._decoder_start(config, len(encoder[main]))
+                decoder = requests.decoder_start(config, len(encoder[main]))
             else:
                 decoder = self._from_decoder_start(config, decoder)
             return requests.pad_encoder_inputs(
@@ -482,17 +482,6 @@ class BaseModel:
             if positions is not None:
                 prompts.inputs["position_ids"] = positions
         return prompts if embeds is None or known else dataclasses.replace(prompts, given=prompts.given[:, :0])
-
-    def _decoder_start(self, config: GenerationConfig, rows: int) -> np.ndarray:
-        start: Any = config.decoder_start_token_id
-        start = config.bos_token_id if start is None else start
-        if start is None:
-            raise InvalidInputError(
-                "generate() does not know the decoder's first token.",
-                "Neither decoder_start_token_id nor bos_token_id is set in generation_config.json.",
-                "Pass decoder_start_token_id=… or decoder_input_ids=….",
-            )
-        return np.full((rows, 1), start, np.int32)
 
     def _from_decoder_start(self, config: GenerationConfig, decoder: np.ndarray) -> np.ndarray:
         """The decoder ids, preceded by the start token unless a row begins with it; Whisper and Donut have their own start."""

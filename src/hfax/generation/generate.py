@@ -14,11 +14,11 @@ import jax
 import numpy as np
 
 from hfax.errors import UnsupportedOptionError
-from hfax.generation.beam_config import make_beam_spec, rows_per_prompt
-from hfax.generation.beam_loop import BeamProgress
+from hfax.generation.beam_config import make_beam_spec, num_beams, rows_per_prompt
+from hfax.generation.beam_loop import BeamProgress, run_beam_search
 from hfax.generation.decoding import LoopSpec, State, advance, advance_to_host, settle, start
 from hfax.generation.generation_request import GenerationOptions, Prompts
-from hfax.generation.host_loop import Generated, Progress
+from hfax.generation.host_loop import Generated, Progress, Streamer, make_stop_check, run_generation
 from hfax.generation.host_processors import HostProcessors, TextSoFar
 from hfax.generation.kept_cache import KeptCache, keep, resume
 from hfax.generation.processor_set import with_custom
@@ -121,6 +121,35 @@ def open_loop(
         host = HostProcessors(options.custom, text, repeats, vocab_size)
     parts = (model, programs, params, spec, static, prompts.static, request, layout, options)
     return GenerationLoop(*parts, host, prompts.kept), inputs
+
+
+def run_loop(
+    loop: GenerationLoop,
+    inputs: dict[str, jax.Array],
+    prompts: Prompts,
+    options: GenerationOptions,
+    *,
+    streamer: Streamer | None,
+    tokenizer: Any,
+) -> Generated:
+    """Generate until every sequence has ended, by beam search where the options say so.
+
+    Args:
+        loop: from `open_loop`.
+        inputs: from `open_loop`.
+        prompts: checked and padded prompts.
+        options: generation options.
+        streamer: gets the prompt and every new token; single sequence only.
+        tokenizer: required with `stop_strings`.
+
+    Raises:
+        InvalidInputError: a streamer was passed for several sequences, or stop strings without a tokenizer.
+        UnsupportedOptionError: a streamer was passed with beam search.
+    """
+    if num_beams(options.config) > 1:
+        return run_beam_search(loop, inputs, prompts, options, streamer=streamer)
+    check = make_stop_check(options.config.stop_strings, tokenizer)
+    return run_generation(loop, inputs, prompts, options, streamer=streamer, stop_check=check)
 
 
 def _check_kept(options: GenerationOptions, kept: KeptCache) -> None:

@@ -328,6 +328,23 @@ def pad_encoder_inputs(
     )
 
 
+def decoder_start(config: GenerationConfig, rows: int) -> np.ndarray:
+    """The token with which the decoder of an encoder-decoder begins, [rows, 1] int32.
+
+    Raises:
+        InvalidInputError: the options do not say it.
+    """
+    start: Any = config.decoder_start_token_id
+    start = config.bos_token_id if start is None else start
+    if start is None:
+        raise InvalidInputError(
+            "generate() does not know the decoder's first token.",
+            "Neither decoder_start_token_id nor bos_token_id is set in generation_config.json.",
+            "Pass decoder_start_token_id=… or decoder_input_ids=….",
+        )
+    return np.full((rows, 1), start, np.int32)
+
+
 def check_speculation(
     traits: list[ModelTraits],
     *,

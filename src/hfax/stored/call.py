@@ -14,11 +14,14 @@ from hfax.generation.generation_request import (
     Prompts,
     as_ids_tuple,
     check_vocabulary,
+    decoder_start,
     pad_decoder_prompts,
+    pad_encoder_inputs,
     resolve_max_new_tokens,
 )
 from hfax.generation.kept_cache import KeptCache, resumed
 from hfax.generation.seeds import draw_seed
+from hfax.kv_cache.dtypes import cache_dtype_of
 from hfax.load.host_arrays import narrow
 from hfax.programs.buckets import Buckets
 from hfax.stored.start import ModelStart
@@ -31,6 +34,11 @@ _KNOWN: dict[str, Callable[[Any], bool]] = {
     "min_p": lambda v: _is_number(v) and 0 <= v <= 1,
     "max_new_tokens": lambda v: _is_whole(v) and v > 0,
     "seed": lambda v: _is_whole(v) and v >= 0,
+    "num_beams": lambda v: _is_whole(v) and v > 0,
+    "num_return_sequences": lambda v: _is_whole(v) and v > 0,
+    "length_penalty": lambda v: _is_number(v),
+    "early_stopping": lambda v: isinstance(v, bool) or v == "never",
+    "kv_cache_dtype": lambda v: isinstance(v, str),
     "past_key_values": lambda v: isinstance(v, KeptCache),
     "attention_mask": lambda v: _is_plain(v),
     "tokenizer": lambda v: True,
@@ -39,7 +47,10 @@ _KNOWN: dict[str, Callable[[Any], bool]] = {
 """The options of `generate` that are read here, and their values that transformers does not check further."""
 
 
-_DEFAULTS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "stop_strings")
+_DEFAULTS = (
+    *("do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "stop_strings"),
+    *("num_beams", "num_return_sequences", "length_penalty", "early_stopping"),
+)
 """Those of them that a model has defaults of."""
 
 
@@ -80,16 +91,7 @@ def read_call(
     if "max_new_tokens" in given:
         config.max_length = None
     eos = as_ids_tuple(config.eos_token_id)
-    prompts = pad_decoder_prompts(
-        narrow(np.asarray(inputs)),
-        mask,
-        vocab_size=start.vocab_size,
-        pad_token_id=config.pad_token_id,
-        eos_token_ids=eos,
-        context=start.context,
-        buckets=buckets,
-        is_exact=start.traits.counts_padding,
-    )
+    prompts = _read_prompts(start, narrow(np.asarray(inputs)), mask, config, buckets)
     if (kept := given.get("past_key_values")) is not None:
         prompts = resumed(kept, prompts, {} if mask is None else {"attention_mask": mask}, start.key)
     resolved = GenerationOptions(
@@ -100,8 +102,34 @@ def read_call(
         pad_token_id=config.pad_token_id if config.pad_token_id is not None else (eos or (0,))[0],
         keep=(),
         extra_sampling={"encoder_ids": prompts.encoder_ids},
+        cache_dtype=cache_dtype_of(given.get("kv_cache_dtype")),
     )
     return prompts, resolved
+
+
+def _read_prompts(
+    start: ModelStart, ids: np.ndarray, mask: np.ndarray | None, config: Any, buckets: Buckets
+) -> Prompts:
+    if start.traits.is_encoder_decoder:
+        encoder = {"input_ids": ids, **({} if mask is None else {"attention_mask": mask})}
+        return pad_encoder_inputs(
+            encoder,
+            decoder_start(config, len(ids)),
+            main_input="input_ids",
+            vocab_size=start.vocab_size,
+            pad_token_id=config.pad_token_id,
+            buckets=buckets,
+        )
+    return pad_decoder_prompts(
+        ids,
+        mask,
+        vocab_size=start.vocab_size,
+        pad_token_id=config.pad_token_id,
+        eos_token_ids=as_ids_tuple(config.eos_token_id),
+        context=start.context,
+        buckets=buckets,
+        is_exact=start.traits.counts_padding,
+    )
 
 
 def read_inputs(start: ModelStart, inputs: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -106,7 +106,7 @@ class StoredModel:
     @property
     def is_encoder_decoder(self) -> bool:
         """Whether the model has an encoder and a decoder."""
-        return False
+        return _origin_of(self).runs.start.traits.is_encoder_decoder
 
     @property
     def has_own_generate(self) -> bool:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from hfax.errors import HfaxError
+from hfax.generation.beam_config import make_beam_spec
 from hfax.generation.sampling_config import make_sampling_spec
 from hfax.programs.buckets import Buckets
 from hfax.programs.bundle_file import START, TOKENIZER, is_bundle
@@ -40,8 +42,6 @@ logger = logging.getLogger(__name__)
 _MOST_BUFFER_BYTES = 64 << 20
 _TOKEN_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "num_beams": (None, 1),
-    "num_return_sequences": (None, 1),
     "guidance_scale": (None, 1),
     "prompt_lookup_num_tokens": (None,),
     "watermarking_config": (None,),
@@ -121,7 +121,7 @@ def _describe(
 
     traits, cls = model.parts.traced.traits, type(model.module)
     generates = model.can_generate()
-    if traits.is_encoder_decoder or traits.main_input != "input_ids" or (generates and model.has_own_generate):
+    if traits.main_input != "input_ids" or (generates and model.has_own_generate):
         return None, "it does not read token ids alone, or generates by a loop of its own"
     if not cls.__module__.startswith("transformers."):
         return None, "its class is not transformers' own"
@@ -150,8 +150,11 @@ def _describe(
         context=model.context_length,
         buffers=save(dict(buffers)),
     )
-    if generates and not _reads_alike(start, model):
-        return None, "it reads its prompts or options in a way of its own"
+    try:
+        if generates and not _reads_alike(start, model):
+            return None, "it reads its prompts or options in a way of its own"
+    except HfaxError as error:  # some options must be passed with each call
+        return None, f"it does not generate by its own options: {error.what}"
     if not _reads_inputs_alike(start, model):
         start = dataclasses.replace(start, forward=None)
     if not generates and start.forward is None:
@@ -205,7 +208,7 @@ def _reads_alike(start: ModelStart, model: JaxModel) -> bool:
     calls: list[dict[str, Any]] = [{"do_sample": False}, {**drawn, **padded}]
     for options in calls:
         theirs, ours = model.read_request(ids, **options), read_call(start, ids, options, Buckets())
-        if ours is None or theirs.static or theirs.given:
+        if ours is None or theirs.static:
             return False
         mine, asked = (*ours,), (theirs.prompts, theirs.options)
         if _as_values(start, *mine) != _as_values(start, *asked):
@@ -222,7 +225,19 @@ def _as_values(start: ModelStart, prompts: Prompts, options: GenerationOptions) 
     arrays = {**prompts.inputs, **values, "given": prompts.given}
     plain = (prompts.longest, prompts.padded_length, prompts.num_padded_rows, prompts.static, options.keep)
     ends = (options.max_new_tokens, options.eos_token_ids, options.pad_token_id, options.config.stop_strings)
-    custom = (options.custom, options.stopping, options.negative, options.speculation, options.draft)
+    beams, of_beams = make_beam_spec(
+        options.config, num_eos=len(options.eos_token_ids), max_new_tokens=options.max_new_tokens, capacity=64
+    )
+    arrays |= of_beams
+    custom = (
+        beams,
+        options.cache_dtype,
+        options.custom,
+        options.stopping,
+        options.negative,
+        options.speculation,
+        options.draft,
+    )
     return spec, {n: (a.dtype.name, a.tolist()) for n, a in arrays.items()}, plain, ends, custom
 
 

@@ -13,12 +13,12 @@ import jax
 import numpy as np
 from safetensors.flax import load
 
-from hfax.generation.generate import GenerationLoop, open_loop
+from hfax.generation.generate import GenerationLoop, open_loop, run_loop
 from hfax.generation.generation_request import (
     GenerationOptions,
     Prompts,
 )
-from hfax.generation.host_loop import Generated, Streamer, make_stop_check, run_generation
+from hfax.generation.host_loop import Generated, Streamer
 from hfax.generation.kept_cache import KeptCache
 from hfax.programs.buckets import Buckets
 from hfax.programs.checks import raise_failed
@@ -124,9 +124,9 @@ class StoredRuns:
             return None
         prompts, resolved = call
         loop, arrays = self._open(prompts, resolved)
-        check = make_stop_check(resolved.config.stop_strings, options.get("tokenizer"))
-        generated = run_generation(loop, arrays, prompts, resolved, streamer=streamer, stop_check=check)
-        return _sequences(prompts, generated), loop.keep(generated, prompts)
+        generated = run_loop(loop, arrays, prompts, resolved, streamer=streamer, tokenizer=options.get("tokenizer"))
+        kept = None if self.start.traits.is_encoder_decoder else loop.keep(generated, prompts)
+        return _sequences(prompts, resolved, generated), kept
 
     def has_programs(self, inputs: Any, options: Mapping[str, Any]) -> bool:
         """Whether `run` would answer the call."""
@@ -223,5 +223,6 @@ def _picked(name: str, outputs: list[Any], note: Structure) -> jax.Array | None:
     return outputs[found.index] if isinstance(found, Leaf) else None
 
 
-def _sequences(prompts: Prompts, generated: Generated) -> np.ndarray:
-    return np.concatenate([prompts.given, generated.new_tokens], axis=1).astype(np.int32)
+def _sequences(prompts: Prompts, resolved: GenerationOptions, generated: Generated) -> np.ndarray:
+    given = np.repeat(prompts.given, resolved.config.num_return_sequences or 1, axis=0)
+    return np.concatenate([given, generated.new_tokens], axis=1).astype(np.int32)

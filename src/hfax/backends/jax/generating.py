@@ -16,9 +16,8 @@ from hfax.backends.jax.results import give
 from hfax.errors import UnsupportedOptionError
 from hfax.generation import generation_request as requests
 from hfax.generation.beam_config import num_beams
-from hfax.generation.beam_loop import run_beam_search
-from hfax.generation.generate import GenerationLoop, open_loop
-from hfax.generation.host_loop import Streamer, make_stop_check, run_generation
+from hfax.generation.generate import GenerationLoop, open_loop, run_loop
+from hfax.generation.host_loop import Streamer
 from hfax.generation.layer_outputs import layer_outputs
 from hfax.generation.outputs import as_sequences
 from hfax.generation.overrides import GenerateFunction, run_own_generate
@@ -137,13 +136,7 @@ def run_request(
         to_torch: return torch tensors instead of jax arrays.
     """
     config = request.options.config
-    if num_beams(config) > 1:
-        generated = run_beam_search(loop, inputs, request.prompts, request.options, streamer=streamer)
-    else:
-        stop_check = make_stop_check(config.stop_strings, tokenizer)
-        generated = run_generation(
-            loop, inputs, request.prompts, request.options, streamer=streamer, stop_check=stop_check
-        )
+    generated = run_loop(loop, inputs, request.prompts, request.options, streamer=streamer, tokenizer=tokenizer)
     result = as_sequences(
         generated,
         request.prompts.given,
