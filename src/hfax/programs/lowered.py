@@ -14,6 +14,7 @@ import jax
 from jax.experimental import serialize_executable
 
 from hfax.phases import phase
+from hfax.programs.executables import load_executable
 from hfax.programs.program_cache import environment_parts
 from hfax.programs.program_files import program_folder, read_program, write_program
 from hfax.sharding.layout import Layout
@@ -48,13 +49,7 @@ def compile_stored(
     path = program_folder() / f"{hashlib.sha256(repr(parts).encode()).hexdigest()}.program"
 
     def unpack(packed: bytes) -> jax.stages.Compiled:
-        return serialize_executable.deserialize_and_load(
-            packed,
-            jax.tree.structure(lowered.args_info),
-            lowered.out_tree,
-            backend=layout.device.client,
-            execution_devices=devices,
-        )
+        return load_executable(packed, jax.tree.structure(lowered.args_info), lowered.out_tree, layout)
 
     if (found := read_program(path, unpack)) is not None:
         return found

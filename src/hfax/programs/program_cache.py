@@ -41,6 +41,7 @@ from hfax.load.placement import check_fits
 from hfax.phases import phase
 from hfax.programs.batch_invariance import batch_invariant
 from hfax.programs.compiler_options import DECODE_OPTIONS
+from hfax.programs.executables import load_executable
 from hfax.programs.program_files import program_folder, read_program, write_program
 from hfax.programs.program_records import why_missing
 from hfax.programs.versions import source_digest, version_of
@@ -424,8 +425,6 @@ def _as_out_of_memory(error: Exception, name: str) -> OutOfMemoryError | None:
 
 def _unpack(packed: bytes, name: str, layout: Layout) -> Program:
     payload, in_tree, out_tree, note, unread = pickle.loads(packed)
-    compiled = serialize_executable.deserialize_and_load(
-        payload, in_tree, out_tree, backend=layout.device.client, execution_devices=list(layout.devices)
-    )
+    compiled = load_executable(payload, in_tree, out_tree, layout)
     execute = _guarded(compiled, name, layout.device)
     return Program(name=name, execute=execute, note=note, results=_results(compiled), unread=unread)

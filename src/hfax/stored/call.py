@@ -91,7 +91,8 @@ def read_call(
     if "max_new_tokens" in given:
         config.max_length = None
     eos = as_ids_tuple(config.eos_token_id)
-    prompts = _read_prompts(start, narrow(np.asarray(inputs)), mask, config, buckets)
+    if (prompts := _read_prompts(start, narrow(np.asarray(inputs)), mask, config, buckets)) is None:
+        return None
     if (kept := given.get("past_key_values")) is not None:
         prompts = resumed(kept, prompts, {} if mask is None else {"attention_mask": mask}, start.key)
     resolved = GenerationOptions(
@@ -109,7 +110,9 @@ def read_call(
 
 def _read_prompts(
     start: ModelStart, ids: np.ndarray, mask: np.ndarray | None, config: Any, buckets: Buckets
-) -> Prompts:
+) -> Prompts | None:
+    if start.positions is not None and np.isin(ids, start.positions.other_ids).any():
+        return None
     if start.traits.is_encoder_decoder:
         encoder = {"input_ids": ids, **({} if mask is None else {"attention_mask": mask})}
         return pad_encoder_inputs(
@@ -120,7 +123,7 @@ def _read_prompts(
             pad_token_id=config.pad_token_id,
             buckets=buckets,
         )
-    return pad_decoder_prompts(
+    prompts = pad_decoder_prompts(
         ids,
         mask,
         vocab_size=start.vocab_size,
@@ -130,6 +133,10 @@ def _read_prompts(
         buckets=buckets,
         is_exact=start.traits.counts_padding,
     )
+    if start.positions is not None:
+        counted = np.maximum(prompts.inputs["attention_mask"].cumsum(axis=1) - 1, 0).astype(np.int32)
+        prompts.inputs["position_ids"] = np.repeat(counted[None], start.positions.axes, axis=0)
+    return prompts
 
 
 def read_inputs(start: ModelStart, inputs: Mapping[str, Any]) -> dict[str, Any] | None:

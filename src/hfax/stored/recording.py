@@ -26,7 +26,7 @@ from hfax.programs.program_files import is_enabled
 from hfax.stored.call import read_call, read_inputs
 from hfax.stored.reader import WeightReader
 from hfax.stored.records import beside, encoded, is_recordable, renew, write_record
-from hfax.stored.start import ForwardStart, ModelStart, start_file
+from hfax.stored.start import ForwardStart, ModelStart, TextPositions, start_file
 from hfax.stored.tokenizer import describe_tokenizer
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_BUFFER_BYTES = 64 << 20
 _TOKEN_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+_OF_TEXT = ("bos_token_id", "eos_token_id", "pad_token_id")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guidance_scale": (None, 1),
     "prompt_lookup_num_tokens": (None,),
@@ -148,6 +149,7 @@ def _describe(
         vocab_size=model.vocabulary_size,
         num_logits=model.num_logits() if generates else 0,
         context=model.context_length,
+        positions=_describe_positions(model) if generates else None,
         buffers=save(dict(buffers)),
     )
     try:
@@ -160,6 +162,19 @@ def _describe(
     if not generates and start.forward is None:
         return None, "it reads its inputs in a way of its own"
     return start, ""
+
+
+def _describe_positions(model: JaxModel) -> TextPositions | None:
+    """The positions of a model with several axes of them; whether they are counted is seen when calls are compared."""
+    try:
+        found = model.read_prompt(model.example_prompt(1, 1), {}, Buckets()).inputs.get("position_ids")
+    except HfaxError:  # see `_describe`
+        return None
+    if found is None or found.ndim != 3:
+        return None
+    config = model.config.to_dict()
+    ids = [value for name, value in config.items() if name.endswith("_token_id") and name not in _OF_TEXT]
+    return TextPositions(axes=len(found), other_ids=tuple(value for value in ids if isinstance(value, int)))
 
 
 def _describe_forward(model: JaxModel) -> ForwardStart | None:

@@ -34,6 +34,19 @@ class ForwardStart:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TextPositions:
+    """The positions of a prompt without images, of a model whose positions have several axes: on each, tokens are counted.
+
+    Args:
+        axes: number of axes.
+        other_ids: ids of tokens that stand for images, video or audio, or surround them. Prompts with one are not read here.
+    """
+
+    axes: int
+    other_ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelStart:
     """A model that reads token ids on one device, as far as stored programs depend on it.
 
@@ -50,6 +63,7 @@ class ModelStart:
         vocab_size: exclusive upper bound of token ids; None if unknown.
         num_logits: logits of each token.
         context: maximum positions; None if unbounded.
+        positions: positions that are passed with a prompt; None: none are.
         buffers: safetensors of the arrays that the checkpoint does not hold.
     """
 
@@ -65,6 +79,7 @@ class ModelStart:
     vocab_size: int | None
     num_logits: int
     context: int | None
+    positions: TextPositions | None
     buffers: bytes
 
     @property
@@ -100,4 +115,8 @@ def read_start(path: Path, *, is_of_cache: bool = True) -> ModelStart | None:
     traits["repeated_inputs"] = tuple(traits["repeated_inputs"])
     if (forward := content.pop("forward")) is not None:
         forward = ForwardStart(inputs=tuple(forward["inputs"]), padding=forward["padding"])
-    return ModelStart(**content, forward=forward, traits=ModelTraits(**traits), weights=weights, buffers=buffers)
+    if (positions := content.pop("positions")) is not None:
+        positions = TextPositions(axes=positions["axes"], other_ids=tuple(positions["other_ids"]))
+    return ModelStart(
+        **content, forward=forward, positions=positions, traits=ModelTraits(**traits), weights=weights, buffers=buffers
+    )
