@@ -146,18 +146,19 @@ class SlotRunner:
         return logits, state | {"length": jnp.int32(main.shape[1])}, checks
 
     def _make_states(self, inputs: Any, static: Any) -> Any:
-        """Zero-filled slots; a slot is only read after a prefill."""
-        _, state, _ = jax.eval_shape(
-            lambda params, inputs: self._begin(params, inputs, static), dict(self._parts.weights), inputs
-        )
+        """Zero-filled slots; a slot is only read after a prefill. A program, so that a stored one spares the model's code."""
         slots = self._limits.max_num_seqs
 
-        def make() -> Any:
-            return jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), state)
+        def make(params: Any, inputs: Any) -> Any:
+            _, state, _ = jax.eval_shape(lambda *args: self._begin(args[0], args[1], static), params, inputs)
+            return jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), state), None
 
-        self._state_shapes = jax.eval_shape(make)
-
-        return jax.jit(make, out_shardings=self._parts.layout.replicated)()
+        args = (dict(self._parts.weights), inputs)
+        program = self._parts.programs.get(
+            "slots", ("engine slots", self._capacity, self._cache_dtype, slots, static), make, args
+        )
+        self._state_shapes = program.results
+        return jax.device_put(program.run(*args), self._parts.layout.replicated)
 
     def _decode(self, newest: jax.Array) -> jax.Array:
         """Decode the newest token of every slot; returns logits, [slots, vocab]."""

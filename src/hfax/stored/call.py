@@ -108,6 +108,11 @@ def read_call(
     return prompts, resolved
 
 
+def read_prompt(start: ModelStart, prompt: Any, buckets: Buckets) -> Prompts | None:
+    """Prompts as `JaxModel.read_prompt` reads them without further inputs; None for those that only the full model reads."""
+    return _read_prompts(start, narrow(np.asarray(prompt)), None, SimpleNamespace(**start.options), buckets)
+
+
 def _read_prompts(
     start: ModelStart, ids: np.ndarray, mask: np.ndarray | None, config: Any, buckets: Buckets
 ) -> Prompts | None:

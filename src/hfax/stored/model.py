@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,12 +20,14 @@ from hfax.programs.buckets import Buckets
 from hfax.programs.bundle import read_bundle
 from hfax.programs.bundle_file import PROGRAMS, START
 from hfax.programs.model_parts import ModelParts
+from hfax.stored.call import read_prompt
 from hfax.stored.reader import WeightReader
 from hfax.stored.runs import StoredRuns
 from hfax.stored.start import read_start, start_file
 
 if TYPE_CHECKING:
     from hfax.backends.protocol import LoadOptions
+    from hfax.generation.generation_request import Prompts
     from hfax.load.source import CheckpointSource
 
 logger = logging.getLogger(__name__)
@@ -131,6 +134,15 @@ class StoredModel:
     def default_option(self, name: str) -> Any:
         """As `JaxModel.default_option`."""
         return _origin_of(self).runs.start.generation_config.get(name)
+
+    def example_prompt(self, rows: int, length: int) -> np.ndarray:
+        """As `JaxModel.example_prompt`."""
+        return np.full((rows, length), int(self.default_option("pad_token_id") == 0), np.int32)
+
+    def read_prompt(self, prompt: Any, inputs: Mapping[str, Any], buckets: Buckets) -> Prompts:
+        """As `JaxModel.read_prompt`."""
+        found = None if inputs else read_prompt(_origin_of(self).runs.start, prompt, buckets)
+        return _full(self).read_prompt(prompt, inputs, buckets) if found is None else found
 
     def generate(self, inputs: Any = None, *, streamer: Streamer | None = None, **options: Any) -> Any:
         """As `JaxModel.generate`."""
