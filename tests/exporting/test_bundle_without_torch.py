@@ -81,6 +81,66 @@ def test_tokens_are_those_of_the_model(kind: str, tmp_path: Path) -> None:
     assert np.asarray(alone.generate([[5, 6, 7]], **options)).tolist() == tokens[0]
 
 
+_SERVE = """
+import json
+from hfax import SamplingParams
+from hfax.checkpoint import open_checkpoint
+from hfax.cli.serve import EngineOptions
+from hfax.server.loading import load_checkpoint
+loaded = load_checkpoint(open_checkpoint(sys.argv[1]), EngineOptions(max_model_len=64, max_num_seqs=2).config(),
+                         chat_template=None, on_step=lambda seconds, tokens: None)
+with loaded.engine as engine:
+    outputs = engine.generate(["Return a", "class"], SamplingParams(max_tokens=8, temperature=0.0))
+print(json.dumps([output.outputs[0].text for output in outputs]))
+"""
+
+
+@pytest.mark.parametrize("kind", ["pages", "slots"])
+def test_a_server_has_all_of_its_programs(kind: str, tmp_path: Path) -> None:
+    if kind == "pages":
+        model = AutoModelForTPU.from_pretrained("demo")
+    else:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(Path(hfax.__file__).parent / "demo")
+        config = transformers.MambaConfig(
+            vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, pad_token_id=0
+        )
+        model = AutoModelForTPU.from_pretrained(
+            tiny_models.save(tmp_path / "mamba", tiny_models.random_model(config), tokenizer)
+        )
+    config = hfax.EngineConfig(max_model_len=64, max_num_seqs=2)
+    bundle = hfax.export(model, tmp_path / "bundle", prompt_lengths=[16], max_new_tokens=8, engine=config)
+    assert len(bundle.programs) == len(list((tmp_path / "bundle/programs").glob("*.program"))) > 4
+    done = _run(_SERVE, tmp_path / "bundle", home=tmp_path / "home")
+    assert done.returncode == 0, done.stderr
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model.folder)
+    with hfax.Engine(model, tokenizer, config) as engine:
+        outputs = engine.generate(["Return a", "class"], hfax.SamplingParams(max_tokens=8, temperature=0.0))
+    assert json.loads(done.stdout) == [output.outputs[0].text for output in outputs]
+
+
+def test_an_engine_for_a_topology_is_refused(tmp_path: Path) -> None:
+    model = AutoModelForTPU.from_pretrained("demo")
+    with pytest.raises(hfax.UnsupportedOptionError, match="an engine's programs for a topology"):
+        hfax.export(model, tmp_path / "bundle", topology="v5e:1x1", engine=hfax.EngineConfig())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-num-seqs", "3"], "Options of the engine need --for-server"),
+        (["--for-server", "--format", "stablehlo"], "--for-server cannot be combined"),
+    ],
+)
+def test_options_of_servers_are_refused_where_they_have_no_effect(
+    options: list[str], message: str, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hfax.cli", "export", "demo", "--out", str(tmp_path / "bundle"), *options],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, message in done.stderr) == (1, True)
+
+
 def test_commands(tmp_path: Path) -> None:
     bundle = tmp_path / "bundle"
     hfax.export(AutoModelForTPU.from_pretrained("demo"), bundle, prompt_lengths=[16], max_new_tokens=20)

@@ -15,6 +15,7 @@ from hfax.cli.error_display import reporting
 from hfax.cli.model_options import ModelOptions
 from hfax.cli.option_groups import expand
 from hfax.cli.option_types import parallelism_of, positive_numbers
+from hfax.cli.serve import EngineOptions
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ EXAMPLES = """[bold]Examples[/bold]
 
   hfax export demo --out bundle && hfax generate bundle "Return a new list"
   hfax export Qwen/Qwen3-0.6B --out bundle --topology v5e:1x1 --batch-sizes 1,8 --prompt-lengths 128,1024
+  hfax export demo --out bundle --for-server --max-model-len 1024 && hfax serve bundle --max-model-len 1024
   hfax export demo --out portable --format stablehlo"""
 
 
@@ -48,6 +50,13 @@ def export(
     batch_sizes: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1",
     prompt_lengths: Annotated[str, typer.Option(help="Maximum prompt lengths in tokens, comma-separated.")] = "64",
     max_new_tokens: Annotated[int, typer.Option(help="Maximum new tokens per call.", min=1)] = 64,
+    for_server: Annotated[
+        bool,
+        typer.Option(
+            "--for-server", help="Also the programs of hfax serve with the same engine options; runs the model."
+        ),
+    ] = False,
+    engine: EngineOptions,
     which: ModelOptions,
     json_output: model_options.JsonOption = False,
     verbose: model_options.VerboseOption = False,
@@ -58,6 +67,18 @@ def export(
             raise InvalidInputError(
                 "--topology cannot be combined with --format stablehlo.",
                 "StableHLO is compiled where it runs.",
+                "Omit one of the two options.",
+            )
+        if engine != EngineOptions() and not for_server:
+            raise InvalidInputError(
+                "Options of the engine need --for-server.",
+                "Without it, the programs of generate() are exported, which have no engine.",
+                "Add --for-server, or omit them.",
+            )
+        if for_server and format is Format.STABLEHLO:
+            raise InvalidInputError(
+                "--for-server cannot be combined with --format stablehlo.",
+                "A server's programs depend on hfax's own code.",
                 "Omit one of the two options.",
             )
         on_host = dataclasses.replace(which, parallelism=None) if topology else which
@@ -75,7 +96,8 @@ def export(
             from hfax.exporting.bundle import export as export_bundle
 
             mesh = parallelism_of("--parallelism", which.parallelism) if topology else None
-            bundle = export_bundle(loaded, out, topology=topology, parallelism=mesh or "auto", **given)
+            config = engine.config() if for_server else None
+            bundle = export_bundle(loaded, out, topology=topology, parallelism=mesh or "auto", engine=config, **given)
             programs = sorted(bundle.programs.values())
         size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
         if json_output:

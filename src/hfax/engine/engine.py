@@ -25,7 +25,7 @@ from hfax.engine.core import EngineCore, Entry, dead_error
 from hfax.engine.detokenizer import Detokenizer
 from hfax.engine.grammar import GrammarCompiler
 from hfax.engine.outputs import CompletionOutput, OutputDelta, RequestOutput
-from hfax.engine.page_layout import read_page_layout
+from hfax.engine.page_layout import read_page_layout, store_page_layout
 from hfax.engine.paged_runner import PagedRunner
 from hfax.engine.pages import PageAllocator
 from hfax.engine.request import PreparedPrompt, Request
@@ -45,6 +45,8 @@ from hfax.programs.batch_invariance import why_not
 from hfax.programs.program_cache import compiling_ahead
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from hfax.backends.jax.model import JaxModel
 
 logger = logging.getLogger(__name__)
@@ -90,7 +92,7 @@ class Engine:
         self.limits = limits_of(self.config, parts.context)
         self._is_encoder_decoder = parts.traced.traits.is_encoder_decoder
         name = cache_dtype_of(self.config.kv_cache_dtype)
-        dtype = None if name is None else jnp.dtype(name)
+        dtype = self._cache_dtype = None if name is None else jnp.dtype(name)
         layout, self._why_slots = read_page_layout(parts, self.limits, self.config.block_size, dtype)
         self.is_paged = layout is not None
         if self.config.batch_invariant:
@@ -160,6 +162,22 @@ class Engine:
         self._drawer.reset()
         if in_background:
             self._background = BackgroundCompilation(self._runner, self._drawer, logits)
+
+    def store(self, folder: Path) -> dict[str, str]:
+        """Write all programs so far, and the layout of the KV cache, into a bundle's folder of programs.
+
+        Args:
+            folder: the folder.
+
+        Returns:
+            Names of the programs by file.
+        """
+        parts = self.model.parts
+        store_page_layout(folder, parts, self.limits, self.config.block_size, self._cache_dtype)
+        for file, program in parts.programs.made.items():
+            assert program.packed is not None
+            (folder / file).write_bytes(program.packed())
+        return {file: program.name for file, program in parts.programs.made.items()}
 
     def _run_every_program(self) -> list[jax.Array]:
         found = self._runner.warm_up(self._drawer.newest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from hfax.programs.model_parts import ModelParts
 from hfax.programs.program_cache import environment_parts
 from hfax.programs.program_files import is_enabled
 from hfax.sharding.mesh import TENSOR, size_of
-from hfax.stored.records import key_of, read_record, record_file, write_record
+from hfax.stored.records import beside, encoded, key_of, read_record, record_file, write_record
 from hfax.tracing.traits import why_not_pages
 
 _KIND = "pages"
@@ -75,13 +76,30 @@ def read_page_layout(
     Returns:
         The layout and None, or None and the reason.
     """
-    record = record_file(_KIND, "", _key(parts, limits, page_size, dtype))
+    record = _record(parts, limits, page_size, dtype)
+    bundled = parts.programs.bundled
+    if bundled is not None and (found := read_record(bundled / record.name, is_of_cache=False)) is not None:
+        return _from_content(found[0])
     if is_enabled() and not parts.layout.is_described and (found := read_record(record)) is not None:
         return _from_content(found[0])
     layout, why = _traced_layout(parts, limits, page_size, dtype)
     if is_enabled() and not parts.layout.is_described:
         write_record(record, _as_content(layout, why), b"")
     return (layout, None) if layout is not None else (None, why or "")
+
+
+def store_page_layout(
+    folder: Path, parts: ModelParts, limits: Limits, page_size: int | None, dtype: jnp.dtype | None
+) -> None:
+    """Write what `read_page_layout` returns into a bundle's folder of programs, where it is looked for first."""
+    layout, why = read_page_layout(parts, limits, page_size, dtype)
+    record = folder / _record(parts, limits, page_size, dtype).name
+    beside(record).write_bytes(b"")
+    record.write_bytes(encoded(_as_content(layout, why), b""))
+
+
+def _record(parts: ModelParts, limits: Limits, page_size: int | None, dtype: jnp.dtype | None) -> Path:
+    return record_file(_KIND, "", _key(parts, limits, page_size, dtype))
 
 
 def _key(parts: ModelParts, limits: Limits, page_size: int | None, dtype: jnp.dtype | None) -> str:
@@ -91,6 +109,7 @@ def _key(parts: ModelParts, limits: Limits, page_size: int | None, dtype: jnp.dt
         for path, a in jax.tree.leaves_with_path(dict(parts.weights))
     ]
     environment = environment_parts(parts.layout.device)
+    limits = dataclasses.replace(limits, max_waiting=None)  # no trace depends on it
     rest = (repr(weights), repr(limits), str(page_size), str(dtype), repr(environment))
     return key_of(_KIND, [parts.traced.key, parts.layout.key, *rest])
 

@@ -147,18 +147,19 @@ class SlotRunner:
 
     def _make_states(self, inputs: Any, static: Any) -> Any:
         """Zero-filled slots; a slot is only read after a prefill. A program, so that a stored one spares the model's code."""
-        slots = self._limits.max_num_seqs
+        slots, layout = self._limits.max_num_seqs, self._parts.layout
 
         def make(params: Any, inputs: Any) -> Any:
             _, state, _ = jax.eval_shape(lambda *args: self._begin(args[0], args[1], static), params, inputs)
-            return jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), state), None
+            states = jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), state)
+            return states if layout.mesh is None else jax.lax.with_sharding_constraint(states, layout.replicated), None
 
         args = (dict(self._parts.weights), inputs)
         program = self._parts.programs.get(
             "slots", ("engine slots", self._capacity, self._cache_dtype, slots, static), make, args
         )
         self._state_shapes = program.results
-        return jax.device_put(program.run(*args), self._parts.layout.replicated)
+        return program.run(*args)
 
     def _decode(self, newest: jax.Array) -> jax.Array:
         """Decode the newest token of every slot; returns logits, [slots, vocab]."""

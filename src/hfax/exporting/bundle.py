@@ -15,10 +15,12 @@ from typing import Any
 
 import jax
 
-from hfax.backends.jax.backend import load_saved
+from hfax.backends.jax.backend import load_saved, model_around
 from hfax.backends.jax.model import JaxModel
 from hfax.backends.jax.weights import packed_layouts
 from hfax.backends.protocol import LoadOptions
+from hfax.engine.config import EngineConfig
+from hfax.engine.engine import Engine
 from hfax.errors import UnsupportedModelError, UnsupportedOptionError
 from hfax.exporting.folders import replacing
 from hfax.load.save_pretrained import OWN_NAMES, save_model
@@ -52,6 +54,7 @@ def export(
     calls: Sequence[Mapping[str, Any]] = (),
     topology: str | None = None,
     parallelism: Any = "auto",
+    engine: EngineConfig | None = None,
     **options: Any,
 ) -> Bundle:
     """Write a bundle of sharded weights and compiled programs. Load it with `AutoModelForTPU.from_pretrained(folder)`.
@@ -66,6 +69,8 @@ def export(
         calls: inputs of additional forward passes to compile for; array values do not matter.
         topology: TPU topology to export for, such as "v5e:2x4"; None: the model's own devices.
         parallelism: parallelism over the topology's devices, see `from_pretrained`.
+        engine: also make the programs of an `Engine` with this configuration, which are those of `hfax serve` with the same
+            options. The model runs for it. None: none.
         **options: generation options of those calls. Which options are active determines the programs; their values do not.
 
     Returns:
@@ -73,11 +78,12 @@ def export(
 
     Raises:
         InvalidInputError: the folder has other contents.
-        UnsupportedOptionError: several processes are running, or the model does not take token ids and no `calls` are given.
+        UnsupportedOptionError: several processes are running, the model does not take token ids and no `calls` are given, or an
+            `engine` is given with a topology.
         BackendNotAvailableError: orbax (for several devices) or libtpu (for a topology) is not installed.
         HfaxError: the folder cannot be written.
     """
-    _check(model)
+    _check(model, topology, engine)
     layout = model.parts.layout if topology is None else _layout_of(model, topology, parallelism)
     with replacing(Path(folder), FILE) as writing:
         with phase("load", "weights into the bundle"):
@@ -116,10 +122,22 @@ def export(
         bundle.write(writing)
         if layout.plan is None and model.task is None and _attention(model) is None:
             store_in_bundle(resolve_checkpoint(writing), described, model.buffers)
+        if engine is not None:
+            loaded = model_around(source, loading, model.params, dict(model.parts.tied), layout)
+            with Engine(loaded, config=engine) as running:
+                running.warm_up()
+                bundle.programs.update(running.store(writing / PROGRAMS))
+            bundle.write(writing)
     return bundle
 
 
-def _check(model: JaxModel) -> None:
+def _check(model: JaxModel, topology: str | None, engine: EngineConfig | None) -> None:
+    if engine is not None and topology is not None:
+        raise UnsupportedOptionError(
+            "export() cannot make an engine's programs for a topology.",
+            "An engine measures its steps and its memory on the device.",
+            "Export on a machine with these devices, without topology=; or without engine=.",
+        )
     if jax.process_count() > 1:
         raise UnsupportedOptionError(
             "export() runs in one process.",
@@ -166,5 +184,6 @@ def _write_checkpoint(model: JaxModel, folder: Path, layout: Layout) -> None:
 
 
 def _attention(model: JaxModel) -> str | None:
-    """The `attn_implementation` passed to `from_pretrained`."""
-    return "eager" if str(model.config._attn_implementation) == "eager" else None
+    """The `attn_implementation` passed to `from_pretrained`; for classes without another one, "eager" is the default."""
+    is_chosen = model.skeleton.module._supports_sdpa and str(model.config._attn_implementation) == "eager"
+    return "eager" if is_chosen else None

@@ -77,7 +77,7 @@ class Program:
             abstract arrays.
         note: the `note` that the traced function returned (picklable).
         results: the abstract arrays of what it returns.
-        packed: for an abstract layout: returns the file that `ProgramCache` reads on a machine with the devices.
+        packed: returns the file that `ProgramCache` reads on a machine with the devices; None for a program that is still compiled.
         unread: names of the inputs that no result depends on, if `get` got `inputs_at`.
     """
 
@@ -137,7 +137,7 @@ class ProgramCache:
         self._before_tracing = before_tracing
         self._layout = layout
         self._device = layout.device
-        self._bundled = bundled
+        self.bundled = bundled
         self._programs: dict[str, Future[Program]] = {}
         self._lock = threading.Lock()
         self.made: dict[str, Program] = {}
@@ -254,9 +254,10 @@ class ProgramCache:
     def _find(self, name: str, file: str) -> Program | None:
         if self._layout.is_described:
             return None
-        if self._bundled is not None and (path := self._bundled / file).is_file():
-            return _unpack(path.read_bytes(), name, self._layout)
-        return read_program(self._path(file), lambda packed: _unpack(packed, name, self._layout))
+        if self.bundled is not None and (path := self.bundled / file).is_file():
+            return _unpack(path.read_bytes(), name, self._layout, path)
+        path = self._path(file)
+        return read_program(path, lambda packed: _unpack(packed, name, self._layout, path))
 
     def _path(self, file: str) -> Path:
         """The path of the program on this machine."""
@@ -314,7 +315,7 @@ class ProgramCache:
         if self._layout.is_described:
             return Program(**static, execute=lambda *args: results, packed=packed)
         write_program(self._path(file), packed, parts)
-        return Program(**static, execute=_guarded(compiled, name, self._device))
+        return Program(**static, execute=_guarded(compiled, name, self._device), packed=packed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -423,8 +424,9 @@ def _as_out_of_memory(error: Exception, name: str) -> OutOfMemoryError | None:
     )
 
 
-def _unpack(packed: bytes, name: str, layout: Layout) -> Program:
+def _unpack(packed: bytes, name: str, layout: Layout, path: Path) -> Program:
     payload, in_tree, out_tree, note, unread = pickle.loads(packed)
     compiled = load_executable(payload, in_tree, out_tree, layout)
     execute = _guarded(compiled, name, layout.device)
-    return Program(name=name, execute=execute, note=note, results=_results(compiled), unread=unread)
+    results = _results(compiled)
+    return Program(name=name, execute=execute, note=note, results=results, packed=path.read_bytes, unread=unread)
