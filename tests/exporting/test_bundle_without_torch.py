@@ -18,14 +18,22 @@ import hfax
 from hfax import AutoModelForTPU
 
 _WITHOUT = """
-import sys
+import importlib.metadata, sys
+
+missing = ("torch", "transformers", "torchax", "orbax")
 
 class NotInstalled:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "transformers", "torchax", "orbax"):
+        if name.partition(".")[0] in missing:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name.partition(".")[0])
 
+def version(name, installed=importlib.metadata.version):
+    if name in missing:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return installed(name)
+
 sys.meta_path.insert(0, NotInstalled())
+importlib.metadata.version = version
 """
 _GENERATE = """
 import json

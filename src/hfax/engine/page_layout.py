@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from pathlib import Path
 from typing import Any
@@ -76,10 +77,11 @@ def read_page_layout(
     Returns:
         The layout and None, or None and the reason.
     """
-    record = _record(parts, limits, page_size, dtype)
-    bundled = parts.programs.bundled
-    if bundled is not None and (found := read_record(bundled / record.name, is_of_cache=False)) is not None:
+    depends_on = _depends_on(parts, limits, page_size, dtype)
+    bundled = None if parts.programs.bundled is None else parts.programs.bundled / _bundled_name(depends_on)
+    if bundled is not None and (found := read_record(bundled, is_of_cache=False)) is not None:
         return _from_content(found[0])
+    record = record_file(_KIND, "", key_of(_KIND, [*depends_on, repr(environment_parts(parts.layout.device))]))
     if is_enabled() and not parts.layout.is_described and (found := read_record(record)) is not None:
         return _from_content(found[0])
     layout, why = _traced_layout(parts, limits, page_size, dtype)
@@ -93,25 +95,24 @@ def store_page_layout(
 ) -> None:
     """Write what `read_page_layout` returns into a bundle's folder of programs, where it is looked for first."""
     layout, why = read_page_layout(parts, limits, page_size, dtype)
-    record = folder / _record(parts, limits, page_size, dtype).name
+    record = folder / _bundled_name(_depends_on(parts, limits, page_size, dtype))
     beside(record).write_bytes(b"")
     record.write_bytes(encoded(_as_content(layout, why), b""))
 
 
-def _record(parts: ModelParts, limits: Limits, page_size: int | None, dtype: jnp.dtype | None) -> Path:
-    return record_file(_KIND, "", _key(parts, limits, page_size, dtype))
+def _bundled_name(depends_on: list[str]) -> str:
+    """The file of a layout in a bundle, which is of one environment, and may run where torch has no version."""
+    return f"{_KIND}-{hashlib.sha256(repr(depends_on).encode()).hexdigest()}.json"
 
 
-def _key(parts: ModelParts, limits: Limits, page_size: int | None, dtype: jnp.dtype | None) -> str:
-    """The key of a layout's record: what a trace of a step depends on."""
+def _depends_on(parts: ModelParts, limits: Limits, page_size: int | None, dtype: jnp.dtype | None) -> list[str]:
+    """What a trace of a step depends on, besides the environment."""
     weights = [
         (jax.tree_util.keystr(path), a.shape, str(a.dtype))
         for path, a in jax.tree.leaves_with_path(dict(parts.weights))
     ]
-    environment = environment_parts(parts.layout.device)
     limits = dataclasses.replace(limits, max_waiting=None)  # no trace depends on it
-    rest = (repr(weights), repr(limits), str(page_size), str(dtype), repr(environment))
-    return key_of(_KIND, [parts.traced.key, parts.layout.key, *rest])
+    return [parts.traced.key, parts.layout.key, repr(weights), repr(limits), str(page_size), str(dtype)]
 
 
 def _as_content(layout: PageLayout | None, why: str | None) -> dict[str, Any]:
