@@ -125,7 +125,7 @@ BEFORE = {
     "hfax convert ./demo-int4 ./demo-plain --dtype bfloat16": (
         "hfax convert demo ./demo-int4 --to compressed-tensors --quantization int4"
     ),
-    "hfax serve bundle --max-model-len 512": "hfax export demo --out bundle",
+    "hfax serve bundle --max-model-len 512": "hfax export demo --out bundle --for-server --max-model-len 512",
     'hfax generate bundle "Return a new list"': "hfax export demo --out bundle",
     "hfax chat Qwen/Qwen3-0.6B --history talk.json": r"printf 'Hello\n/save talk.json\n' | hfax chat demo",
 }
