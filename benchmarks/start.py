@@ -6,8 +6,8 @@
 Every run is a process of its own, timed from outside, subjects in turns. "cold" has an empty folder of programs (the C++ kernels
 are compiled before), before each of three runs; "warm" is every later run. A cold server is ready with its first programs. "full"
 is warm without stored starts: torch, transformers and the model's code are imported, and programs come from the disk, as before
-there were stored starts. "read" is a plain read of the checkpoint's file; it is in the page cache where a name does not say "from
-the disk".
+there were stored starts. A "bundle" has the programs of the server, too. "int4" is quantized while it is loaded. "read" is a plain
+read of the checkpoint's file; it is in the page cache where a name does not say "from the disk".
 """
 
 from __future__ import annotations
@@ -136,18 +136,24 @@ def main() -> None:
     parser.add_argument("--json-file", type=Path)
     options = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # as on a user's machine, hfax's own modules are compiled once
     with tempfile.TemporaryDirectory(prefix="hfax-start-") as folder:
         root = Path(folder)
         make_checkpoint(root / "qwen3")
         qwen3, weights = str(root / "qwen3"), str(root / "qwen3/model.safetensors")
         os.environ["HFAX_HOME"] = str(root / "home")
+        os.environ["PYTHONPYCACHEPREFIX"] = str(root / "bytecode")
         run([sys.executable, "-c", "from hfax.kernels.cpu import library; print(library.problem())"])
+        bundle = str(root / "bundle")
+        sizes = ["--for-server", "--max-model-len", "256"]
+        run([sys.executable, "-m", "hfax.cli", "export", "demo", "--out", bundle, *sizes])
         demo = [*_GENERATE, "demo", "Return a", "--max-new-tokens", "1"]
         two_programs = [*_GENERATE, "demo", "Return a", "--max-new-tokens", "4"]
         cold = measure(
             {
                 "generate demo, two programs, cold": emptied(root / "home", lambda: run(two_programs)),
                 "serve demo, cold": emptied(root / "home", lambda: ready("demo")),
+                "serve a bundle, cold": emptied(root / "home", lambda: ready(bundle)),
                 "serve demo, all programs first, cold": emptied(
                     root / "home", lambda: ready("demo", HFAX_BACKGROUND_COMPILATION="0")
                 ),
@@ -158,6 +164,7 @@ def main() -> None:
             3,
         )
         classify = [sys.executable, "-m", "hfax.cli", "classify", "demo", "Return a", "--labels", "list,error"]
+        int4 = _PYTHON.replace("sys.argv[1]", 'sys.argv[1], quantization="int4"')
         full = [sys.executable, "-c", "import torch\n" + _PYTHON]
         warm = measure(
             {
@@ -166,6 +173,7 @@ def main() -> None:
                 "python, demo": lambda: run([sys.executable, "-c", _PYTHON, "demo"]),
                 "python, demo, full": lambda: run([*full, "demo"]),
                 "serve demo": lambda: ready("demo"),
+                "serve a bundle": lambda: ready(bundle),
                 "classify demo": lambda: run(classify),
                 "read from the disk, Qwen3-0.6B's shape": lambda: run([sys.executable, "-c", _READ, dropped(weights)]),
                 "python, Qwen3-0.6B's shape from the disk": lambda: run(
@@ -174,6 +182,10 @@ def main() -> None:
                 "read, Qwen3-0.6B's shape": lambda: run([sys.executable, "-c", _READ, weights]),
                 "python, Qwen3-0.6B's shape": lambda: run([sys.executable, "-c", _PYTHON, qwen3]),
                 "python, Qwen3-0.6B's shape, full": lambda: run([*full, qwen3]),
+                "python, Qwen3-0.6B's shape, int4": lambda: run([sys.executable, "-c", int4, qwen3]),
+                "python, Qwen3-0.6B's shape, int4, full": lambda: run(
+                    [sys.executable, "-c", "import torch\n" + int4, qwen3]
+                ),
                 "transformers, Qwen3-0.6B's shape": lambda: run([sys.executable, "-c", _TRANSFORMERS, qwen3]),
             },
             options.repeats,
