@@ -108,9 +108,9 @@ class SlotRunner:
     def _read_prompt(self, prompts: Prompts, slot: int) -> jax.Array:
         """Prefill a prompt and store its state in the slot; returns logits, [1, vocab]."""
         put = self._parts.layout.put
-        inputs, static = put(prompts.inputs), prompts.static
+        inputs = put(prompts.inputs)
         if self._states is None:
-            self._states = self._make_states(inputs, static)
+            self._states = self._make_states()
         program = self._read_program(prompts, (dict(self._parts.weights), inputs, put(np.int32(slot)), self._states))
         raise_unread(program.unread, inputs, self._parts.traced.traits)
         logits, self._states, checks = program.run(dict(self._parts.weights), inputs, put(np.int32(slot)), self._states)
@@ -145,19 +145,24 @@ class SlotRunner:
         main = inputs.get("decoder_input_ids", inputs.get("input_ids"))
         return logits, state | {"length": jnp.int32(main.shape[1])}, checks
 
-    def _make_states(self, inputs: Any, static: Any) -> Any:
-        """Zero-filled slots; a slot is only read after a prefill. A program, so that a stored one spares the model's code."""
-        slots, layout = self._limits.max_num_seqs, self._parts.layout
+    def _make_states(self) -> Any:
+        """Zero-filled slots; a slot is only read after a prefill. A program, so that a stored one spares the model's code.
+
+        Prompts of all lengths have states of the same shapes: those of the shortest are the quickest to find.
+        """
+        slots, layout, length = self._limits.max_num_seqs, self._parts.layout, self._prompt_lengths()[0]
+        example = self._example(length, self._buckets_of(length))
 
         def make(params: Any, inputs: Any) -> Any:
-            _, state, _ = jax.eval_shape(lambda *args: self._begin(args[0], args[1], static), params, inputs)
+            _, state, _ = jax.eval_shape(
+                lambda params, inputs: self._begin(params, inputs, example.static), params, inputs
+            )
             states = jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), state)
             return states if layout.mesh is None else jax.lax.with_sharding_constraint(states, layout.replicated), None
 
-        args = (dict(self._parts.weights), inputs)
-        program = self._parts.programs.get(
-            "slots", ("engine slots", self._capacity, self._cache_dtype, slots, static), make, args
-        )
+        args = (dict(self._parts.weights), layout.put(example.inputs))
+        key = ("engine slots", self._capacity, self._cache_dtype, slots, example.static)
+        program = self._parts.programs.get("slots", key, make, args)
         self._state_shapes = program.results
         return program.run(*args)
 
