@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny_models
 import transformers
-from torch_free import WITHOUT_TORCH, run_script
+from torch_free import GENERATE, run_script
 
 from hfax import AutoModelForTPU
 
@@ -45,18 +45,6 @@ _CALLS: dict[str, dict[str, Any]] = {
                 "num_return_sequences": 3},
     "with a float8 cache": {"inputs": _IDS, "max_new_tokens": 6, "kv_cache_dtype": "fp8"},
 }  # fmt: skip
-_SCRIPT = (
-    WITHOUT_TORCH
-    + """
-from hfax import AutoModelForTPU
-folders, calls = json.loads(sys.stdin.read())
-found = {}
-for name, folder in folders.items():
-    model = AutoModelForTPU.from_pretrained(folder)
-    found[name] = {call: model.generate(**options).tolist() for call, options in calls.items()}
-print(json.dumps(found))
-"""
-)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +70,7 @@ def results(folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def stored_results(folders: dict[str, Path], results: Any) -> dict[str, dict[str, Any]]:
     paths = {name: str(folder) for name, folder in folders.items()}
-    return json.loads(run_script(_SCRIPT, text=json.dumps([paths, _CALLS])))
+    return json.loads(run_script(GENERATE, text=json.dumps([paths, dict.fromkeys(paths, _CALLS)])))
 
 
 @pytest.mark.parametrize("name", _CONFIGS)

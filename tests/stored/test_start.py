@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tiny_models
 import transformers
-from torch_free import WITHOUT_TORCH, run_script
+from torch_free import GENERATE, run_script
 
 from hfax import AutoModelForTPU
 from hfax.stored import records
@@ -50,19 +50,6 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
 _QUANTIZED = ("int8", "int4")
 """Saved by hfax from the Llama."""
 
-_SCRIPT = (
-    WITHOUT_TORCH
-    + """
-from hfax import AutoModelForTPU
-folders, calls = json.loads(sys.stdin.read())
-found = {}
-for name, folder in folders.items():
-    model = AutoModelForTPU.from_pretrained(folder)
-    found[name] = {call: model.generate(**options).tolist() for call, options in calls[name].items()}
-print(json.dumps(found))
-"""
-)
-
 
 def _calls_of(name: str) -> dict[str, dict[str, Any]]:
     return _CALLS if name in ("positions", "states") else {**_CALLS, "padded": {**_PADDED, "max_new_tokens": 6}}
@@ -91,7 +78,7 @@ def results(checkpoints: dict[str, Path]) -> dict[str, dict[str, list[list[int]]
 def stored_results(checkpoints: dict[str, Path], results: Any) -> dict[str, dict[str, list[list[int]]]]:
     """What they give in a process in which neither torch nor transformers can be imported."""
     folders = {name: str(folder) for name, folder in checkpoints.items()}
-    return json.loads(run_script(_SCRIPT, text=json.dumps([folders, {name: _calls_of(name) for name in folders}])))
+    return json.loads(run_script(GENERATE, text=json.dumps([folders, {name: _calls_of(name) for name in folders}])))
 
 
 @pytest.mark.parametrize("name", [*_CONFIGS, *_QUANTIZED])

@@ -174,10 +174,7 @@ class Engine:
         """
         parts = self.model.parts
         store_page_layout(folder, parts, self.limits, self.config.block_size, self._cache_dtype)
-        for file, program in parts.programs.made.items():
-            assert program.packed is not None
-            (folder / file).write_bytes(program.packed())
-        return {file: program.name for file, program in parts.programs.made.items()}
+        return parts.programs.store(folder)
 
     def _run_every_program(self) -> list[jax.Array]:
         found = self._runner.warm_up(self._drawer.newest)

@@ -19,7 +19,7 @@ from hfax.programs.model_parts import ModelParts
 from hfax.programs.program_cache import environment_parts
 from hfax.programs.program_files import is_enabled
 from hfax.sharding.mesh import TENSOR, size_of
-from hfax.stored.records import beside, encoded, key_of, read_record, record_file, write_record
+from hfax.stored.records import key_of, read_record, record_file, write_into_bundle, write_record
 from hfax.tracing.traits import why_not_pages
 
 _KIND = "pages"
@@ -96,8 +96,7 @@ def store_page_layout(
     """Write what `read_page_layout` returns into a bundle's folder of programs, where it is looked for first."""
     layout, why = read_page_layout(parts, limits, page_size, dtype)
     record = folder / _bundled_name(_depends_on(parts, limits, page_size, dtype))
-    beside(record).write_bytes(b"")
-    record.write_bytes(encoded(_as_content(layout, why), b""))
+    write_into_bundle(record, _as_content(layout, why), b"")
 
 
 def _bundled_name(depends_on: list[str]) -> str:

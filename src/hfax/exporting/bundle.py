@@ -103,7 +103,7 @@ def export(
             )
         for inputs in calls:
             described(**inputs)
-        made = described.parts.programs.made
+        (writing / PROGRAMS).mkdir(mode=0o700)
         devices = jax.devices() if topology is None else layout.devices
         bundle = Bundle(
             runtime=runtime_of(devices, is_one_device=layout.plan is None),
@@ -112,13 +112,9 @@ def export(
             specs=specs_of(layout),
             attn_implementation=_attention(model),
             task=model.task,
-            programs={file: program.name for file, program in made.items()},
+            programs=described.parts.programs.store(writing / PROGRAMS),
             sizes=sorted({size.padded for size in warmed}),
         )
-        (writing / PROGRAMS).mkdir(mode=0o700)
-        for file, program in made.items():
-            assert program.packed is not None
-            (writing / PROGRAMS / file).write_bytes(program.packed())
         bundle.write(writing)
         if layout.plan is None and model.task is None and _attention(model) is None:
             store_in_bundle(resolve_checkpoint(writing), described, model.buffers)

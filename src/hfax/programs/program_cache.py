@@ -216,6 +216,13 @@ class ProgramCache:
                 return future.result()
         return future.result()
 
+    def store(self, folder: Path) -> dict[str, str]:
+        """Write every program so far into a bundle's folder; returns their names by file."""
+        for file, program in self.made.items():
+            assert program.packed is not None
+            (folder / file).write_bytes(program.packed())
+        return {file: program.name for file, program in self.made.items()}
+
     def _keep(self, future: Future[Program], program: Program, file: str) -> None:
         self.made[file] = program
         future.set_result(program)

@@ -25,7 +25,7 @@ from hfax.programs.bundle_file import START, TOKENIZER, is_bundle
 from hfax.programs.program_files import is_enabled
 from hfax.stored.call import read_call, read_inputs
 from hfax.stored.reader import WeightReader
-from hfax.stored.records import beside, encoded, is_recordable, renew, write_record
+from hfax.stored.records import is_recordable, renew, write_into_bundle, write_record
 from hfax.stored.start import ForwardStart, ModelStart, TextPositions, start_file
 from hfax.stored.tokenizer import describe_tokenizer
 
@@ -90,19 +90,13 @@ def store_in_bundle(source: CheckpointSource, model: JaxModel, buffers: Mapping[
     if start is None:
         logger.info("the bundle's model will start with torch and transformers: %s", why)
         return
-    _write(source.folder / START, start.as_content(), start.buffers)
+    write_into_bundle(source.folder / START, start.as_content(), start.buffers)
     if any((source.folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
         if (described := describe_tokenizer(tokenizer)) is not None:
-            _write(source.folder / TOKENIZER, *described)
-
-
-def _write(record: Path, content: Mapping[str, Any], data: bytes) -> None:
-    """Write a record into a bundle, whose folder is moved to its place when it is complete."""
-    beside(record).write_bytes(data)
-    record.write_bytes(encoded(content, data))
+            write_into_bundle(source.folder / TOKENIZER, *described)
 
 
 def _describe(

@@ -124,7 +124,7 @@ def write_record(record: Path, content: Mapping[str, Any], data: bytes) -> None:
     try:
         record.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         put(beside(record), data)
-        put(record, encoded(content, data))
+        put(record, _encoded(content, data))
         note_use(beside(record))
         note_use(record)
         _prune(record.parent, record.name.partition("-")[0])
@@ -132,7 +132,22 @@ def write_record(record: Path, content: Mapping[str, Any], data: bytes) -> None:
         logger.info("%s was not written (%s)", record, error)
 
 
-def encoded(content: Mapping[str, Any], data: bytes) -> bytes:
+def write_into_bundle(record: Path, content: Mapping[str, Any], data: bytes) -> None:
+    """Write a record into a bundle, whose folder is moved to its place when it is complete.
+
+    Args:
+        record: its path.
+        content: JSON values by name.
+        data: contents of the second file.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    beside(record).write_bytes(data)
+    record.write_bytes(_encoded(content, data))
+
+
+def _encoded(content: Mapping[str, Any], data: bytes) -> bytes:
     """The contents of a record's first file; `data` is the second's."""
     return json.dumps({**content, "data": hashlib.sha256(data).hexdigest()}).encode()
 
