@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize(
     ("dtype", "rows"),
     [(dtype, rows) for dtype in ("float32", "bfloat16") for rows in (1, 2, 3, 5, 8, 16)]
-    + [("bfloat16", rows) for rows in (33, 50, 150)],
+    + [("bfloat16", rows) for rows in (33, 50, 150, 550)],
 )
 @pytest.mark.parametrize(("out", "width"), [(64, 128), (7, 100), (130, 1024), (1, 33), (96, 8192)])
 def test_linear_agrees_with_a_product_in_float64(dtype, rows, out, width):
@@ -153,7 +153,8 @@ def assert_rounded(got, exact):
 
 
 @pytest.mark.parametrize(
-    ("rows", "out", "width"), [(1, 1, 1), (7, 65, 3), (192, 192, 320), (193, 385, 321), (500, 70, 2048), (40, 300, 770)]
+    ("rows", "out", "width"),
+    [(1, 1, 1), (7, 65, 3), (192, 192, 320), (193, 385, 321), (500, 70, 2048), (40, 300, 770), (530, 150, 1100)],
 )
 def test_a_products_gradients_agree_with_float64(rows, out, width):
     x, weight = normal(rows, width, dtype="bfloat16"), normal(out, width, dtype="bfloat16", seed=1)

@@ -175,23 +175,24 @@ def test_env_says_which_kernels_are_used_and_where_they_are_from(monkeypatch):
     assert "turned off by HFAX_CPU_KERNELS=0" in read_environment()["cpu_kernels"]["text"]
 
 
-_ZEN5 = frozenset[str]().union(*(s.features for s in INSTRUCTION_SETS))
+_ALL = frozenset[str]().union(*(s.features for s in INSTRUCTION_SETS))
 
 
 @pytest.mark.parametrize(
     ("machine", "missing", "best"),
     [
-        ("x86_64", (), "avx512-bf16"),
+        ("x86_64", (), "amx"),
+        ("x86_64", ("amx_int8",), "avx512-bf16"),
         ("x86_64", ("avx512_bf16", "avx_vnni"), "avx512-vnni"),
         ("x86_64", ("avx512_bf16", "avx512_vnni", "avx_vnni"), "avx512"),
-        ("x86_64", [name for name in _ZEN5 if name.startswith("avx512")], "avx2-vnni"),
-        ("x86_64", [name for name in _ZEN5 if "512" in name or "vnni" in name], "avx2"),
+        ("x86_64", [name for name in _ALL if name.startswith("avx512")], "avx2-vnni"),
+        ("x86_64", [name for name in _ALL if "512" in name or "vnni" in name], "avx2"),
         ("x86_64", ("fma",), "native"),
         ("arm64", (), "neon"),
     ],
 )
 def test_of_a_wheels_libraries_the_processors_best_is_used(tmp_path, monkeypatch, machine, missing, best):
-    monkeypatch.setattr(instruction_sets, "features", lambda: _ZEN5 - set(missing))
+    monkeypatch.setattr(instruction_sets, "features", lambda: _ALL - set(missing))
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.delenv("HFAX_CPU_TARGET", raising=False)
     monkeypatch.setattr(prebuilt, "FOLDER", tmp_path)
@@ -219,3 +220,48 @@ def test_programs_are_kept_apart_by_instruction_set(monkeypatch):
             keys.add(environment_key(jax.devices("cpu")[0]))
             assert library.instruction_set().name == name
     assert len(keys) == 1 + len(library.available_instruction_sets())
+
+
+_WITHOUT_TILES = """
+import ctypes
+
+# A filter of system calls: on x86-64, arch_prctl(ARCH_REQ_XCOMP_PERM) gives EPERM, everything else is allowed.
+LOAD, JUMP_IF_EQUAL, RETURN, ALLOW, REFUSE = 0x20, 0x15, 0x06, 0x7FFF0000, 0x00050001
+CODE = [(LOAD, 0, 0, 4), (JUMP_IF_EQUAL, 0, 5, 0xC000003E), (LOAD, 0, 0, 0), (JUMP_IF_EQUAL, 0, 3, 158), (LOAD, 0, 0, 16)]
+CODE += [(JUMP_IF_EQUAL, 0, 1, 0x1023), (RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)]
+
+class Filter(ctypes.Structure):
+    _fields_ = [("code", ctypes.c_uint16), ("yes", ctypes.c_uint8), ("no", ctypes.c_uint8), ("k", ctypes.c_uint32)]
+
+class Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_uint16), ("filters", ctypes.POINTER(Filter))]
+
+libc = ctypes.CDLL(None, use_errno=True)
+filters = (Filter * len(CODE))(*CODE)
+assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+program = ctypes.byref(Program(len(CODE), filters))
+assert libc.prctl(22, 2, program, 0, 0) == 0, ctypes.get_errno()  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+
+import jax.numpy as jnp
+import numpy as np
+from hfax.kernels import quantized
+from hfax.kernels.linear import linear
+from hfax.kernels.target import compiling_for
+
+rng = np.random.default_rng(0)
+x = jnp.asarray(rng.standard_normal((40, 256)), jnp.bfloat16)
+weight = jnp.asarray(rng.standard_normal((70, 256)), jnp.bfloat16)
+codes, scale = jnp.asarray(rng.integers(-127, 128, (70, 256)), jnp.int8), jnp.ones((70, 2), jnp.bfloat16)
+packed = quantized.QuantizedArray(values=codes, scale=scale, encoding="int8", dtype=jnp.dtype("bfloat16"))
+with compiling_for("cpu") as where:
+    for got, wide in ((linear(x, weight), weight), (quantized.linear(x, packed), codes)):
+        exact = np.asarray(x, np.float64) @ np.asarray(wide, np.float64).T
+        np.testing.assert_allclose(np.asarray(got, np.float64), exact, atol=2**-8 * np.abs(exact).max())
+assert any("C++ kernel" in way for way in where.chosen), where.chosen
+"""
+
+
+def test_products_are_right_where_the_system_refuses_a_processors_tiles():
+    """A sandbox may forbid the system call by which a process asks for AMX's registers."""
+    done = processes.run(["-c", _WITHOUT_TILES], {})
+    assert done.returncode == 0, done.stderr

@@ -23,7 +23,7 @@ def weight(request):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rows", [1, 2, 9, 30, 200])
+@pytest.mark.parametrize("rows", [1, 2, 9, 30, 200, 550])
 def test_kernel_multiplies_with_those_numbers(weight, dtype, rows):
     """With the integers times their scales; activations are rounded to 16 bits of their group's largest, the result once."""
     _, packed = weight

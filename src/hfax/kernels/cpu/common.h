@@ -126,8 +126,8 @@ inline Floats exponential(Floats x) {
 
 constexpr int64_t kMostKept = 16 << 20;  // bytes
 
-// Memory of the calling thread, not initialised. What is not large stays with the thread for the next of the same type and use: fresh
-// pages cost more than what is written to them.
+// Memory of the calling thread from the beginning of a line of the cache, not initialised. What is not large stays with the thread for the
+// next of the same type and use: fresh pages cost more than what is written to them.
 template <typename T, int kUse>
 class Memory {
  public:
@@ -135,19 +135,22 @@ class Memory {
     thread_local std::unique_ptr<T[]> kept;
     thread_local int64_t size = 0;
     if (count * static_cast<int64_t>(sizeof(T)) > kMostKept) {
-      own_.reset(new T[count]);
-      data_ = own_.get();
+      own_.reset(new T[count + kLine]);
+      data_ = aligned(own_.get());
       return;
     }
     if (count > size) {
-      kept.reset(new T[count]);
+      kept.reset(new T[count + kLine]);
       size = count;
     }
-    data_ = kept.get();
+    data_ = aligned(kept.get());
   }
   T* data() const { return data_; }
 
  private:
+  static constexpr int64_t kLine = 64 / sizeof(T);
+  static T* aligned(T* p) { return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64); }
+
   std::unique_ptr<T[]> own_;
   T* data_;
 };

@@ -13,7 +13,19 @@ from pathlib import Path
 from hfax.kernels.cpu.instruction_sets import InstructionSet
 
 SOURCE = Path(__file__).with_name("kernels.cc")
-HEADERS = ("common.h", "fp8.h", "lanes.h", "matmul.h", "norms.h", "packed.h", "prompt_attention.h")
+HEADERS = (
+    "amx.h",
+    "common.h",
+    "fp8.h",
+    "lanes.h",
+    "matmul.h",
+    "matmul_amx.h",
+    "norms.h",
+    "packed.h",
+    "packed_amx.h",
+    "prompt_attention.h",
+    "sides.h",
+)
 _FLAGS = (
     "-std=c++17",
     "-O3",

@@ -35,6 +35,7 @@ _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _VNNI = _AVX512 | {"avx512_vnni"}
 _BF16 = _VNNI | {"avx512_bf16"}
+_AMX = _BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
 
 
 def _x86(name: str, *flags: str, features: frozenset[str]) -> InstructionSet:
@@ -49,6 +50,7 @@ INSTRUCTION_SETS = (
     _x86("avx512", "-march=skylake-avx512", features=_AVX512),
     _x86("avx512-vnni", "-march=cascadelake", features=_VNNI),
     _x86("avx512-bf16", "-march=cooperlake", features=_BF16),
+    _x86("amx", "-march=cooperlake", "-mamx-tile", "-mamx-bf16", "-mamx-int8", features=_AMX),
     InstructionSet(name="neon", machines=("aarch64", "arm64"), flags=("-march=armv8-a",)),
 )
 """Of each architecture from the least to the most capable: the last that a processor supports is the best for it."""

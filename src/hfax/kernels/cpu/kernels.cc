@@ -9,6 +9,7 @@
 #include "matmul.h"
 #include "norms.h"
 #include "fp8.h"
+#include "packed_amx.h"
 #include "prompt_attention.h"
 
 namespace {
@@ -318,6 +319,10 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
       using X = std::decay_t<decltype(*from)>;
 #if defined(__AVX512BF16__)
       if constexpr (std::is_same_v<X, Bf16> && std::is_same_v<W, Bf16>) {
+#if defined(HFAX_AMX)
+        if (rows >= kLanesFrom && has_tiles())
+          return as_numbers(out, [&](auto* to) { multiply_by_tiles(pool, Side{from, rows, width, width, false}, Side{w, num_columns, width, width, false}, to); });
+#endif
         if (rows < kLanesFrom || width % 2) return multiply_by(pool, Weight<Bf16Pairs>{{w, width}}, from, out);
         return as_numbers(out, [&](auto* to) { multiply_lanes(pool, from, w, width, rows, to, num_columns); });
       }

@@ -11,52 +11,13 @@
 
 #pragma once
 
-#include "lanes.h"
+#include "matmul_amx.h"
+#include "sides.h"
 
 namespace {
 
 constexpr int64_t kTileRows = 192, kTileColumns = 192;
 constexpr int64_t kBlockRows = 6, kRowGroup = 48;
-
-// One side of a product: `count` rows of `depth` numbers that are summed over, or, turned, `depth` rows of `count`. Rows begin `stride`
-// numbers after each other.
-template <typename T>
-struct SideOf {
-  const T* data;
-  int64_t count, depth, stride;
-  bool turned;
-};
-using Side = SideOf<Bf16>;
-
-inline Floats load_some(const float* p, int64_t count) {
-  if (count >= kLanes) return load(p);
-  Floats out = {};
-  std::memcpy(&out, p, std::max<int64_t>(count, 0) * sizeof(float));
-  return out;
-}
-
-inline Floats load_some(const Bf16* p, int64_t count) {
-  if (count >= kLanes) return load(p);
-  Bf16 some[kLanes] = {};
-  std::memcpy(static_cast<void*>(some), p, std::max<int64_t>(count, 0) * sizeof(Bf16));
-  return load(some);
-}
-
-inline void store_some(Floats v, int64_t count, float* out) {
-  std::memcpy(out, &v, std::min(count, kLanes) * sizeof(float));
-}
-
-inline void store_some(Floats v, int64_t count, Bf16* out) {
-#if defined(__AVX512BF16__) && defined(__AVX512VL__)
-  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
-  std::memcpy(static_cast<void*>(out), &rounded, std::min(count, kLanes) * sizeof(Bf16));
-#else
-  const Words bits = reinterpret_cast<const Words&>(v);
-  const Words rounded = v != v ? (bits >> 16) | 0x40 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  const Halves halves = __builtin_convertvector(rounded, Halves);
-  std::memcpy(static_cast<void*>(out), &halves, std::min(count, kLanes) * sizeof(Bf16));
-#endif
-}
 
 #if defined(__AVX512BF16__)
 constexpr bool kHasPairs = true;
@@ -154,11 +115,6 @@ struct Scratch {
 };
 
 #if defined(__AVX512BF16__)
-inline __mmask16 first_lanes(int64_t count) { return static_cast<__mmask16>((1u << std::clamp<int64_t>(count, 0, 16)) - 1); }
-inline __mmask32 first_halves(int64_t count) {
-  return static_cast<__mmask32>((uint64_t{1} << std::clamp<int64_t>(count, 0, 32)) - 1);
-}
-
 template <>
 struct Tiles<true> {
   static constexpr int64_t kDepth = 320, kPairs = kDepth / 2;
@@ -281,6 +237,10 @@ Scratch<kPairs>& scratch_of_thread() {
 // out [rows, columns] = each row of `a` with each of `b`, in float32.
 template <typename A, typename B, typename Out>
 void multiply_matrices(ffi::ThreadPool& pool, const SideOf<A>& a, const SideOf<B>& b, Out* out) {
+#if defined(HFAX_AMX)
+  if constexpr (kInPairs<A> && kInPairs<B>)
+    if (has_tiles()) return multiply_by_tiles(pool, a, b, out);
+#endif
   // a few large pieces would keep some threads waiting
   const int64_t tile_columns = b.count < 8 * kTileColumns * num_threads(pool) ? kTileColumns / 3 : kTileColumns;
   const int64_t bands = (a.count + kTileRows - 1) / kTileRows, strips = (b.count + tile_columns - 1) / tile_columns;
@@ -301,6 +261,9 @@ void multiply_matrices(ffi::ThreadPool& pool, const SideOf<A>& a, const SideOf<B
 // The same on one thread, with rows of `out` that begin `stride` numbers after each other.
 template <bool kAdds>
 void multiply_here(const Side& a, const Side& b, float* out, int64_t stride) {
+#if defined(HFAX_AMX)
+  if (has_tiles()) return multiply_here_by_tiles<kAdds>(a, b, out, stride);
+#endif
   auto& scratch = scratch_of_thread<kInPairs<Bf16>>();
   for (int64_t row = 0; row < a.count; row += kTileRows) {
     const int64_t num_rows = std::min(kTileRows, a.count - row);

@@ -18,6 +18,7 @@ constexpr int64_t kMaxGroup = 512;        // sums of more could exceed 32 bits
 constexpr int64_t kBlockDepth = 512;      // columns that are unpacked at a time
 constexpr int64_t kPackedChunk = 256 << 10;  // bytes of weights that a thread takes at a time
 constexpr int64_t kRowsTogether = 192;    // rows of activations that pass over a block before the next is unpacked
+constexpr int64_t kTiledFrom = 6;        // rows of activations that fill enough of a tile
 
 // What a code means, numbered as in calls.py. Codes of four bits are multiplied as numbers of at least 0: integers plus 8, and twice the
 // numbers of float4_e2m1 plus 12.
@@ -68,6 +69,8 @@ struct Rounded {
   std::vector<float> total;      // [rows, groups]: the sums of the activations, if the weight has offsets
   int64_t rows, width, groups;
   bool is_alone;                 // a row for `multiply_row`
+  bool is_tiled;                 // rows for packed_amx.h, which takes `bytes` in place of `pairs`
+  std::vector<uint8_t, Aligned<uint8_t>> bytes;
 
   // `order[i]` is the row of x that is row i here; null: all, in their order.
   template <Encoding kCode, typename T>
@@ -75,12 +78,18 @@ struct Rounded {
     Rounded out;
     out.rows = rows, out.width = weight.width, out.groups = weight.groups();
     out.is_alone = rows == 1 && weight.group % 32 == 0;
-    out.pairs.resize(rows * weight.width / 2);
-    out.scale.resize(rows * out.groups), out.start.resize(rows * out.groups);
-    if (weight.offset) out.total.resize(rows * out.groups);
-    const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows;
+    out.is_tiled = has_tiles() && rows >= kTiledFrom && weight.group % 32 == 0;
+    const int64_t all = out.is_tiled ? (rows + 15) / 16 * 16 : rows;  // tiles have 16 rows
+    if (out.is_tiled) {
+      out.bytes.resize(2 * all * weight.width);
+    } else {
+      out.pairs.resize(rows * weight.width / 2);
+    }
+    out.scale.resize(all * out.groups), out.start.resize(all * out.groups);
+    if (weight.offset) out.total.resize(all * out.groups);
+    const int64_t together = out.is_tiled ? 16 : kBlockRows, blocks = (rows + together - 1) / together;
     const auto round = [&](int64_t block) {
-      for (int64_t row = block * kBlockRows; row < std::min(rows, (block + 1) * kBlockRows); ++row)
+      for (int64_t row = block * together; row < std::min(rows, (block + 1) * together); ++row)
         out.round_row<kCode>(x + (order ? order[row] : row) * weight.width, row, weight.group);
     };
     if (rows * weight.width < kLittle) {  // less work than waking a thread
@@ -91,6 +100,8 @@ struct Rounded {
     return out;
   }
 
+  // Where a row's group is in `scale`, `start` and `total`.
+  int64_t at(int64_t row, int64_t g) const { return is_tiled ? (row / 16 * groups + g) * 16 + row % 16 : row * groups + g; }
   int64_t rows_of_block(int64_t row) const { return std::min<int64_t>(kBlockRows, rows - row); }
   const int32_t* block(int64_t row) const { return pairs.data() + row * (width / 2); }
 
@@ -101,7 +112,7 @@ struct Rounded {
   template <Encoding kCode, typename T>
   void round_row(const T* x, int64_t row, int64_t group) {
     const int64_t first = row / kBlockRows * kBlockRows, step = rows_of_block(first);
-    int32_t* to = pairs.data() + first * (width / 2) + row % kBlockRows;
+    int32_t* to = is_tiled ? nullptr : pairs.data() + first * (width / 2) + row % kBlockRows;
     for (int64_t g = 0; g < groups; ++g, x += group) {
       Floats most = {}, sum = {};
       for (int64_t k = 0; k < group; k += kLanes) {
@@ -114,11 +125,27 @@ struct Rounded {
       // what is not finite stays so: the scale is not finite then
       const float inverse = largest > 0 ? kLargest / largest : 0.0f;
       const float unit = std::isnan(added) ? std::numeric_limits<float>::quiet_NaN() : largest / kLargest;
-      scale[row * groups + g] = kCode == kFp4 ? unit * 0.5f : unit;
+      scale[at(row, g)] = kCode == kFp4 ? unit * 0.5f : unit;
       int32_t all = 0;
-      for (int64_t k = 0; k < group; k += kLanes) {
+      const auto whole_of = [&](int64_t k) {
         const Floats shifted = load(x + k) * inverse + kRounder;
-        const Ints whole = reinterpret_cast<const Ints&>(shifted) - kRounderBits;
+        return reinterpret_cast<const Ints&>(shifted) - kRounderBits;
+      };
+#if defined(HFAX_AMX)
+      if (is_tiled) {
+        alignas(64) int16_t halves[kMaxGroup];
+        Ints sums = {};
+        for (int64_t k = 0; k < group; k += kLanes) {
+          const Ints whole = whole_of(k);
+          sums += whole;
+          _mm256_store_si256(reinterpret_cast<__m256i*>(halves + k), _mm512_cvtepi32_epi16((__m512i)whole));
+        }
+        all = _mm512_reduce_add_epi32((__m512i)sums);
+        place_bytes(halves, group, bits_of(kCode) == 4, bytes.data() + (row / 16 * width + g * group) * 32 + row % 16 * 4);
+      }
+#endif
+      for (int64_t k = is_tiled ? group : 0; k < group; k += kLanes) {
+        const Ints whole = whole_of(k);
         int32_t numbers[kLanes];
         std::memcpy(numbers, &whole, sizeof(whole));
         for (int64_t i = 0; i < kLanes; i += 4, to += 2 * step) {
@@ -130,8 +157,8 @@ struct Rounded {
           to[step] = (third & 0xffff) | numbers[i + 3] << 16;
         }
       }
-      start[row * groups + g] = -added_to(kCode) * all;
-      if (!total.empty()) total[row * groups + g] = static_cast<float>(all) * unit;
+      start[at(row, g)] = -added_to(kCode) * all;
+      if (!total.empty()) total[at(row, g)] = static_cast<float>(all) * unit;
     }
   }
 
@@ -480,6 +507,11 @@ void multiply_row(const Rounded& x, const Packed<kCode>& weight, int64_t first, 
   for (int64_t i = 0; i < count; ++i) store(results[i], out + first + i);
 }
 
+#if defined(HFAX_AMX)
+template <Encoding kCode, typename Out>
+void multiply_by_tiles(const Rounded& x, const Packed<kCode>& weight, int64_t begin, int64_t end, Out* out, int64_t num_columns);  // packed_amx.h
+#endif
+
 // The results of all rows for rows `begin` to `end` of the weight.
 template <Encoding kCode, typename Out>
 void multiply_packed(const Rounded& x, const Packed<kCode>& weight, int64_t begin, int64_t end, Out* out, int64_t num_columns) {
@@ -487,6 +519,9 @@ void multiply_packed(const Rounded& x, const Packed<kCode>& weight, int64_t begi
     for (int64_t first = begin; first < end; first += kLanes)
       multiply_row<kCode, decltype(group)::value>(x, weight, first, std::min(kLanes, end - first), out);
   };
+#if defined(HFAX_AMX)
+  if (x.is_tiled) return multiply_by_tiles(x, weight, begin, end, out, num_columns);
+#endif
   if (x.is_alone) {
     if (weight.group == 128) return by_row(std::integral_constant<int64_t, 128>{});
     if (weight.group == 64) return by_row(std::integral_constant<int64_t, 64>{});
