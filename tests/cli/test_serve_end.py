@@ -8,6 +8,7 @@ import time
 
 import pytest
 from command_line import process_environment
+from terminal import Terminal
 
 _SCRIPT = """
 import sys, threading, time
@@ -34,3 +35,16 @@ def test_the_process_does_not_wait_for_a_compilation(name: str, expected: tuple[
     )
     assert (done.returncode, done.stdout) == expected
     assert time.monotonic() - began < 100
+
+
+def test_a_terminal_shows_how_many_programs_are_compiled(tmp_path, monkeypatch) -> None:
+    """A bar below the log, which is gone at the end, with the cursor shown again."""
+    monkeypatch.setenv("HFAX_HOME", str(tmp_path))  # nothing is compiled yet
+    monkeypatch.setenv("HFAX_PROGRESS", "1")
+    with Terminal("serve", "demo", "--port", "0", "--max-model-len", "256", columns=100) as terminal:
+        terminal.wait_for("compiling programs", timeout_s=300)
+        terminal.wait_for(r"\d/\d+")
+        terminal.wait_for(r"programs for .+ are ready \(\d of \d+\)", timeout_s=120)
+        terminal.type("\x03")
+        assert terminal.exit_code() == 0
+        assert "\x1b[?25h" in terminal.seen

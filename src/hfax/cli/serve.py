@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hfax.cli import model_options
+from hfax.cli.compilation_bar import CompilationBar, ConsoleHandler
 from hfax.cli.error_display import make_console, reporting
 from hfax.cli.model_options import ModelOptions
 from hfax.cli.option_groups import expand
 from hfax.errors import HfaxError, InvalidInputError, UnsupportedOptionError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from hfax.engine.config import EngineConfig
     from hfax.server.loading import Load, Loaded, OnStep
     from hfax.server.settings import Settings
@@ -357,7 +360,6 @@ def serve(
         template = None if chat_template is None else _read_template(chat_template)
         which = dataclasses.replace(which, revision=revision)
         engine_config = engine.config()
-        _log_to_stderr()
 
         def load(on_step: OnStep) -> Loaded:
             from hfax.server.loading import load_checkpoint
@@ -391,6 +393,14 @@ def require_server() -> tuple[type[Settings], Callable[..., BaseException | None
 
 def _run(settings: Settings, run_server: Callable[..., BaseException | None], load: Load) -> None:
     console = make_console()
+    _log_to(console)
+    bar = CompilationBar(console)
+
+    def load_and_show(on_step: OnStep) -> Loaded:
+        loaded = load(on_step)
+        if loaded.engine is not None:
+            bar.show(loaded.engine)
+        return loaded
 
     def say(address: str, health: str | None) -> None:
         console.print(f"Listening on {address}, loading {settings.model}", soft_wrap=True)
@@ -404,7 +414,8 @@ def _run(settings: Settings, run_server: Callable[..., BaseException | None], lo
             )
 
     try:
-        failure = run_server(settings, load, say)
+        with bar:
+            failure = run_server(settings, load_and_show, say)
     except OSError as error:
         raise InvalidInputError(
             f"Cannot listen on {_ports(settings)}.", str(error), "Choose another --port."
@@ -467,9 +478,9 @@ def _keys(given: list[str] | None) -> tuple[str, ...]:
     return keys
 
 
-def _log_to_stderr() -> None:
-    """Send the server log and the access log to stderr."""
-    handler = logging.StreamHandler(sys.stderr)
+def _log_to(console: Console) -> None:
+    """Send the server log and the access log to stderr, which is the console's."""
+    handler = ConsoleHandler(console) if console.is_terminal else logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     for name in ("hfax.access", "hfax.server", "hfax.engine"):
         logger = logging.getLogger(name)
