@@ -133,14 +133,24 @@ void blocks(const Product& product, int64_t first, int64_t last, int64_t row, Ou
   for (; m < last; ++m) block<1, R>(product, m, row, out, num_columns);
 }
 
+// Whether memory is fastest in several streams, as on Intel's processors, so that a single row of x is multiplied with several rows of the
+// weight at a time. On AMD's one stream is faster.
+inline bool reads_in_streams() {
+#if defined(__x86_64__)
+  static const bool is_intel = (__builtin_cpu_init(), __builtin_cpu_is("intel"));
+  return is_intel;
+#else
+  return false;
+#endif
+}
+
 // The same with rows `begin` to `end` of the weight.
 template <typename Product, typename Out>
 void columns(const Product& product, int64_t first, int64_t last, int64_t begin, int64_t end, Out* out, int64_t num_columns) {
   const int64_t num_rows = last - first;
   int64_t row = begin;
-  // memory is fastest read in one stream, so a single row of x takes one row of the weight at a time
   constexpr int kSide = kLanes == 16 ? 4 : 2;  // of a block whose sums fit the registers
-  if (num_rows > 1)
+  if (num_rows > 1 || reads_in_streams())
     for (; row + kSide <= end; row += kSide) blocks<kSide, kSide>(product, first, last, row, out, num_columns);
   for (; row < end; ++row) blocks<kSide, 1>(product, first, last, row, out, num_columns);
 }
