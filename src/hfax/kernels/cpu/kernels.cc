@@ -329,12 +329,9 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
       using X = std::decay_t<decltype(*from)>;
 #if defined(__AVX512BF16__)
       if constexpr (std::is_same_v<X, Bf16> && std::is_same_v<W, Bf16>) {
-#if defined(HFAX_AMX)
-        if (rows >= kLanesFrom && has_tiles())
-          return as_numbers(out, [&](auto* to) { multiply_by_tiles(pool, Side{from, rows, width, width, false}, Side{w, num_columns, width, width, false}, to); });
-#endif
-        if (rows < kLanesFrom || width % 2) return multiply_by(pool, Weight<Bf16Pairs>{{w, width}}, from, out);
-        return as_numbers(out, [&](auto* to) { multiply_lanes(pool, from, w, width, rows, to, num_columns); });
+        if (rows < kLanesFrom || (width % 2 && !has_tiles())) return multiply_by(pool, Weight<Bf16Pairs>{{w, width}}, from, out);
+        if (!has_tiles())
+          return as_numbers(out, [&](auto* to) { multiply_lanes(pool, from, w, width, rows, to, num_columns); });
       }
 #endif
       // with 32 registers blocks of sums across lanes need no packing, which costs more than few rows of float32 bring
