@@ -8,6 +8,7 @@ from pathlib import Path
 
 import processes
 import pytest
+from torch_free import WITHOUT_TORCH, run_script
 
 from hfax.bench import run as runs
 from hfax.bench.spec import Case
@@ -90,6 +91,20 @@ def test_bad_options_are_named(arguments, message):
     done = bench(*arguments)
     assert done.returncode == 1
     assert message in done.stderr
+
+
+_SUBJECT = """
+from hfax.bench.own import HfaxSubject
+from hfax.bench.spec import Case, SubjectSpec
+subject = HfaxSubject(SubjectSpec(name="hfax", kind="hfax", model="demo", dtype="float32"))
+cases = Case(kind="decode", context=8, tokens=2), Case(kind="prefill", context=8)
+print([subject.prepare(case)()[1] for case in cases])
+"""
+
+
+def test_a_second_process_starts_as_a_users_does():
+    """Without torch and transformers, or its seconds would not be those of a warm start."""
+    assert run_script(_SUBJECT) == run_script(WITHOUT_TORCH + _SUBJECT)
 
 
 def test_case_names_tell_cases_apart():

@@ -26,6 +26,7 @@ _SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "s
 _CALLS: dict[str, dict[str, Any]] = {
     "greedy": {"inputs": _IDS, "max_new_tokens": 6},
     "greedy, a longer text": {"inputs": [[*_IDS[0], 44, 45]], "max_new_tokens": 9},
+    "ended by tokens of its own": {"inputs": _IDS, "max_new_tokens": 12, "eos_token_id": [3, 64]},
     "sampled": {"inputs": _IDS, "max_new_tokens": 6, **_SAMPLED},
     "sampled by another temperature and seed": {
         **{"inputs": _IDS, "max_new_tokens": 6, **_SAMPLED},

@@ -10,14 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 
 from hfax import AutoModelForTPU
-from hfax.backends.jax.model import JaxModel
 from hfax.bench.spec import Case, SubjectSpec, random_prompt
 
+_GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1, "eos_token_id": []}
+"""Options of every call; no token ends it."""
 
-def load(spec: SubjectSpec) -> JaxModel:
+
+def load(spec: SubjectSpec) -> Any:
     """Load the model, with random weights for a config.json."""
     if spec.model.endswith(".json"):
         from transformers import AutoConfig
@@ -32,23 +33,19 @@ class HfaxSubject:
 
     def __init__(self, spec: SubjectSpec) -> None:
         self.model = load(spec)
-        self.model.generation_config.eos_token_id = None
         jax.block_until_ready(jax.tree.leaves(self.model.params))
         self._cache_bytes_per_token: float | None = None
 
     def prepare(self, case: Case) -> Callable[[], tuple[float, list[int]]]:
         """Implements `Subject`."""
-        vocab_size = self.model.config.get_text_config().vocab_size
+        vocab_size = self.model.vocabulary_size or self.model.config.get_text_config().vocab_size
         prompt = random_prompt(case.batch_size, case.context, vocab_size, repeats=case.repeats)
         if case.kind == "prefill":
             return self._prefill(prompt)
         # room for warm-up and timed tokens; max_new_tokens sets the cache capacity
         most = max(case.capacity - prompt.shape[1] - case.draft_tokens - 1, case.tokens + 2)
-        options: dict[str, Any] = {"max_new_tokens": most, "do_sample": False, "num_beams": 1}
-        if case.draft_tokens:
-            options["prompt_lookup_num_tokens"] = case.draft_tokens
-        request = self.model.read_request(prompt, **options)
-        loop, inputs = self.model.open_loop(request)
+        drafts = {"prompt_lookup_num_tokens": case.draft_tokens} if case.draft_tokens else {}
+        loop, inputs, prompts = self.model.open_call(prompt, max_new_tokens=most, **_GREEDY, **drafts)
         first = jax.block_until_ready(loop.advance(loop.start(inputs), 2))
         before = int(first["step"])
         self._note_cache(first)
@@ -58,7 +55,7 @@ class HfaxSubject:
             start = time.perf_counter()
             state = jax.block_until_ready(loop.advance(state, before + case.tokens))
             seconds = time.perf_counter() - start
-            at = request.prompts.padded_length
+            at = prompts.padded_length
             steps = int(state["step"])
             tokens = np.array(state["tokens"])[0, at : at + before + case.tokens].tolist()
             # a speculative round can overshoot the requested tokens, up to the limit
@@ -68,11 +65,9 @@ class HfaxSubject:
         return run
 
     def _prefill(self, prompt: np.ndarray) -> Callable[[], tuple[float, list[int]]]:
-        request = self.model.read_request(prompt, max_new_tokens=1, do_sample=False, num_beams=1)
-
         def run() -> tuple[float, list[int]]:
             start = time.perf_counter()
-            loop, inputs = self.model.open_loop(request)
+            loop, inputs, _ = self.model.open_call(prompt, max_new_tokens=1, **_GREEDY)
             state = jax.block_until_ready(loop.start(inputs))
             seconds = time.perf_counter() - start
             return seconds, np.array(state["tokens"])[0, prompt.shape[1] : prompt.shape[1] + 1].tolist()
@@ -102,6 +97,8 @@ class HfaxSubject:
 
     def _weight_bytes_a_step(self) -> int | None:
         """Weight bytes read per step: all except untied embedding tables; None for mixture-of-experts models."""
+        import torch
+
         module = self.model.skeleton.module
         if any(p.ndim > 2 for p in self.model.params.values()):
             return None
@@ -112,6 +109,8 @@ class HfaxSubject:
 
     def _product_parameters(self) -> int:
         """Parameters of the linear layers without the LM head, used for every prompt token."""
+        import torch
+
         module = self.model.skeleton.module
         head = module.get_output_embeddings()
         parts = (p for p in module.modules() if isinstance(p, torch.nn.Linear) and p is not head)

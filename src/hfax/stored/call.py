@@ -42,6 +42,7 @@ _KNOWN: dict[str, Callable[[Any], bool]] = {
     "past_key_values": lambda v: isinstance(v, KeptCache),
     "attention_mask": lambda v: _is_plain(v),
     "tokenizer": lambda v: True,
+    "eos_token_id": lambda v: isinstance(v, list) and all(_is_whole(i) and i >= 0 for i in v),
     "stop_strings": lambda v: isinstance(v, list) and all(isinstance(s, str) and s for s in v),
 }
 """The options of `generate` that are read here, and their values that transformers does not check further."""
@@ -49,7 +50,7 @@ _KNOWN: dict[str, Callable[[Any], bool]] = {
 
 _DEFAULTS = (
     *("do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "stop_strings"),
-    *("num_beams", "num_return_sequences", "length_penalty", "early_stopping"),
+    *("num_beams", "num_return_sequences", "length_penalty", "early_stopping", "eos_token_id"),
 )
 """Those of them that a model has defaults of."""
 

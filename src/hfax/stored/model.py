@@ -27,6 +27,7 @@ from hfax.stored.start import read_start, start_file
 
 if TYPE_CHECKING:
     from hfax.backends.protocol import LoadOptions
+    from hfax.generation.generate import GenerationLoop
     from hfax.generation.generation_request import Prompts
     from hfax.load.source import CheckpointSource
 
@@ -163,6 +164,13 @@ class StoredModel:
         if self.can_generate() and (found := runs.run(inputs, streamer, options)) is not None:
             return found
         return _full(self).generate_and_keep(inputs, streamer=streamer, **options)
+
+    def open_call(self, inputs: Any, **options: Any) -> tuple[GenerationLoop, dict[str, jax.Array], Prompts]:
+        """As `JaxModel.open_call`."""
+        if self.can_generate() and (found := _origin_of(self).runs.open_call(inputs, options)) is not None:
+            loop, arrays, prompts, _ = found
+            return loop, arrays, prompts
+        return _full(self).open_call(inputs, **options)
 
     def compile_call(self, inputs: Any, **options: Any) -> None:
         """As `JaxModel.compile_call`."""

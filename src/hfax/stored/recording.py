@@ -203,7 +203,7 @@ def _reads_inputs_alike(start: ModelStart, model: JaxModel) -> bool:
 
 
 def _reads_alike(start: ModelStart, model: JaxModel) -> bool:
-    """Whether two calls read from the record are those that the model reads."""
+    """Whether some calls read from the record are those that the model reads."""
     ids = np.repeat(model.example_prompt(1, 1), 3, axis=1)
     padded = {"attention_mask": np.array([[0, 1, 1]])} if start.traits.takes_attention_mask else {}
     drawn: dict[str, Any] = {
@@ -214,7 +214,8 @@ def _reads_alike(start: ModelStart, model: JaxModel) -> bool:
         "max_new_tokens": 2,
         "seed": 3,
     }
-    calls: list[dict[str, Any]] = [{"do_sample": False}, {**drawn, **padded}]
+    ended = [{"do_sample": False, "eos_token_id": ends} for ends in ([], [2, 1])]
+    calls: list[dict[str, Any]] = [{"do_sample": False}, {**drawn, **padded}, *ended]
     for options in calls:
         theirs, ours = model.read_request(ids, **options), read_call(start, ids, options, Buckets())
         if ours is None or theirs.static:

@@ -120,13 +120,24 @@ class StoredRuns:
         Raises:
             InvalidInputError: a prompt or an option is out of range.
         """
-        if (call := read_call(self.start, inputs, options, self.buckets)) is None or not self._are_stored(*call):
+        if (opened := self.open_call(inputs, options)) is None:
             return None
-        prompts, resolved = call
-        loop, arrays = self._open(prompts, resolved)
+        loop, arrays, prompts, resolved = opened
         generated = run_loop(loop, arrays, prompts, resolved, streamer=streamer, tokenizer=options.get("tokenizer"))
         kept = None if self.start.traits.is_encoder_decoder else loop.keep(generated, prompts)
         return _sequences(prompts, resolved, generated), kept
+
+    def open_call(
+        self, inputs: Any, options: Mapping[str, Any]
+    ) -> tuple[GenerationLoop, dict[str, jax.Array], Prompts, GenerationOptions] | None:
+        """The loop of a call before its first step, the inputs of its `start`, its prompts and options; None as from `run`.
+
+        Raises:
+            InvalidInputError: a prompt or an option is out of range.
+        """
+        if (call := read_call(self.start, inputs, options, self.buckets)) is None or not self._are_stored(*call):
+            return None
+        return *self._open(*call), *call
 
     def has_programs(self, inputs: Any, options: Mapping[str, Any]) -> bool:
         """Whether `run` would answer the call."""

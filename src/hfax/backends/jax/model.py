@@ -377,6 +377,16 @@ class JaxModel(AdapterMethods, BaseModel):
         """
         return open_request(self.parts, request, self._buckets)
 
+    def open_call(self, inputs: Any, **options: Any) -> tuple[GenerationLoop, dict[str, jax.Array], Prompts]:
+        """The loop of a call of `generate` before its first step, the inputs of its `start`, and the padded prompts.
+
+        Args:
+            inputs: as in `generate`.
+            **options: as in `generate`, without a streamer.
+        """
+        request = self.read_request(inputs, **options)
+        return *self.open_loop(request), request.prompts
+
     def _read_request(
         self,
         inputs: Any,
