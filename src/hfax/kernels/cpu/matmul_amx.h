@@ -47,7 +47,6 @@ inline void pack_tile(const Side& side, int64_t row, int64_t last, int64_t from,
 // A side whose rows stand beside each other: [vectors of 16 rows][steps][pairs][16].
 struct Across {
   const uint32_t* words;
-  int64_t count, depth;
 
   static int64_t steps(int64_t depth) { return (depth + kStepDepth - 1) / kStepDepth; }
   static int64_t vectors(int64_t count) { return (count + 15) / 16; }
@@ -175,7 +174,7 @@ void multiply_by_tiles(ffi::ThreadPool& pool, const Side& a, const Side& b, Out*
   } else {
     parallel(pool, vectors, pack);
   }
-  const Across packed{memory.data(), beside.count, beside.depth};
+  const Across packed{memory.data()};
   constexpr int64_t kMost = kTilePairs * 2 * kTileSide;
   const int64_t chunk = rows.count < 8 * kMost * num_threads(pool) ? kMost / 2 : kMost;
   const int64_t chunks = (rows.count + chunk - 1) / chunk, blocks = (vectors + kVectorsTogether - 1) / kVectorsTogether;
@@ -199,7 +198,7 @@ void multiply_here_by_tiles(const Side& a, const Side& b, float* out, int64_t st
   const int64_t vectors = Across::vectors(beside.count);
   const Memory<uint32_t, 3> memory(Across::size(beside));
   for (int64_t v = 0; v < vectors; ++v) Across::pack_vector(beside, v, memory.data());
-  const Across packed{memory.data(), beside.count, beside.depth};
+  const Across packed{memory.data()};
   const TileRegisters registers(64);
   for (int64_t from = 0; from < vectors; from += kVectorsTogether)
     multiply_tiles(rows, 0, rows.count, packed, from, std::min(vectors, from + kVectorsTogether), [&](int64_t row, int64_t vector, const float* sums) {
