@@ -94,6 +94,44 @@ _TEMPLATES = {
     "{% else %}{{ m.content }}{% endif %}{% if loop.index > 3 %}{% break %}{% endif %}{% endfor %}",
     "date": "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}{{ date_string }}"
     "{% for m in messages %}{{ m.content }}{% endfor %}{% macro tail(x) %}[{{ x }}]{% endmacro %}{{ tail('end') }}",
+    "instruction": "{% for m in messages %}{% if m['role'] == 'user' %}{{ '### Instruction:\n' ~ m['content'].strip() ~ '\n\n' }}"
+    "{% elif m['role'] == 'assistant' %}{{ '### Response:\n' ~ m['content'] ~ '\n\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}",
+    "names": "{%- set names = {'user': 'USER', 'assistant': 'ASSISTANT', 'system': 'SYSTEM'} -%}{%- for m in messages -%}"
+    "{{ names.get(m.role, m.role | title) + ': ' + m.content | replace('\n', ' ') }}{{ eos_token if m.role =="
+    " 'assistant' else ' ' }}"
+    "{%- endfor -%}{% if add_generation_prompt %}ASSISTANT:{% endif %}",
+    "filtered": "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join(' | ') }}"
+    "{{ messages | rejectattr('role', 'in', ['user']) | list | length }}{{ messages | groupby('role') | length }}",
+    "slices": "{% if messages and messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set"
+    " rest = messages[1:] %}"
+    "{% else %}{% set system = false %}{% set rest = messages %}{% endif %}{% for m in rest %}{% if loop.first and system %}"
+    "{{ '<<SYS>>\n' + system + '\n<</SYS>>\n\n' }}{% endif %}{{ m['content'] }}{% if not loop.last %}{{ '\n' }}{%"
+    " endif %}{% endfor %}",
+    "calls": "{%- for m in messages %}{%- if m.tool_calls is defined and m.tool_calls %}{%- for call in m.tool_calls %}"
+    '{{- \'<tool_call>\n{"name": "\' ~ call.function.name ~ \'", "arguments": \' ~ (call.function.arguments |'
+    " tojson) ~ '}\n</tool_call>' }}"
+    "{%- endfor %}{%- elif m.role == 'tool' %}{{- '<tool_response>\n' ~ m.content ~ '\n</tool_response>' }}{%- else"
+    " %}{{- m.content }}"
+    "{%- endif %}{%- endfor %}",
+    "described tools": "{%- macro described(t) -%}{{ t.function.name }}({%- for k, v in t.function.parameters.items()"
+    " -%}{{ k }}={{ v }}"
+    "{{ ', ' if not loop.last }}{%- endfor -%}): {{ t.function.description | default('none', true) }}{%- endmacro -%}"
+    "{%- for t in tools or [] -%}{{ described(t) }}{%- endfor -%}{%- for m in messages -%}{{ m.content }}{%- endfor -%}",
+    "thinking": "{%- for m in messages %}{%- set text = m.content if m.content is string else '' %}{%- if m.reasoning"
+    " is defined %}"
+    "{{- '<think>' + m.reasoning + '</think>' }}{%- elif '</think>' in text %}{{- text.split('</think>')[0].rstrip('\n"
+    "').split('<think>')[-1] }}"
+    "{%- endif %}{{- text }}{%- endfor %}{%- if enable_thinking is defined and enable_thinking is false %}{{-"
+    " '<think>\n\n</think>\n\n' }}{%- endif %}",
+    "joined": "{{ bos_token if bos_token is defined else '' }}{% for a, b in messages | map(attribute='role') | list"
+    " | batch(2, '-') %}"
+    "{{ a }}/{{ b }};{% endfor %}{{ (messages | last).content if messages else none }}",
+    "indented": "{{ messages | tojson(indent=2) }}{{ '%s has %d' | format('chat', messages | length) }}{{ [1, 2] +"
+    " [3] }}{{ 7 // 2 }}{{ 2 ** 5 }}",
+    "loops": "{% for m in messages recursive %}{{ loop.depth }}{{ loop.cycle('a', 'b') }}{{ m.role[:1] | upper }}{%"
+    " if m.role == 'system' %}"
+    "{% continue %}{% endif %}{{ loop.revindex }}{% else %}nobody{% endfor %}{% set x %}kept{% endset %}{{ x | trim | length }}",
 }
 """In the manner of published templates: each uses something else of what transformers gives them."""
 _CONVERSATIONS = [
