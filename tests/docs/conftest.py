@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import transformers
 from code_blocks import ROOT, code_blocks
+from gguf_files import write_demo_gguf
 from tiny_models import random_model, save
 
 from hfax.demo import demo_folder
@@ -107,4 +108,5 @@ def workplace(checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.
     }
     for name, text in files.items():
         (tmp_path / name).write_text(text)
+    write_demo_gguf(tmp_path / "model.gguf")
     return tmp_path

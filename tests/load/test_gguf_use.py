@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import gguf
 import processes
 import pytest
 import transformers
-from gguf import MODEL_ARCH
 from gguf import GGMLQuantizationType as Type
-from gguf_files import tensors_of, write_gguf
+from gguf_files import write_demo_gguf
 
 import hfax
 from hfax.demo import demo_folder
@@ -21,50 +18,6 @@ from hfax.load.source import names_gguf, resolve_checkpoint
 PROMPT = "Return a new"
 
 
-def write_demo(path: Path, kind: Type) -> Path:
-    """The demo model as llama.cpp writes it."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(demo_folder())
-    tokenizer = transformers.AutoTokenizer.from_pretrained(demo_folder())
-    stored = json.loads((demo_folder() / "tokenizer.json").read_text())
-    config = model.config
-    special = {token["id"] for token in stored["added_tokens"] if token["special"]}
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    types = [gguf.TokenType.CONTROL if index in special else gguf.TokenType.NORMAL for _, index in vocabulary]
-    metadata = {
-        "general.name": "demo",
-        ".block_count": config.num_hidden_layers,
-        ".context_length": config.max_position_embeddings,
-        ".embedding_length": config.hidden_size,
-        ".feed_forward_length": config.intermediate_size,
-        ".attention.head_count": config.num_attention_heads,
-        ".attention.head_count_kv": config.num_key_value_heads,
-        ".attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        ".attention.key_length": config.head_dim,
-        ".attention.value_length": config.head_dim,
-        ".rope.dimension_count": config.head_dim,
-        ".rope.freq_base": config.rope_parameters["rope_theta"],
-        ".vocab_size": config.vocab_size,
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": [token for token, _ in vocabulary],
-        "tokenizer.ggml.token_type": [int(kind) for kind in types],
-        "tokenizer.ggml.merges": [" ".join(pair) for pair in stored["model"]["merges"]],
-        "tokenizer.ggml.bos_token_id": tokenizer.bos_token_id,
-        "tokenizer.ggml.eos_token_id": tokenizer.eos_token_id,
-        "tokenizer.ggml.padding_token_id": tokenizer.pad_token_id,
-        "tokenizer.ggml.add_bos_token": True,
-        "tokenizer.chat_template": tokenizer.chat_template,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return write_gguf(
-        path,
-        "llama",
-        metadata,
-        tensors_of(model.float(), MODEL_ARCH.LLAMA),
-        lambda _, a: kind if a.ndim == 2 else Type.F32,
-    )
-
-
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HFAX_HOME", str(tmp_path / "home"))
@@ -72,7 +25,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_demo(tmp_path_factory.mktemp("gguf") / "demo-BF16.gguf", Type.BF16)
+    return write_demo_gguf(tmp_path_factory.mktemp("gguf") / "demo-BF16.gguf", Type.BF16)
 
 
 def test_the_tokenizer_and_the_chat_template_are_the_models(file: Path) -> None:
@@ -138,7 +91,7 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
 
 def test_a_file_is_converted_for_other_libraries(tmp_path: Path) -> None:
     """To plain numbers, and with the codes that it has, each with a tokenizer."""
-    file = write_demo(tmp_path / "demo.gguf", Type.Q4_0)
+    file = write_demo_gguf(tmp_path / "demo.gguf", Type.Q4_0)
     for words in (["plain", "--dtype", "float32"], ["packed", "--to", "compressed-tensors"]):
         done = processes.run(["-m", "hfax", "convert", str(file), str(tmp_path / words[0]), *words[1:]])
         assert done.returncode == 0, done.stderr

@@ -5,6 +5,7 @@ Names come from gguf-py's own table; the few tensors whose values llama.cpp chan
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +14,10 @@ from typing import Any, NamedTuple
 import gguf
 import numpy as np
 import torch
+import transformers
 from gguf import GGMLQuantizationType as Type
+
+from hfax.demo import demo_folder
 
 Tensors = dict[str, np.ndarray]
 
@@ -78,6 +82,50 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def write_demo_gguf(path: Path, kind: Type = Type.Q4_0) -> Path:
+    """The demo model as llama.cpp writes it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(demo_folder())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(demo_folder())
+    stored = json.loads((demo_folder() / "tokenizer.json").read_text())
+    config = model.config
+    special = {token["id"] for token in stored["added_tokens"] if token["special"]}
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    types = [gguf.TokenType.CONTROL if index in special else gguf.TokenType.NORMAL for _, index in vocabulary]
+    metadata = {
+        "general.name": "demo",
+        ".block_count": config.num_hidden_layers,
+        ".context_length": config.max_position_embeddings,
+        ".embedding_length": config.hidden_size,
+        ".feed_forward_length": config.intermediate_size,
+        ".attention.head_count": config.num_attention_heads,
+        ".attention.head_count_kv": config.num_key_value_heads,
+        ".attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        ".attention.key_length": config.head_dim,
+        ".attention.value_length": config.head_dim,
+        ".rope.dimension_count": config.head_dim,
+        ".rope.freq_base": config.rope_parameters["rope_theta"],
+        ".vocab_size": config.vocab_size,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": [token for token, _ in vocabulary],
+        "tokenizer.ggml.token_type": [int(kind) for kind in types],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in stored["model"]["merges"]],
+        "tokenizer.ggml.bos_token_id": tokenizer.bos_token_id,
+        "tokenizer.ggml.eos_token_id": tokenizer.eos_token_id,
+        "tokenizer.ggml.padding_token_id": tokenizer.pad_token_id,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.chat_template": tokenizer.chat_template,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return write_gguf(
+        path,
+        "llama",
+        metadata,
+        tensors_of(model.float(), gguf.MODEL_ARCH.LLAMA),
+        lambda _, array: kind if array.ndim == 2 else Type.F32,
+    )
 
 
 def tensors_of(model: Any, architecture: gguf.MODEL_ARCH) -> Tensors:

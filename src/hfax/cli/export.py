@@ -25,7 +25,8 @@ EXAMPLES = """[bold]Examples[/bold]
 
   hfax export demo --out bundle && hfax generate bundle "Return a new list"
   hfax export Qwen/Qwen3-0.6B --out bundle --topology v5e:1x1 --batch-sizes 1,8 --prompt-lengths 128,1024
-  hfax export demo --out bundle --for-server --max-model-len 1024 && hfax serve bundle --max-model-len 1024
+  hfax export demo --out bundle --for-server --max-model-len 512
+  hfax serve bundle --max-model-len 512
   hfax export demo --out portable --format stablehlo"""
 
 
