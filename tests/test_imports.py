@@ -38,6 +38,7 @@ ORDER = [
     {"pipelines"},
     {"bench"},
     {"train", "flax_nnx"},
+    {"quantization"},
     {"evaluation"},
     {"matrix"},
     {"doctor"},

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from hfax.patches.registry import register_patch
     from hfax.pipelines import pipeline
     from hfax.programs.bundle import Bundle
+    from hfax.quantization.checkpoint import QuantizationReport, quantize
     from hfax.sharding.partition import ShardingPlan
     from hfax.synthetic.shrink import shrink_config
     from hfax.tracing.pytrees import register_pytrees
@@ -81,6 +82,7 @@ _HOMES = {
     "OutOfMemoryError": "hfax.errors",
     "OutputDelta": "hfax.engine.outputs",
     "PreparedPrompt": "hfax.engine.request",
+    "QuantizationReport": "hfax.quantization.checkpoint",
     "RequestOutput": "hfax.engine.outputs",
     "SamplingParams": "hfax.engine.sampling_params",
     "ShardingPlan": "hfax.sharding.partition",
@@ -101,6 +103,7 @@ _HOMES = {
     "export_stablehlo": "hfax.exporting.stablehlo",
     "make_train_step": "hfax.train.step",
     "pipeline": "hfax.pipelines",
+    "quantize": "hfax.quantization.checkpoint",
     "register_patch": "hfax.patches.registry",
     "register_pytrees": "hfax.tracing.pytrees",
     "shrink_config": "hfax.synthetic.shrink",
@@ -133,6 +136,7 @@ __all__ = [
     "OutOfMemoryError",
     "OutputDelta",
     "PreparedPrompt",
+    "QuantizationReport",
     "RequestOutput",
     "SamplingParams",
     "ShardingPlan",
@@ -154,6 +158,7 @@ __all__ = [
     "export_stablehlo",
     "make_train_step",
     "pipeline",
+    "quantize",
     "register_patch",
     "register_pytrees",
     "shrink_config",

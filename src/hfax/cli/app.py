@@ -70,6 +70,7 @@ _COMMANDS = {
     "plan": _Command(module="hfax.cli.plan", function="plan"),
     "export": _Command(module="hfax.cli.export", function="export"),
     "convert": _Command(module="hfax.cli.convert", function="convert"),
+    "quantize": _Command(module="hfax.cli.quantize", function="quantize"),
     "warm": _Command(module="hfax.cli.warm", function="warm"),
     "bench": _Command(module="hfax.cli.bench", function="bench"),
     "matrix": _Command(module="hfax.cli.matrix", function="matrix"),

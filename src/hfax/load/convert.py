@@ -78,7 +78,7 @@ def convert_weights(source: CheckpointSource, store: TensorStore, skeleton: Skel
     loaded |= {tied[name] for name in loaded if name in tied}
     check_complete(skeleton, loaded, plan.unexpected, strict=True, without=without)
     if to == "safetensors":
-        arrays: dict[str, Any] = {name: _Lazy(store, name) for name in names}
+        arrays: dict[str, Any] = {name: LazyTensor(store, name) for name in names}
         absent = sorted(without - loaded)
         arrays |= draw_missing(skeleton, absent)
         arrays |= {name: torch.zeros((), dtype=torch.int64) for name in absent if name.endswith("num_batches_tracked")}
@@ -139,10 +139,10 @@ def _save_flax(folder: Path, skeleton: Skeleton, store: TensorStore, targets: di
         for name, (path, axes) in paths.items():
             if targets[name] in absent:
                 continue
-            stored = _Lazy(store, name)
+            stored = LazyTensor(store, name)
             order = tuple(range(len(stored.shape))) if axes is None else axes
 
-            def read(stored: _Lazy = stored, order: tuple[int, ...] = order) -> np.ndarray:
+            def read(stored: LazyTensor = stored, order: tuple[int, ...] = order) -> np.ndarray:
                 return np.asarray(stored).transpose(order)
 
             yield path, tuple(stored.shape[a] for a in order), stored.dtype, read
@@ -162,7 +162,7 @@ def _save_flax(folder: Path, skeleton: Skeleton, store: TensorStore, targets: di
         scratch.unlink(missing_ok=True)
 
 
-class _Lazy:
+class LazyTensor:
     """A stored tensor that is read only when it is written."""
 
     def __init__(self, store: TensorStore, name: str) -> None:

@@ -27,7 +27,7 @@ _FIELDS = ("codes", "scale", "zeros", "columns")
 
 
 @dataclasses.dataclass(frozen=True, order=True)
-class _Scheme:
+class Scheme:
     """How a weight is stored; those with the same scheme are a group of the config."""
 
     bits: int
@@ -36,9 +36,9 @@ class _Scheme:
     has_order: bool
 
     @staticmethod
-    def of(bits: int, parts: _Field) -> _Scheme:
+    def of(bits: int, parts: _Field) -> Scheme:
         columns, groups = parts["codes"].shape[-1], parts["scale"].shape[-1]
-        return _Scheme(bits, columns // groups, symmetric="zeros" not in parts, has_order="columns" in parts)
+        return Scheme(bits, columns // groups, symmetric="zeros" not in parts, has_order="columns" in parts)
 
     def arguments(self) -> dict[str, Any]:
         return {
@@ -68,6 +68,32 @@ def compress(
     Raises:
         InvalidInputError: no weight is quantized, or one has codes or offsets that the format cannot express.
     """
+    tensors, schemes = compress_part(skeleton, params, to_host)
+    if not schemes:
+        raise InvalidInputError(
+            "The model has no quantized weights to save as compressed-tensors.",
+            "They have the model's dtype.",
+            'Load it with quantization="int8" or "int4", or save it with format="safetensors".',
+        )
+    return tensors, quantization_config(schemes, plain_modules(skeleton, tensors))
+
+
+def compress_part(
+    skeleton: Skeleton, params: Mapping[str, jax.Array | QuantizedArray], to_host: HostTensor
+) -> tuple[dict[str, torch.Tensor], dict[str, Scheme]]:
+    """Some of a model's weights as a checkpoint stores them: those of a layer, say, which transformers' rules keep together.
+
+    Args:
+        skeleton: the module that the weights belong to.
+        params: weights by name.
+        to_host: fetches an array from its devices.
+
+    Returns:
+        The tensors by stored name, and the schemes of the quantized ones by the name of their linear layer.
+
+    Raises:
+        InvalidInputError: a weight has codes or offsets that the format cannot express.
+    """
     module = skeleton.module
     whole = _looked_up(skeleton)
     plain: _Field = {}
@@ -79,23 +105,22 @@ def compress(
             plain[name] = to_host(array.dequantize())
         else:
             packed.setdefault(array.bits, {})[name] = array
-    if not packed:
-        raise InvalidInputError(
-            "The model has no quantized weights to save as compressed-tensors.",
-            "They have the model's dtype.",
-            'Load it with quantization="int8" or "int4", or save it with format="safetensors".',
-        )
-    tensors = revert_weight_conversion(module, plain)
-    plain_modules = sorted(name.removesuffix(".weight") for name, of in tensors.items() if of.ndim == 2)
-    schemes: dict[str, _Scheme] = {}
+    tensors = revert_weight_conversion(module, plain) if plain else {}
+    schemes: dict[str, Scheme] = {}
     for bits, arrays in packed.items():
         for prefix, parts in _by_module(
             module, {name: _parts(name, of, to_host) for name, of in arrays.items()}
         ).items():
-            schemes[prefix] = scheme = _Scheme.of(bits, parts)
+            schemes[prefix] = scheme = Scheme.of(bits, parts)
             tensors |= {f"{prefix}.{ending}": tensor for ending, tensor in _stored(parts, scheme).items()}
-    heads = [name.removesuffix(".weight") for name in whole]
-    return tensors, _config(schemes, sorted({*plain_modules, *heads}))
+    return tensors, schemes
+
+
+def plain_modules(skeleton: Skeleton, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names of the modules that are not quantized, for `quantization_config`: those with a matrix, and the output head."""
+    heads = {name.removesuffix(".weight") for name in _looked_up(skeleton)}
+    matrices = {n.removesuffix(".weight") for n, of in tensors.items() if len(of.shape) == 2 and n.endswith(".weight")}
+    return sorted(matrices | heads)
 
 
 def _looked_up(skeleton: Skeleton) -> set[str]:
@@ -152,7 +177,7 @@ def _by_module(module: torch.nn.Module, weights: Mapping[str, _Field]) -> dict[s
     return found
 
 
-def _stored(parts: _Field, scheme: _Scheme) -> _Field:
+def _stored(parts: _Field, scheme: Scheme) -> _Field:
     """A weight's tensors by the endings of their names."""
     codes = parts["codes"]
     found = {
@@ -177,8 +202,13 @@ def _words(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return codes.contiguous().view(torch.int32)
 
 
-def _config(schemes: Mapping[str, _Scheme], ignored: list[str]) -> dict[str, Any]:
-    """The `quantization_config`: layers of one scheme are named by their class, those of several by their names."""
+def quantization_config(schemes: Mapping[str, Scheme], ignored: list[str]) -> dict[str, Any]:
+    """The `quantization_config` of a checkpoint: layers of one scheme are named by their class, those of several by their names.
+
+    Args:
+        schemes: by the name of a linear layer.
+        ignored: modules that are not quantized.
+    """
     kinds = sorted(set(schemes.values()))
     targets = {
         kind: ["Linear"] if len(kinds) == 1 else sorted(name for name, of in schemes.items() if of == kind)

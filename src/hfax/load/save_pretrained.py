@@ -72,13 +72,13 @@ def save_model(
                 "Quantized weights cannot be saved as Flax.", "Flax has no integer weights.", "Pass dequantize=True."
             )
         if jax.process_index() == 0:
-            tensors = {name: _as_host_tensor(array) for name, array in by_stored_name(params).items()}
+            tensors = {name: as_host_tensor(array) for name, array in by_stored_name(params).items()}
             save_flax(folder, skeleton, revert_weight_conversion(module, tensors))
     elif format in ("safetensors", "compressed-tensors", OWN_NAMES):
         if format == "compressed-tensors":
-            tensors, config.quantization_config = compress(skeleton, params, _as_host_tensor)
+            tensors, config.quantization_config = compress(skeleton, params, as_host_tensor)
         else:
-            tensors = {name: _as_host_tensor(array) for name, array in by_stored_name(params).items()}
+            tensors = {name: as_host_tensor(array) for name, array in by_stored_name(params).items()}
             tensors = tensors if bits or format == OWN_NAMES else revert_weight_conversion(module, tensors)
         if jax.process_index() == 0:  # all processes gather the weights; one writes
             save_safetensors(folder, tensors, max_shard_size=max_shard_size)
@@ -104,7 +104,7 @@ def by_stored_name(params: Mapping[str, jax.Array | QuantizedArray]) -> dict[str
     return arrays
 
 
-def _as_host_tensor(array: jax.Array) -> torch.Tensor:
+def as_host_tensor(array: jax.Array) -> torch.Tensor:
     """The array as a torch tensor in host memory; not copied if it is on a single CPU device."""
     here = jax.local_devices(backend="cpu")[0]
     if len(array.sharding.device_set) > 1:

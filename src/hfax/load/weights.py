@@ -195,7 +195,7 @@ def load_weights(
     give_back_freed_memory()
     if store.assembled:
         _report(still_packed, dequantized, errors, quantization)
-    tied = _settle_ties(weights, skeleton.tied)
+    tied = settle_ties(weights, skeleton.tied)
     without = unknown_to_flax(skeleton.module, skeleton.shapes) if store.is_flax else set()
     missing = check_complete(skeleton, set(weights), plan.unexpected, strict=strict, without=without)
     weights.update(initialise(skeleton, missing, layout))
@@ -362,7 +362,7 @@ def initialise(skeleton: Skeleton, names: list[str], layout: Layout) -> dict[str
     return {name: place(tensor, layout.weight(name)) for name, tensor in draw_missing(skeleton, names).items()}
 
 
-def _settle_ties(weights: dict[str, Weight], tied: dict[str, str]) -> dict[str, str]:
+def settle_ties(weights: dict[str, Weight], tied: dict[str, str]) -> dict[str, str]:
     """Drop stored copies of tied weights, rename weights stored only under an alias, and untie those that differ."""
     kept: dict[str, str] = {}
     for alias, name in tied.items():

@@ -19,6 +19,7 @@ LEAVES = frozenset(
         "exporting",
         "matrix",
         "pipelines",
+        "quantization",
         "server",
         "verification",
     }

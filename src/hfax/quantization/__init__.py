@@ -1,0 +1,1 @@
+"""Quantization of checkpoints with calibration data, one layer in memory at a time."""

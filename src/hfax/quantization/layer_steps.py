@@ -1,0 +1,239 @@
+"""A decoder's layers, one at a time: their outputs, and the moments of what their linear modules read.
+
+Runs the model's own forward with all layers but one passing their hidden states through, so that the layer gets the masks, rotary
+angles and other arguments that its model makes for it. XLA drops what is not needed: a program reads the weights of its layer and
+those outside of the layers. It does not know how weights are quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hfax.errors import UnsupportedModelError
+from hfax.kernels.target import compiling_for
+from hfax.patches.patch import forwards_replaced
+from hfax.tracing.torchax import unwrap, wrap
+from hfax.tracing.traced_model import TracedModel
+
+Weights = Mapping[str, Any]
+"""By name: those of the layer that runs, and those outside of the layers."""
+_HIDDEN = "hidden_states"
+
+
+class LayerSteps:
+    """The layers of a decoder as functions.
+
+    Args:
+        traced: the model.
+        device: that runs them.
+
+    Raises:
+        UnsupportedModelError: the model is no decoder with a list of layers.
+    """
+
+    def __init__(self, traced: TracedModel, device: jax.Device) -> None:
+        self._traced, self._device = traced, device
+        self.layers = _find_layers(traced.module, is_decoder=not traced.traits.is_encoder_decoder)
+        """Modules by name, in order."""
+        self._length: int | None = None
+        """Of the tuple that a layer returns; None: it returns a tensor, as far as is known."""
+        self._programs: dict[tuple[str, bool], Any] = {}
+
+    def layer_of(self, weight: str) -> str | None:
+        """The name of the layer that a weight belongs to; None: it is outside of them."""
+        return next((name for name in self.layers if weight.startswith(f"{name}.")), None)
+
+    def run(self, name: str, weights: Weights, ids: jax.Array, hidden: jax.Array | None) -> jax.Array:
+        """A layer's output, [batch, length, width].
+
+        Args:
+            name: of the layer.
+            weights: of the program.
+            ids: [batch, length] int32, texts without padding.
+            hidden: [batch, length, width], the layer's input; None for the first layer.
+
+        Raises:
+            UnsupportedModelError: the model computes something between its layers.
+        """
+        return self._program(name, observes=False)(weights, ids, hidden)
+
+    def observe(
+        self, name: str, weights: Weights, ids: jax.Array, hidden: jax.Array | None
+    ) -> dict[tuple[str, ...], jax.Array]:
+        """The moments of what a layer's linear modules read.
+
+        Args:
+            name: of the layer.
+            weights: of the program.
+            ids: as in `run`.
+            hidden: as in `run`.
+
+        Returns:
+            By the names of the modules that read the same input: its sum over tokens of outer products, [in, in] float32. Modules
+            of experts, which transformers computes together, are left out.
+
+        Raises:
+            UnsupportedModelError: the model computes something between its layers.
+        """
+        return self._program(name, observes=True)(weights, ids, hidden)
+
+    def losses(self, weights: Weights, ids: jax.Array, hidden: jax.Array) -> jax.Array:
+        """The negative log-likelihood of every token but the first, from the last layer's output, as [batch, length - 1] float32.
+
+        Args:
+            weights: those outside of the layers.
+            ids: [batch, length] int32.
+            hidden: [batch, length, width].
+        """
+
+        def compute(weights: Weights, ids: jax.Array, hidden: jax.Array) -> jax.Array:
+            last = [*self.layers][-1]
+            logits = self._forward(weights, ids, last, lambda *_: wrap(hidden)).logits
+            log_probs = jax.nn.log_softmax(unwrap(logits)[:, :-1].astype(jnp.float32))
+            return -jnp.take_along_axis(log_probs, ids[:, 1:, None], axis=-1)[..., 0]
+
+        return self._compiled(compute)(weights, ids, hidden)
+
+    def _program(self, name: str, *, observes: bool) -> Callable[..., Any]:
+        """The compiled function of a layer. Those of other layers are dropped: each layer is passed once."""
+        self._programs = {key: program for key, program in self._programs.items() if key[0] == name}
+        if (name, observes) not in self._programs:
+            self._programs[name, observes] = self._compiled(self._observing(name) if observes else self._running(name))
+        return self._programs[name, observes]
+
+    def _running(self, name: str) -> Callable[..., jax.Array]:
+        def compute(weights: Weights, ids: jax.Array, hidden: jax.Array | None) -> jax.Array:
+            found: list[jax.Array] = []
+
+            def layer(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                found.append(unwrap(self._call(forward, args, kwargs, hidden)))
+
+            self._forward(weights, ids, name, layer)
+            return found[0]
+
+        return compute
+
+    def _observing(self, name: str) -> Callable[..., dict[tuple[str, ...], jax.Array]]:
+        def compute(weights: Weights, ids: jax.Array, hidden: jax.Array | None) -> dict[tuple[str, ...], jax.Array]:
+            inputs: dict[int, torch.Tensor] = {}
+            read_by: dict[str, tuple[int, ...]] = {}
+
+            def noting(part: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+                def run(given: torch.Tensor) -> Any:
+                    inputs[id(given)] = given
+                    read_by[part] = (*read_by.get(part, ()), id(given))
+                    return forward(given)
+
+                return run
+
+            def layer(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                parts = self.layers[name].named_modules()
+                linear = [(part, module) for part, module in parts if isinstance(module, torch.nn.Linear)]
+                with forwards_replaced((module, noting(part, module.forward)) for part, module in linear):
+                    self._call(forward, args, kwargs, hidden)
+
+            self._forward(weights, ids, name, layer)
+            readers: dict[tuple[int, ...], list[str]] = {}
+            for part, read in read_by.items():
+                readers.setdefault(read, []).append(f"{name}.{part}")
+            return {tuple(parts): sum(_moment(inputs[i]) for i in read) for read, parts in readers.items()}  # pyright: ignore[reportReturnType]
+
+        return compute
+
+    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        compiled = jax.jit(function)
+
+        def call(*arguments: Any) -> Any:
+            with compiling_for(self._device):
+                return compiled(*arguments)
+
+        return call
+
+    def _forward(self, weights: Weights, ids: jax.Array, name: str, run: Callable[..., Any]) -> Any:
+        """The model's outputs, where the layers pass their inputs through.
+
+        Args:
+            weights: of the program.
+            ids: [batch, length] int32.
+            name: of a layer.
+            run: is called with that layer's forward, and its arguments; if it returns a tensor, this is the layer's output.
+        """
+        outputs: list[Any] = []
+        before: list[Any] = []
+
+        def passing(part: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+            def pass_on(*args: Any, **kwargs: Any) -> Any:
+                given = args[0] if args else kwargs[_HIDDEN]
+                if before and given is not before[-1]:
+                    raise self._unlike_a_stack()
+                found = run(forward, args, kwargs) if part == name else None
+                before.append(given if found is None else found)
+                return before[-1] if self._length is None else (before[-1], *[None] * (self._length - 1))
+
+            return pass_on
+
+        def look(module: torch.nn.Module, inputs: dict[str, Any]) -> None:
+            before.clear()
+            with forwards_replaced((layer, passing(part, layer.forward)) for part, layer in self.layers.items()):
+                outputs.append(module(**inputs))
+
+        try:
+            self._traced.inspect(weights, look, {"input_ids": ids}, {"use_cache": False})
+        except _LearnedLength:  # the layers before did not return what this one does
+            self._traced.inspect(weights, look, {"input_ids": ids}, {"use_cache": False})
+        return outputs[-1]
+
+    def _call(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], hidden: jax.Array | None
+    ) -> torch.Tensor:
+        """A layer's hidden states, for other ones than those that it was given."""
+        if hidden is not None:
+            args, kwargs = (wrap(hidden), *args[1:]), {n: v for n, v in kwargs.items() if n != _HIDDEN}
+        found = forward(*args, **kwargs)
+        length = len(found) if isinstance(found, tuple) else None
+        if length != self._length:
+            self._length = length
+            raise _LearnedLength
+        return found[0] if isinstance(found, tuple) else found
+
+    def _unlike_a_stack(self) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"{type(self._traced.module).__name__} cannot be quantized layer by layer.",
+            "It computes something between its layers, or a layer reads more than the one before it wrote.",
+            'Load it with quantization="int4", which needs no calibration data, and save_pretrained it.',
+        )
+
+
+def _moment(given: torch.Tensor) -> jax.Array:
+    rows = unwrap(given)
+    rows = rows.reshape(-1, rows.shape[-1])
+    exact = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
+    return jnp.matmul(rows.T, rows, precision=exact, preferred_element_type=jnp.float32)
+
+
+class _LearnedLength(BaseException):
+    """A layer returns a tuple of a length that was not known; the trace begins again."""
+
+
+def _find_layers(module: Any, *, is_decoder: bool) -> dict[str, torch.nn.Module]:
+    """The longest list of layers of the decoder."""
+    decoder = module.get_decoder() if is_decoder else None
+    lists = [
+        part
+        for part in (decoder.modules() if isinstance(decoder, torch.nn.Module) else ())
+        if isinstance(part, torch.nn.ModuleList) and all(isinstance(m, GradientCheckpointingLayer) for m in part)
+    ]
+    longest = max(lists, key=len, default=())
+    if not len(longest):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} is no decoder with a list of layers.",
+            "Calibration goes through a decoder's layers, one after the other.",
+            'Load it with quantization="int4" or "int8", which need no calibration data.',
+        )
+    return {name: part for name, part in module.named_modules() if any(part is layer for layer in longest)}

@@ -1,0 +1,96 @@
+"""Rounds the weights of linear layers to codes with scales: which ones, to how many bits, and how."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hfax.errors import InvalidInputError
+from hfax.kernels.encodings import WORD_COLUMNS
+from hfax.kernels.quantized import QuantizedArray
+from hfax.load.codes import in_words
+from hfax.quantization.gptq import choose_scale, gptq, round_to
+
+Method = Literal["gptq", "awq", "rtn"]
+_GROUPS = (128, 64, 32)
+_FEWEST_ROWS = 32
+"""Matrices with fewer, such as gates and routers, are left as they are: they are small, and much depends on them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rounding:
+    """How matrices are rounded.
+
+    Args:
+        method: see `hfax.quantize`, as for the others.
+        bits: of a weight: 4 or 8.
+        group_size: columns that share a scale.
+        damping: of GPTQ.
+
+    Raises:
+        InvalidInputError: one of them is out of range.
+    """
+
+    method: Method
+    bits: int
+    group_size: int
+    damping: float
+
+    def __post_init__(self) -> None:
+        if self.method not in get_args(Method):
+            raise InvalidInputError(
+                f"method={self.method!r} is not one of hfax's.",
+                "It names an algorithm.",
+                'Pass "gptq", "awq" or "rtn".',
+            )
+        if self.bits not in (4, 8) or self.group_size not in _GROUPS:
+            raise InvalidInputError(
+                f"bits={self.bits} with group_size={self.group_size} is not supported.",
+                "Kernels multiply with codes of 4 and 8 bits, in groups of 32, 64 and 128 columns.",
+                "Pass 4 or 8 bits, and one of these group sizes.",
+            )
+        if not 0 < self.damping < 1:
+            raise InvalidInputError(f"damping={self.damping} is out of range.", "It is a share.", "Pass 0.01, say.")
+
+    def kind_of(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """Bits and group size of a matrix of this shape; None: it is not quantized.
+
+        Where rows do not divide into words of 4-bit codes, 8 bits are used, as by `quantization="int4"`.
+        """
+        if shape[-2] < _FEWEST_ROWS:
+            return None
+        if self.bits == 4 and shape[-1] % WORD_COLUMNS == 0:
+            return 4, self.group_size
+        group = next((g for g in _GROUPS if g <= self.group_size and shape[-1] % g == 0), None)
+        return None if group is None else (8, group)
+
+    def round(self, weight: jax.Array, moment: jax.Array | None) -> QuantizedArray:
+        """A quantized matrix, [out, in], or stack of them, [n, out, in].
+
+        Args:
+            weight: to quantize.
+            moment: of its inputs, see `LayerSteps.observe`; None: unknown, all columns are rounded alike.
+        """
+        kind = self.kind_of(weight.shape)
+        assert kind is not None, f"a matrix of {weight.shape} is not quantized"
+        bits, group = kind
+        dtype = jnp.dtype(jnp.bfloat16) if weight.dtype == jnp.float32 else weight.dtype
+        if moment is not None and self.method == "gptq":
+            codes, scale = gptq(weight, moment, bits=bits, group=group, damping=self.damping, scale_dtype=dtype)
+        else:
+            matrix = weight.reshape(-1, weight.shape[-1])
+            importance = jnp.ones(matrix.shape[-1], jnp.float32) if moment is None else jnp.diagonal(moment)
+            scale = choose_scale(matrix, importance, bits=bits, group=group, dtype=dtype)
+            scales = jnp.repeat(scale.astype(jnp.float32), group, axis=-1)
+            codes = round_to(matrix.astype(jnp.float32), scales, bits).astype(jnp.int8)
+        values = codes if bits == 8 else jax.device_put(in_words((np.asarray(codes) + 8).astype(np.uint8)))
+        return QuantizedArray(
+            values=values.reshape(*weight.shape[:-1], -1),
+            scale=scale.reshape(*weight.shape[:-1], -1),
+            encoding="int8" if bits == 8 else "int4",
+            dtype=weight.dtype,
+        )
