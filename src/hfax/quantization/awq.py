@@ -21,8 +21,6 @@ from hfax.quantization.gptq import choose_scale, round_to
 Arrays = dict[str, Any]
 _EXPONENTS = tuple(i / 20 for i in range(20))
 """Of the inputs' size: 0 changes nothing."""
-_SAME = 1e-4
-"""Largest difference of outputs, relative to their largest value, of a trial that succeeds."""
 
 
 def scale_channels(
@@ -46,7 +44,7 @@ def scale_channels(
     Returns:
         The weights, and the moments of the scaled inputs.
     """
-    expected = np.asarray(run(weights), np.float32)
+    expected = np.asarray(run(weights))
     scaled_moments = dict(moments)
     for modules, moment in moments.items():
         names = [f"{module}.weight" for module in modules]
@@ -54,21 +52,21 @@ def scale_channels(
         if len(kinds) != 1 or (kind := kinds.pop()) is None:
             continue  # a matrix that is not quantized reads the same input
         width = len(moment)
-        trial = jnp.exp2(jnp.arange(width) % 3 - 1.0)
+        trial = jnp.exp2(jnp.arange(width) % 3 - 1.0)  # products and sums scale without rounding: outputs stay equal
 
-        for maker in _makers(layer, prefix, width, names):
-            if maker in weights and _is_same(run(_scaled(weights, maker, names, trial)), expected):
-                break
-        else:
+        def output(maker: str | None, weights: Arrays = weights, names: Sequence[str] = names) -> np.ndarray:
+            return np.asarray(run(_scaled(weights, maker, names, trial)))  # noqa: B023 (called in this round)
+
+        if np.array_equal(output(None), expected):
+            continue  # the output does not depend on these matrices, so the trial would tell nothing
+        makers = (m for m in _makers(layer, prefix, width, names) if m in weights)
+        if (maker := next((m for m in makers if np.array_equal(output(m), expected)), None)) is None:
             continue
         factor = best_factor([weights[name] for name in names], moment, bits=kind[0], group=kind[1])
         weights = _scaled(weights, maker, names, factor)
+        expected = np.asarray(run(weights))  # rounding has changed it
         scaled_moments[modules] = moment / factor / factor[:, None]
     return weights, scaled_moments
-
-
-def _is_same(output: jax.Array, expected: np.ndarray) -> bool:
-    return bool(np.abs(np.asarray(output, np.float32) - expected).max() <= _SAME * np.abs(expected).max())
 
 
 def _makers(layer: torch.nn.Module, prefix: str, width: int, readers: Sequence[str]) -> list[str]:
@@ -81,14 +79,13 @@ def _makers(layer: torch.nn.Module, prefix: str, width: int, readers: Sequence[s
     return [*norms, *linear]
 
 
-def _scaled(weights: Arrays, maker: str, readers: Sequence[str], factor: jax.Array) -> Arrays:
+def _scaled(weights: Arrays, maker: str | None, readers: Sequence[str], factor: jax.Array) -> Arrays:
     """The weights with a factor on the columns of readers, and its inverse on the rows of what makes their input."""
     found = dict(weights)
-    for name in (maker, maker.removesuffix("weight") + "bias"):
-        if name in weights:
-            given = weights[name]
-            inverse = (1 / factor).reshape(-1, *[1] * (given.ndim - 1))
-            found[name] = (given.astype(jnp.float32) * inverse).astype(given.dtype)
+    made = () if maker is None else (maker, maker.removesuffix("weight") + "bias")
+    for name, given in ((name, weights[name]) for name in made if name in weights):
+        inverse = (1 / factor).reshape(-1, *[1] * (given.ndim - 1))
+        found[name] = (given.astype(jnp.float32) * inverse).astype(given.dtype)
     for name in readers:
         found[name] = (weights[name].astype(jnp.float32) * factor).astype(weights[name].dtype)
     return found

@@ -48,6 +48,7 @@ from hfax.tracing.traced_model import TracedModel
 Progress = Callable[[str, int, int], None]
 """Is called with what is done, and how many of how many layers are."""
 _TOKENS_AT_A_TIME = 4096
+_UNLIMITED = 1 << 60
 _HELD_OUT = 8
 """One in so many rows of the data is used to measure the perplexity and not to calibrate."""
 
@@ -190,7 +191,9 @@ class _Run:
         from hfax.checkpoint import Checkpoint
 
         options = LoadOptions(trust_remote_code=self._trusts)
-        return Checkpoint(source=self._source, options=options, backend="jax").load_tokenizer()
+        found = Checkpoint(source=self._source, options=options, backend="jax").load_tokenizer()
+        found.model_max_length = _UNLIMITED  # texts are cut into rows afterwards; longer ones would be warned of
+        return found
 
     def quantize(self, ids: np.ndarray, progress: Progress) -> QuantizationReport:
         """Quantize every layer, and write the checkpoint.

@@ -78,13 +78,12 @@ class Rounding:
         kind = self.kind_of(weight.shape)
         assert kind is not None, f"a matrix of {weight.shape} is not quantized"
         bits, group = kind
-        dtype = jnp.dtype(jnp.bfloat16) if weight.dtype == jnp.float32 else weight.dtype
         if moment is not None and self.method == "gptq":
-            codes, scale = gptq(weight, moment, bits=bits, group=group, damping=self.damping, scale_dtype=dtype)
+            codes, scale = gptq(weight, moment, bits=bits, group=group, damping=self.damping, scale_dtype=weight.dtype)
         else:
             matrix = weight.reshape(-1, weight.shape[-1])
             importance = jnp.ones(matrix.shape[-1], jnp.float32) if moment is None else jnp.diagonal(moment)
-            scale = choose_scale(matrix, importance, bits=bits, group=group, dtype=dtype)
+            scale = choose_scale(matrix, importance, bits=bits, group=group, dtype=weight.dtype)
             scales = jnp.repeat(scale.astype(jnp.float32), group, axis=-1)
             codes = round_to(matrix.astype(jnp.float32), scales, bits).astype(jnp.int8)
         values = codes if bits == 8 else jax.device_put(in_words((np.asarray(codes) + 8).astype(np.uint8)))
