@@ -12,14 +12,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import transformers
 
-from hfax import AutoModelForTPU, Engine, EngineConfig, SamplingParams
+from hfax import AutoModelForTPU, Engine, EngineConfig, SamplingParams, quantize
 from hfax.load.source import resolve_checkpoint
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+from demo_corpus import read_corpus
 
 TEXTS = Path(__file__).parents[1] / "tests" / "demo" / "held_out_sample.json"
 
@@ -59,10 +64,22 @@ def read_by_engine(model: Any, ids: list[np.ndarray], kv_cache_dtype: str) -> tu
     return [token.logprob for token in tokens], [token.top[0][0] for token in tokens]
 
 
+def open_model(kind: str | None, rows: int) -> Any:
+    """The demo model: with its own weights, rounded while it is loaded, or quantized with `rows` rows of calibration data."""
+    if kind not in ("gptq", "awq"):
+        return AutoModelForTPU.from_pretrained("demo", quantization=kind)
+    documents = read_corpus().train
+    with tempfile.TemporaryDirectory() as folder:
+        data = [{"text": document.text} for document in documents[:: max(1, len(documents) // (8 * rows))]]
+        quantize("demo", folder, data=data, method=kind, num_samples=rows, max_length=256)
+        return AutoModelForTPU.from_pretrained(folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=int, help="how many of the held-out texts; all of them unless said otherwise")
     parser.add_argument("--length", type=int, default=256, help="most tokens of a text")
+    parser.add_argument("--calibration-rows", type=int, default=128, help="of 256 tokens, for gptq and awq")
     parser.add_argument("--json-file", type=Path)
     options = parser.parse_args()
     tokenizer = transformers.AutoTokenizer.from_pretrained(resolve_checkpoint("demo").folder)
@@ -75,8 +92,8 @@ def main() -> None:
     padded = [np.pad(each, ((0, 0), (0, options.length - each.shape[1]))) for each in ids]
     results: dict[str, Any] = {"texts": len(texts), "tokens": int(sum(each.shape[1] for each in ids))}
     full: list[np.ndarray] = []
-    for kind in (None, "int8", "int4"):
-        model = AutoModelForTPU.from_pretrained("demo", quantization=kind)
+    for kind in (None, "int8", "int4", "gptq", "awq"):
+        model = open_model(kind, options.calibration_rows)
         logits = [
             np.asarray(model(input_ids=row).logits[0, : each.shape[1]], np.float64)
             for row, each in zip(padded, ids, strict=True)

@@ -14,7 +14,8 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "quantization.py"
 
 
 def test_fewer_bits_are_worse(tmp_path):
-    command = [sys.executable, SCRIPT, "--texts", "3", "--length", "64", "--json-file", tmp_path / "out.json"]
+    few = ["--texts", "3", "--length", "64", "--calibration-rows", "16"]
+    command = [sys.executable, SCRIPT, *few, "--json-file", tmp_path / "out.json"]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, "JAX_PLATFORMS": "cpu"}
     )
@@ -26,6 +27,8 @@ def test_fewer_bits_are_worse(tmp_path):
     assert 0 < int8["logit_error"] < int4["logit_error"] < 0.5
     assert 0 < int8["divergence_nats"] < int4["divergence_nats"]
     assert full["megabytes"] > int8["megabytes"] > int4["megabytes"]
+    for method in ("gptq", "awq"):
+        assert int8["logit_error"] < results[method]["logit_error"] < int4["logit_error"]
     cache = results["kv_cache"]
     assert abs(cache["perplexity"] / full["perplexity"] - 1) < 0.01
     assert 0 < abs(cache["perplexity_fp8"] / cache["perplexity"] - 1) < 0.05

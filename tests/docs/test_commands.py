@@ -110,6 +110,7 @@ SMALLER = {
     "generate": "--max-new-tokens 4",
     "chat": "--max-new-tokens 4",
     "verify": "--max-new-tokens 4",
+    "quantize": "--num-samples 4 --max-length 16",
     "bench": "--rounds 1 --tokens 2",
     "bench serve": "--num-requests 10 --json",
     "bench attack": "--each 1 --slow-s 1 --flood 10",
@@ -130,6 +131,9 @@ BEFORE = {
     ),
     "hfax serve bundle --max-model-len 512": "hfax export demo --out bundle --for-server --max-model-len 512",
     'hfax generate bundle "Return a new list"': "hfax export demo --out bundle",
+    'hfax generate demo-gptq "Return a new list"': (
+        "hfax quantize demo --data README.md --out demo-gptq --num-samples 8 --max-length 128"
+    ),
     "hfax chat Qwen/Qwen3-0.6B --history talk.json": r"printf 'Hello\n/save talk.json\n' | hfax chat demo",
 }
 """Command lines that need what another one leaves behind."""
