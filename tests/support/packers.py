@@ -252,3 +252,73 @@ def bitsandbytes4(weight: torch.Tensor, *, block: int = 64, nested: bool = False
     packed = (codes[::2] << 4 | codes[1::2]).view(storage)[:, None]
     parts["quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
     return packed, parts, numbers.reshape(weight.shape)
+
+
+def torchao(name: str, weight: torch.Tensor, *, kind: str = "IntxUnpackedToInt8Tensor", bits: int = 4, size: int = 32,
+            asymmetric: bool = False, **changes):  # fmt: skip
+    """A weight as torchao's safetensors have it: its tensors by name, its entry in the file's metadata, and its numbers.
+
+    Args:
+        name: of the weight, such as "layer.weight".
+        weight: [out, in].
+        kind: the class of tensor.
+        bits: of a code; 8 for float8.
+        size: columns in a group.
+        asymmetric: with zeros that differ.
+        changes: fields of the metadata in place of these.
+    """
+    module, _, last = name.rpartition(".")
+    if kind == "Float8Tensor":
+        scale = weight.float().unflatten(-1, (-1, size)).abs().amax(-1) / 448
+        codes = (weight.float() / scale.repeat_interleave(size, -1)).to(torch.float8_e4m3fn)
+        parts, numbers = {"qdata": codes, "scale": scale}, codes.float() * scale.repeat_interleave(size, -1)
+    else:
+        half = 1 << (bits - 1)
+        codes, scale, zero = groups_of(weight, size, bits, asymmetric, torch.bfloat16)
+        codes, zero = codes.short() - half, zero.short() - half
+        numbers = (codes - zero.repeat_interleave(size, -1)).float() * scale.float().repeat_interleave(size, -1)
+        parts = {"qdata": codes.to(torch.int8), "scale": scale, "zero_point": zero.to(torch.int8)}
+    fields = {"block_size": [1, size], "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}
+    if kind == "IntxUnpackedToInt8Tensor":
+        fields["target_dtype"] = {"_type": "torch.dtype", "_data": f"int{bits}"}
+    entry = {"_type": kind, "_data": fields | changes, "_tensor_data_names": list(parts)}
+    return {f"{module}._{last}_{part}": tensor for part, tensor in parts.items()}, json.dumps(entry), numbers
+
+
+def hqq(weight: torch.Tensor, *, bits: int = 4, size: int = 64, axis: int = 1, as_float: bool = False):
+    """A weight as hqq's `HQQLinear` stores it, and its numbers.
+
+    Args:
+        weight: [out, in].
+        bits: of a code.
+        size: numbers in a group.
+        axis: 1 for groups of neighbouring columns, 0 for those of numbers far apart.
+        as_float: the codes' bytes are stored in a floating-point dtype.
+    """
+    groups = weight.float().reshape((-1, size) if axis == 1 else (size, -1))
+    low, high = groups.amin(axis, keepdim=True), groups.amax(axis, keepdim=True)
+    top = 2**bits - 1
+    scale = ((high - low) / top).bfloat16()
+    zero = (-low / scale.float()).bfloat16()
+    codes = (groups / scale.float() + zero.float()).round().clamp(0, top).to(torch.int32)
+    numbers = ((codes.double() - zero.double()) * scale.double()).reshape(weight.shape).float()
+    per_word = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}[bits]
+    stacks = torch.nn.functional.pad(codes, (0, 0, 0, -len(codes) % per_word)).unflatten(0, (per_word, -1))
+    words = sum(stack << bits * (per_word - 1 - i) for i, stack in enumerate(stacks))
+    words = words if bits == 3 else words.to(torch.uint8)
+    parts = {
+        "W_q": words.view(torch.bfloat16) if as_float else words,
+        "scale": scale,
+        "zero": zero,
+        "shape": torch.tensor(weight.shape),
+        **{
+            name: torch.tensor(value, dtype=torch.int32)
+            for name, value in (("nbits", bits), ("group_size", size), ("axis", axis))
+        },
+        **{
+            name: torch.tensor(1, dtype=torch.uint8)
+            for name in ("encoded_state_dict", "stores_quant_config", "channel_wise")
+        },
+        "packing": torch.tensor(list(b"4bit_u8"), dtype=torch.uint8),
+    }
+    return parts, numbers

@@ -43,6 +43,7 @@ class TensorStore:
         rules: transformers' conversion rules for a model of this config, for a format with names of its own; None: the rules of the
             model's class.
         assembled: names of weights that are made of several tensors, so that part of one costs as much as all of it.
+        metadata: free-form texts of the files, by name; those of all files together.
     """
 
     names: Iterable[str]
@@ -56,6 +57,7 @@ class TensorStore:
     read_packed: Callable[[str], PackedTensor] = _no_packed
     rules: Callable[[PretrainedConfig], list[WeightTransform]] | None = None
     assembled: Collection[str] = frozenset()
+    metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def with_weights(self, weights: Mapping[str, StoredWeight], *, without: Collection[str] = ()) -> TensorStore:
         """The store in which tensors that belong together are one weight each.
@@ -121,6 +123,7 @@ def open_store(source: CheckpointSource) -> TensorStore:
         shape=lambda name: where[name].tensors[name].shape,
         float_dtype=stored,
         dtype=lambda name: where[name].tensors[name].torch_dtype,
+        metadata={name: text for file in files for name, text in file.metadata.items()},
     )
 
 

@@ -27,10 +27,12 @@ _READERS: dict[str, str] = {
     "fbgemm_fp8": "fp8",
     "fp8": "fp8",
     "gptq": "gptq",
+    "hqq": "hqq",
     "modelopt": "modelopt",
     "modelopt_fp4": "modelopt",
     "mxfp4": "mxfp4",
     "quark": "fp8",
+    "torchao": "torchao",
 }
 """The module that reads each `quant_method`, with a function `find`: a `Reader`."""
 
