@@ -135,6 +135,36 @@ def _names(folder: Path) -> list[str]:
         return list(file.keys())
 
 
+BLOCKS = {"blocks": ((128, 128), "block"), "rows": ((1, 128), "group"), "whole rows": ((1, 256), "channel")}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_float8_is_written_with_the_scales_that_it_has(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    block, strategy = BLOCKS[name]
+    tensors, config = packers.plain_tensors(
+        tmp_path / "plain", transformers.LlamaForCausalLM.from_pretrained(folders["llama"])
+    )
+
+    def fp8(module: str, weight: torch.Tensor) -> Any:
+        values, scale, numbers = packers.fp8(weight, (block[0], min(block[1], weight.shape[1])))
+        return {"weight": values, "weight_scale_inv": scale}, numbers
+
+    stored, _ = packers.quantized(tensors, fp8)
+    options = {"quant_method": "fp8", "weight_block_size": list(block)}
+    model = AutoModelForTPU.from_pretrained(packers.write(tmp_path / "fp8", stored, config, options))
+    model.save_pretrained(tmp_path / "again", format="compressed-tensors")
+    again = AutoModelForTPU.from_pretrained(tmp_path / "again")
+    _assert_same_numbers(model, again)
+    assert again.quantization == "fp8"
+    written = json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]
+    assert written["format"] == "float-quantized"
+    assert strategy in {group["weights"]["strategy"] for group in written["config_groups"].values()}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32).eval()
+    mine = np.asarray(again(input_ids=IDS).logits)
+    others = theirs(IDS).logits.detach().numpy()
+    assert np.abs(mine - others).max() < 1e-4 * np.abs(others).max()
+
+
 def test_plain_numbers_for_every_library(folders: dict[str, Path], tmp_path: Path) -> None:
     model = AutoModelForTPU.from_pretrained(folders["experts"], quantization="int4")
     model.save_pretrained(tmp_path, dequantize=True)
@@ -152,13 +182,15 @@ def test_what_the_format_cannot_express_is_refused(folders: dict[str, Path], tmp
         tmp_path / "plain", transformers.LlamaForCausalLM.from_pretrained(folders["llama"])
     )
 
-    def fp8(module: str, weight: torch.Tensor) -> Any:
-        values, scale, numbers = packers.fp8(weight, (128, 128))
-        return {"weight": values, "weight_scale_inv": scale}, numbers
+    def nvfp4(module: str, weight: torch.Tensor) -> Any:
+        codes, scale, whole, numbers = packers.nvfp4(weight)
+        return {"weight_packed": codes, "weight_scale": scale, "weight_global_scale": (1 / whole)[None]}, numbers
 
-    stored, _ = packers.quantized(tensors, fp8)
-    options = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    floats = AutoModelForTPU.from_pretrained(packers.write(tmp_path / "fp8", stored, config, options))
-    with pytest.raises(InvalidInputError, match="codes of fp8"):
+    stored, _ = packers.quantized(tensors, nvfp4)
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": "nvfp4-pack-quantized"}}
+    options = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": groups}
+    floats = AutoModelForTPU.from_pretrained(packers.write(tmp_path / "fp4", stored, config, options))
+    with pytest.raises(InvalidInputError, match="codes of fp4"):
         floats.save_pretrained(tmp_path / "out", format="compressed-tensors")
     assert not (tmp_path / "out").exists()

@@ -320,7 +320,16 @@ def test_an_adapter_of_a_table_that_scales_its_rows(tmp_path):
         model.add_adapter(LoraConfig(r=2, target_modules=["embed_tokens"], use_dora=True), "dora")
 
 
-@pytest.mark.parametrize("form", [("int4", 32, "float16", True), ("fp8", 128, "float32", False)], ids=str)
+@pytest.mark.parametrize(
+    "form",
+    [
+        ("int4", 32, "float16", True),
+        ("int8", 32, "float16", True),
+        ("fp8", 128, "float32", False),
+        ("fp4", 32, "bfloat16", False),
+    ],
+    ids=str,
+)
 def test_an_adapter_trains_beside_stored_weights_as_beside_their_numbers(form):
     """With offsets and columns in another order: losses are those of the same weights as numbers."""
     config = tiny_llama_config(hidden_size=128, intermediate_size=256, num_hidden_layers=1)

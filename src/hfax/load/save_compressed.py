@@ -1,4 +1,5 @@
-"""Quantized weights as compressed-tensors stores them ("pack-quantized"), which transformers and vLLM load.
+"""Quantized weights as compressed-tensors stores them, which transformers and vLLM load: integers packed ("pack-quantized"), float8
+as it is ("float-quantized").
 
 Turns a model's `QuantizedArray`s into the stored tensors and the `quantization_config` beside them, without rounding again: codes
 and scales stay as they are. `hfax.load.formats.compressed_tensors` reads the result. Embedding tables and output heads become plain
@@ -28,25 +29,52 @@ _FIELDS = ("codes", "scale", "zeros", "columns")
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Scheme:
-    """How a weight is stored; those with the same scheme are a group of the config."""
+    """How a weight is stored; those with the same scheme are a group of the config.
+
+    Args:
+        bits: of a code.
+        group_size: columns that share a scale; 0: a whole row.
+        symmetric: there are no zero points.
+        has_order: columns are in another order.
+        is_float: codes are float8.
+        rows: that share a scale.
+    """
 
     bits: int
     group_size: int
     symmetric: bool
     has_order: bool
+    is_float: bool = False
+    rows: int = 1
 
     @staticmethod
     def of(bits: int, parts: _Field) -> Scheme:
-        columns, groups = parts["codes"].shape[-1], parts["scale"].shape[-1]
-        return Scheme(bits, columns // groups, symmetric="zeros" not in parts, has_order="columns" in parts)
+        """That of a weight's parts."""
+        width, groups, scale = parts["codes"].shape[-1], parts["scale"].shape[-1], parts["scale"]
+        size, rows, is_float = width // groups, 1, parts["codes"].is_floating_point()
+        if is_float and torch.equal(scale, scale[:, :1].expand_as(scale)):
+            size = 0
+        elif is_float and torch.equal(scale, scale[::size].repeat_interleave(size, 0)[: len(scale)]):
+            rows = size
+        return Scheme(
+            bits, size, symmetric="zeros" not in parts, has_order="columns" in parts, is_float=is_float, rows=rows
+        )
+
+    @property
+    def format(self) -> str:
+        """compressed-tensors' name of the format."""
+        return "float-quantized" if self.is_float else "pack-quantized"
 
     def arguments(self) -> dict[str, Any]:
+        """The fields `weights` of a group of the config."""
+        strategy = "channel" if not self.group_size else "group" if self.rows == 1 else "block"
         return {
             "num_bits": self.bits,
-            "type": "int",
+            "type": "float" if self.is_float else "int",
             "symmetric": self.symmetric,
-            "strategy": "group",
-            "group_size": self.group_size,
+            "strategy": strategy,
+            "group_size": self.group_size if strategy == "group" else None,
+            "block_structure": [self.rows, self.group_size] if strategy == "block" else None,
             "actorder": "group" if self.has_order else None,
             "dynamic": False,
         }
@@ -75,7 +103,7 @@ def compress(
             "They have the model's dtype.",
             'Load it with quantization="int8" or "int4", or save it with format="safetensors".',
         )
-    return tensors, quantization_config(schemes, plain_modules(skeleton, tensors))
+    return tensors, quantization_config(skeleton, tensors, schemes)
 
 
 def compress_part(
@@ -116,13 +144,6 @@ def compress_part(
     return tensors, schemes
 
 
-def plain_modules(skeleton: Skeleton, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names of the modules that are not quantized, for `quantization_config`: those with a matrix, and the output head."""
-    heads = {name.removesuffix(".weight") for name in _looked_up(skeleton)}
-    matrices = {n.removesuffix(".weight") for n, of in tensors.items() if len(of.shape) == 2 and n.endswith(".weight")}
-    return sorted(matrices | heads)
-
-
 def _looked_up(skeleton: Skeleton) -> set[str]:
     """Names of the embedding table and the output head."""
     found: set[str] = set()
@@ -134,7 +155,9 @@ def _looked_up(skeleton: Skeleton) -> set[str]:
 
 
 def _parts(name: str, array: QuantizedArray, to_host: HostTensor) -> _Field:
-    """A weight's codes as uint8 from 0, in the weight's order of columns, with its scales, and zero points as codes."""
+    """A weight's codes, as uint8 from 0 or as float8, in the weight's order of columns, its scales, and zero points as codes."""
+    if array.encoding == "fp8" and array.offset is None and array.columns is None:
+        return {"codes": to_host(array.values), "scale": to_host(array.scale)}
     if array.encoding not in ("int8", "int4"):
         raise _inexpressible(name, f"has codes of {array.encoding}")
     half = 1 << (array.bits - 1)
@@ -159,7 +182,7 @@ def _parts(name: str, array: QuantizedArray, to_host: HostTensor) -> _Field:
 def _inexpressible(name: str, why: str) -> InvalidInputError:
     return InvalidInputError(
         f"{name!r} cannot be saved as compressed-tensors: it {why}.",
-        "Its pack-quantized format has integer codes, with a scale and a whole zero point for each group.",
+        "Its formats have integer codes with a scale and a whole zero point for each group, or float8 with scales.",
         'Load with quantization="int8" or "int4", which rounds the weights again; or save with dequantize=True.',
     )
 
@@ -180,6 +203,9 @@ def _by_module(module: torch.nn.Module, weights: Mapping[str, _Field]) -> dict[s
 def _stored(parts: _Field, scheme: Scheme) -> _Field:
     """A weight's tensors by the endings of their names."""
     codes = parts["codes"]
+    if scheme.is_float:
+        scale = parts["scale"][:: scheme.rows, : None if scheme.group_size else 1]
+        return {"weight": codes.contiguous(), "weight_scale": scale.contiguous()}
     found = {
         "weight_packed": _words(codes, scheme.bits),
         "weight_scale": parts["scale"].contiguous(),
@@ -202,32 +228,38 @@ def _words(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return codes.contiguous().view(torch.int32)
 
 
-def quantization_config(schemes: Mapping[str, Scheme], ignored: list[str]) -> dict[str, Any]:
+def quantization_config(
+    skeleton: Skeleton, tensors: Mapping[str, Any], schemes: Mapping[str, Scheme]
+) -> dict[str, Any]:
     """The `quantization_config` of a checkpoint: layers of one scheme are named by their class, those of several by their names.
 
     Args:
-        schemes: by the name of a linear layer.
-        ignored: modules that are not quantized.
+        skeleton: the module that the weights belong to.
+        tensors: all that are stored, by name.
+        schemes: of the quantized ones, by the name of their linear layer.
     """
+    matrices = {n.removesuffix(".weight") for n, of in tensors.items() if len(of.shape) == 2 and n.endswith(".weight")}
+    heads = {name.removesuffix(".weight") for name in _looked_up(skeleton)}
     kinds = sorted(set(schemes.values()))
     targets = {
         kind: ["Linear"] if len(kinds) == 1 else sorted(name for name, of in schemes.items() if of == kind)
         for kind in kinds
     }
+    formats = {kind.format for kind in kinds}
     groups = {
         f"group_{n}": {
             "targets": targets[kind],
             "weights": kind.arguments(),
             "input_activations": None,
             "output_activations": None,
-            "format": "pack-quantized",
+            "format": kind.format,
         }
         for n, kind in enumerate(kinds)
     }
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": ignored,
+        "ignore": sorted((matrices | heads) - schemes.keys()),
     }

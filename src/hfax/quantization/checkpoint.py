@@ -28,7 +28,7 @@ from hfax.load.formats import find_weights, is_quantized_by_hfax
 from hfax.load.host_arrays import to_numpy
 from hfax.load.quantize import weights_to_quantize
 from hfax.load.save import save_safetensors
-from hfax.load.save_compressed import Scheme, compress_part, plain_modules, quantization_config
+from hfax.load.save_compressed import Scheme, compress_part, quantization_config
 from hfax.load.save_pretrained import as_host_tensor
 from hfax.load.skeleton import Skeleton
 from hfax.load.source import CheckpointSource, resolve_checkpoint
@@ -278,7 +278,7 @@ class _Run:
         config = copy.deepcopy(self._skeleton.module.config)
         schemes = parts.schemes(number)
         if schemes:
-            config.quantization_config = quantization_config(schemes, [])
+            config.quantization_config = quantization_config(self._skeleton, {}, schemes)
         store = find_weights(config, parts.store(number))
         return WeightReader(self._skeleton, store, self._layout, self._steps.layer_of).read(name)
 
@@ -303,7 +303,7 @@ class _Run:
             tensors |= {name: LazyTensor(store, name) for name in store.names}
             schemes |= parts.schemes(number)
         config = copy.deepcopy(self._skeleton.module.config)
-        config.quantization_config = quantization_config(schemes, plain_modules(self._skeleton, tensors))
+        config.quantization_config = quantization_config(self._skeleton, tensors, schemes)
         save_safetensors(self._folder, tensors)
         copy_companions(self._source.folder, self._folder, without=("config.json", "generation_config.json"))
         module = self._skeleton.module
