@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hfax.errors import InvalidInputError
+from hfax.quantization import rounding
 from hfax.quantization.awq import best_factor
 from hfax.quantization.gptq import choose_scale, gptq, round_to
 from hfax.quantization.rounding import Rounding
@@ -67,7 +71,7 @@ def reference(
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_codes_are_those_of_the_paper_s_algorithm(weight: jax.Array, moment: jax.Array, bits: int) -> None:
-    codes, scale = gptq(weight, moment, bits=bits, group=GROUP, damping=0.05, scale_dtype=jnp.dtype("bfloat16"))
+    codes, scale, _ = gptq(weight, moment, bits=bits, group=GROUP, damping=0.05, scale_dtype=jnp.dtype("bfloat16"))
     expected, distance = reference(
         np.asarray(weight, np.float64), np.asarray(moment, np.float64), np.asarray(scale, np.float64), bits, 0.05
     )
@@ -82,7 +86,7 @@ def test_products_are_closer_than_by_rounding(
     weight: jax.Array, moment: jax.Array, inputs: np.ndarray, bits: int
 ) -> None:
     options = {"bits": bits, "group": GROUP}
-    codes, scale = gptq(weight, moment, **options, damping=0.01, scale_dtype=jnp.dtype("bfloat16"))
+    codes, scale, _ = gptq(weight, moment, **options, damping=0.01, scale_dtype=jnp.dtype("bfloat16"))
     plain_scale = choose_scale(weight, jnp.ones(WIDTH), **options, dtype=jnp.dtype("bfloat16"))
     plain = round_to(weight, jnp.repeat(plain_scale.astype(jnp.float32), GROUP, axis=1), bits)
     assert error_of(weight, codes, scale, inputs) < 0.5 * error_of(weight, plain, plain_scale, inputs)
@@ -105,11 +109,31 @@ def test_the_scale_with_the_smallest_error_is_chosen(weight: jax.Array) -> None:
 
 
 def test_a_matrix_of_zeros_has_codes_of_zero() -> None:
-    codes, scale = gptq(
+    codes, scale, _ = gptq(
         jnp.zeros((OUT, WIDTH)), jnp.eye(WIDTH), bits=4, group=GROUP, damping=0.01, scale_dtype=jnp.dtype("bfloat16")
     )
     assert not np.asarray(codes).any()
     assert not np.asarray(scale, np.float32).any()
+
+
+def test_moments_that_float32_cannot_invert_get_more_damping(
+    weight: jax.Array, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight tokens for 256 channels: rounded to float32, some of the moment's eigenvalues are below zero."""
+    inputs = np.random.default_rng(3).standard_normal((8, WIDTH))
+    moment = jnp.asarray(inputs.T @ inputs, jnp.float32)
+    tried = []
+
+    def noting(*arguments: Any, damping: float, **options: Any) -> Any:
+        tried.append(damping)
+        return gptq(*arguments, damping=damping, **options)
+
+    monkeypatch.setattr(rounding, "gptq", noting)
+    found = Rounding(method="gptq", bits=4, group_size=GROUP, damping=1e-9).round(weight, moment)
+    assert len(tried) > 1
+    assert bool(jnp.isfinite(found.dequantize()).all())
+    with pytest.raises(InvalidInputError, match="moments that cannot be inverted"):
+        Rounding(method="gptq", bits=4, group_size=GROUP, damping=0.01).round(weight, moment * jnp.nan)
 
 
 def test_awq_s_factor_lowers_the_error_of_products(weight: jax.Array, moment: jax.Array, inputs: np.ndarray) -> None:

@@ -162,8 +162,8 @@ class _Run:
         config = read_config(source, trust_remote_code=trust_remote_code)
         if is_quantized_by_hfax(config) or source.format in ("orbax", "gguf"):
             raise InvalidInputError(
-                f"{source.name} cannot be quantized: it is in a format of its own.",
-                "Layers are read one at a time from safetensors, PyTorch or Flax files.",
+                f"{source.name} is a checkpoint of hfax's own quantized format, orbax or GGUF.",
+                "To quantize, layers are read one at a time from safetensors, PyTorch or Flax files.",
                 "Convert it first: hfax convert SRC DST --dtype bfloat16.",
             )
         code = str(source.folder) if trust_remote_code else None

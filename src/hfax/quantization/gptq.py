@@ -24,7 +24,7 @@ _exactly = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 @functools.partial(jax.jit, static_argnames=("bits", "group", "scale_dtype"))
 def gptq(
     weight: jax.Array, moment: jax.Array, *, bits: int, group: int, damping: float, scale_dtype: jnp.dtype
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Round a matrix so that its products with inputs like those of a sample change little.
 
     Args:
@@ -36,7 +36,8 @@ def gptq(
         scale_dtype: of the scales.
 
     Returns:
-        Codes, [out, in] int8, and scales, [out, in / group].
+        Codes, [out, in] int8; scales, [out, in / group]; and whether the moment could be inverted: else the codes mean nothing, and
+        more damping is needed.
     """
     rows = weight.astype(jnp.float32).T
     width = len(rows)
@@ -52,7 +53,7 @@ def gptq(
     upper = jnp.linalg.cholesky(inverse).T
     scales = jnp.repeat(scale.astype(jnp.float32).T, group, axis=0)[order]
     codes = _round_in_order(rows[order], upper, scales, bits)
-    return codes[jnp.argsort(order)].T, scale
+    return codes[jnp.argsort(order)].T, scale, jnp.isfinite(upper).all()
 
 
 def _round_in_order(rows: jax.Array, upper: jax.Array, scales: jax.Array, bits: int) -> jax.Array:

@@ -20,6 +20,8 @@ _GROUPS = (128, 64, 32)
 _FEWEST_ROWS = 32
 """Matrices with fewer, such as gates and routers, are left as they are: they are small, and much depends on them."""
 
+_MOST_DAMPING = 10
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rounding:
@@ -79,7 +81,7 @@ class Rounding:
         assert kind is not None, f"a matrix of {weight.shape} is not quantized"
         bits, group = kind
         if moment is not None and self.method == "gptq":
-            codes, scale = gptq(weight, moment, bits=bits, group=group, damping=self.damping, scale_dtype=weight.dtype)
+            codes, scale = self._calibrated(weight, moment, bits, group)
         else:
             matrix = weight.reshape(-1, weight.shape[-1])
             importance = jnp.ones(matrix.shape[-1], jnp.float32) if moment is None else jnp.diagonal(moment)
@@ -92,4 +94,20 @@ class Rounding:
             scale=scale.reshape(*weight.shape[:-1], -1),
             encoding="int8" if bits == 8 else "int4",
             dtype=weight.dtype,
+        )
+
+    def _calibrated(self, weight: jax.Array, moment: jax.Array, bits: int, group: int) -> tuple[jax.Array, jax.Array]:
+        """Codes and scales by GPTQ, with ten times the damping as often as float32 needs it to invert the moment."""
+        damping = self.damping
+        while damping < _MOST_DAMPING:
+            codes, scale, is_valid = gptq(
+                weight, moment, bits=bits, group=group, damping=damping, scale_dtype=weight.dtype
+            )
+            if bool(is_valid):
+                return codes, scale
+            damping *= 10
+        raise InvalidInputError(
+            "The inputs of a linear layer have moments that cannot be inverted.",
+            "With the calibration data, activations are not finite numbers.",
+            'Check the checkpoint and its dtype (dtype="bfloat16" in place of float16), or use method="awq" or "rtn".',
         )
