@@ -64,7 +64,7 @@ def test_importing_the_command_imports_no_framework(tmp_path: Path) -> None:
 
 
 COMPILED_BESIDE = """
-import os, torch
+import os, jax, torch
 from torch.utils import _pytree
 from transformers import LlamaConfig, LlamaForCausalLM
 import transformers.modeling_outputs, transformers.generation.utils
