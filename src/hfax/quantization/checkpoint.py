@@ -285,7 +285,8 @@ class _Run:
     def _settings(self, ids: np.ndarray) -> dict[str, Any]:
         """Everything that a part's numbers depend on."""
         files = [*self._source.weight_files, self._source.folder / "config.json"]
-        states = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        states: list[tuple[str, int, Any]] = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+        states += [(file.name, file.size, file.version) for file in self._source.remote_files]
         return {
             "checkpoint": digest_of(json.dumps(states).encode()),
             "calibration data": digest_of(ids.tobytes(), str(ids.shape).encode()),
