@@ -254,7 +254,8 @@ def test_what_cannot_be_quantized_is_an_error_and_writes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("line", "message"), [("[1, 2]", "Line 2 of .* is list, not an object"), ('{"text": ', "Line 2 of .* is not JSON")]
+    ("line", "message"),
+    [("[1, 2]", "jsonl, line 2, is not an object"), ('{"text": ', "jsonl, line 2, is not valid JSON")],
 )
 def test_a_line_that_is_no_row_is_named(
     checkpoint: Callable[[str], Path], tmp_path: Path, line: str, message: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from hfax.errors import InvalidInputError
+from hfax.train.examples import tokenize_rows
+from hfax.train.row_formats import json_lines
 
 _ROWS = (".jsonl", ".ndjson")
 _ROWS_AT_A_TIME = 256
@@ -23,33 +24,13 @@ def read_rows(path: Path) -> list[Mapping[str, Any]]:
         InvalidInputError: it cannot be read, or a line is no JSON object.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        return list(json_lines(path)) if path.suffix in _ROWS else [{"text": path.read_text(encoding="utf-8")}]
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInputError(
             f"{path} could not be read.",
             f"{type(error).__name__}: {error}",
             'Pass a UTF-8 text file, or a .jsonl file of rows like {"text": …} or {"messages": […]}.',
         ) from error
-    if path.suffix not in _ROWS:
-        return [{"text": text}]
-    rows = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise InvalidInputError(
-                f"Line {number} of {path} is not JSON.", str(error), "Write one object per line."
-            ) from error
-        if not isinstance(row, dict):
-            raise InvalidInputError(
-                f"Line {number} of {path} is {type(row).__name__}, not an object.",
-                "Each line is a row of the data.",
-                'Write rows like {"text": …} or {"messages": […]}.',
-            )
-        rows.append(row)
-    return rows
 
 
 def make_blocks(rows: Iterable[Mapping[str, Any]], tokenizer: Any, *, count: int, length: int) -> np.ndarray:
@@ -67,8 +48,6 @@ def make_blocks(rows: Iterable[Mapping[str, Any]], tokenizer: Any, *, count: int
     Raises:
         InvalidInputError: a row has an unknown format, or there are fewer tokens than two rows have.
     """
-    from hfax.train.examples import tokenize_rows
-
     tokens: list[int] = []
     rows = iter(rows)
     while some := list(itertools.islice(rows, _ROWS_AT_A_TIME)):

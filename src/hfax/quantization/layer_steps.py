@@ -44,6 +44,7 @@ class LayerSteps:
         self._length: int | None = None
         """Of the tuple that a layer returns; None: it returns a tensor, as far as is known."""
         self._programs: dict[tuple[str, bool], Any] = {}
+        self._loss_program = self._compiled(self._loss)
 
     def layer_of(self, weight: str) -> str | None:
         """The name of the layer that a weight belongs to; None: it is outside of them."""
@@ -91,14 +92,13 @@ class LayerSteps:
             ids: [batch, length] int32.
             hidden: [batch, length, width].
         """
+        return self._loss_program(weights, ids, hidden)
 
-        def compute(weights: Weights, ids: jax.Array, hidden: jax.Array) -> jax.Array:
-            last = [*self.layers][-1]
-            logits = self._forward(weights, ids, last, lambda *_: wrap(hidden)).logits
-            log_probs = jax.nn.log_softmax(unwrap(logits)[:, :-1].astype(jnp.float32))
-            return -jnp.take_along_axis(log_probs, ids[:, 1:, None], axis=-1)[..., 0]
-
-        return self._compiled(compute)(weights, ids, hidden)
+    def _loss(self, weights: Weights, ids: jax.Array, hidden: jax.Array) -> jax.Array:
+        last = [*self.layers][-1]
+        logits = self._forward(weights, ids, last, lambda *_: wrap(hidden)).logits
+        log_probs = jax.nn.log_softmax(unwrap(logits)[:, :-1].astype(jnp.float32))
+        return -jnp.take_along_axis(log_probs, ids[:, 1:, None], axis=-1)[..., 0]
 
     def _program(self, name: str, *, observes: bool) -> Callable[..., Any]:
         """The compiled function of a layer. Those of other layers are dropped: each layer is passed once."""

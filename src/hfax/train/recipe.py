@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ from hfax.train.data import Collator, in_batches
 from hfax.train.objectives import OBJECTIVES, check_model, make_collator, tokenized
 from hfax.train.preference_rows import Truncation
 from hfax.train.recipe_fields import sort_fields
+from hfax.train.row_formats import json_lines
 from hfax.train.step import make_train_step
 from hfax.train.trainer import Trainer
 
@@ -156,7 +156,7 @@ def read_rows(where: str) -> Any:
     """
     path = Path(where).expanduser()
     if path.is_file():
-        return list(_json_lines(path))
+        return list(json_lines(path))
     try:
         import datasets
     except ImportError as error:
@@ -178,26 +178,6 @@ def read_rows(where: str) -> Any:
             "Pass a JSON Lines file, a datasets.save_to_disk folder, or a Hub id.",
         ) from error
     return found["train"] if isinstance(found, Mapping) and "train" in found else found
-
-
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise InvalidInputError(
-                    f"{path}, line {number}, is not valid JSON.", str(error), "Write one JSON object per line."
-                ) from error
-            if not isinstance(row, dict):
-                raise InvalidInputError(
-                    f"{path}, line {number}, is not an object.",
-                    f"It is {type(row).__name__}.",
-                    "Write one JSON object per line.",
-                )
-            yield row
 
 
 def run_recipe(

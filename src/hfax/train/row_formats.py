@@ -5,7 +5,9 @@ Knows nothing about tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hfax.errors import InvalidInputError
@@ -14,6 +16,31 @@ _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """Roles of ShareGPT by another name than in chat templates."""
 _KNOWN = {"system", "user", "assistant", "tool", "developer"}
 _SIDES = ("chosen", "rejected")
+
+
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a JSON Lines file.
+
+    Raises:
+        InvalidInputError: a line is not a JSON object; names the line.
+    """
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise InvalidInputError(
+                    f"{path}, line {number}, is not valid JSON.", str(error), "Write one JSON object per line."
+                ) from error
+            if not isinstance(row, dict):
+                raise InvalidInputError(
+                    f"{path}, line {number}, is not an object.",
+                    f"It is {type(row).__name__}.",
+                    "Write one JSON object per line.",
+                )
+            yield row
 
 
 def standard_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
