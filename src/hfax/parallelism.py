@@ -65,7 +65,10 @@ def plan_over(
         mesh,
         roles=lambda: roles_of(skeleton),
         given=given,
-        granularity={name: together(layout.encoding, layout.group) for name, layout in packed.items()},
+        granularity={
+            name: (-2 if layout.is_transposed else -1, together(layout.encoding, layout.group))
+            for name, layout in packed.items()
+        },
         num_bytes=weight_bytes(skeleton, quantization),
     )
 

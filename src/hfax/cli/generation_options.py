@@ -46,6 +46,14 @@ def _check_stop(value: list[str]) -> list[str]:
     return value
 
 
+def _check_cache_dtype(value: str) -> str:
+    from hfax.kv_cache.dtypes import CACHE_DTYPES
+
+    if value not in CACHE_DTYPES:
+        raise typer.BadParameter(f"{value} is not a dtype of the KV cache. Pass one of {', '.join(CACHE_DTYPES)}.")
+    return value
+
+
 NumBeamsOption = Annotated[
     int | None,
     typer.Option(
@@ -121,6 +129,16 @@ StopOption = Annotated[
 ]
 
 
+def kv_cache_dtype_option(panel: str | None) -> Any:
+    """The option --kv-cache-dtype, in a panel of the help."""
+    return typer.Option(
+        callback=_check_cache_dtype,
+        help="fp8 (fp8_e4m3): round keys and values to 8 bits, so that twice as many tokens fit; auto: the model's dtype.",
+        envvar="HFAX_KV_CACHE_DTYPE",
+        rich_help_panel=panel,
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WritingOptions:
     """Generation options from the command line.
@@ -137,6 +155,7 @@ class WritingOptions:
     num_beams: NumBeamsOption = None
     seed: SeedOption = None
     stop: StopOption = dataclasses.field(default_factory=list)
+    kv_cache_dtype: Annotated[str, kv_cache_dtype_option(_PANEL)] = "auto"
 
     def draw_seed(self) -> int:
         """Return the given seed, or a random one."""
@@ -160,17 +179,21 @@ class WritingOptions:
 
     def as_arguments(self) -> dict[str, Any]:
         """Convert to arguments of `model.generate`, without length and seed."""
+        others = {**self._beams(), **self._stops(), **self._cache()}
         if self.temperature == 0:
-            return {"do_sample": False, **self._beams(), **self._stops()}
+            return {"do_sample": False, **others}
         drawn = {
             name: value
             for name in ("temperature", "top_k", "top_p", "min_p")
             if (value := getattr(self, name)) is not None
         }
-        return {**({"do_sample": True} if drawn else {}), **drawn, **self._beams(), **self._stops()}
+        return {**({"do_sample": True} if drawn else {}), **drawn, **others}
 
     def _beams(self) -> dict[str, int]:
         return {} if self.num_beams is None else {"num_beams": self.num_beams}
+
+    def _cache(self) -> dict[str, str]:
+        return {} if self.kv_cache_dtype == "auto" else {"kv_cache_dtype": self.kv_cache_dtype}
 
     def _stops(self) -> dict[str, Any]:
         return {"stop_strings": list(self.stop)} if self.stop else {}

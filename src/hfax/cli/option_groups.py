@@ -14,7 +14,10 @@ from typing import Any
 
 
 def expand(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace each parameter whose type is a dataclass with the dataclass's fields, which are annotated as typer's options."""
+    """Replace each parameter whose type is a dataclass with the dataclass's fields, which are annotated as typer's options.
+
+    A field that several of them have is one option, as the first declares it.
+    """
     hints = typing.get_type_hints(command, include_extras=True)
     groups: dict[str, tuple[type, tuple[str, ...]]] = {}
     parameters: list[inspect.Parameter] = []
@@ -24,15 +27,16 @@ def expand(command: Callable[..., None]) -> Callable[..., None]:
             assert isinstance(kind, type)
             options = list(_options(kind))
             groups[parameter.name] = kind, tuple(o.name for o in options)
-            parameters += options
+            known = {p.name for p in parameters}
+            parameters += [o for o in options if o.name not in known]
         else:
             parameters.append(parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        for name, (kind, names) in groups.items():
-            given[name] = kind(**{n: given.pop(n) for n in names})
-        command(**given)
+        made = {name: kind(**{n: given[n] for n in names}) for name, (kind, names) in groups.items()}
+        of_groups = {n for _, names in groups.values() for n in names}
+        command(**made, **{name: value for name, value in given.items() if name not in of_groups})
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}

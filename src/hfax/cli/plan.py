@@ -12,6 +12,7 @@ import typer
 
 from hfax.cli import model_options
 from hfax.cli.error_display import reporting
+from hfax.cli.generation_options import kv_cache_dtype_option
 from hfax.cli.option_types import mesh_sizes, positive_numbers
 from hfax.cli.plan_report import FILE_WIDTH, print_plans
 from hfax.errors import InvalidInputError
@@ -42,6 +43,7 @@ def plan(
         int, typer.Option(help="Prompt length in tokens; 0: 512, or half of a short context.", min=0)
     ] = 0,
     quantization: model_options.QuantizationOption = None,
+    kv_cache_dtype: Annotated[str, kv_cache_dtype_option(None)] = "auto",
     mesh: Annotated[
         str | None, typer.Option(help="Axis sizes such as data=2,tensor=4; default: the best mesh.")
     ] = None,
@@ -103,6 +105,7 @@ def plan(
                 context=context,
                 prompt=prompt or None,
                 quantization=None if quantization is None else quantization.value,  # pyright: ignore[reportArgumentType]
+                kv_cache_dtype=kv_cache_dtype,
                 mesh=sizes,
                 compiles=not no_compile,
             ):

@@ -16,6 +16,7 @@ import typer
 from hfax.cli import model_options
 from hfax.cli.compilation_bar import CompilationBar, ConsoleHandler
 from hfax.cli.error_display import make_console, reporting
+from hfax.cli.generation_options import kv_cache_dtype_option
 from hfax.cli.model_options import ModelOptions
 from hfax.cli.option_groups import expand
 from hfax.errors import HfaxError, InvalidInputError, UnsupportedOptionError
@@ -123,14 +124,7 @@ class EngineOptions:
             rich_help_panel=_PANEL,
         ),
     ] = True
-    kv_cache_dtype: Annotated[
-        str,
-        typer.Option(
-            help="fp8 (fp8_e4m3): round keys and values to 8 bits, so that twice as many tokens fit; auto: the model's dtype.",
-            envvar="HFAX_KV_CACHE_DTYPE",
-            rich_help_panel=_PANEL,
-        ),
-    ] = "auto"
+    kv_cache_dtype: Annotated[str, kv_cache_dtype_option(_PANEL)] = "auto"
     batch_invariant: Annotated[
         bool,
         typer.Option(
@@ -141,15 +135,9 @@ class EngineOptions:
     ] = False
 
     def config(self) -> EngineConfig:
-        """The engine's configuration.
-
-        Raises:
-            InvalidInputError: there is no such `kv_cache_dtype`.
-        """
+        """The engine's configuration."""
         from hfax.engine.config import EngineConfig
-        from hfax.kv_cache.dtypes import cache_dtype_of
 
-        cache_dtype_of(self.kv_cache_dtype)
         fields = dataclasses.asdict(self)
         return EngineConfig(max_waiting=fields.pop("max_num_queued_reqs"), **fields)
 

@@ -113,7 +113,8 @@ def _share(used: set[Path], where: str) -> SharedFolder:
 def _check(for_server: bool, how: WritingOptions, engine: EngineOptions) -> None:
     """Raise if options of `hfax generate` and of `hfax serve` are mixed."""
     given, without = (how, WritingOptions()) if for_server else (engine, EngineOptions())
-    fields = (field.name for field in dataclasses.fields(given))
+    shared = {field.name for field in dataclasses.fields(WritingOptions if given is engine else EngineOptions)}
+    fields = (field.name for field in dataclasses.fields(given) if field.name not in shared)
     if different := [name for name in fields if getattr(given, name) != getattr(without, name)]:
         name = "--" + different[0].replace("_", "-")
         raise InvalidInputError(

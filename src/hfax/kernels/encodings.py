@@ -14,3 +14,20 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2
 
 WORD_COLUMNS = 128
 """Columns whose codes of 4 bits share words, see `hfax.kernels.quantized.QuantizedArray`."""
+_WIDE = 1024
+
+
+def columns_of(width: int, encoding: Encoding) -> int:
+    """Columns that are stored for a row of `width` numbers: codes of 4 bits are padded to whole words.
+
+    Wide rows are padded to two of them: the TPU kernel multiplies with 256 columns or more at a time.
+    """
+    if BITS[encoding] == 8 or width % WORD_COLUMNS == 0:
+        return width
+    unit = WORD_COLUMNS if width <= _WIDE else 2 * WORD_COLUMNS
+    return -(-width // unit) * unit
+
+
+def pays(width: int) -> bool:
+    """Whether a row of `width` numbers takes less memory with 4 bits each than with 8."""
+    return columns_of(width, "int4") < 2 * width

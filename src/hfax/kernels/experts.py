@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from hfax.kernels import target
 from hfax.kernels.cpu import calls, library
-from hfax.kernels.quantized import QuantizedArray, group_sums, ordered
+from hfax.kernels.quantized import QuantizedArray, aligned, group_sums
 from hfax.sharding.mesh import HEAD_AXES, batch_axes, expert_axes, size_of
 
 
@@ -44,7 +44,8 @@ def grouped_linear(
     """
     mesh, is_packed = target.mesh(), isinstance(weight, QuantizedArray)
     if isinstance(weight, QuantizedArray):
-        x, weight = ordered(x, weight)
+        is_transposed = is_transposed and not weight.is_transposed
+        x, weight = aligned(x, weight)
     has_pallas = target.is_for("tpu") or target.nvidia_gpu() is not None
     if mesh is None or mesh.size == 1 or (is_packed and not has_pallas):
         return _on_one_device(_summed(x), weight, experts, is_transposed).astype(x.dtype)

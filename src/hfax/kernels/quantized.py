@@ -25,7 +25,7 @@ from hfax.sharding.mesh import BATCH_AXES, batch_axes, size_of
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedArray:
-    """A weight, [..., out, in], as codes: each number is that of its code times its group's scale, plus its offset.
+    """A matrix, [..., out, in], as codes: each number is that of its code times its group's scale, plus its offset.
 
     Args:
         values: [..., out, in] int8 or float8_e4m3fn; or, for 4 bits, [..., out, in / 2] uint8: of each 128 columns, word i of 32
@@ -35,7 +35,9 @@ class QuantizedArray:
         columns: [in] int32, the weight's column that each column of the codes is; None: the same.
         encoding: of the codes.
         dtype: dtype of the dequantized values.
-        spec: sharding of the weight over a mesh, shared by codes, scales and offsets; None: unsharded or unknown. Needed by traces
+        width: columns of the matrix, where the codes have more of them, all 0 and at the end (`columns_of`); None: as many.
+        is_transposed: the weight is the transpose, [..., in, out].
+        spec: sharding of the matrix over a mesh, shared by codes, scales and offsets; None: unsharded or unknown. Needed by traces
             of multi-device programs, which cannot query the sharding of an array.
     """
 
@@ -45,6 +47,8 @@ class QuantizedArray:
     columns: jax.Array | None = None
     encoding: Encoding = dataclasses.field(metadata={"static": True})
     dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
+    width: int | None = dataclasses.field(default=None, metadata={"static": True})
+    is_transposed: bool = dataclasses.field(default=False, metadata={"static": True})
     spec: P | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
@@ -55,8 +59,14 @@ class QuantizedArray:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the weight."""
-        *lead, last = self.values.shape
-        return (*lead, last * 8 // self.bits)
+        *lead, rows = self.values.shape[:-1]
+        width = self.num_columns if self.width is None else self.width
+        return (*lead, width, rows) if self.is_transposed else (*lead, rows, width)
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of the codes, padding included."""
+        return self.values.shape[-1] * 8 // self.bits
 
     @property
     def ndim(self) -> int:
@@ -76,7 +86,7 @@ class QuantizedArray:
     @property
     def group(self) -> int:
         """Columns that share a scale."""
-        return self.shape[-1] // self.scale.shape[-1]
+        return self.num_columns // self.scale.shape[-1]
 
     @property
     def unit(self) -> int:
@@ -84,24 +94,25 @@ class QuantizedArray:
         return together(self.encoding, self.group)
 
     def numbers(self) -> jax.Array:
-        """[..., out, in] int8 or, of "fp8" and "fp4", float32: what the codes mean, in their own order of columns."""
+        """[..., out, columns] int8 or, of "fp8" and "fp4", float32: what the codes mean, as they are stored."""
         if self.bits == 8:
             return self.values if self.encoding == "int8" else self.values.astype(jnp.float32)
         pairs = self.values.reshape(*self.values.shape[:-1], -1, 32, 2)
         nibbles = jnp.stack([pairs[..., 0] & 15, pairs[..., 0] >> 4, pairs[..., 1] & 15, pairs[..., 1] >> 4], axis=-2)
-        codes = nibbles.reshape(self.shape)
+        codes = nibbles.reshape(*self.values.shape[:-1], self.num_columns)
         if self.encoding == "int4":
             return codes.astype(jnp.int8) - jnp.int8(8)
         return jnp.asarray(FP4_VALUES, jnp.float32)[codes]
 
     def dequantize(self) -> jax.Array:
-        """[..., out, in] in `dtype`; computed in float32, and rounded once at the end."""
+        """The weight in `dtype`; computed in float32, and rounded once at the end."""
         numbers = self.numbers().reshape(*self.scale.shape, -1).astype(jnp.float32)
         groups = numbers * self.scale[..., None].astype(jnp.float32)
         if self.offset is not None:
             groups = groups + self.offset[..., None].astype(jnp.float32)
-        weight = groups.astype(self.dtype).reshape(self.shape)
-        return weight if self.columns is None else weight[..., jnp.argsort(self.columns)]
+        matrix = groups.astype(self.dtype).reshape(*self.values.shape[:-1], self.num_columns)[..., : self.width]
+        matrix = matrix if self.columns is None else matrix[..., jnp.argsort(self.columns)]
+        return matrix.swapaxes(-1, -2) if self.is_transposed else matrix
 
     def rows(self, index: jax.Array) -> jax.Array:
         """`weight[index]` in `dtype`, for an embedding table; dequantizes only those rows."""
@@ -115,11 +126,14 @@ def together(encoding: Encoding, group: int) -> int:
     return math.lcm(group, WORD_COLUMNS) if BITS[encoding] == 4 else group
 
 
-def ordered(x: jax.Array, weight: QuantizedArray) -> tuple[jax.Array, QuantizedArray]:
-    """Activations, [..., in_features], in the order of the weight's codes, and the weight in its order of columns."""
-    if weight.columns is None:
-        return x, weight
-    return x[..., weight.columns], dataclasses.replace(weight, columns=None)
+def aligned(x: jax.Array, weight: QuantizedArray) -> tuple[jax.Array, QuantizedArray]:
+    """Activations, [..., in_features], in the order of the codes' columns and as wide, and the matrix [..., out, in] of the codes
+    as they are stored."""
+    if weight.columns is not None:
+        x = x[..., weight.columns]
+    if weight.width is not None:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, weight.num_columns - weight.width)])
+    return x, dataclasses.replace(weight, columns=None, width=None, is_transposed=False)
 
 
 def group_sums(x: jax.Array, groups: int) -> jax.Array:
@@ -155,14 +169,14 @@ def linear(x: jax.Array, weight: QuantizedArray, bias: jax.Array | None = None) 
     rows = math.prod(x.shape[:-1])
     if x.dtype in (jnp.bfloat16, jnp.float32) and library.may_be_called():
         target.choose(f"linear: C++ kernel ({weight.encoding} weights, {_rounding(weight)})")
-        x, weight = ordered(x, weight)
+        x, weight = aligned(x, weight)
         out_dtype = x.dtype if bias is None else jnp.dtype(jnp.float32)
         of_weight: dict[str, Any] = {"encoding": weight.encoding, "out_dtype": out_dtype}
         out = calls.linear_packed(x.reshape(rows, -1), weight.values, weight.scale, weight.offset, **of_weight)
         out = out.reshape(*x.shape[:-1], -1)
-    elif (found := _pallas_kernel(x, weight)) is not None:
+    elif (found := _pallas_kernel(*(operands := aligned(x, weight)))) is not None:
         target.choose(f"linear: Pallas kernel ({weight.encoding} weights)")
-        out = _by_kernel(*ordered(x, weight), *found)
+        out = _by_kernel(*operands, *found)
     else:
         target.choose(f"linear: {weight.encoding} weights made numbers, then XLA's matrix product")
         numbers = weight.dequantize().astype(x.dtype)

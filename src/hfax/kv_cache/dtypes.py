@@ -6,7 +6,8 @@ from typing import Any
 
 from hfax.errors import InvalidInputError
 
-_DTYPES = {"auto": None, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
+CACHE_DTYPES = {"auto": None, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
+"""The names that users pass, and the dtypes that they stand for; None: the model's own."""
 
 
 def cache_dtype_of(kv_cache_dtype: Any) -> str | None:
@@ -20,10 +21,10 @@ def cache_dtype_of(kv_cache_dtype: Any) -> str | None:
     """
     if kv_cache_dtype is None:
         return None
-    if not isinstance(kv_cache_dtype, str) or kv_cache_dtype not in _DTYPES:
+    if not isinstance(kv_cache_dtype, str) or kv_cache_dtype not in CACHE_DTYPES:
         raise InvalidInputError(
             f"kv_cache_dtype={kv_cache_dtype!r}.",
             "The KV cache holds keys and values in the model's own dtype or in float8_e4m3fn.",
             'Pass "auto", or "fp8" (the same as "fp8_e4m3").',
         )
-    return _DTYPES[kv_cache_dtype]
+    return CACHE_DTYPES[kv_cache_dtype]

@@ -8,12 +8,12 @@ from typing import Literal
 import ml_dtypes
 import numpy as np
 
-from hfax.kernels.encodings import WORD_COLUMNS
+from hfax.kernels.encodings import Encoding, columns_of, pays
 from hfax.load.host_arrays import aligned_empty
 
 Quantization = Literal["int8", "int4"]
 
-_GROUPS = {"int8": (128, 64, 32), "int4": (WORD_COLUMNS,)}
+_GROUPS = (128, 64, 32)
 """Group sizes (columns per scale); the first that divides the row width is used."""
 _BLOCK = 1 << 18
 """Numbers that are rounded at a time: intermediate results are in float32, and as large as a block, not as the weight."""
@@ -22,11 +22,11 @@ _BLOCK = 1 << 18
 def bits_and_group(width: int, quantization: Quantization) -> tuple[int, int] | None:
     """Bits per weight and group size for rows of this width; None if they are not quantized.
 
-    Where rows do not divide into 4-bit groups, 8 bits are used.
+    Rows that would take no less memory with 4 bits have 8.
     """
-    if (group := next((g for g in _GROUPS[quantization] if width % g == 0), None)) is not None:
-        return (8 if quantization == "int8" else 4), group
-    return bits_and_group(width, "int8") if quantization == "int4" else None
+    if (group := next((g for g in _GROUPS if width % g == 0), None)) is None:
+        return None
+    return (4 if quantization == "int4" and pays(width) else 8), group
 
 
 def to_codes(array: np.ndarray, quantization: Quantization) -> tuple[np.ndarray, np.ndarray] | None:
@@ -41,14 +41,16 @@ def to_codes(array: np.ndarray, quantization: Quantization) -> tuple[np.ndarray,
         return None
     bits, group = found
     *lead, width = array.shape
-    codes = aligned_empty((*lead, width * bits // 8), np.dtype("int8" if bits == 8 else "uint8"))
-    scale = aligned_empty((*lead, width // group), np.dtype(ml_dtypes.bfloat16))
-    for numbers, some_codes, scales in _blocks(array, codes, scale):
-        groups = numbers.astype(np.float32).reshape(-1, group)
+    columns = width if bits == 8 else columns_of(width, "int4")
+    codes = aligned_empty((*lead, columns * bits // 8), np.dtype("int8" if bits == 8 else "uint8"))
+    scale = aligned_empty((*lead, columns // group), np.dtype(ml_dtypes.bfloat16))
+    scale[..., width // group :] = 0
+    for numbers, some_codes, stored_scales in _blocks(array, codes, scale):
+        groups, scales = numbers.astype(np.float32).reshape(-1, group), stored_scales[:, : width // group]
         if bits == 8:
             some_codes[...] = _int8(groups, scales).reshape(some_codes.shape)
         else:
-            some_codes[...] = in_words(_int4(groups, scales).reshape(numbers.shape))
+            some_codes[...] = in_words(_int4(groups, scales).reshape(numbers.shape), "int4")
     return codes, scale
 
 
@@ -77,14 +79,20 @@ def _rounded(groups: np.ndarray, scales: np.ndarray, low: int, high: int) -> np.
     return np.clip(groups, low, high, out=groups)
 
 
-def in_words(codes: np.ndarray) -> np.ndarray:
-    """[..., in] uint8 codes of 4 bits as [..., in / 2] uint8, in the order of `QuantizedArray.values`."""
-    quarters = codes.reshape(*codes.shape[:-1], -1, 4, 32)
-    words = np.empty((*quarters.shape[:-2], 32, 2), np.uint8)
-    for half in (0, 1):
-        np.left_shift(quarters[..., 2 * half + 1, :], 4, out=words[..., half])
-        words[..., half] |= quarters[..., 2 * half, :]
-    return words.reshape(*codes.shape[:-1], -1)
+def in_words(codes: np.ndarray, encoding: Encoding) -> np.ndarray:
+    """[..., in] uint8 codes of 4 bits, integers plus 8, as [..., columns / 2] uint8 in the order of `QuantizedArray.values`."""
+    *lead, width = codes.shape
+    columns, zero = columns_of(width, encoding), 8 if encoding == "int4" else 0
+    words = aligned_empty((*lead, columns // 2), np.dtype("uint8"))
+    for some, packed in _blocks(codes, words):
+        if columns != width:
+            some = np.pad(some, ((0, 0), (0, columns - width)), constant_values=zero)
+        quarters = some.reshape(-1, 4, 32)
+        pairs = packed.reshape(-1, 32, 2)
+        for half in (0, 1):
+            np.left_shift(quarters[:, 2 * half + 1], 4, out=pairs[..., half])
+            pairs[..., half] |= quarters[:, 2 * half]
+    return words
 
 
 def _blocks(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:

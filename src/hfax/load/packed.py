@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from hfax.kernels.encodings import BITS as BITS
-from hfax.kernels.encodings import FP4_VALUES, Encoding
+from hfax.kernels.encodings import FP4_VALUES, Encoding, columns_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,17 +23,24 @@ class PackedLayout:
     Args:
         encoding: of its codes.
         group: columns that share a scale.
-        shape: of the weight, [..., out, in].
+        shape: of the matrix, [..., out, in].
+        is_transposed: the weight is the transpose, [..., in, out].
     """
 
     encoding: Encoding
     group: int
     shape: tuple[int, ...]
+    is_transposed: bool = False
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of the codes on a device, padding included."""
+        return columns_of(self.shape[-1], self.encoding)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedTensor:
-    """A weight, [..., out, in], as codes: column i of a row is `value(code) * scale + offset`, with its group's scale and offset.
+    """A matrix, [..., out, in], as codes: column i of a row is `value(code) * scale + offset`, with its group's scale and offset.
 
     Args:
         encoding: of `codes`.
@@ -42,6 +49,7 @@ class PackedTensor:
         scale: [..., out, in / group], bfloat16, float16 or float32.
         offset: [..., out, in / group] in a floating-point dtype; None: 0.
         columns: [in] int64, the weight's column that each column of `codes` is; None: the same.
+        is_transposed: the weight is the transpose, [..., in, out].
     """
 
     encoding: Encoding
@@ -49,15 +57,21 @@ class PackedTensor:
     scale: torch.Tensor
     offset: torch.Tensor | None = None
     columns: torch.Tensor | None = None
+    is_transposed: bool = False
 
     @property
     def layout(self) -> PackedLayout:
-        """Its encoding, group and shape."""
-        group = self.codes.shape[-1] // self.scale.shape[-1]
-        return PackedLayout(encoding=self.encoding, group=group, shape=tuple(self.codes.shape))
+        """Its encoding, group, shape and orientation."""
+        group, shape = self.codes.shape[-1] // self.scale.shape[-1], tuple(self.codes.shape)
+        return PackedLayout(encoding=self.encoding, group=group, shape=shape, is_transposed=self.is_transposed)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the weight."""
+        return (self.codes.mT if self.is_transposed else self.codes).shape
 
     def dequantize(self) -> torch.Tensor:
-        """[..., out, in] float32, in the weight's order of columns."""
+        """The weight in float32."""
         if self.encoding == "fp4":
             numbers = torch.tensor(FP4_VALUES)[self.codes.long()]
         else:
@@ -65,12 +79,11 @@ class PackedTensor:
         groups = numbers.unflatten(-1, (self.scale.shape[-1], -1)) * self.scale.float()[..., None]
         if self.offset is not None:
             groups += self.offset.float()[..., None]
-        weight = groups.flatten(-2)
-        if self.columns is None:
-            return weight
-        ordered = torch.empty_like(weight)
-        ordered[..., self.columns] = weight
-        return ordered
+        matrix = groups.flatten(-2)
+        if self.columns is not None:
+            stored, matrix = matrix, torch.empty_like(matrix)
+            matrix[..., self.columns] = stored
+        return matrix.mT if self.is_transposed else matrix
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

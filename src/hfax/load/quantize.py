@@ -10,15 +10,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import get_args
+from typing import Any, get_args
 
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from hfax.errors import CheckpointCorruptError, UnsupportedOptionError
-from hfax.kernels.encodings import WORD_COLUMNS, Encoding
+from hfax.kernels.encodings import Encoding, columns_of, pays
 from hfax.kernels.quantized import QuantizedArray
 from hfax.load.codes import Quantization as Quantization
 from hfax.load.codes import bits_and_group, in_words, to_codes
@@ -54,19 +55,83 @@ def weights_to_quantize(module: torch.nn.Module, shapes: dict[str, torch.Tensor]
         if isinstance(part, torch.nn.Linear):
             name = f"{prefix}.weight".lstrip(".")
             found.add(tied.get(name, name))
-        elif getattr(part, "is_transposed", None) is False:  # transformers' experts interface, [experts, out, in]
+        elif getattr(part, "is_transposed", None) is not None:  # transformers' experts interface
             found |= {f"{prefix}.{name}" for name in ("gate_up_proj", "up_proj", "down_proj")}
     return {name for name in found if name in shapes and shapes[name].ndim in (2, 3)}
 
 
-def quantize(tensor: torch.Tensor, quantization: Quantization, where: Sharding) -> QuantizedArray | None:
-    """Quantize a matrix, [out, in], or a stack of them, [n, out, in], by `to_codes`; None if rows do not divide into groups."""
-    if (found := to_codes(to_numpy(tensor), quantization)) is None:
+def transposed_weights(module: torch.nn.Module) -> set[str]:
+    """Names of experts' weights that are [experts, in, out]."""
+    return {
+        f"{prefix}.{name}"
+        for prefix, part in module.named_modules()
+        if getattr(part, "is_transposed", False)
+        for name in ("gate_up_proj", "up_proj", "down_proj")
+    }
+
+
+def quantize(
+    tensor: torch.Tensor, quantization: Quantization, where: Sharding, *, is_transposed: bool = False
+) -> QuantizedArray | None:
+    """Quantize a weight by `to_codes`; None if rows do not divide into groups.
+
+    Args:
+        tensor: [out, in], or a stack of such, [n, out, in]; their transposes if `is_transposed`.
+        quantization: what to.
+        where: its sharding.
+        is_transposed: rows of the matrix are the weight's columns.
+    """
+    matrix = tensor.mT if is_transposed else tensor
+    if (found := to_codes(to_numpy(matrix), quantization)) is None:
         return None
-    codes, scale = (place(part, where) for part in found)
-    encoding, dtype = encoding_of(codes.dtype.name), jnp.dtype(str(tensor.dtype).removeprefix("torch."))
+    return of_codes(*found, shape=tuple(tensor.shape), dtype=tensor.dtype, where=where, is_transposed=is_transposed)
+
+
+def of_codes(
+    codes: np.ndarray,
+    scale: np.ndarray,
+    *,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    where: Sharding,
+    is_transposed: bool = False,
+) -> QuantizedArray:
+    """What `to_codes` gives, on devices.
+
+    Args:
+        codes: its codes.
+        scale: their scales.
+        shape: of the weight.
+        dtype: of the dequantized values.
+        where: sharding of the weight.
+        is_transposed: rows of the codes are the weight's columns.
+    """
+    where = matrix_sharding(where, len(shape), is_transposed)
+    values, scales = place(codes, where), place(scale, where)
+    encoding = encoding_of(codes.dtype.name)
     assert encoding is not None
-    return QuantizedArray(values=codes, scale=scale, encoding=encoding, dtype=dtype, spec=spec_of(where))
+    return QuantizedArray(
+        values=values,
+        scale=scales,
+        encoding=encoding,
+        dtype=jnp.dtype(str(dtype).removeprefix("torch.")),
+        width=_width(shape[-2 if is_transposed else -1], encoding),
+        is_transposed=is_transposed,
+        spec=spec_of(where),
+    )
+
+
+def _width(width: int, encoding: Encoding) -> int | None:
+    """`QuantizedArray.width` of a matrix."""
+    return None if columns_of(width, encoding) == width else width
+
+
+def matrix_sharding(where: Sharding, ndim: int, is_transposed: bool) -> Sharding:
+    """The sharding of a weight's matrix, [..., out, in], from the weight's."""
+    if not is_transposed or not isinstance(where, NamedSharding):
+        return where
+    *lead, rows, columns = (*where.spec, *[None] * ndim)[:ndim]
+    return NamedSharding(where.mesh, P(*lead, columns, rows))
 
 
 def pack(tensor: PackedTensor, dtype: torch.dtype, where: Sharding) -> QuantizedArray | None:
@@ -79,15 +144,12 @@ def pack(tensor: PackedTensor, dtype: torch.dtype, where: Sharding) -> Quantized
     """
     platform = next(iter(where.device_set)).platform
     layout = kept_layout(tensor.layout, platform)
-    if (
-        layout is None
-        or (tensor.columns is not None and splits_columns(where, tensor.layout.shape))
-        or _has_nan(tensor)
-    ):
+    if layout is None or (tensor.columns is not None and splits_columns(where, tensor.shape)) or _has_nan(tensor):
         return None
 
     def of_groups(numbers: torch.Tensor) -> torch.Tensor:
         repeated = numbers.repeat_interleave(tensor.layout.group // layout.group, dim=-1)
+        repeated = torch.nn.functional.pad(repeated, (0, layout.num_columns // layout.group - repeated.shape[-1]))
         return (
             repeated.float() if platform == "tpu" and numbers.dtype == torch.float16 else repeated
         )  # it has no float16
@@ -97,11 +159,12 @@ def pack(tensor: PackedTensor, dtype: torch.dtype, where: Sharding) -> Quantized
         parts["offset"] = of_groups(tensor.offset)
     if tensor.columns is not None:
         parts["columns"] = tensor.columns.to(torch.int32)
+    of_weight: Any = {"shape": tuple(tensor.shape), "is_transposed": tensor.is_transposed}
     if BITS[tensor.encoding] == 8:
-        return restore({"values": tensor.codes, **parts}, dtype, where)
+        return restore({"values": tensor.codes, **parts}, dtype, where, **of_weight)
     codes = tensor.codes.add(8).view(torch.uint8) if tensor.encoding == "int4" else tensor.codes
-    words = torch.from_numpy(in_words(to_numpy(codes)))
-    return restore({"values": words, **parts}, dtype, where, tensor.encoding)
+    words = torch.from_numpy(in_words(to_numpy(codes), tensor.encoding))
+    return restore({"values": words, **parts}, dtype, where, **of_weight, encoding=tensor.encoding)
 
 
 def kept_layout(layout: PackedLayout, platform: str) -> PackedLayout | None:
@@ -112,7 +175,7 @@ def kept_layout(layout: PackedLayout, platform: str) -> PackedLayout | None:
 
 def _kept_group(layout: PackedLayout, platform: str) -> int | None:
     width = layout.shape[-1]
-    if width % layout.group or (BITS[layout.encoding] == 4 and width % WORD_COLUMNS):
+    if width % layout.group or (BITS[layout.encoding] == 4 and not pays(width)):
         return None
     return next(
         (g for g in _GROUPS_OF_OTHERS if layout.group % g == 0 and _can_read(platform, layout.encoding, g)), None
@@ -159,21 +222,30 @@ def layouts(
     if not isinstance(quantization, str):
         return dict(quantization or {})
     found: dict[str, PackedLayout] = {}
+    transposed = transposed_weights(module)
     for name in weights_to_quantize(module, shapes, tied):
-        shape = tuple(shapes[name].shape)
+        is_transposed = name in transposed
+        shape = tuple((shapes[name].mT if is_transposed else shapes[name]).shape)
         if (kind := bits_and_group(shape[-1], quantization)) is not None:
-            found[name] = PackedLayout(encoding="int8" if kind[0] == 8 else "int4", group=kind[1], shape=shape)
+            encoding: Encoding = "int8" if kind[0] == 8 else "int4"
+            found[name] = PackedLayout(encoding=encoding, group=kind[1], shape=shape, is_transposed=is_transposed)
     return found
 
 
 def bytes_of(layout: PackedLayout) -> int:
     """Size of a quantized matrix, including scales of 16 bits, in bytes."""
-    numbers = math.prod(layout.shape)
+    numbers = math.prod(layout.shape[:-1]) * layout.num_columns
     return numbers * BITS[layout.encoding] // 8 + numbers // layout.group * 2
 
 
 def restore(
-    parts: Mapping[str, torch.Tensor], dtype: torch.dtype, where: Sharding, encoding: Encoding | None = None
+    parts: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    where: Sharding,
+    *,
+    shape: tuple[int, ...],
+    is_transposed: bool = False,
+    encoding: Encoding | None = None,
 ) -> QuantizedArray:
     """Build a `QuantizedArray` from its arrays in host memory.
 
@@ -181,6 +253,8 @@ def restore(
         parts: by field; `values` and `scale` at least.
         dtype: of the dequantized values.
         where: sharding of the weight.
+        shape: of the weight.
+        is_transposed: the codes are of its transpose.
         encoding: of the codes; None: int8, int4 or fp8, by their dtype.
 
     Raises:
@@ -197,9 +271,30 @@ def restore(
             "hfax stores int8, float8_e4m3fn, or uint8 for 4 bits, with floating-point scales of at most 32 bits.",
             "Save the quantized model again.",
         )
+    where = matrix_sharding(where, len(shape), is_transposed)
     placed = {field: place(part, part_sharding(field, where)) for field, part in parts.items()}
-    name = str(dtype).removeprefix("torch.")
-    return QuantizedArray(**placed, encoding=encoding, dtype=jnp.dtype(name), spec=spec_of(where))
+    return QuantizedArray(
+        **placed,
+        encoding=encoding,
+        dtype=jnp.dtype(str(dtype).removeprefix("torch.")),
+        width=width_in(shape, values.shape[-1], encoding, is_transposed=is_transposed),
+        is_transposed=is_transposed,
+        spec=spec_of(where),
+    )
+
+
+def width_in(shape: tuple[int, ...], stored: int, encoding: Encoding, *, is_transposed: bool) -> int | None:
+    """`QuantizedArray.width` of a weight whose codes have been stored.
+
+    Args:
+        shape: of the weight.
+        stored: last axis of the codes.
+        encoding: of the codes.
+        is_transposed: rows of the codes are the weight's columns.
+    """
+    width = shape[-2 if is_transposed else -1]
+    is_padded = stored * 8 // BITS[encoding] == columns_of(width, encoding)
+    return _width(width, encoding) if is_padded else None  # else the array's shape is not the weight's
 
 
 _SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from hfax.kernels.quantized import QuantizedArray
 from hfax.load.placement import check_fits, place
-from hfax.load.quantize import Quantization, quantize, weights_to_quantize
+from hfax.load.quantize import Quantization, quantize, transposed_weights, weights_to_quantize
 from hfax.load.skeleton import Skeleton
 from hfax.sharding.layout import Layout
 
@@ -32,10 +32,13 @@ def draw_weights(
     state = module.state_dict()
     del module
     packed = weights_to_quantize(skeleton.module, skeleton.shapes, skeleton.tied) if quantization else set()
+    transposed = transposed_weights(skeleton.module)
     weights: dict[str, jax.Array | QuantizedArray] = {}
     for name in skeleton.shapes:
         tensor = state.pop(name)
         where = layout.weight(name)
-        small = quantize(tensor, quantization, where) if quantization and name in packed else None
+        small = None
+        if quantization is not None and name in packed:
+            small = quantize(tensor, quantization, where, is_transposed=name in transposed)
         weights[name] = place(tensor, where) if small is None else small
     return weights

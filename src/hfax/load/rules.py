@@ -10,10 +10,11 @@ from transformers import PreTrainedModel
 
 from hfax.errors import CheckpointCorruptError
 from hfax.load.conversion import ConversionStep
+from hfax.load.packed import PackedTensor
 from hfax.load.skeleton import Skeleton
 
 
-def check_shape(name: str, tensor: torch.Tensor, expected: torch.Tensor, step: ConversionStep) -> None:
+def check_shape(name: str, tensor: torch.Tensor | PackedTensor, expected: torch.Tensor, step: ConversionStep) -> None:
     """Raise `CheckpointCorruptError` if a stored tensor does not have the weight's shape."""
     if tensor.shape != expected.shape:
         raise CheckpointCorruptError(

@@ -156,15 +156,18 @@ def _looked_up(skeleton: Skeleton) -> set[str]:
 
 def _parts(name: str, array: QuantizedArray, to_host: HostTensor) -> _Field:
     """A weight's codes, as uint8 from 0 or as float8, in the weight's order of columns, its scales, and zero points as codes."""
+    if array.is_transposed:
+        raise _inexpressible(name, "has experts that are stored as [in, out]")
     if array.encoding == "fp8" and array.offset is None and array.columns is None:
         return {"codes": to_host(array.values), "scale": to_host(array.scale)}
     if array.encoding not in ("int8", "int4"):
         raise _inexpressible(name, f"has codes of {array.encoding}")
     half = 1 << (array.bits - 1)
-    codes = to_host(array.numbers()).short().add_(half).to(torch.uint8)
-    parts = {"codes": codes, "scale": to_host(array.scale)}
+    width = array.shape[-1]
+    codes = to_host(array.numbers())[..., :width].short().add_(half).to(torch.uint8)
+    parts = {"codes": codes, "scale": to_host(array.scale)[..., : width // array.group]}
     if array.offset is not None:
-        offset, scale = to_host(array.offset).float(), parts["scale"].float()
+        offset, scale = to_host(array.offset)[..., : width // array.group].float(), parts["scale"].float()
         zeros = torch.where(scale == 0, torch.zeros_like(scale), (-offset / scale).round()) + half
         expected = (half - zeros) * scale
         if not torch.equal(expected, offset) or zeros.min() < 0 or zeros.max() > 2 * half - 1:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from hfax.kernels.encodings import BITS, Encoding
+from hfax.kernels.encodings import BITS, Encoding, columns_of
 from hfax.kernels.quantized import QuantizedArray
 from hfax.load.packed import PackedLayout
 
-_SUFFIXES = {"scale": "_scale", "offset": "_offset", "columns": "_columns"}
-_FP4_SCALE = "_fp4_scale"
-"""Instead of `_scale`, since codes of 4 bits have one dtype whatever they mean."""
+_SUFFIXES = {"offset": "_offset", "columns": "_columns"}
+_SCALES: dict[str, tuple[Encoding | None, bool]] = {
+    "_scale": (None, False),
+    "_fp4_scale": ("fp4", False),
+    "_scale_of_transpose": (None, True),
+    "_fp4_scale_of_transpose": ("fp4", True),
+}
+"""The suffix of the scales says what the arrays do not: whether codes of 4 bits are FP4, and those of the weight's transpose."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,16 +26,20 @@ class SavedParts:
     Args:
         names: by field of `QuantizedArray`.
         encoding: "fp4"; None: as the dtype of the codes says.
+        is_transposed: the codes are of the weight's transpose.
     """
 
     names: Mapping[str, str]
     encoding: Encoding | None
+    is_transposed: bool
 
 
 def names_of(name: str, array: QuantizedArray) -> dict[str, str]:
     """Names under which to store the arrays that a weight has, by field."""
-    suffixes = _SUFFIXES | ({"scale": _FP4_SCALE} if array.encoding == "fp4" else {})
-    return {"values": name} | {f: name + suffix for f, suffix in suffixes.items() if getattr(array, f) is not None}
+    kind = ("fp4" if array.encoding == "fp4" else None, array.is_transposed)
+    scale = next(suffix for suffix, of in _SCALES.items() if of == kind)
+    others = {f: name + suffix for f, suffix in _SUFFIXES.items() if getattr(array, f) is not None}
+    return {"values": name, "scale": name + scale} | others
 
 
 def saved_parts(weights: Iterable[str], stored: Collection[str]) -> dict[str, SavedParts]:
@@ -42,12 +51,12 @@ def saved_parts(weights: Iterable[str], stored: Collection[str]) -> dict[str, Sa
     """
     found: dict[str, SavedParts] = {}
     for name in weights:
-        is_fp4 = name + _FP4_SCALE in stored
-        if not is_fp4 and name + _SUFFIXES["scale"] not in stored:
+        if (scale := next((suffix for suffix in _SCALES if name + suffix in stored), None)) is None:
             continue
-        suffixes = _SUFFIXES | ({"scale": _FP4_SCALE} if is_fp4 else {})
-        names = {field: name + suffix for field, suffix in suffixes.items() if name + suffix in stored}
-        found[name] = SavedParts(names={"values": name} | names, encoding="fp4" if is_fp4 else None)
+        encoding, is_transposed = _SCALES[scale]
+        names = {"values": name, "scale": name + scale}
+        names |= {field: name + suffix for field, suffix in _SUFFIXES.items() if name + suffix in stored}
+        found[name] = SavedParts(names=names, encoding=encoding, is_transposed=is_transposed)
     return found
 
 
@@ -63,9 +72,13 @@ def saved_layouts(
     """
     found: dict[str, PackedLayout] = {}
     for name, parts in saved_parts(weights, stored).items():
-        width, groups = weights[name][-1], shape(parts.names["scale"])[-1]
-        by_width: Encoding = "int8" if shape(name)[-1] == width else "int4"
-        encoding = parts.encoding or by_width
-        if groups and BITS[encoding] * width == 8 * shape(name)[-1]:  # else loading reports the shapes
-            found[name] = PackedLayout(encoding=encoding, group=width // groups, shape=weights[name])
+        *lead, rows, width = weights[name]
+        matrix = (*lead, width, rows) if parts.is_transposed else weights[name]
+        by_width: Encoding = "int8" if shape(name)[-1] == matrix[-1] else "int4"
+        encoding, groups = parts.encoding or by_width, shape(parts.names["scale"])[-1]
+        columns = columns_of(matrix[-1], encoding)
+        if groups and BITS[encoding] * columns == 8 * shape(name)[-1]:  # else loading reports the shapes
+            found[name] = PackedLayout(
+                encoding=encoding, group=columns // groups, shape=matrix, is_transposed=parts.is_transposed
+            )
     return found

@@ -39,12 +39,14 @@ from hfax.load.quantize import (
     encoding_of,
     kept_layout,
     layouts,
+    matrix_sharding,
     pack,
     part_sharding,
     quantize,
     restore,
     spec_of,
     weights_to_quantize,
+    width_in,
 )
 from hfax.load.rules import check_shape, draw_missing, dtype_rule
 from hfax.load.safetensors_arrays import SafetensorsArrays
@@ -139,7 +141,7 @@ def load_weights(
             return None
         placed: list[tuple[str, Weight]] = []
         for name, tensor in found.items():
-            check_shape(name, tensor.codes, expected[name], step)
+            check_shape(name, tensor, expected[name], step)
             wanted, where = target_dtype(name, expected[name]), layout.weight(skeleton.tied.get(name, name))
             kept = pack(tensor, wanted, where)
             placed.append((name, place(tensor.dequantize().to(wanted), where) if kept is None else kept))
@@ -169,10 +171,12 @@ def load_weights(
             tensor = tensor.to(wanted) if tensor.is_floating_point() else tensor
             own_name = skeleton.tied.get(name, name)
             where = layout.weight(own_name)
-            small = quantize(tensor, quantization, where) if quantization and own_name in packed else None
+            small = None
+            if quantization and own_name in packed:
+                small = quantize(tensor, quantization, where, is_transposed=packed[own_name].is_transposed)
             placed.append((name, place(tensor, where) if small is None else small))
             if small is not None and quantization and is_stored_packed:
-                errors.append(_relative_error(tensor, quantization))
+                errors.append(_relative_error(tensor.mT if small.is_transposed else tensor, quantization))
             elif is_stored_packed:
                 dequantized.append(tensor.nbytes)
         return placed
@@ -264,7 +268,8 @@ def stored_layouts(
         if name not in can_multiply or not all(source in store.packed for source, _ in step.sources):
             continue
         own = store.packed[step.sources[0][0]]
-        layout = kept_layout(dataclasses.replace(own, shape=tuple(skeleton.shapes[name].shape)), platform)
+        whole = skeleton.shapes[name].mT if own.is_transposed else skeleton.shapes[name]
+        layout = kept_layout(dataclasses.replace(own, shape=tuple(whole.shape)), platform)
         if layout is not None:
             found[name] = layout
     return found
@@ -285,7 +290,8 @@ def load_quantized(skeleton: Skeleton, store: TensorStore, layout: Layout) -> di
         wanted, where = target_dtype(name, meta), layout.weight(name)
         if (parts := packed.get(name)) is not None:
             tensors = {field: store.read(stored) for field, stored in parts.names.items()}
-            weights[name] = restore(tensors, wanted, where, parts.encoding)
+            of_weight: Any = {"shape": tuple(meta.shape), "is_transposed": parts.is_transposed}
+            weights[name] = restore(tensors, wanted, where, **of_weight, encoding=parts.encoding)
         else:
             tensor = store.read(name)
             weights[name] = place(tensor.to(wanted) if tensor.is_floating_point() else tensor, where)
@@ -317,7 +323,10 @@ def load_arrays(
     def wanted(stored_name: str) -> jax.ShapeDtypeStruct:
         found, (field, weight) = stored[stored_name], of_weight.get(stored_name, (None, stored_name))
         is_float = field is None and jnp.issubdtype(found.dtype, jnp.floating)
-        where = part_sharding(field or "values", layout.weight(skeleton.tied.get(weight, weight)))
+        where = layout.weight(skeleton.tied.get(weight, weight))
+        if field is not None:
+            where = matrix_sharding(where, expected[weight].ndim, packed[weight].is_transposed)
+            where = part_sharding(field, where)
         return jax.ShapeDtypeStruct(found.shape, weight_dtypes[weight] if is_float else found.dtype, sharding=where)
 
     arrays: Any = {name: wanted(name) for name in stored}
@@ -328,11 +337,15 @@ def load_arrays(
     weights: dict[str, Weight] = {name: arrays[name] for name in expected}
     for name in expected:
         if (parts := packed.get(name)) is not None:
+            encoding = parts.encoding or encoding_of(arrays[name].dtype.name) or "int8"
+            shape, stored_width = tuple(expected[name].shape), arrays[name].shape[-1]
             weights[name] = QuantizedArray(
                 **{field: arrays[part] for field, part in parts.names.items()},
-                encoding=parts.encoding or encoding_of(arrays[name].dtype.name) or "int8",
+                encoding=encoding,
                 dtype=weight_dtypes[name],
-                spec=spec_of(layout.weight(skeleton.tied.get(name, name))),
+                width=width_in(shape, stored_width, encoding, is_transposed=parts.is_transposed),
+                is_transposed=parts.is_transposed,
+                spec=spec_of(arrays[name].sharding),
             )
         _check_stored_shape(name, weights[name], expected[name])
     return weights, tied

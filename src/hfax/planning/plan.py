@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 
 from hfax.errors import HfaxError, InvalidInputError, UnsupportedOptionError
 from hfax.kernels.constraints import cache_spec
+from hfax.kv_cache.dtypes import cache_dtype_of
 from hfax.load.quantize import Quantization
 from hfax.load.skeleton import Skeleton
 from hfax.parallelism import plan_over
@@ -52,6 +53,7 @@ class Plan:
         num_devices: number of devices.
         mesh: recommended mesh sizes by axis; pass them to `from_pretrained(parallelism=…)`.
         dtype, quantization: of the weights.
+        kv_cache_dtype: of the cached keys and values, as for `generate`.
         batch: number of concurrent sequences.
         context: tokens per sequence, including the prompt.
         prompt: tokens per prompt.
@@ -78,6 +80,7 @@ class Plan:
     mesh: dict[str, int]
     dtype: str
     quantization: str | None
+    kv_cache_dtype: str
     batch: int
     context: int
     prompt: int
@@ -106,6 +109,7 @@ class _Model:
     config: PretrainedConfig
     skeleton: Skeleton
     quantization: Quantization | None
+    kv_cache_dtype: str
     caches: dict[int, dict[str, jax.ShapeDtypeStruct]]  # for one sequence, by capacity
     operations_per_token: float  # in products with the weights that a token uses
     attention_per_token: float  # operations for each earlier token
@@ -120,6 +124,7 @@ def make_plans(
     context: int = 8192,
     prompt: int | None = None,
     quantization: Quantization | None = None,
+    kv_cache_dtype: str = "auto",
     mesh: dict[str, int] | None = None,
     compiles: bool = True,
 ) -> Iterator[Plan]:
@@ -133,6 +138,7 @@ def make_plans(
         context: final tokens per sequence.
         prompt: prompt tokens per sequence; None: 512, or half of a shorter context.
         quantization: weight quantization.
+        kv_cache_dtype: of the cached keys and values, as for `generate`.
         mesh: mesh sizes by axis; None: the fastest by estimate.
         compiles: compile with the machine's compiler, if it is installed; otherwise only estimate.
 
@@ -148,13 +154,17 @@ def make_plans(
             "Change --batch, --context or --prompt.",
         )
     found = [(machine, chip_of(machine), *devices_of(machine, compiles)) for machine in machines]
-    model = _read(name, config, quantization, context)
+    model = _read(name, config, quantization, kv_cache_dtype, context)
     for machine, chip, devices, problem in found:
         for batch in batches:
             yield _plan(model, machine, chip, devices, problem, batch, context, prompt, mesh, compiles)
 
 
-def _read(name: str, config: PretrainedConfig, quantization: Quantization | None, context: int) -> _Model:
+def _read(
+    name: str, config: PretrainedConfig, quantization: Quantization | None, kv_cache_dtype: str, context: int
+) -> _Model:
+    held = cache_dtype_of(kv_cache_dtype)
+    of_cache = None if held is None else jnp.dtype(held)
     skeleton = open_skeleton(config)
     module = skeleton.module
     traced, params = without_weights(skeleton)
@@ -168,7 +178,9 @@ def _read(name: str, config: PretrainedConfig, quantization: Quantization | None
     caches: dict[int, dict[str, jax.ShapeDtypeStruct]] = {}
     for capacity in sorted({256, context}):
         _, caches[capacity] = jax.eval_shape(
-            lambda p, x, c=capacity: traced.prefill(p, x, {}, c), params, {"input_ids": ids, "attention_mask": ids}
+            lambda p, x, c=capacity: traced.prefill(p, x, {}, c, cache_dtype=of_cache),
+            params,
+            {"input_ids": ids, "attention_mask": ids},
         )
     text: Any = config.get_text_config(decoder=True)
     heads, _ = attention_heads(config)
@@ -179,6 +191,7 @@ def _read(name: str, config: PretrainedConfig, quantization: Quantization | None
         config=config,
         skeleton=skeleton,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         caches=caches,
         operations_per_token=operations_per_token(skeleton),
         attention_per_token=4.0 * layers * (heads or 0) * width,
@@ -223,6 +236,7 @@ def _plan(
                 prompt_length=prompt,
                 capacity=context,
                 quantization=model.quantization,
+                kv_cache_dtype=model.kv_cache_dtype,
             )
         except HfaxError as error:
             problem = str(error)
@@ -242,6 +256,7 @@ def _plan(
         mesh={name: size for name, size in sizes.items() if size > 1} or {TENSOR: 1},
         dtype=str(model.skeleton.module.dtype).removeprefix("torch."),
         quantization=model.quantization,
+        kv_cache_dtype=model.kv_cache_dtype,
         batch=batch,
         context=context,
         prompt=prompt,

@@ -25,7 +25,8 @@ from hfax.kernels.constraints import cache_spec
 from hfax.kernels.encodings import BITS
 from hfax.kernels.quantized import QuantizedArray
 from hfax.kernels.target import compiler_options, compiling_for
-from hfax.load.quantize import Quantization, layouts
+from hfax.kv_cache.dtypes import cache_dtype_of
+from hfax.load.quantize import Quantization, layouts, matrix_sharding, spec_of
 from hfax.load.skeleton import Skeleton
 from hfax.parallelism import plan_over
 from hfax.planning.devices import topology_devices
@@ -73,6 +74,7 @@ def compile_for(
     prompt_length: int = 512,
     capacity: int = 2048,
     quantization: Quantization | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> list[CompiledProgram]:
     """Compile both programs of greedy `generate`, tensor-parallel over all devices of a topology.
 
@@ -83,6 +85,7 @@ def compile_for(
         prompt_length: prompt length, in tokens, including padding.
         capacity: cache capacity, in tokens.
         quantization: weight quantization.
+        kv_cache_dtype: of the cached keys and values, as for `generate`.
 
     Raises:
         BackendNotAvailableError: the compiler is not installed, or the topology is unknown.
@@ -92,7 +95,7 @@ def compile_for(
     skeleton = open_skeleton(config)
     plan = plan_over(skeleton, make_mesh({"tensor": len(devices)}, config, devices), quantization)
     sizes = {"batch_size": batch_size, "prompt_length": prompt_length, "capacity": capacity}
-    return compile_programs(skeleton, plan, **sizes, quantization=quantization)
+    return compile_programs(skeleton, plan, **sizes, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
 
 
 def compile_programs(
@@ -103,6 +106,7 @@ def compile_programs(
     prompt_length: int,
     capacity: int,
     quantization: Quantization | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> list[CompiledProgram]:
     """Like `compile_for`, on a sharding plan's mesh, with devices such as those from `topology_devices`."""
     mesh, config = plan.mesh, skeleton.module.config
@@ -121,14 +125,21 @@ def compile_programs(
         shape, dtype, spec = whole.shape, whole.dtype, plan.weights[name].spec
         if (found := packed.get(name)) is None:
             return on_devices(shape, dtype, spec)
-        stored = (*shape[:-1], shape[-1] * BITS[found.encoding] // 8)
+        *rows, width = found.shape
+        where = matrix_sharding(NamedSharding(mesh, spec), len(shape), found.is_transposed)
         of_codes = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}.get(found.encoding, jnp.uint8)
+
+        def part(columns: int, dtype: Any) -> Any:
+            return jax.ShapeDtypeStruct((*rows, columns), dtype, sharding=where)
+
         return QuantizedArray(
-            values=on_devices(stored, of_codes, spec),  # pyright: ignore[reportArgumentType]
-            scale=on_devices((*shape[:-1], shape[-1] // found.group), jnp.bfloat16, spec),  # pyright: ignore[reportArgumentType]
+            values=part(found.num_columns * BITS[found.encoding] // 8, of_codes),
+            scale=part(found.num_columns // found.group, jnp.bfloat16),
             encoding=found.encoding,
             dtype=dtype,
-            spec=spec,
+            width=None if found.num_columns == width else width,
+            is_transposed=found.is_transposed,
+            spec=spec_of(where),
         )
 
     params = {name: weight(name, whole) for name, whole in weights.items()}
@@ -150,7 +161,14 @@ def compile_programs(
             "sampling": values,
         }
     )
-    spec = LoopSpec(capacity=capacity, num_return_sequences=1, max_steps=0, keep=(), sampling=sampling)
+    spec = LoopSpec(
+        capacity=capacity,
+        num_return_sequences=1,
+        max_steps=0,
+        keep=(),
+        sampling=sampling,
+        cache_dtype=cache_dtype_of(kv_cache_dtype),
+    )
 
     def state_shardings(state: Any) -> Any:
         """Cache arrays are sharded by `cache_spec`; everything else is replicated."""

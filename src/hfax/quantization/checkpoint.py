@@ -26,7 +26,7 @@ from hfax.load.convert import LazyTensor, check_other_folder, copy_companions
 from hfax.load.folder import write_configs
 from hfax.load.formats import find_weights, is_quantized_by_hfax
 from hfax.load.host_arrays import to_numpy
-from hfax.load.quantize import weights_to_quantize
+from hfax.load.quantize import transposed_weights, weights_to_quantize
 from hfax.load.save import save_safetensors
 from hfax.load.save_compressed import Scheme, compress_part, quantization_config
 from hfax.load.save_pretrained import as_host_tensor
@@ -233,6 +233,7 @@ class _Run:
         """The names of the weights that are quantized."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self._skeleton.shapes.items()}
         linear = weights_to_quantize(self._skeleton.module, self._skeleton.shapes, self._skeleton.tied)
+        linear -= transposed_weights(self._skeleton.module)  # no format of other libraries has them
         found = {
             name
             for name in linear

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hfax.errors import InvalidInputError
-from hfax.kernels.encodings import WORD_COLUMNS
+from hfax.kernels.encodings import Encoding, columns_of, pays
 from hfax.kernels.quantized import QuantizedArray
 from hfax.load.codes import in_words
 from hfax.quantization.gptq import choose_scale, gptq, round_to
@@ -61,14 +61,14 @@ class Rounding:
     def kind_of(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
         """Bits and group size of a matrix of this shape; None: it is not quantized.
 
-        Where rows do not divide into words of 4-bit codes, 8 bits are used, as by `quantization="int4"`.
+        Rows that would take no less memory with 4 bits have 8, as by `quantization="int4"`; groups are smaller where rows do not
+        divide into larger ones.
         """
         if shape[-2] < _FEWEST_ROWS:
             return None
-        if self.bits == 4 and shape[-1] % WORD_COLUMNS == 0:
-            return 4, self.group_size
-        group = next((g for g in _GROUPS if g <= self.group_size and shape[-1] % g == 0), None)
-        return None if group is None else (8, group)
+        if (group := next((g for g in _GROUPS if g <= self.group_size and shape[-1] % g == 0), None)) is None:
+            return None
+        return (4 if self.bits == 4 and pays(shape[-1]) else 8), group
 
     def round(self, weight: jax.Array, moment: jax.Array | None) -> QuantizedArray:
         """A quantized matrix, [out, in], or stack of them, [n, out, in].
@@ -88,12 +88,17 @@ class Rounding:
             scale = choose_scale(matrix, importance, bits=bits, group=group, dtype=weight.dtype)
             scales = jnp.repeat(scale.astype(jnp.float32), group, axis=-1)
             codes = round_to(matrix.astype(jnp.float32), scales, bits).astype(jnp.int8)
-        values = codes if bits == 8 else jax.device_put(in_words((np.asarray(codes) + 8).astype(np.uint8)))
+        *lead, width = weight.shape
+        encoding: Encoding = "int8" if bits == 8 else "int4"
+        columns = columns_of(width, encoding)
+        values = codes if bits == 8 else jax.device_put(in_words((np.asarray(codes) + 8).astype(np.uint8), encoding))
+        scale = jnp.pad(scale.reshape(-1, width // group), ((0, 0), (0, (columns - width) // group)))
         return QuantizedArray(
-            values=values.reshape(*weight.shape[:-1], -1),
-            scale=scale.reshape(*weight.shape[:-1], -1),
-            encoding="int8" if bits == 8 else "int4",
+            values=values.reshape(*lead, -1),
+            scale=scale.reshape(*lead, -1),
+            encoding=encoding,
             dtype=weight.dtype,
+            width=None if columns == width else width,
         )
 
     def _calibrated(self, weight: jax.Array, moment: jax.Array, bits: int, group: int) -> tuple[jax.Array, jax.Array]:

@@ -12,7 +12,7 @@ import dataclasses
 import fnmatch
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hfax.errors import InvalidInputError
@@ -120,7 +120,7 @@ def make_plan(
     *,
     roles: Roles,
     given: Mapping[str, P] | None = None,
-    granularity: Mapping[str, int] | None = None,
+    granularity: Mapping[str, tuple[int, int]] | None = None,
     num_bytes: Mapping[str, int] | None = None,
 ) -> ShardingPlan:
     """Create a sharding plan for all weights.
@@ -131,7 +131,7 @@ def make_plan(
         mesh: the mesh from `make_mesh`.
         roles: infers roles, see `Roles`.
         given: name patterns mapped to specs; the first match wins.
-        granularity: for quantized weights, columns that must stay together on the last axis.
+        granularity: for quantized weights, an axis, counted from the last, and how many neighbours must stay together on it.
         num_bytes: sizes of weights that are stored in another format than in `shapes`.
 
     Raises:
@@ -147,13 +147,15 @@ def make_plan(
     given = _checked(given or {}, shapes, mesh)
     plans = {}
     for name, tensor in shapes.items():
-        shape, together = tuple(tensor.shape), (granularity or {}).get(name, 1)
+        shape, units = tuple(tensor.shape), [1] * tensor.ndim
+        if (found := (granularity or {}).get(name)) is not None:
+            axis, units[axis] = found
         if name in given:
             spec, why = given[name], "as given"
         else:
             spec, why = _split(name, shape, mesh, own, shown, tables, experts)
-            spec, why = _fitting(spec, why, shape, mesh, together)
-            spec, why = _with_fsdp(spec, why, shape, mesh, together)
+            spec, why = _fitting(spec, why, shape, mesh, units)
+            spec, why = _with_fsdp(spec, why, shape, mesh, units)
         size = (num_bytes or {}).get(name, tensor.numel() * tensor.element_size())
         plans[name] = WeightPlan(name=name, shape=shape, num_bytes=size, spec=spec, why=why)
     return ShardingPlan(mesh=mesh, weights=plans)
@@ -204,22 +206,20 @@ def _on_axis(axis: int, axes: tuple[str, ...], ndim: int) -> P:
     return P(*(axes if i == axis else None for i in range(ndim)))
 
 
-def _fitting(spec: P, why: str, shape: tuple[int, ...], mesh: Mesh, together: int) -> tuple[P, str]:
-    """The spec, but replicated if a dimension does not divide."""
+def _fitting(spec: P, why: str, shape: tuple[int, ...], mesh: Mesh, units: Sequence[int]) -> tuple[P, str]:
+    """The spec, but replicated if a dimension does not divide into parts of whole units."""
     for axis, axes in enumerate(spec):
         parts = size_of(mesh, axes)
-        unit = together if axis == len(shape) - 1 else 1
-        if parts > 1 and shape[axis] % (parts * unit):
+        if parts > 1 and shape[axis] % (parts * units[axis]):
             return P(*[None] * len(shape)), f"on every device: {shape[axis]} does not divide by {parts} ({why})"
     return spec, why
 
 
-def _with_fsdp(spec: P, why: str, shape: tuple[int, ...], mesh: Mesh, together: int) -> tuple[P, str]:
+def _with_fsdp(spec: P, why: str, shape: tuple[int, ...], mesh: Mesh, units: Sequence[int]) -> tuple[P, str]:
     parts = mesh.shape[FSDP]
     if parts == 1 or len(shape) < 2 or math.prod(shape) < _MIN_FSDP:
         return spec, why
     free = [i for i, axes in enumerate(spec) if axes is None]
-    units = {i: together if i == len(shape) - 1 else 1 for i in free}
     fitting = [i for i in free if shape[i] % (parts * units[i]) == 0]
     if not fitting:
         return spec, f"{why}; no axis divides by {parts} for fsdp"

@@ -77,7 +77,8 @@ def _as_saved(name: str, weight: Any, stored: Mapping[str, _Stored]) -> StoredWe
     tensors = {field: stored[stored_name].tensor for field, stored_name in names.items()}
     if not is_packed:
         return StoredWeight(tensors=tensors)
-    return StoredWeight(tensors=tensors, encoding=weight.encoding, dtype=weight.dtype.name)
+    of_matrix: Any = {"width": weight.width, "is_transposed": weight.is_transposed}
+    return StoredWeight(tensors=tensors, encoding=weight.encoding, dtype=weight.dtype.name, **of_matrix)
 
 
 def _as_converted(
@@ -148,16 +149,19 @@ def _as_changed(
     is_cast = weight.dtype != dtype
     if weight.shape != shape or (is_cast and not (_is_float(weight.dtype) and _is_float(dtype))):
         return None
-    if (is_quantized := isinstance(weight, QuantizedArray)) and not (
-        quantization is not None and bits_and_group(shape[-1], quantization) == (weight.bits, weight.group)
-    ):
-        return None
+    of_matrix: dict[str, Any] = {}
+    if is_quantized := isinstance(weight, QuantizedArray):
+        width = shape[-2 if weight.is_transposed else -1]
+        if quantization is None or bits_and_group(width, quantization) != (weight.bits, weight.group):
+            return None
+        of_matrix = {"width": weight.width, "is_transposed": weight.is_transposed}
     return StoredWeight(
         tensors={"values": parts} if is_tensor else {},
         rows=() if is_tensor else parts,
         shape=() if is_tensor else shape,
         dtype=jnp.dtype(weight.dtype).name if is_cast else "",
         quantization=quantization if is_quantized else None,
+        **of_matrix,
     )
 
 

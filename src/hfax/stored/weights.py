@@ -68,6 +68,8 @@ class StoredWeight:
         encoding: of the codes of a weight that is stored quantized.
         dtype: of its numbers, where they are not the tensor's own.
         quantization: what its numbers are quantized to; None: they are not.
+        width: of a quantized weight, see `QuantizedArray`.
+        is_transposed: of a quantized weight, see `QuantizedArray`.
     """
 
     tensors: Mapping[str, StoredTensor] = dataclasses.field(default_factory=dict)
@@ -76,6 +78,8 @@ class StoredWeight:
     encoding: Encoding | None = None
     dtype: str = ""
     quantization: Quantization | None = None
+    width: int | None = None
+    is_transposed: bool = False
 
     @classmethod
     def from_content(cls, content: dict[str, Any]) -> StoredWeight:
@@ -123,7 +127,7 @@ def _read(weight: StoredWeight, name: str, reader: WeightReader, layout: Layout)
     where = layout.weight(name)
     if weight.encoding is not None:
         fields: Any = {f: layout.place(reader.read(t.file, t.name), where) for f, t in weight.tensors.items()}
-        return QuantizedArray(**fields, encoding=weight.encoding, dtype=jnp.dtype(weight.dtype))
+        return _quantized(weight, fields, weight.encoding, weight.dtype)
     array = (
         _put_together(weight, reader) if weight.rows else reader.read(**dataclasses.asdict(weight.tensors["values"]))
     )
@@ -132,11 +136,16 @@ def _read(weight: StoredWeight, name: str, reader: WeightReader, layout: Layout)
         array[...] = stored
     if weight.quantization is None:
         return layout.place(array, where)
-    found = to_codes(array, weight.quantization)
+    found = to_codes(array.swapaxes(-1, -2) if weight.is_transposed else array, weight.quantization)
     assert found is not None  # or no quantization would be recorded
     values, scale = (layout.place(part, where) for part in found)
     encoding: Encoding = "int8" if values.dtype == jnp.int8 else "int4"
-    return QuantizedArray(values=values, scale=scale, encoding=encoding, dtype=jnp.dtype(array.dtype))
+    return _quantized(weight, {"values": values, "scale": scale}, encoding, array.dtype)
+
+
+def _quantized(weight: StoredWeight, fields: dict[str, jax.Array], encoding: Encoding, dtype: Any) -> QuantizedArray:
+    of_matrix: Any = {"width": weight.width, "is_transposed": weight.is_transposed}
+    return QuantizedArray(**fields, encoding=encoding, dtype=jnp.dtype(dtype), **of_matrix)
 
 
 def _put_together(weight: StoredWeight, reader: WeightReader) -> np.ndarray:

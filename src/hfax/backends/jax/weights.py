@@ -18,7 +18,7 @@ from hfax.backends.jax.results import as_torch_tree
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.kernels.quantized import QuantizedArray
 from hfax.load.packed import PackedLayout
-from hfax.load.quantize import part_sharding, spec_of, splits_columns
+from hfax.load.quantize import matrix_sharding, part_sharding, spec_of, splits_columns
 from hfax.load.rules import dtype_rule
 from hfax.load.skeleton import Skeleton
 
@@ -33,11 +33,15 @@ def quantization_of(weights: Weights) -> str | None:
 
 def packed_layouts(weights: Weights) -> dict[str, PackedLayout]:
     """How each quantized weight is packed, by name."""
-    return {
-        name: PackedLayout(encoding=array.encoding, group=array.group, shape=array.shape)
-        for name, array in weights.items()
-        if isinstance(array, QuantizedArray)
-    }
+    found: dict[str, PackedLayout] = {}
+    for name, array in weights.items():
+        if isinstance(array, QuantizedArray):
+            *lead, rows, columns = array.shape
+            shape = (*lead, columns, rows) if array.is_transposed else array.shape
+            found[name] = PackedLayout(
+                encoding=array.encoding, group=array.group, shape=shape, is_transposed=array.is_transposed
+            )
+    return found
 
 
 def count_numbers(
@@ -87,6 +91,7 @@ def moved(weight: Any, where: Sharding) -> Any:
         return jax.device_put(weight, where)
     if weight.columns is not None and splits_columns(where, weight.shape):
         return jax.device_put(weight.dequantize(), where)
+    where = matrix_sharding(where, weight.ndim, weight.is_transposed)
     fields = {f: a for f in ("values", "scale", "offset", "columns") if (a := getattr(weight, f)) is not None}
     placed = {field: jax.device_put(array, part_sharding(field, where)) for field, array in fields.items()}
     return dataclasses.replace(weight, **placed, spec=spec_of(where))

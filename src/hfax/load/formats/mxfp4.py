@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from hfax.load.formats.parts import misfit, need_shape
-from hfax.load.formats.unpacking import from_bytes, powers_of_two
-from hfax.load.packed import FP4_VALUES, StoredWeight
+from hfax.load.formats.parts import as_scale, misfit, need_shape
+from hfax.load.formats.unpacking import from_bytes
+from hfax.load.packed import PackedLayout, PackedTensor, StoredWeight
 from hfax.load.store import TensorStore
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
+_GROUP = 32
 
 
 def find(options: Mapping[str, Any], store: TensorStore) -> dict[str, StoredWeight]:
@@ -43,16 +44,11 @@ def _weight(store: TensorStore, stem: str, names: set[str]) -> StoredWeight:
         )
     need_shape(store, scales, shape[:-1])
     experts, rows, groups, _ = shape
-    width = groups * 32
-    values = torch.tensor(FP4_VALUES, dtype=torch.bfloat16)
+    matrix = (experts, rows, groups * _GROUP)
 
-    def read() -> torch.Tensor:
-        packed, powers = store.read(blocks), powers_of_two(store.read(scales)).to(torch.bfloat16)
-        # bfloat16 holds each product exactly. One expert at a time: 32-bit indices of a whole layer are gigabytes.
-        weight = torch.empty(experts, width, rows, dtype=torch.bfloat16)
-        for expert in range(experts):
-            numbers = values[from_bytes(packed[expert], 4).int()] * powers[expert, ..., None]
-            weight[expert] = numbers.reshape(rows, width).T
-        return weight
+    def read() -> PackedTensor:
+        codes = from_bytes(store.read(blocks), 4).reshape(matrix)
+        return PackedTensor(encoding="fp4", codes=codes, scale=as_scale(store.read(scales)), is_transposed=True)
 
-    return StoredWeight(parts=(blocks, scales), shape=(experts, width, rows), layout=None, read=read)
+    layout = PackedLayout(encoding="fp4", group=_GROUP, shape=matrix, is_transposed=True)
+    return StoredWeight(parts=(blocks, scales), shape=(experts, matrix[2], rows), layout=layout, read=read)

@@ -102,7 +102,7 @@ def spread(scale: torch.Tensor, block: tuple[int, int], shape: tuple[int, ...]) 
 def as_scale(tensor: torch.Tensor) -> torch.Tensor:
     """Scales as stored, in a dtype of `PackedTensor.scale`."""
     if tensor.dtype in (torch.uint8, torch.float8_e8m0fnu):
-        return powers_of_two(tensor)
+        return powers_of_two(tensor).to(torch.bfloat16)  # exact
     return tensor if tensor.dtype in _FLOATS else tensor.float()
 
 
