@@ -34,7 +34,7 @@ def _products() -> dict[str, tuple[Callable[..., jax.Array], tuple[jax.Array, ..
     out = jnp.dtype(jnp.float32)
 
     def packed(encoding: Encoding) -> Callable[..., jax.Array]:
-        return lambda x, w, s: calls.linear_packed(x, w, s, None, encoding=encoding, out_dtype=out)
+        return lambda x, w, s: calls.linear_packed(x, w, s, None, encoding=encoding, out_dtype=out, any_order=True)
 
     return {
         "float32": (lambda x, w: calls.linear(x, w, out), (row, floats), 4),

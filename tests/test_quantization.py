@@ -115,6 +115,28 @@ def test_experts_are_packed_too():
     assert model.generate(IDS, max_new_tokens=5, do_sample=False).shape == (1, 13)
 
 
+@pytest.mark.parametrize(("kind", "most", "of_weight"), [("int8", 0.06, 0.01), ("int4", 0.6, 0.12)])
+def test_transposed_experts_are_packed_too(tmp_path, kind, most, of_weight):
+    """gpt-oss holds them as [experts, in, out]; rows of 160 columns have no whole words of 4 bits."""
+    sizes = SIZES | {"hidden_size": 160, "intermediate_size": 96}
+    config = transformers.GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, initializer_range=0.1)
+    torch.manual_seed(0)
+    transformers.GptOssForCausalLM(config).save_pretrained(tmp_path)
+    plain = AutoModelForTPU.from_pretrained(tmp_path)
+    model = AutoModelForTPU.from_pretrained(tmp_path, quantization=kind)
+    logits, expected = model(input_ids=IDS).logits, plain(input_ids=IDS).logits
+    assert ((logits - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()).item() < most
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    packed, numbers = model.params[name], plain.params[name]
+    assert isinstance(packed, QuantizedArray)
+    assert packed.shape == numbers.shape
+    assert packed.nbytes < 2 * int(kind[3:]) / 8 * numbers.size
+    error = np.asarray(packed.dequantize()) - np.asarray(numbers)
+    assert np.sqrt(np.mean(error**2)) < of_weight * np.std(np.asarray(numbers))
+    model.save_pretrained(tmp_path / "packed")
+    assert torch.equal(AutoModelForTPU.from_pretrained(tmp_path / "packed")(input_ids=IDS).logits, logits)
+
+
 def with_stored_weights(model, form, *, permuted=False):
     """Replaces the weights of the first layer by codes at random, as other libraries store them."""
     for name, array in model.params.items():

@@ -10,9 +10,9 @@ from hfax.load.quantize import quantize
 KERNELS = "C++ kernel"
 
 
-def on_cpu(function, *args, **kwargs):
+def on_cpu(function, *args, is_batch_invariant=False, **kwargs):
     """What a program compiled for CPU gives, and the ways that were chosen for it."""
-    with compiling_for("cpu") as where:
+    with compiling_for("cpu", is_batch_invariant=is_batch_invariant) as where:
         out = jax.jit(lambda *a: function(*a, **kwargs))(*args)
     return np.asarray(out, np.float32), where.chosen
 

@@ -1,5 +1,7 @@
 """The C++ kernels for weights of 8 and 4 bits against products in float64, on every instruction set that the processor has."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -135,9 +137,70 @@ def test_every_number_of_columns_of_stored_weights(form):
         packed = packed_array(packed_tensor(*form, (out, 640), permuted=True))
         x = normal(200, 640)
         exact, allowed = exact_products(x, packed)
-        got, _ = on_cpu(quantized.linear, x, packed)
+        got, _ = on_cpu(quantized.linear, x, packed, is_batch_invariant=True)
         assert (np.abs(got - exact) <= allowed).all()
-        np.testing.assert_array_equal(on_cpu(quantized.linear, x[197:198], packed)[0], got[197:198])
+        some, _ = on_cpu(quantized.linear, x[197:198], packed, is_batch_invariant=True)
+        np.testing.assert_array_equal(some, got[197:198])
+
+
+@pytest.mark.parametrize("has_offset", [False, True])
+@pytest.mark.parametrize("group", [16, 128])
+@pytest.mark.parametrize("rows", [1, 3, 16, 40, 600])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_many_rows_of_float8_use_its_numbers_in_their_dtype(dtype, rows, group, has_offset):
+    """As transformers does, which dequantizes to the model's dtype; few rows use them as they are."""
+    tensor = packed_tensor("fp8", group, "float32", has_offset, (300, 640))
+    packed = packed_array(tensor, getattr(torch, dtype))
+    numbers = tensor.dequantize()
+    wide = (numbers if rows < 16 else numbers.to(getattr(torch, dtype))).double().numpy()
+    x = normal(rows, 640, dtype=dtype)
+    wide_x = np.asarray(x, np.float64)
+    exact = wide_x @ wide.T
+    # a number with an offset may be rounded to the next
+    allowed = (2.0**-8 if has_offset and dtype == "bfloat16" else 2.0**-18) * (np.abs(wide_x) @ np.abs(wide).T)
+    if dtype == "bfloat16":
+        allowed = allowed + 2.0 ** (np.floor(np.log2(np.abs(exact))) - 8)  # half a unit in the last place
+    got, _ = on_cpu(quantized.linear, x, packed)
+    assert (np.abs(got - exact) <= allowed).all()
+    together, _ = on_cpu(quantized.linear, x, packed, is_batch_invariant=True)
+    alone, _ = on_cpu(quantized.linear, x[-1:], packed, is_batch_invariant=True)
+    np.testing.assert_array_equal(alone[0], together[-1])
+
+
+@pytest.mark.parametrize("width", [96, 160, 192, 2880])
+@pytest.mark.parametrize(("encoding", "has_offset"), [("int4", True), ("fp4", False)])
+def test_rows_of_4_bits_are_padded_to_whole_words(encoding, has_offset, width):
+    """Beside the weight's numbers there are only zeros."""
+    tensor = packed_tensor(encoding, 32, "bfloat16", has_offset, (40, width), permuted=True)
+    packed = packed_array(tensor)
+    assert packed.shape == (40, width)
+    assert packed.num_columns > width
+    np.testing.assert_array_equal(packed.dequantize(), tensor.dequantize())
+    for rows in (1, 9):
+        x = normal(rows, width)
+        exact, allowed = exact_products(x, packed)
+        got, chosen = on_cpu(quantized.linear, x, packed)
+        assert any(KERNELS in way for way in chosen)
+        assert (np.abs(got - exact) <= allowed).all()
+
+
+@pytest.mark.parametrize(
+    "form", [("int4", 32, "bfloat16", True), ("fp4", 32, "bfloat16", False), ("fp8", 128, "float32", False)], ids=str
+)
+@pytest.mark.parametrize("rows", [7, 90])
+def test_each_row_gets_the_transposed_matrix_of_its_expert(form, rows):
+    """Matrices that the model has as [in, out] are stored with the rows that are multiplied."""
+    width = 256 if form[0] == "fp8" else 160
+    tensor = dataclasses.replace(packed_tensor(*form, (5, 24, width)), is_transposed=True)
+    packed = packed_array(tensor)
+    assert packed.shape == (5, width, 24)
+    numbers = tensor.dequantize().double().numpy()
+    np.testing.assert_array_equal(packed.dequantize(), numbers)
+    x, experts = normal(rows, width), jnp.asarray(np.random.default_rng(0).integers(0, 5, rows), jnp.int32)
+    got, chosen = on_cpu(grouped_linear, x, packed, experts, is_transposed=True)
+    assert any(KERNELS in way for way in chosen)
+    expected = np.einsum("ri,rio->ro", np.asarray(x, np.float64), numbers[np.asarray(experts)])
+    np.testing.assert_allclose(got, expected, atol=2.0**-14 * np.abs(x).max() * np.abs(numbers).sum(1).max())
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,10 @@ _CONFIGS: dict[str, Any] = {
         **{**tiny_models.SIZES, "num_key_value_heads": 4}, **_EXPERTS, n_routed_experts=4, n_group=2, topk_group=1,
         kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, first_k_dense_replace=1,
     ),
+    "gpt_oss": transformers.GptOssConfig(
+        **{**tiny_models.SIZES, "hidden_size": 160, "intermediate_size": 96}, head_dim=16, num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
 }  # fmt: skip
 _LOADS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts with names of their own": ("mixtral", {}),
@@ -40,6 +44,7 @@ _LOADS: dict[str, tuple[str, dict[str, Any]]] = {
     "int8": ("llama", {"quantization": "int8"}),
     "int4": ("llama", {"quantization": "int4"}),
     "experts, bfloat16 and int4": ("qwen3_moe", {"dtype": "bfloat16", "quantization": "int4"}),
+    "transposed experts, int4": ("gpt_oss", {"quantization": "int4"}),
 }
 _SCRIPT = (
     WITHOUT_TORCH

@@ -123,7 +123,8 @@ def _on_one_device(
         target.choose("experts: C++ kernel, each chosen matrix read once")
         if isinstance(weight, QuantizedArray):
             parts = weight.values, weight.scale, weight.offset
-            return calls.linear_experts_packed(x, *parts, experts, encoding=weight.encoding)
+            how: dict[str, Any] = {"encoding": weight.encoding, "any_order": not target.is_batch_invariant()}
+            return calls.linear_experts_packed(x, *parts, experts, **how)
         return calls.linear_experts(x, weight, experts)
     if isinstance(weight, QuantizedArray):
         if not is_transposed and (out := _packed_by_pallas(x, weight, experts)) is not None:

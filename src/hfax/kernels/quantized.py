@@ -171,8 +171,9 @@ def linear(x: jax.Array, weight: QuantizedArray, bias: jax.Array | None = None) 
         target.choose(f"linear: C++ kernel ({weight.encoding} weights, {_rounding(weight)})")
         x, weight = aligned(x, weight)
         out_dtype = x.dtype if bias is None else jnp.dtype(jnp.float32)
-        of_weight: dict[str, Any] = {"encoding": weight.encoding, "out_dtype": out_dtype}
-        out = calls.linear_packed(x.reshape(rows, -1), weight.values, weight.scale, weight.offset, **of_weight)
+        how: dict[str, Any] = {"encoding": weight.encoding, "any_order": not target.is_batch_invariant()}
+        flat, parts = x.reshape(rows, -1), (weight.values, weight.scale, weight.offset)
+        out = calls.linear_packed(flat, *parts, **how, out_dtype=out_dtype)
         out = out.reshape(*x.shape[:-1], -1)
     elif (found := _pallas_kernel(*(operands := aligned(x, weight)))) is not None:
         target.choose(f"linear: Pallas kernel ({weight.encoding} weights)")

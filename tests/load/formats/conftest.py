@@ -31,7 +31,8 @@ def _config(kind):
             v_head_dim=16,
         )
     assert kind == "gpt_oss"
-    sizes = {**SIZES, "intermediate_size": 64, "num_hidden_layers": 2}
+    # as in gpt-oss-20b, rows are no multiple of 128 columns
+    sizes = {**SIZES, "hidden_size": 160, "intermediate_size": 96, "num_hidden_layers": 2}
     return transformers.GptOssConfig(**sizes, head_dim=16, num_local_experts=4, num_experts_per_tok=2)
 
 

@@ -12,7 +12,7 @@ from tiny_models import tiny_llama
 
 from hfax import AutoModelForTPU
 from hfax.cli.app import run
-from hfax.errors import CheckpointCorruptError, UnsupportedModelError
+from hfax.errors import CheckpointCorruptError, InvalidInputError, UnsupportedModelError
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
 
@@ -148,7 +148,10 @@ def test_static_scales_of_activations_and_caches_are_not_unexpected(tmp_path, pl
 
 
 def test_gpt_oss_agrees_with_transformers(tmp_path, plain):
-    """Blocks are [experts, out, in / 32, 16], and the module's matrices their transpose, gate and up interleaved."""
+    """Blocks are [experts, out, in / 32, 16], and the module's matrices their transpose, gate and up interleaved.
+
+    The codes are kept, also in hfax's own format.
+    """
     tensors, config = plain("gpt_oss")
     stored = {}
     for name, tensor in tensors.items():
@@ -161,7 +164,16 @@ def test_gpt_oss_agrees_with_transformers(tmp_path, plain):
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, quantization_config=transformers.Mxfp4Config(dequantize=True)
     )
-    check(folder, reference.eval(), tokens=6)
+    model = check(folder, reference.eval(), tokens=6)
+    experts = [name for name in model.params if name.endswith(("gate_up_proj", "down_proj"))]
+    for format in ("safetensors", "orbax"):
+        model.save_pretrained(tmp_path / format, format=format)
+        again = check(tmp_path / format, reference, tokens=6)
+        for name in experts:
+            assert again.params[name].encoding == model.params[name].encoding == "fp4"
+            assert again.params[name].nbytes == model.params[name].nbytes
+    with pytest.raises(InvalidInputError, match=r"\[in, out\]"):
+        model.save_pretrained(tmp_path / "compressed", format="compressed-tensors")
     del stored["model.layers.1.mlp.experts.down_proj_scales"]
     packers.write(tmp_path, stored, config, {"quant_method": "mxfp4"})
     with pytest.raises(CheckpointCorruptError, match="down_proj_scales"):

@@ -55,6 +55,7 @@ def linear_packed(
     *,
     encoding: Encoding,
     out_dtype: jnp.dtype,
+    any_order: bool,
 ) -> jax.Array:
     """`x @ weight.T` with float32 accumulation, where a weight is a code times its group's scale plus its offset.
 
@@ -67,12 +68,14 @@ def linear_packed(
         offset: like `scale`; None: 0.
         encoding: of `values`.
         out_dtype: float32 or bfloat16.
+        any_order: sums of many rows may have another order than those of few: of float8, which is much faster.
 
     Returns:
         [rows, out_features].
     """
     shape = jax.ShapeDtypeStruct((x.shape[0], values.shape[0]), out_dtype)
-    return _ffi_call("hfax_linear_packed", shape)(x, values, scale, _or_none(offset), encoding=_number_of(encoding))
+    how: dict[str, Any] = {"encoding": _number_of(encoding), "any_order": any_order}
+    return _ffi_call("hfax_linear_packed", shape)(x, values, scale, _or_none(offset), **how)
 
 
 def linear_experts(x: jax.Array, weight: jax.Array, experts: jax.Array) -> jax.Array:
@@ -98,11 +101,13 @@ def linear_experts_packed(
     experts: jax.Array,
     *,
     encoding: Encoding,
+    any_order: bool,
 ) -> jax.Array:
     """Like `linear_experts` for weights in the format of `linear_packed`, with an experts axis."""
     shape = jax.ShapeDtypeStruct((x.shape[0], values.shape[1]), x.dtype)
     call = _ffi_call("hfax_linear_experts_packed", shape)
-    return call(x, values, scale, _or_none(offset), experts.astype(jnp.int32), encoding=_number_of(encoding))
+    how: dict[str, Any] = {"encoding": _number_of(encoding), "any_order": any_order}
+    return call(x, values, scale, _or_none(offset), experts.astype(jnp.int32), **how)
 
 
 def _or_none(offset: jax.Array | None) -> jax.Array:

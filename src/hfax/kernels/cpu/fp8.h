@@ -3,6 +3,9 @@
 // Weights become float32, which is exact. A group's products are added in 16 sums, column k in sum k % 16, whatever the width of a vector.
 // Times the group's scale they are added to those of the groups before, and at last to each other in one order, so a row's numbers depend
 // neither on the rows beside it nor on the instruction set.
+//
+// Many rows are multiplied faster with numbers in the activations' type, which some rows of the weight become at a time: those products, and
+// the order of their sums, are matmul.h's.
 
 #pragma once
 
@@ -153,6 +156,104 @@ void multiply_packed(const Widened& x, const Packed<kFp8>& weight, int64_t begin
           store(result, out + r * num_columns + first + i);
         }
       }
+    }
+  }
+}
+
+#if defined(__AVX512VBMI__) && defined(__AVX512BF16__)
+// A row of bfloat16 activations with numbers that become bfloat16, whose products the processor sums by pairs: a float takes twice the
+// instructions. The bytes of 64 numbers are looked up by their codes, and come out 8 of each 16 columns first, then the others.
+class PairedRow {
+ public:
+  static constexpr int64_t kStep = 64;
+
+  static bool fits(const Packed<kFp8>& weight, int64_t rows) { return rows == 1 && weight.group % kStep == 0 && !weight.offset; }
+
+  PairedRow(const Bf16* x, int64_t width) : x_(width) {
+    for (int64_t k = 0; k < width; ++k) x_[k / kStep * kStep + k / 8 % 2 * 32 + k % kStep / 16 * 8 + k % 8] = x[k];
+    alignas(64) uint8_t upper[128], lower[128];
+    for (int code = 0; code < 128; ++code) {
+      const float number = to_float(Fp8{static_cast<uint8_t>(code)}) * kUnit<Fp8>;
+      uint32_t bits;
+      std::memcpy(&bits, &number, sizeof(bits));
+      upper[code] = bits >> 24, lower[code] = bits >> 16 & 0xff;
+    }
+    for (int half = 0; half < 2; ++half) {
+      upper_[half] = _mm512_load_si512(upper + 64 * half);
+      lower_[half] = _mm512_load_si512(lower + 64 * half);
+    }
+  }
+
+  // Its product with a row of the weight.
+  float times(const uint8_t* row, int64_t group, const float* scales) const {
+    const __m512i signs = _mm512_set1_epi8(static_cast<char>(0x80));
+    const Bf16 *x = x_.data(), *end = x + x_.size();
+    Floats sum = {};
+    for (; x < end; ++scales) {
+      __m512 first = _mm512_setzero_ps(), second = _mm512_setzero_ps();
+      for (int64_t k = 0; k < group; k += kStep, row += kStep, x += kStep) {
+        __builtin_prefetch(row + kAhead<kFp8>);
+        const __m512i codes = _mm512_loadu_si512(row);  // a look-up does not see their signs
+        const __m512i high = _mm512_ternarylogic_epi32(_mm512_permutex2var_epi8(upper_[0], codes, upper_[1]), codes, signs, 0xf8);
+        const __m512i low = _mm512_permutex2var_epi8(lower_[0], codes, lower_[1]);
+        first = _mm512_dpbf16_ps(first, (__m512bh)_mm512_unpacklo_epi8(low, high), (__m512bh)_mm512_load_si512(x));
+        second = _mm512_dpbf16_ps(second, (__m512bh)_mm512_unpackhi_epi8(low, high), (__m512bh)_mm512_load_si512(x + 32));
+      }
+      sum = fused((Floats)first + (Floats)second, Floats{} + *scales, sum);
+    }
+    return total(sum);
+  }
+
+ private:
+  std::vector<Bf16, Aligned<Bf16>> x_;
+  __m512i upper_[2], lower_[2];
+};
+
+// The results of a row of activations for rows `begin` to `end` of the weight.
+template <typename Out>
+void multiply_pairs(const PairedRow& x, const Packed<kFp8>& weight, int64_t begin, int64_t end, Out* out) {
+  thread_local std::vector<float> scales;
+  scales.resize(weight.groups());
+  for (int64_t row = begin; row < end; ++row) {
+    widen(weight.scale.from(row * weight.groups()), weight.groups(), 1, scales.data());
+    store(x.times(weight.values + row * weight.bytes_per_row(), weight.group, scales.data()), out + row);
+  }
+}
+#endif
+
+// Rows of activations from which a weight's numbers in their type pay.
+constexpr int64_t kDecodedFrom = 16;
+
+// The numbers of a row of the weight, rounded once to the type of `to`.
+template <typename T>
+void decode_row(const Packed<kFp8>& weight, int64_t row, std::vector<float>& scales, std::vector<float>& offsets, T* to) {
+  const int64_t groups = weight.groups();
+  scales.resize(groups), offsets.resize(groups);
+  widen(weight.scale.from(row * groups), groups, kUnit<Fp8>, scales.data());
+  if (weight.offset) widen(weight.offset.from(row * groups), groups, 1, offsets.data());
+  const uint8_t* at = weight.values + row * weight.bytes_per_row();
+  for (int64_t g = 0; g < groups; ++g) {
+    const Floats offset = Floats{} + (weight.offset ? offsets[g] : 0.0f);
+    for (int64_t k = 0; k < weight.group; k += kLanes, at += kLanes, to += kLanes) store_some(load_fp8(at) * scales[g] + offset, kLanes, to);
+  }
+}
+
+// The results of rows of activations, [rows, width], for rows `begin` to `end` of the weight, by its numbers in their type.
+template <typename T, typename Out>
+void multiply_decoded(const T* x, int64_t rows, const Packed<kFp8>& weight, int64_t begin, int64_t end, Out* out, int64_t num_columns) {
+  constexpr int64_t kTogether = 512;
+  thread_local std::vector<float> scales, offsets;
+  const int64_t width = weight.width, count = end - begin;
+  const Memory<T, 4> numbers(count * width);
+  const Memory<float, 5> sums(std::min(rows, kTogether) * count);
+  for (int64_t i = 0; i < count; ++i) decode_row(weight, begin + i, scales, offsets, numbers.data() + i * width);
+  const SideOf<T> columns{numbers.data(), count, width, width, false};
+  for (int64_t first = 0; first < rows; first += kTogether) {
+    const int64_t here = std::min(kTogether, rows - first);
+    multiply_here<false>(SideOf<T>{x + first * width, here, width, width, false}, columns, sums.data(), count);
+    for (int64_t r = 0; r < here; ++r) {
+      Out* to = out + (first + r) * num_columns + begin;
+      for (int64_t c = 0; c < count; c += kLanes) store_some(load_some(sums.data() + r * count + c, count - c), count - c, to + c);
     }
   }
 }

@@ -34,7 +34,7 @@ _X86 = ("x86_64", "AMD64")
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _VNNI = _AVX512 | {"avx512_vnni"}
-_BF16 = _VNNI | {"avx512_bf16"}
+_BF16 = _VNNI | {"avx512_bf16", "avx512vbmi"}  # Cooper Lake alone has the first without the second
 _AMX = _BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
 
 
@@ -49,8 +49,8 @@ INSTRUCTION_SETS = (
     _x86("avx2-vnni", "-march=haswell", "-mavxvnni", features=_AVX2 | {"avx_vnni"}),
     _x86("avx512", "-march=skylake-avx512", features=_AVX512),
     _x86("avx512-vnni", "-march=cascadelake", features=_VNNI),
-    _x86("avx512-bf16", "-march=cooperlake", features=_BF16),
-    _x86("amx", "-march=cooperlake", "-mamx-tile", "-mamx-bf16", "-mamx-int8", features=_AMX),
+    _x86("avx512-bf16", "-march=cooperlake", "-mavx512vbmi", features=_BF16),
+    _x86("amx", "-march=cooperlake", "-mavx512vbmi", "-mamx-tile", "-mamx-bf16", "-mamx-int8", features=_AMX),
     InstructionSet(name="neon", machines=("aarch64", "arm64"), flags=("-march=armv8-a",)),
 )
 """Of each architecture from the least to the most capable: the last that a processor supports is the best for it."""

@@ -394,9 +394,10 @@ ffi::Error with_encoding(int64_t encoding, const Use& use) {
 template <Encoding kCode>
 using RowsFor = std::conditional_t<kCode == kFp8, Widened, Rounded>;
 
-// x [M, K], values [N, K] or, of 4 bits, [N, K / 2], scale and offset [N, K / group] -> [M, N].
+// x [M, K], values [N, K] or, of 4 bits, [N, K / 2], scale and offset [N, K / group] -> [M, N]. `any_order`: sums may have another order
+// for many rows than for few.
 ffi::Error linear_packed(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer values, ffi::AnyBuffer scale, ffi::AnyBuffer offset,
-                         ffi::Result<ffi::AnyBuffer> out, int64_t encoding) {
+                         ffi::Result<ffi::AnyBuffer> out, int64_t encoding, bool any_order) {
   const int64_t width = x.dimensions()[1], num_columns = out->dimensions()[1];
   const PackedBuffers buffers{values, scale, offset, encoding};
   if (auto error = buffers.check(width); error.failure()) return error;
@@ -404,6 +405,27 @@ ffi::Error linear_packed(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer 
     const auto weight = buffers.matrix<decltype(code)::value>(0, num_columns, width);
     const int64_t per_chunk = packed_chunk(weight), chunks = (num_columns + per_chunk - 1) / per_chunk;
     return with_activations(x, [&](const auto* from) {
+      if constexpr (decltype(code)::value == kFp8) {
+        if (any_order && x.dimensions()[0] >= kDecodedFrom) {
+          return as_numbers(out, [&](auto* to) {
+            parallel(pool, chunks, [&](int64_t chunk) {
+              multiply_decoded(from, x.dimensions()[0], weight, chunk * per_chunk, std::min(num_columns, (chunk + 1) * per_chunk), to, num_columns);
+            });
+          });
+        }
+#if defined(__AVX512VBMI__) && defined(__AVX512BF16__)
+        if constexpr (std::is_same_v<std::decay_t<decltype(*from)>, Bf16>) {
+          if (any_order && PairedRow::fits(weight, x.dimensions()[0])) {
+            const PairedRow row(from, width);
+            return as_numbers(out, [&](auto* to) {
+              parallel(pool, chunks, [&](int64_t chunk) {
+                multiply_pairs(row, weight, chunk * per_chunk, std::min(num_columns, (chunk + 1) * per_chunk), to);
+              });
+            });
+          }
+        }
+#endif
+      }
       const auto rows = RowsFor<decltype(code)::value>::make(pool, from, nullptr, x.dimensions()[0], weight);
       return as_numbers(out, [&](auto* to) {
         parallel(pool, chunks, [&](int64_t chunk) {
@@ -489,7 +511,7 @@ ffi::Error linear_experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer
 
 // x [S, K], values [E, N, K] or, of 4 bits, [E, N, K / 2], scale and offset [E, N, K / group], experts [S] -> [S, N].
 ffi::Error linear_experts_packed(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer values, ffi::AnyBuffer scale, ffi::AnyBuffer offset,
-                                 ffi::Buffer<ffi::S32> experts, ffi::Result<ffi::AnyBuffer> out, int64_t encoding) {
+                                 ffi::Buffer<ffi::S32> experts, ffi::Result<ffi::AnyBuffer> out, int64_t encoding, bool any_order) {
   const int64_t num_experts = values.dimensions()[0], num_columns = values.dimensions()[1];
   if (auto error = check_experts(x, experts, num_experts); error.failure()) return error;
   const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
@@ -500,17 +522,31 @@ ffi::Error linear_experts_packed(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::An
     const auto matrix = [&](int64_t e) { return buffers.matrix<decltype(code)::value>(e, num_columns, width); };
     return with_activations(x, [&](const auto* from) {
       using Rows = RowsFor<decltype(code)::value>;
+      const auto is_decoded = [&](int64_t e) {
+        return decltype(code)::value == kFp8 && any_order && sorted.starts[e + 1] - sorted.starts[e] >= kDecodedFrom;
+      };
       std::vector<Rows> of_chosen;
+      bool has_decoded = false;
       for (const int64_t e : sorted.chosen) {
         const int64_t first = sorted.starts[e];
-        of_chosen.push_back(Rows::make(pool, from, sorted.order.data() + first, sorted.starts[e + 1] - first, matrix(e)));
+        has_decoded |= is_decoded(e);
+        of_chosen.push_back(is_decoded(e) ? Rows{} : Rows::make(pool, from, sorted.order.data() + first, sorted.starts[e + 1] - first, matrix(e)));
       }
+      const auto in_order = has_decoded ? sorted_rows(from, sorted, width) : std::vector<std::decay_t<decltype(*from)>>{};
       return as_numbers(out, [&](auto* to) {
         std::vector<std::decay_t<decltype(*to)>> results(rows * num_columns);
         const int64_t per_chunk = packed_chunk(matrix(0)), chunks = (num_columns + per_chunk - 1) / per_chunk;
         parallel(pool, sorted.chosen.size() * chunks, [&](int64_t piece) {
-          const int64_t chosen = piece / chunks, e = sorted.chosen[chosen], begin = piece % chunks * per_chunk;
-          multiply_packed(of_chosen[chosen], matrix(e), begin, std::min(num_columns, begin + per_chunk), results.data() + sorted.starts[e] * num_columns, num_columns);
+          const int64_t chosen = piece / chunks, e = sorted.chosen[chosen], first = sorted.starts[e];
+          const int64_t begin = piece % chunks * per_chunk, end = std::min(num_columns, begin + per_chunk);
+          auto* of_expert = results.data() + first * num_columns;
+          if constexpr (decltype(code)::value == kFp8) {
+            if (is_decoded(e)) {
+              multiply_decoded(in_order.data() + first * width, sorted.starts[e + 1] - first, matrix(e), begin, end, of_expert, num_columns);
+              return;
+            }
+          }
+          multiply_packed(of_chosen[chosen], matrix(e), begin, end, of_expert, num_columns);
         });
         for (int64_t i = 0; i < rows; ++i)
           std::memcpy(to + sorted.order[i] * num_columns, results.data() + i * num_columns, num_columns * sizeof(*to));
@@ -1114,7 +1150,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_linear_packed, linear_packed,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("encoding"));
+                                  .Attr<int64_t>("encoding")
+                                  .Attr<bool>("any_order"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_decode_attention, decode_attention,
                               ffi::Ffi::Bind()
@@ -1145,4 +1182,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(hfax_linear_experts_packed, linear_experts_packed,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("encoding"));
+                                  .Attr<int64_t>("encoding")
+                                  .Attr<bool>("any_order"));

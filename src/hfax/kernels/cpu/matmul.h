@@ -259,12 +259,13 @@ void multiply_matrices(ffi::ThreadPool& pool, const SideOf<A>& a, const SideOf<B
 }
 
 // The same on one thread, with rows of `out` that begin `stride` numbers after each other.
-template <bool kAdds>
-void multiply_here(const Side& a, const Side& b, float* out, int64_t stride) {
+template <bool kAdds, typename T>
+void multiply_here(const SideOf<T>& a, const SideOf<T>& b, float* out, int64_t stride) {
 #if defined(HFAX_AMX)
-  if (has_tiles()) return multiply_here_by_tiles<kAdds>(a, b, out, stride);
+  if constexpr (kInPairs<T>)
+    if (has_tiles()) return multiply_here_by_tiles<kAdds>(a, b, out, stride);
 #endif
-  auto& scratch = scratch_of_thread<kInPairs<Bf16>>();
+  auto& scratch = scratch_of_thread<kInPairs<T>>();
   for (int64_t row = 0; row < a.count; row += kTileRows) {
     const int64_t num_rows = std::min(kTileRows, a.count - row);
     for (int64_t column = 0; column < b.count; column += kTileColumns) {

@@ -77,7 +77,7 @@ struct Rounded {
   static Rounded make(ffi::ThreadPool& pool, const T* x, const int64_t* order, int64_t rows, const Packed<kCode>& weight) {
     Rounded out;
     out.rows = rows, out.width = weight.width, out.groups = weight.groups();
-    out.is_alone = rows == 1 && weight.group % 32 == 0;
+    out.is_alone = rows == 1 && (weight.group % 32 == 0 || (kCode == kInt8 && weight.group == 16 && weight.width % 32 == 0));
     out.is_tiled = has_tiles() && rows >= kTiledFrom && weight.group % 32 == 0;
     const int64_t all = out.is_tiled ? (rows + 15) / 16 * 16 : rows;  // tiles have 16 rows
     if (out.is_tiled) {
@@ -280,6 +280,9 @@ inline Ints load_few(const uint8_t* p, int64_t count) {
 
 // The float16 numbers in the lower halves of words, without arithmetic on numbers that a processor may be set to take for 0.
 inline Ints widen_float16(Ints halves) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)halves));
+#endif
   const Ints size = halves & (Ints{} + 0x7fff), sign = (halves & (Ints{} + 0x8000)) << 16;
   const Floats small = __builtin_convertvector(size, Floats) * 0x1p-24f;
   const Ints large = (size << 13) + (size < 0x7c00 ? Ints{} + (112 << 23) : Ints{} + (224 << 23));
@@ -404,6 +407,14 @@ inline Planes add_planes(const uint8_t* weight, const int32_t* x) {
   return {sums[0], kCode == kInt4 ? sums[1] >> 4 : sums[1], sums[2] >> 8, sums[3]};
 }
 
+// The lanes whose words are of the first of two groups of 16 columns.
+constexpr bool kAreHalves = kLanes == 16;
+inline Ints first_half() {
+  Ints out = {};
+  for (int64_t i = 0; i < kLanes / 2; ++i) out[i] = -1;
+  return out;
+}
+
 // The part of one group of a row of the weight in its product with one row of activations, by lanes. kGroup: its columns, 0 for `group`.
 template <Encoding kCode, int64_t kGroup>
 inline Ints add_row(const uint8_t* weight, const int32_t* x, int64_t group) {
@@ -438,7 +449,8 @@ constexpr int64_t kAhead = kStreams<kCode> == 1 ? 1024 : 8192;
 template <Encoding kCode, int64_t kGroup, typename Out>
 void multiply_row(const Rounded& x, const Packed<kCode>& weight, int64_t first, int64_t count, Out* out) {
   constexpr int64_t kBits = bits_of(kCode);
-  constexpr int64_t kShared = kBits == 4 && kGroup && kGroup < 128 ? 128 / kGroup : 1;  // groups whose codes share their words
+  constexpr bool kHalves = kBits == 8 && kGroup == 16 && kAreHalves;  // two groups share a vector
+  constexpr int64_t kShared = kHalves ? 2 : kBits == 4 && kGroup && kGroup < 128 ? 128 / kGroup : 1;  // groups whose codes share their words
   const int64_t group = kGroup ? kGroup : weight.group, groups = weight.groups(), row_bytes = weight.bytes_per_row();
   const int64_t bytes = kShared * group * kBits / 8;
   Ints quarters[kGroupsTogether][kLanes / 4];
@@ -480,6 +492,8 @@ void multiply_row(const Rounded& x, const Packed<kCode>& weight, int64_t first, 
           if (bytes > 64) __builtin_prefetch(at + kAhead<kCode> + 64);
           if constexpr (kShared == 1) {
             sums[i] = add_row<kCode, kGroup>(at, pairs, group);
+          } else if constexpr (kHalves) {
+            sums[i] = add_pairs(Ints{}, load_bytes(at), load_words(pairs));
           } else {
             planes[i] = add_planes<kCode>(at, pairs);
           }
@@ -487,6 +501,10 @@ void multiply_row(const Rounded& x, const Packed<kCode>& weight, int64_t first, 
         const auto keep = [&](int64_t shared, const auto& part) { quarters[g + shared][r / 4] = quarters_of(part(0), part(1), part(2), part(3)); };
         if constexpr (kShared == 1) {
           keep(0, [&](int i) { return sums[i]; });
+        } else if constexpr (kHalves) {
+          keep(1, [&](int i) { return sums[i]; });
+          quarters[g][r / 4] = quarters[g + 1][r / 4] & first_half();
+          quarters[g + 1][r / 4] &= ~first_half();
         } else if constexpr (kShared == 2) {
           keep(0, [&](int i) { return planes[i].first + planes[i].second; });
           keep(1, [&](int i) { return planes[i].third + planes[i].fourth; });
@@ -526,6 +544,8 @@ void multiply_packed(const Rounded& x, const Packed<kCode>& weight, int64_t begi
     if (weight.group == 128) return by_row(std::integral_constant<int64_t, 128>{});
     if (weight.group == 64) return by_row(std::integral_constant<int64_t, 64>{});
     if (weight.group == 32) return by_row(std::integral_constant<int64_t, 32>{});
+    if constexpr (kCode == kInt8)
+      if (weight.group == 16) return by_row(std::integral_constant<int64_t, 16>{});
     return by_row(std::integral_constant<int64_t, 0>{});
   }
   constexpr int64_t kStep = kPanel * kLanes;
