@@ -12,13 +12,13 @@ from hfax.kv_cache.layers import FullAttentionLayer, SlidingWindowLayer
 class TorchOps:
     """`CacheOps` in plain torch."""
 
-    def stored(self, new):
+    def stored(self, new, scale=1.0):
         return new
 
-    def readable(self, held, like):
+    def readable(self, held, like, scales):
         return held
 
-    def write(self, buffer: Any, new: Any, start: Any) -> Any:
+    def write(self, buffer: Any, new: Any, start: Any, scale: float = 1.0) -> Any:
         buffer = buffer.clone()
         buffer[..., int(start) : int(start) + new.shape[-2], :] = new
         return buffer

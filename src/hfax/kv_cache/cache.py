@@ -25,6 +25,7 @@ from hfax.kv_cache.layers import (
     Tensor,
 )
 from hfax.kv_cache.paged import PagedLayer
+from hfax.kv_cache.scales import scales_of
 
 
 class LayeredCache(Cache):
@@ -73,9 +74,9 @@ def make_cache(
     own = LayeredCache(
         layers=[_make_layer(t, k, ops, capacity, length, padding) for t, k in zip(types, kwargs, strict=True)]
     )
-    for layer in own.layers:
+    for layer, scales in zip(own.layers, scales_of(config), strict=False):
         if isinstance(layer, FullAttentionLayer):
-            layer.prompt_length = prompt_length
+            layer.prompt_length, layer.scales = prompt_length, scales
     if not has_encoder:
         _restore(own, arrays or {}, "layers")
         return own

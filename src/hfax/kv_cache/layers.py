@@ -21,16 +21,16 @@ Tensor = Any
 class CacheOps(Protocol):
     """The operations that a backend provides to the cache."""
 
-    def write(self, buffer: Tensor, new: Tensor, start: Tensor) -> Tensor:
-        """`buffer` with `new` written from position `start` (a scalar) on axis -2."""
+    def write(self, buffer: Tensor, new: Tensor, start: Tensor, scale: float = 1.0) -> Tensor:
+        """`buffer` with `new` written from position `start` (a scalar) on axis -2, as by `stored`."""
         ...
 
-    def stored(self, new: Tensor) -> Tensor:
-        """New keys or values as the cache holds them: their numbers may be rounded."""
+    def stored(self, new: Tensor, scale: float = 1.0) -> Tensor:
+        """New keys or values as the cache holds them: their numbers may be rounded, and are divided by `scale` before."""
         ...
 
-    def readable(self, held: Tensor, like: Tensor) -> Tensor:
-        """What the cache holds, as attention takes it: in the dtype of the new keys or values `like`."""
+    def readable(self, held: tuple[Tensor, Tensor], like: Tensor, scales: tuple[float, float]) -> tuple[Tensor, Tensor]:
+        """The keys and values that the cache holds, as attention takes them: in the dtype of the new keys `like`."""
         ...
 
     def pad_to(self, new: Tensor, capacity: int) -> Tensor:
@@ -69,6 +69,8 @@ class FullAttentionLayer(CacheLayerMixin):
         self.base_length = length
         self.num_new = 0
         self.prompt_length: int | None = None
+        self.scales = (1.0, 1.0)
+        """What keys and values are divided by where they are held as float8."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """No-op: the first `update` creates the arrays."""
@@ -86,15 +88,21 @@ class FullAttentionLayer(CacheLayerMixin):
                 self.capacity += max(self.num_new - self.prompt_length, 0)
             keys, values = self._stored(key_states, value_states)
             self.keys, self.values = self.ops.pad_to(keys, self.capacity), self.ops.pad_to(values, self.capacity)
-            return self.ops.readable(keys, key_states), self.ops.readable(values, value_states)
-        position = self.base_length + start if start else self.base_length
-        self.keys = self.ops.write(self.keys, key_states, position)
-        self.values = self.ops.write(self.values, value_states, position)
-        return self.ops.readable(self.keys, key_states), self.ops.readable(self.values, value_states)
+            return self.ops.readable((keys, values), key_states, self.scales)
+        self._write(key_states, value_states, self.base_length + start if start else self.base_length)
+        return self.ops.readable((self.keys, self.values), key_states, self.scales)
 
     def _stored(self, *states: Tensor) -> list[Tensor]:
         """New keys and values as the cache holds them."""
-        return [self.ops.stored(new) for new in states] if self.reads_back else list(states)
+        if not self.reads_back:
+            return list(states)
+        return [self.ops.stored(new, scale) for new, scale in zip(states, self.scales, strict=True)]
+
+    def _write(self, key_states: Tensor, value_states: Tensor, position: Tensor) -> None:
+        """Write new keys and values from a position on."""
+        of_keys, of_values = self.scales
+        self.keys = self.ops.write(self.keys, key_states, position, of_keys)
+        self.values = self.ops.write(self.values, value_states, position, of_values)
 
     def restored(self) -> None:
         """Called after the arrays are restored: count the entries before the prompt."""
@@ -150,13 +158,11 @@ class SlidingWindowLayer(FullAttentionLayer):
             self._require_one_prefill(start)
             keys, values = self._stored(key_states, value_states)
             self.keys, self.values = self._ring(keys), self._ring(values)
-            return self.ops.readable(keys, key_states), self.ops.readable(values, value_states)
+            return self.ops.readable((keys, values), key_states, self.scales)
         if key_states.shape[-2] != 1:
             raise NotImplementedError("several tokens at once onto a sliding-window cache")
-        slot = self.ops.ring_slot(self.base_length, self.window)
-        self.keys = self.ops.write(self.keys, key_states, slot)
-        self.values = self.ops.write(self.values, value_states, slot)
-        return self.ops.readable(self.keys, key_states), self.ops.readable(self.values, value_states)
+        self._write(key_states, value_states, self.ops.ring_slot(self.base_length, self.window))
+        return self.ops.readable((self.keys, self.values), key_states, self.scales)
 
     def _ring(self, states: Tensor) -> Tensor:
         """The last `window` of [batch, heads, length, head_dim], each in its slot."""

@@ -25,7 +25,14 @@ class PagedCacheOps(CacheOps, Protocol):
         ...
 
     def write_page(
-        self, pages: dict[str, Tensor], key: Tensor, value: Tensor, padding: Tensor, position: Tensor, capacity: int
+        self,
+        pages: dict[str, Tensor],
+        key: Tensor,
+        value: Tensor,
+        padding: Tensor,
+        position: Tensor,
+        capacity: int,
+        scales: tuple[float, float],
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """The pages with one more token, and the equivalent dense keys and values; the keys carry the pages."""
         ...
@@ -65,7 +72,7 @@ class PagedLayer(FullAttentionLayer):
             self.is_initialized, self.num_new = True, key_states.shape[-2]
             keys, values = self._stored(key_states, value_states)
             self._keep(self.paged_ops.fill_pages(keys, values, self.padding, self.capacity, self.window))
-            return self.ops.readable(keys, key_states), self.ops.readable(values, value_states)
+            return self.ops.readable((keys, values), key_states, self.scales)
         pages = {name: array for name in self.page_names if (array := getattr(self, name)) is not None}
         if not pages:
             return super().update(key_states, value_states)
@@ -73,7 +80,7 @@ class PagedLayer(FullAttentionLayer):
             raise NotImplementedError("several tokens at once onto a cache in pages")
         self.num_new = 1
         pages, keys, values = self.paged_ops.write_page(
-            pages, key_states, value_states, self.padding, self.base_length, self.capacity
+            pages, key_states, value_states, self.padding, self.base_length, self.capacity, self.scales
         )
         self._keep(pages)
         return keys, values

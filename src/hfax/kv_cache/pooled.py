@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin, get_layer_types_and_kwargs
 from hfax.errors import UnsupportedModelError
 from hfax.kv_cache.cache import LayeredCache
 from hfax.kv_cache.layers import Tensor
+from hfax.kv_cache.scales import scales_of
 
 _POOLED = ("full_attention", "sliding_attention")
 
@@ -22,7 +23,9 @@ _POOLED = ("full_attention", "sliding_attention")
 class PoolOps(Protocol):
     """The operations that a backend provides."""
 
-    def write_rows(self, arrays: dict[str, Tensor], key: Tensor, value: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    def write_rows(
+        self, arrays: dict[str, Tensor], key: Tensor, value: Tensor, scales: tuple[float, float]
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """The pool arrays with the keys and values of the step, and the keys as a tensor that carries the pool."""
         ...
 
@@ -39,12 +42,22 @@ class PoolLayer(CacheLayerMixin):
         num_slots: more than the tokens of any step, so that no mask is skipped for being causal within the step.
         arrays: arrays of the pool, by name.
         is_sliding: the layer has a sliding window, applied by attention.
+        scales: what keys and values are divided by where they are held as float8.
     """
 
     is_compileable = True
 
-    def __init__(self, ops: PoolOps, num_slots: int, arrays: dict[str, Tensor], *, is_sliding: bool) -> None:
+    def __init__(
+        self,
+        ops: PoolOps,
+        num_slots: int,
+        arrays: dict[str, Tensor],
+        *,
+        is_sliding: bool,
+        scales: tuple[float, float] = (1.0, 1.0),
+    ) -> None:
         super().__init__()
+        self.scales = scales
         self.ops = ops
         self.num_slots = num_slots
         self.arrays = arrays
@@ -61,7 +74,7 @@ class PoolLayer(CacheLayerMixin):
                 "A layer's cache is filled twice in one step.", "Its pages hold each token once.", "Use slots."
             )
         self.is_initialized = True
-        self.arrays, self.carrier = self.ops.write_rows(self.arrays, key_states, value_states)
+        self.arrays, self.carrier = self.ops.write_rows(self.arrays, key_states, value_states, self.scales)
         return self.carrier, value_states
 
     def get_seq_length(self) -> int:
@@ -111,10 +124,10 @@ def make_pooled_cache(
         UnsupportedModelError: a layer caches something other than keys and values.
     """
     layers = []
-    for index, kind in enumerate(pooled_layers(config)):
+    for index, (kind, scales) in enumerate(zip(pooled_layers(config), scales_of(config), strict=False)):
         prefix = f"layers.{index}."
         own = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
-        layers.append(PoolLayer(ops, num_slots, own, is_sliding=kind == "sliding_attention"))
+        layers.append(PoolLayer(ops, num_slots, own, is_sliding=kind == "sliding_attention", scales=scales))
     return LayeredCache(layers=layers)
 
 

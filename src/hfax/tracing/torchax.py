@@ -26,7 +26,7 @@ from hfax.errors import UnsupportedModelError, line_of_error
 from hfax.kernels import attention as attention_math
 from hfax.kernels import paged, precision, target
 from hfax.kernels import pool as pools
-from hfax.kernels.cache_numbers import to_cache
+from hfax.kernels.cache_numbers import FP8, to_cache
 from hfax.kernels.cache_write import cache_write
 from hfax.patches import masks, registry
 from hfax.patches.control_flow import collecting_checks
@@ -341,21 +341,22 @@ class JaxCacheOps:
     def __init__(self, dtype: jnp.dtype | None = None) -> None:
         self._dtype = dtype
 
-    def stored(self, new: Any) -> Any:
+    def stored(self, new: Any, scale: float = 1.0) -> Any:
         """See `CacheOps.stored`."""
-        return new if self._dtype is None else wrap(to_cache(unwrap(new), self._dtype))
+        return new if self._dtype is None else wrap(to_cache(unwrap(new), self._dtype, scale))
 
-    def readable(self, held: Any, like: Any) -> Any:
+    def readable(self, held: tuple[Any, Any], like: Any, scales: tuple[float, float]) -> tuple[Any, Any]:
         """See `CacheOps.readable`; kernels read the held numbers themselves."""
-        if held.dtype == like.dtype:
+        if all(each.dtype == like.dtype for each in held):
             return held
-        tensor = wrap(unwrap(held).astype(unwrap(like).dtype))
-        tensor.held = unwrap(held)
-        return tensor
+        arrays = [unwrap(each) for each in held]
+        keys, values = _scaled([array.astype(unwrap(like).dtype) for array in arrays], scales)
+        keys.held, values.held = arrays
+        return keys, values
 
-    def write(self, buffer: Any, new: Any, start: Any) -> Any:
+    def write(self, buffer: Any, new: Any, start: Any, scale: float = 1.0) -> Any:
         """See `CacheOps.write`; in place where the buffer is donated."""
-        return call_jax(cache_write, buffer, new, start)
+        return call_jax(functools.partial(cache_write, scale=scale), buffer, new, start)
 
     def pad_to(self, new: Any, capacity: int) -> Any:
         """See `CacheOps.pad_to`."""
@@ -393,12 +394,22 @@ class JaxCacheOps:
         return {name: wrap(array) for name, array in filled.items()}
 
     def write_page(
-        self, pages: dict[str, Any], key: Any, value: Any, padding: Any, position: Any, capacity: int
+        self,
+        pages: dict[str, Any],
+        key: Any,
+        value: Any,
+        padding: Any,
+        position: Any,
+        capacity: int,
+        scales: tuple[float, float],
     ) -> tuple[dict[str, Any], Any, Any]:
         """See `PagedCacheOps.write_page`."""
-        before = paged.pages_of({n: unwrap(a) for n, a in pages.items()}, unwrap(position) - unwrap(padding))
-        written = before.with_token(unwrap(key), unwrap(value))
-        keys, values = (wrap(a.astype(unwrap(key).dtype)) for a in written.read(unwrap(padding), capacity))
+        arrays = {n: unwrap(a) for n, a in pages.items()}
+        dtype = next(iter(arrays.values())).dtype
+        before = paged.pages_of(arrays, unwrap(position) - unwrap(padding))
+        written = before.with_token(*_divided((key, value), dtype, scales))
+        dense = [a.astype(unwrap(key).dtype) for a in written.read(unwrap(padding), capacity)]
+        keys, values = _scaled(dense, scales if dtype == FP8 else (1.0, 1.0))
         keys.pages = written
         return {name: wrap(array) for name, array in paged.arrays_of(written).items()}, keys, values
 
@@ -413,17 +424,42 @@ class JaxPoolOps:
     def __init__(self, rows: pools.Rows) -> None:
         self._rows = rows
 
-    def write_rows(self, arrays: dict[str, Any], key: Any, value: Any) -> tuple[dict[str, Any], Any]:
+    def write_rows(
+        self, arrays: dict[str, Any], key: Any, value: Any, scales: tuple[float, float]
+    ) -> tuple[dict[str, Any], Any]:
         """See `PoolOps.write_rows`."""
+        dtype = unwrap(next(iter(arrays.values()))).dtype
         before = pools.pool_of({n: unwrap(a) for n, a in arrays.items()}, self._rows)
-        written = before.with_rows(unwrap(key), unwrap(value))
+        written = before.with_rows(*_divided((key, value), dtype, scales))
         carrier = wrap(unwrap(key))
         carrier.pool = written
+        carrier.scales = scales if dtype == FP8 and scales != (1.0, 1.0) else None
         return {name: wrap(array) for name, array in pools.arrays_of(written).items()}, carrier
 
     def is_read(self, key: Any) -> bool:
         """See `PoolOps.is_read`."""
         return key.pool is not None and key.pool.is_read
+
+
+def _divided(states: tuple[Any, Any], dtype: jnp.dtype, scales: tuple[float, float]) -> list[jax.Array]:
+    """New keys and values, divided by their scales where they will be held as float8."""
+    arrays = [unwrap(each) for each in states]
+    if dtype != FP8 or scales == (1.0, 1.0):
+        return arrays
+    return [to_cache(array, dtype, scale) for array, scale in zip(arrays, scales, strict=True)]
+
+
+def _scaled(numbers: list[jax.Array], scales: tuple[float, float]) -> tuple[Any, Any]:
+    """Keys and values of a cache, times their scales, which attention does without making these numbers."""
+    if scales == (1.0, 1.0):
+        keys, values = (wrap(array) for array in numbers)
+        return keys, values
+    keys, values = (
+        wrap((array.astype(jnp.float32) * scale).astype(array.dtype))
+        for array, scale in zip(numbers, scales, strict=True)
+    )
+    keys.scales, (keys.unscaled, values.unscaled) = scales, numbers
+    return keys, values
 
 
 def _attend_pool(
@@ -481,14 +517,24 @@ def _attention_forward(
         if not causal:
             raise _not_pooled("no causal mask")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return _attend_pool(pool, query, attention_mask, scale=scale, softcap=softcap, sinks=s_aux, bias=position_bias)
-    pages = key.pages
+        of_keys, of_values = key.scales or (1.0, 1.0)
+        out, probabilities = _attend_pool(
+            pool, query, attention_mask, scale=scale * of_keys, softcap=softcap, sinks=s_aux, bias=position_bias
+        )
+        return (out if of_values == 1 else call_jax(_times, out, of_values)), probabilities
+    pages, of_keys, of_values = key.pages, 1.0, 1.0
     held = None if key.held is None or value.held is None else (key.held, value.held)
+    if key.scales is not None and value.unscaled is not None:
+        of_keys, of_values = key.scales
+        # the pages, and the held numbers, are theirs
+        key, value = wrap(key.unscaled), wrap(value.unscaled)
+    elif key.scales is not None:
+        pages = held = None
     drops = None
     if dropout:
         drops = attention_math.Dropout(rate=dropout, key=_environment().get_and_rotate_prng_key())
     num_queries, num_keys = query.shape[2], key.shape[2]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = (query.shape[-1] ** -0.5 if scaling is None else scaling) * of_keys
 
     def compute(query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, bias: Any, sinks: Any) -> Any:
         if mask is None and causal and num_queries > 1:
@@ -499,7 +545,7 @@ def _attention_forward(
                 block=None if block is None else functools.partial(_call_torch, block),
                 causal=causal_mask,
             )
-        return attention_math.attention(
+        out, probabilities = attention_math.attention(
             query,
             key,
             value,
@@ -512,8 +558,13 @@ def _attention_forward(
             held=held,
             dropout=drops,
         )
+        return _times(out, of_values), probabilities
 
     return call_jax(compute, query, key, value, attention_mask, position_bias, s_aux)
+
+
+def _times(numbers: jax.Array, scale: float) -> jax.Array:
+    return numbers if scale == 1 else (numbers.astype(jnp.float32) * scale).astype(numbers.dtype)
 
 
 @functools.cache

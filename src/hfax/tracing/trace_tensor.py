@@ -94,6 +94,10 @@ class TraceTensor(torchax.tensor.Tensor):
         """The paged cache that these keys stand for."""
         self.held: jax.Array | None = None
         """The cache's own numbers, of a smaller dtype, that these keys or values were made of."""
+        self.scales: tuple[float, float] | None = None
+        """Of keys: what the cache, its pages or its pool holds is to be multiplied by, keys and values; None: it is not scaled."""
+        self.unscaled: jax.Array | None = None
+        """The cache's own numbers in the dtype of these keys or values, if they are scaled."""
         self.pool: Pool | None = None
         """The pool of pages that these keys were written to; attention reads it instead of them."""
 
@@ -118,7 +122,7 @@ class TraceTensor(torchax.tensor.Tensor):
     def _elem(self, array: Array) -> None:
         self._array, self._host, self._quantized = array, None, None
         self._sum = self.at_least = self.at_most = None  # they were the old value's
-        self.pages = self.held = self.pool = None
+        self.pages = self.held = self.pool = self.scales = self.unscaled = None
 
     @property
     def quantized(self) -> QuantizedArray | None:

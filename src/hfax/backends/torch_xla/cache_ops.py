@@ -10,16 +10,16 @@ import torch
 class XlaCacheOps:
     """Cache operations with positions as tensors, so that every step is the same program."""
 
-    def write(self, buffer: Any, new: Any, start: Any) -> Any:
+    def write(self, buffer: Any, new: Any, start: Any, scale: float = 1.0) -> Any:
         """`buffer` with `new` written from position `start` (a scalar) on axis -2."""
         index = start + torch.arange(new.shape[-2], device=buffer.device)
         return buffer.index_copy(-2, index, new.to(buffer.dtype))
 
-    def stored(self, new: Any) -> Any:
+    def stored(self, new: Any, scale: float = 1.0) -> Any:
         """`new`: the cache holds the model's own numbers."""
         return new
 
-    def readable(self, held: Any, like: Any) -> Any:
+    def readable(self, held: tuple[Any, Any], like: Any, scales: tuple[float, float]) -> tuple[Any, Any]:
         """`held`, as it is."""
         return held
 

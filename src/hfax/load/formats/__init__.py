@@ -12,6 +12,8 @@ import torch
 from transformers import PretrainedConfig
 
 from hfax.errors import CheckpointCorruptError, UnsupportedModelError
+from hfax.kv_cache.scales import keep_scales
+from hfax.load.formats.cache_scales import find_scales
 from hfax.load.packed import StoredWeight
 from hfax.load.store import TensorStore
 
@@ -40,11 +42,13 @@ _OF_ACTIVATIONS = re.compile(
     r"\.(activation_scale|input_(scale|zero_point|global_scale)|output_(scale|zero_point)|qscale_act"
     r"|(q|k|v|kv|prob)_(scale|zero_point)|kv_cache_scaling_factor)$"
 )
-"""Scales of activations and of caches: weights are dequantized, and activations and caches are not quantized."""
+"""Scales of activations and of caches, which are no weights: activations are not quantized; caches' scales are in the config."""
 
 
 def find_weights(config: PretrainedConfig, store: TensorStore) -> TensorStore:
-    """The store of a checkpoint under the names of the unquantized one. The config's `quantization_config` is removed.
+    """The store of a checkpoint under the names of the unquantized one.
+
+    The config's `quantization_config` is removed; scales of keys and values are written into it.
 
     Args:
         config: the model's config.
@@ -59,6 +63,8 @@ def find_weights(config: PretrainedConfig, store: TensorStore) -> TensorStore:
         return store
     module = importlib.import_module(f"{__name__}.{_READERS[options['quant_method']]}")
     weights: dict[str, StoredWeight] = module.find(options, store)
+    if scales := find_scales(store):
+        keep_scales(config, scales)
     unused = {name for name in store.names if _OF_ACTIVATIONS.search(name)}
     found = store.with_weights(weights, without=unused)
     _check_rest(found, weights)
