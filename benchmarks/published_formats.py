@@ -6,7 +6,8 @@
 The weights are random numbers of the shape: rounded as GPTQ and AWQ store them (4 bits, groups of 128), as DeepSeek stores FP8
 (blocks of 128 x 128), and by llama.cpp's own program into GGUF files, which hfax and llama.cpp both run. Subjects take turns, a
 process each; figures are medians over the rounds, ratios of measurements of the same round. Decoding: 32 tokens after 128; prompts:
-512 tokens; batch 1; one thread for each core. The first run builds llama.cpp (see `peers_cpu.py`).
+512 tokens; batch 1; one thread for each core. Memory is that of a process which loads the checkpoint, without the pages of files,
+less what it has after imports. The first run builds llama.cpp (see `peers_cpu.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -30,6 +33,44 @@ from hfax.bench.subject import as_json
 GGUF_TYPES = ("Q8_0", "Q4_0", "Q4_K_M")
 PLAIN = "bfloat16"
 """The subject that others are compared with."""
+
+
+MEMORY = """
+import gc, json, sys, threading
+import jax
+from hfax import AutoModelForTPU
+
+def anonymous():  # this process's own pages, without those of files
+    (line,) = (line for line in open("/proc/self/status") if line.startswith("RssAnon"))
+    return int(line.split()[1]) << 10
+
+AutoModelForTPU.from_pretrained("demo")  # imports, and what a first load sets up
+gc.collect()
+before, peak, done = anonymous(), 0, threading.Event()
+def watch():
+    global peak
+    while not done.wait(0.002):
+        peak = max(peak, anonymous())
+watcher = threading.Thread(target=watch)
+watcher.start()
+model = AutoModelForTPU.from_pretrained(sys.argv[1], dtype="bfloat16")
+done.set()
+watcher.join()
+arrays = jax.tree.leaves(model.params)
+print(json.dumps({"held": sum(a.nbytes for a in arrays), "largest": max(a.nbytes for a in arrays), "peak": peak - before}))
+"""
+"""Loads a model in a process of its own: bytes of its weights, of the largest array, and at most taken meanwhile."""
+
+
+def memory_of(model: Path) -> dict[str, int]:
+    """What `MEMORY` finds."""
+    command = [sys.executable, "-c", MEMORY, str(model)]
+    with (
+        tempfile.TemporaryDirectory() as home
+    ):  # the demo has no record there, and is loaded with torch, as the model is
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "HFAX_HOME": home}
+        found = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    return json.loads(found.stdout.splitlines()[-1])
 
 
 def write_checkpoints(shape: dict[str, Any], folder: Path) -> dict[str, Path]:
@@ -77,6 +118,7 @@ def measure(options: argparse.Namespace, shape: dict[str, Any], folder: Path) ->
     llama = prepare_llama_cpp(options.cache, "native")
     files = write_gguf(llama, shape, folder, GGUF_TYPES)
     models = write_checkpoints(shape, folder) | files
+    memory = {name: memory_of(model) for name, model in models.items()}
     rates: dict[str, dict[str, list[float]]] = {}
     bandwidths: list[float] = []
     weight_bytes: dict[str, int] = {}
@@ -105,7 +147,7 @@ def measure(options: argparse.Namespace, shape: dict[str, Any], folder: Path) ->
                 for kind, file in files.items():
                     rates.setdefault(f"llama.cpp {kind}", {}).setdefault(case.name, []).append(llama.bench(file, case))
                 bandwidths.append(running[0].ask("limits", "")["read_bandwidth"])
-    return {"rates": rates, "weight_bytes_a_step": weight_bytes, "read_bandwidth": bandwidths}
+    return {"rates": rates, "weight_bytes_a_step": weight_bytes, "read_bandwidth": bandwidths, "memory": memory}
 
 
 def table(found: dict[str, Any]) -> str:
@@ -130,6 +172,15 @@ def table(found: dict[str, Any]) -> str:
             else:
                 cells += ["", ""]
             lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "| checkpoint | weights, MB | largest array, MB | most memory while loading, MB |",
+        "| --- | --- | --- | --- |",
+    ]
+    for subject, sizes in found["memory"].items():
+        lines.append(
+            f"| {subject} | {' | '.join(f'{sizes[name] / 1e6:.0f}' for name in ('held', 'largest', 'peak'))} |"
+        )
     return "\n".join(lines)
 
 

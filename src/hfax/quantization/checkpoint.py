@@ -97,8 +97,8 @@ def quantize(
 
     Memory of the device holds the embedding table, the output head and one layer, with its second moments. An interrupted call
     goes on with the first unfinished layer if it is repeated. Embeddings, norms, the output head and matrices with fewer than 32
-    rows are not quantized; nor are those whose rows do not divide into groups. Where they do not divide into 128 columns, 8 bits
-    are used for 4.
+    rows are not quantized; nor are those whose rows do not divide into groups of 32 columns, nor experts that are stored as
+    [experts, in, out]. Groups are smaller where rows do not divide into larger ones; rows of fewer than 96 columns have 8 bits.
 
     Args:
         pretrained_model_name_or_path: as in `AutoModelForTPU.from_pretrained`; a quantized checkpoint is dequantized first.
