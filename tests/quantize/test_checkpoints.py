@@ -269,3 +269,20 @@ def test_a_line_that_is_no_row_is_named(
 def test_a_checkpoint_is_not_written_over_itself(checkpoint: Callable[[str], Path], text: Path) -> None:
     with pytest.raises(InvalidInputError, match="own folder"):
         hfax.quantize(checkpoint("llama"), checkpoint("llama"), data=text, **SMALL)
+
+
+def test_layers_of_one_structure_share_their_programs(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The demo has six layers: the first is given no hidden states, and each runs with its own weights and with quantized ones."""
+    counts: list[int] = []
+    plain = layer_steps.LayerSteps.losses
+
+    def noting(self: Any, *arguments: Any) -> Any:
+        found = plain(self, *arguments)
+        counts.append(len(self._programs))
+        return found
+
+    monkeypatch.setattr(layer_steps.LayerSteps, "losses", noting)
+    hfax.quantize("demo", tmp_path / "out", data=text, **SMALL)
+    assert counts[-1] == 2 * 3 + 1

@@ -80,11 +80,14 @@ def _rounded(groups: np.ndarray, scales: np.ndarray, low: int, high: int) -> np.
 
 
 def in_words(codes: np.ndarray, encoding: Encoding) -> np.ndarray:
-    """[..., in] uint8 codes of 4 bits, integers plus 8, as [..., columns / 2] uint8 in the order of `QuantizedArray.values`."""
+    """Codes of 4 bits, [..., in], as [..., columns / 2] uint8 in the order of `QuantizedArray.values`: int8 integers, or uint8, of
+    integers plus 8."""
     *lead, width = codes.shape
     columns, zero = columns_of(width, encoding), 8 if encoding == "int4" else 0
     words = aligned_empty((*lead, columns // 2), np.dtype("uint8"))
     for some, packed in _blocks(codes, words):
+        if some.dtype == np.int8:
+            some = (some + 8).view(np.uint8)
         if columns != width:
             some = np.pad(some, ((0, 0), (0, columns - width)), constant_values=zero)
         quarters = some.reshape(-1, 4, 32)

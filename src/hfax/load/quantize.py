@@ -162,8 +162,7 @@ def pack(tensor: PackedTensor, dtype: torch.dtype, where: Sharding) -> Quantized
     of_weight: Any = {"shape": tuple(tensor.shape), "is_transposed": tensor.is_transposed}
     if BITS[tensor.encoding] == 8:
         return restore({"values": tensor.codes, **parts}, dtype, where, **of_weight)
-    codes = tensor.codes.add(8).view(torch.uint8) if tensor.encoding == "int4" else tensor.codes
-    words = torch.from_numpy(in_words(to_numpy(codes), tensor.encoding))
+    words = torch.from_numpy(in_words(to_numpy(tensor.codes), tensor.encoding))
     return restore({"values": words, **parts}, dtype, where, **of_weight, encoding=tensor.encoding)
 
 

@@ -43,7 +43,9 @@ class LayerSteps:
         """Modules by name, in order."""
         self._length: int | None = None
         """Of the tuple that a layer returns; None: it returns a tensor, as far as is known."""
-        self._programs: dict[tuple[str, bool], Any] = {}
+        self._layer_calls: dict[tuple[str, str], Callable[..., Any]] = {}
+        self._programs: dict[str, Any] = {}
+        """Compiled, by their text: layers of one structure share theirs."""
         self._loss_program = self._compiled(self._loss)
 
     def layer_of(self, weight: str) -> str | None:
@@ -62,7 +64,7 @@ class LayerSteps:
         Raises:
             UnsupportedModelError: the model computes something between its layers.
         """
-        return self._program(name, observes=False)(weights, ids, hidden)
+        return self._of_layer(name, self._running)(weights, ids, hidden)
 
     def observe(
         self, name: str, weights: Weights, ids: jax.Array, hidden: jax.Array | None
@@ -82,7 +84,7 @@ class LayerSteps:
         Raises:
             UnsupportedModelError: the model computes something between its layers.
         """
-        return self._program(name, observes=True)(weights, ids, hidden)
+        return self._of_layer(name, self._observing)(weights, ids, hidden)
 
     def losses(self, weights: Weights, ids: jax.Array, hidden: jax.Array) -> jax.Array:
         """The negative log-likelihood of every token but the first, from the last layer's output, as [batch, length - 1] float32.
@@ -100,12 +102,13 @@ class LayerSteps:
         log_probs = jax.nn.log_softmax(unwrap(logits)[:, :-1].astype(jnp.float32))
         return -jnp.take_along_axis(log_probs, ids[:, 1:, None], axis=-1)[..., 0]
 
-    def _program(self, name: str, *, observes: bool) -> Callable[..., Any]:
-        """The compiled function of a layer. Those of other layers are dropped: each layer is passed once."""
-        self._programs = {key: program for key, program in self._programs.items() if key[0] == name}
-        if (name, observes) not in self._programs:
-            self._programs[name, observes] = self._compiled(self._observing(name) if observes else self._running(name))
-        return self._programs[name, observes]
+    def _of_layer(self, name: str, make: Callable[[str], Callable[..., Any]]) -> Callable[..., Any]:
+        """A compiled function of a layer. Those of other layers are dropped: each layer is passed once."""
+        self._layer_calls = {key: call for key, call in self._layer_calls.items() if key[0] == name}
+        key = (name, make.__name__)
+        if key not in self._layer_calls:
+            self._layer_calls[key] = self._compiled(make(name))
+        return self._layer_calls[key]
 
     def _running(self, name: str) -> Callable[..., jax.Array]:
         def compute(weights: Weights, ids: jax.Array, hidden: jax.Array | None) -> jax.Array:
@@ -147,11 +150,27 @@ class LayerSteps:
         return compute
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        compiled = jax.jit(function)
+        programs: dict[Any, tuple[Any, Any]] = {}
 
         def call(*arguments: Any) -> Any:
-            with compiling_for(self._device):
-                return compiled(*arguments)
+            leaves, structure = jax.tree.flatten(arguments)
+            form = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+            if form not in programs:
+                of_result: list[Any] = []
+
+                def flat(*leaves: jax.Array) -> list[jax.Array]:  # without the names of a layer's weights
+                    out, tree = jax.tree.flatten(function(*structure.unflatten(leaves)))
+                    of_result.append(tree)
+                    return out
+
+                with compiling_for(self._device):
+                    lowered = jax.jit(flat, keep_unused=True).lower(*leaves)
+                    text = lowered.as_text()
+                    if text not in self._programs:
+                        self._programs[text] = lowered.compile()
+                programs[form] = self._programs[text], of_result[-1]
+            program, tree = programs[form]
+            return tree.unflatten(program(*leaves))
 
         return call
 

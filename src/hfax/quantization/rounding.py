@@ -91,7 +91,7 @@ class Rounding:
         *lead, width = weight.shape
         encoding: Encoding = "int8" if bits == 8 else "int4"
         columns = columns_of(width, encoding)
-        values = codes if bits == 8 else jax.device_put(in_words((np.asarray(codes) + 8).astype(np.uint8), encoding))
+        values = codes if bits == 8 else jax.device_put(in_words(np.asarray(codes), encoding))
         scale = jnp.pad(scale.reshape(-1, width // group), ((0, 0), (0, (columns - width) // group)))
         return QuantizedArray(
             values=values.reshape(*lead, -1),

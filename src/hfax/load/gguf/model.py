@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,9 @@ from hfax.errors import CheckpointCorruptError
 from hfax.load.gguf.blocks import PLAIN, check_type, dequantize, layout_of, pack
 from hfax.load.gguf.file import GgufFile
 from hfax.load.packed import PackedLayout, PackedTensor
+
+_NUMBERS_AT_A_TIME = 4 << 20
+"""Of a packed tensor, whose codes are read in parts."""
 
 
 class GgufModel:
@@ -96,17 +100,28 @@ class GgufModel:
     def read_packed(self, name: str) -> PackedTensor:
         """A tensor with its codes, scales and offsets."""
         shape = self.shape(name)
-        info = self._where[name].tensors[name]
-        found = pack(info.type, self._bytes(name, 0, math.prod(shape[:-1])))
+        kind, rows = self._where[name].tensors[name].type, math.prod(shape[:-1])
+        step = max(1, _NUMBERS_AT_A_TIME // shape[-1])  # blocks are taken apart into several times their size
+        whole: PackedTensor | None = None
+        for first in range(0, max(rows, 1), step):
+            part = pack(kind, self._bytes(name, first, min(rows, first + step)))
+            if whole is None:
+                fields = {field: getattr(part, field) for field in ("codes", "scale", "offset")}
+                empty = {f: None if a is None else a.new_empty((rows, a.shape[-1])) for f, a in fields.items()}
+                whole = dataclasses.replace(part, **empty)
+            for field in ("codes", "scale", "offset"):
+                if (to := getattr(whole, field)) is not None:
+                    to[first : first + step] = getattr(part, field)
+        assert whole is not None
 
         def shaped(part: torch.Tensor) -> torch.Tensor:
             return part.reshape(*shape[:-1], part.shape[-1])
 
         return PackedTensor(
-            encoding=found.encoding,
-            codes=shaped(found.codes),
-            scale=shaped(found.scale),
-            offset=None if found.offset is None else shaped(found.offset),
+            encoding=whole.encoding,
+            codes=shaped(whole.codes),
+            scale=shaped(whole.scale),
+            offset=None if whole.offset is None else shaped(whole.offset),
         )
 
     def _rows(self, name: str, first: int, last: int) -> torch.Tensor:
