@@ -1,5 +1,7 @@
 """The kernels for weights as other libraries store them are compiled for chips that are not there."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hfax.kernels.encodings import BITS
+from hfax.kernels.encodings import BITS, columns_of
 from hfax.kernels.experts import grouped_linear
 from hfax.kernels.quantized import QuantizedArray, linear
 from hfax.kernels.target import compiling_for
@@ -80,3 +82,28 @@ def check(topology, encoding, group, dtype, has_offset, lead, rows):
         else:
             jax.jit(linear).lower(x, weight).compile()
     assert all(f"kernel ({encoding} weights)" in way for way in where.chosen)
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.usefixtures("tpu_compiler")
+@pytest.mark.parametrize("rows", [4, 128])
+@pytest.mark.parametrize("out", [5760, 2880])
+def test_experts_of_gpt_oss_compile_for_tpu(out, rows):
+    """Rows of 2,880 columns, padded, which the model holds as [experts, in, out]."""
+    device = topology_devices("v6e:1x1")[0]
+    where = NamedSharding(Mesh(np.array([device]), ("tensor",)), P())
+    width, stored = 2880, columns_of(2880, "fp4")
+    weight = QuantizedArray(
+        values=jax.ShapeDtypeStruct((8, out, stored // 2), jnp.uint8, sharding=where),
+        scale=jax.ShapeDtypeStruct((8, out, stored // 32), jnp.bfloat16, sharding=where),
+        encoding="fp4",
+        dtype=jnp.dtype("bfloat16"),
+        width=width,
+        is_transposed=True,
+    )
+    assert weight.shape == (8, width, out)
+    x = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16, sharding=where)
+    experts = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=where)
+    with compiling_for(device, mesh=where.mesh) as program:
+        jax.jit(functools.partial(grouped_linear, is_transposed=True)).lower(x, weight, experts).compile()
+    assert program.chosen == {"experts: Pallas kernel (fp4 weights)"}

@@ -99,6 +99,27 @@ def test_every_chip_multiplies_with_its_experts(experts: int, spec: P, bits: int
     np.testing.assert_allclose(got, expected, atol=2.0**-8 * np.abs(expected).max())
 
 
+def test_padded_rows_and_transposed_experts() -> None:
+    """Rows of 1,120 columns are stored as 1,280; gpt-oss's matrices are [experts, in, out], which devices split by experts."""
+    mesh = make_mesh({"tensor": 4}, CONFIG)
+    values = torch.from_numpy(np.random.default_rng(1).standard_normal((8, 1120, 256)).astype(np.float32))
+    weight = quantize(values, "int4", NamedSharding(mesh, P(EXPERT_AXES, None, None)), is_transposed=True)
+    assert weight is not None
+    assert (weight.shape, weight.num_columns) == ((8, 1120, 256), 1280)
+    x, chosen = normal(12, 1120), jnp.asarray(np.random.default_rng(3).integers(0, 8, 12), jnp.int32)
+    got, ways = on_tpu(functools.partial(grouped_linear, is_transposed=True), mesh, x, weight, chosen)
+    assert ways == {"experts: Pallas kernel (int4 weights)"}
+    of_row = np.asarray(weight.dequantize(), np.float64)[np.asarray(chosen)]
+    expected = np.einsum("ri,rio->ro", np.asarray(x, np.float64), of_row)
+    np.testing.assert_allclose(got, expected, atol=2.0**-8 * np.abs(expected).max())
+    one = quantize(torch.cat([values[0].T, values[1].T]), "int4", NamedSharding(mesh, P(HEAD_AXES, None)))
+    assert one is not None
+    got, ways = on_tpu(quantized.linear, mesh, x, one)
+    assert ways == {"linear: Pallas kernel (int4 weights)"}
+    expected = np.asarray(x, np.float64) @ np.asarray(one.dequantize(), np.float64).T
+    np.testing.assert_allclose(got, expected, atol=2.0**-8 * np.abs(expected).max())
+
+
 def test_a_loaded_model_knows_how_its_packed_weights_are_split(tmp_path) -> None:
     config = tiny_llama_config(
         vocab_size=256, hidden_size=512, intermediate_size=1024, num_hidden_layers=1, num_key_value_heads=4
