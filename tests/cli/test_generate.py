@@ -8,6 +8,8 @@ import pytest
 from command_line import run_process
 from tiny_checkpoints import CONTEXT, make_tokenizer
 
+import hfax
+
 PROMPT = "The quick brown fox"
 
 
@@ -34,6 +36,26 @@ def test_beams_give_the_best_text_at_the_end(hfax_here, checkpoint):
     ids = make_tokenizer()(PROMPT)["input_ids"]
     best = greedy_text(checkpoint, ids, 24, num_beams=4)
     assert done.out.rstrip("\n") == best.rstrip("\n") != greedy_text(checkpoint, ids, 24).rstrip("\n")
+
+
+def test_the_cache_may_hold_8_bits(hfax_here, checkpoint):
+    command = (
+        "generate",
+        checkpoint,
+        PROMPT,
+        "--max-new-tokens",
+        "12",
+        "--temperature",
+        "0",
+        "--json",
+        "--kv-cache-dtype",
+    )
+    found = {name: json.loads(hfax_here(*command, name).out) for name in ("auto", "fp8")}
+    assert found["fp8"]["num_tokens"] == found["auto"]["num_tokens"] == 12
+    model = hfax.AutoModelForTPU.from_pretrained(checkpoint)
+    ids = make_tokenizer()(PROMPT)["input_ids"]
+    written = model.generate([ids], max_new_tokens=12, do_sample=False, kv_cache_dtype="fp8")[0, len(ids) :]
+    assert found["fp8"]["text"] == make_tokenizer().decode(written.tolist(), skip_special_tokens=True)
 
 
 def test_chat_wraps_the_prompt_in_the_template(hfax_here, checkpoint):

@@ -16,7 +16,7 @@ _STORED = "All of these programs were on the disk already."
 def test_generate_compiles_nothing_afterwards_and_doctor_knows_why(tmp_path: Path) -> None:
     """With the same options; others make programs of their own."""
     home = {"HFAX_HOME": str(tmp_path)}
-    sampled = ("--max-new-tokens", "24", "--temperature", "0.7", "--stop", "END")
+    sampled = ("--max-new-tokens", "24", "--temperature", "0.7", "--stop", "END", "--kv-cache-dtype", "fp8")
     first = run_process("warm", "demo", "--prompt-lengths", "16", *sampled, "--json", **home)
     assert first.code == 0, first.err
     assert len(json.loads(first.out)["compiled"]) == 2

@@ -86,6 +86,9 @@ NOT_HERE = {
     "python benchmarks/peers_cpu.py --layers 12 --vocabulary 32000 --json-file benchmarks/results/peers-cpu-amx.json": (
         "builds llama.cpp and measures for minutes"
     ),
+    "python benchmarks/published_formats.py --rounds 5 --json-file benchmarks/results/published-formats-amx.json": (
+        "builds llama.cpp and measures for minutes"
+    ),
     "python benchmarks/start.py --json-file benchmarks/results/start.json": "measures for minutes; tests/stored runs such starts",
 }
 """Command lines that are not run, and why."""

@@ -43,6 +43,13 @@ def test_bytes_are_those_of_the_arithmetic():
     assert plan.tokens_per_s > 2 / step
 
 
+def test_keys_and_values_of_8_bits_take_half_as_much():
+    plain, rounded = (one(LLAMA_8B, "v5e:2x4", context=8192, kv_cache_dtype=name) for name in ("auto", "fp8"))
+    assert rounded.cache_bytes == plain.cache_bytes / 2
+    assert rounded.weight_bytes == plain.weight_bytes
+    assert (plain.kv_cache_dtype, rounded.kv_cache_dtype) == ("auto", "fp8")
+
+
 @pytest.mark.parametrize(
     ("config", "machine", "billions", "fits"),
     [
