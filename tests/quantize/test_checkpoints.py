@@ -83,12 +83,12 @@ def test_transformers_reads_the_checkpoint(
     assert np.abs(mine - theirs).mean() <= (0.05 if model.dtype == torch.bfloat16 else 5e-3) * np.abs(theirs).mean()
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize(("name", "method"), [("llama", "gptq"), ("llama", "awq"), ("experts", "gptq")])
 def test_calibration_lowers_the_error(
-    checkpoint: Callable[[str], Path], text: Path, tmp_path: Path, method: Any
+    checkpoint: Callable[[str], Path], text: Path, tmp_path: Path, name: str, method: Any
 ) -> None:
     """Logits of held-out text are closer to the checkpoint's own than after rounding to nearest."""
-    folder, ids = checkpoint("llama"), held_out(text)
+    folder, ids = checkpoint(name), held_out(text)
     expected = np.asarray(hfax.AutoModelForTPU.from_pretrained(folder)(input_ids=ids).logits)
     errors = []
     for number, one in enumerate((method, "rtn")):
@@ -269,6 +269,39 @@ def test_a_line_that_is_no_row_is_named(
 def test_a_checkpoint_is_not_written_over_itself(checkpoint: Callable[[str], Path], text: Path) -> None:
     with pytest.raises(InvalidInputError, match="own folder"):
         hfax.quantize(checkpoint("llama"), checkpoint("llama"), data=text, **SMALL)
+
+
+def test_the_moments_of_experts_are_those_of_their_tokens(
+    checkpoint: Callable[[str], Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first matrices read all tokens; the last one of each expert what it made of the tokens that chose it."""
+    found: dict[str, np.ndarray] = {}
+    plain = layer_steps.LayerSteps.observe
+
+    def noting(self: Any, name: str, *arguments: Any) -> Any:
+        moments = plain(self, name, *arguments)
+        for (weight, *_), moment in moments.items():
+            if ".layers.0." in weight and "experts" in weight:
+                found[weight.rpartition(".")[2]] = found.get(weight.rpartition(".")[2], 0) + np.asarray(moment)
+        return moments
+
+    monkeypatch.setattr(layer_steps.LayerSteps, "observe", noting)
+    report = hfax.quantize(checkpoint("experts"), tmp_path / "out", data=text, **SMALL)
+    assert report.num_uncalibrated == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint("experts"))
+    experts = model.model.layers[0].mlp.experts
+    given: list[Any] = []
+    experts.register_forward_pre_hook(lambda _, args, kwargs: given.append((*args, *kwargs.values())), with_kwargs=True)
+    ids = make_blocks(read_rows(text), TOKENIZER, count=16, length=64)[:HELD_OUT]
+    with torch.no_grad():
+        model(input_ids=torch.from_numpy(ids).long())
+        rows, chosen = given[0][:2]
+        expected = []
+        for number, matrix in enumerate(experts.gate_up_proj):
+            inner = experts._apply_gate(rows[(chosen == number).any(-1)] @ matrix.T)
+            expected.append(inner.T @ inner)
+    for name, moment in (("gate_up_proj", rows.T @ rows), ("down_proj", torch.stack(expected))):
+        torch.testing.assert_close(torch.from_numpy(found[name]), moment, rtol=0, atol=1e-4 * float(moment.max()))
 
 
 def test_layers_of_one_structure_share_their_programs(

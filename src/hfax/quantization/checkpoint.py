@@ -36,7 +36,7 @@ from hfax.load.store import open_store
 from hfax.load.weights import Weight
 from hfax.quantization.awq import scale_channels
 from hfax.quantization.calibration import make_blocks, read_rows
-from hfax.quantization.layer_steps import LayerSteps
+from hfax.quantization.layer_steps import LayerSteps, has_observed_experts
 from hfax.quantization.parts import Parts, digest_of
 from hfax.quantization.rounding import Method, Rounding
 from hfax.quantization.texts import Texts
@@ -63,7 +63,7 @@ class QuantizationReport:
         perplexity: of the same tokens, with the quantized weights.
         tokens: number of held-out tokens that were predicted.
         num_quantized: matrices that were quantized.
-        num_uncalibrated: those of them that were rounded without calibration: experts, which transformers computes together.
+        num_uncalibrated: those of them that were rounded without calibration: those of experts without a gate; by "rtn", all.
     """
 
     folder: Path
@@ -215,7 +215,7 @@ class _Run:
             if not parts.has(number):
                 parts.write(number, *compress_part(self._skeleton, self._quantized(name, own, texts), as_host_tensor))
             packed = self._read_part(parts, number, name)
-            uncalibrated += sum(n in self._chosen and own[n].ndim == 3 for n in packed)
+            uncalibrated += self._count_unobserved(name)
             texts.advance(name, own, {**outside, **packed})
             progress(name, number + 1, len(names))
         before, after = texts.perplexities(outside)
@@ -227,6 +227,15 @@ class _Run:
             tokens=held * at_a_time * (ids.shape[1] - 1),
             num_quantized=len(self._chosen),
             num_uncalibrated=uncalibrated if self._rounding.method != "rtn" else len(self._chosen),
+        )
+
+    def _count_unobserved(self, name: str) -> int:
+        """How many of a layer's quantized weights are of experts whose inputs are not observed."""
+        return sum(
+            f"{name}.{part}.{weight}" in self._chosen
+            for part, module in self._steps.layers[name].named_modules()
+            if getattr(module, "is_transposed", None) is not None and not has_observed_experts(module)
+            for weight in ("gate_up_proj", "up_proj", "down_proj")
         )
 
     def _choose(self) -> set[str]:

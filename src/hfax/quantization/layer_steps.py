@@ -7,7 +7,8 @@ those outside of the layers. It does not know how weights are quantized.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -78,8 +79,9 @@ class LayerSteps:
             hidden: as in `run`.
 
         Returns:
-            By the names of the modules that read the same input: its sum over tokens of outer products, [in, in] float32. Modules
-            of experts, which transformers computes together, are left out.
+            By the names of the modules that read the same input: its sum over tokens of outer products, [in, in] float32. Of
+            experts behind transformers' experts interface, by the names of their weights: the first matrices' inputs are those of
+            all tokens, whichever experts these chose; the last matrices' are each expert's own, [experts, in, in].
 
         Raises:
             UnsupportedModelError: the model computes something between its layers.
@@ -135,17 +137,35 @@ class LayerSteps:
 
                 return run
 
+            of_experts: dict[str, jax.Array] = {}
+
+            def noting_experts(part: str, module: Any) -> Callable[..., Any]:
+                forward = module.forward
+
+                def run(given: torch.Tensor, chosen: torch.Tensor, *rest: Any) -> Any:
+                    of_experts[f"{name}.{part}.gate_up_proj"] = _moment(given)
+                    with _gate_replaced(module) as gated:
+                        out = forward(given, chosen, *rest)
+                    of_experts[f"{name}.{part}.down_proj"] = _moments_of_experts(
+                        gated[0], chosen, len(module.down_proj)
+                    )
+                    return out
+
+                return run
+
             def layer(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-                parts = self.layers[name].named_modules()
-                linear = [(part, module) for part, module in parts if isinstance(module, torch.nn.Linear)]
-                with forwards_replaced((module, noting(part, module.forward)) for part, module in linear):
+                parts = list(self.layers[name].named_modules())
+                new = [(m, noting(part, m.forward)) for part, m in parts if isinstance(m, torch.nn.Linear)]
+                new += [(m, noting_experts(part, m)) for part, m in parts if has_observed_experts(m)]
+                with forwards_replaced(new):
                     self._call(forward, args, kwargs, hidden)
 
             self._forward(weights, ids, name, layer)
             readers: dict[tuple[int, ...], list[str]] = {}
             for part, read in read_by.items():
                 readers.setdefault(read, []).append(f"{name}.{part}")
-            return {tuple(parts): sum(_moment(inputs[i]) for i in read) for read, parts in readers.items()}  # pyright: ignore[reportReturnType]
+            found: Any = {tuple(parts): sum(_moment(inputs[i]) for i in read) for read, parts in readers.items()}
+            return found | {(weight,): moment for weight, moment in of_experts.items()}
 
         return compute
 
@@ -229,9 +249,46 @@ class LayerSteps:
         )
 
 
+def has_observed_experts(module: Any) -> bool:
+    """Whether the module has experts whose inputs are observed: gated ones, [experts, out, in]."""
+    return getattr(module, "is_transposed", None) is False and bool(getattr(module, "has_gate", False))
+
+
+@contextlib.contextmanager
+def _gate_replaced(module: Any) -> Iterator[list[jax.Array]]:
+    """Within the block, what the gate of experts gives is noted: the inputs of their last matrices."""
+    gate, found = module._apply_gate, []
+
+    def noting(given: torch.Tensor) -> torch.Tensor:
+        out = gate(given)
+        found.append(unwrap(out))
+        return out
+
+    module._apply_gate = noting
+    try:
+        yield found
+    finally:
+        del module._apply_gate
+
+
+def _moments_of_experts(rows: jax.Array, chosen: torch.Tensor, num_experts: int) -> jax.Array:
+    """The moment of each expert's rows, [experts, in, in].
+
+    Args:
+        rows: [tokens · k, in].
+        chosen: [tokens, k], the expert of each row.
+        num_experts: how many there are.
+    """
+    expert = unwrap(chosen).reshape(-1, 1)
+    return jax.lax.map(lambda number: _outer(jnp.where(expert == number, rows, 0)), jnp.arange(num_experts))
+
+
 def _moment(given: torch.Tensor) -> jax.Array:
     rows = unwrap(given)
-    rows = rows.reshape(-1, rows.shape[-1])
+    return _outer(rows.reshape(-1, rows.shape[-1]))
+
+
+def _outer(rows: jax.Array) -> jax.Array:
     exact = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
     return jnp.matmul(rows.T, rows, precision=exact, preferred_element_type=jnp.float32)
 

@@ -21,6 +21,8 @@ _FEWEST_ROWS = 32
 """Matrices with fewer, such as gates and routers, are left as they are: they are small, and much depends on them."""
 
 _MOST_DAMPING = 10
+_SHARED = 0.1
+"""Share of all experts' mean moment that is added to each one's: few tokens of the data may have chosen it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,13 +77,19 @@ class Rounding:
 
         Args:
             weight: to quantize.
-            moment: of its inputs, see `LayerSteps.observe`; None: unknown, all columns are rounded alike.
+            moment: of its inputs, [in, in], or of each matrix's, [n, in, in], see `LayerSteps.observe`; None: unknown, all columns
+                are rounded alike.
         """
+        if moment is not None and moment.ndim == 3:
+            shared = _SHARED * moment.mean(axis=0)
+            rounded = [self.round(matrix, own + shared) for matrix, own in zip(weight, moment, strict=True)]
+            values, scale = (jnp.stack([getattr(each, field) for each in rounded]) for field in ("values", "scale"))
+            return dataclasses.replace(rounded[0], values=values, scale=scale)
         kind = self.kind_of(weight.shape)
         assert kind is not None, f"a matrix of {weight.shape} is not quantized"
         bits, group = kind
         if moment is not None and self.method == "gptq":
-            codes, scale = self._calibrated(weight, moment, bits, group)
+            codes, scale = self._calibrated(weight.reshape(-1, weight.shape[-1]), moment, bits, group)
         else:
             matrix = weight.reshape(-1, weight.shape[-1])
             importance = jnp.ones(matrix.shape[-1], jnp.float32) if moment is None else jnp.diagonal(moment)
