@@ -78,7 +78,7 @@ def test_the_command_line_wins_over_variables_and_those_over_the_file(tmp_path):
         (["demo", "--api-key", ""], "empty"),
         (["demo", "--config", "nothing.yaml"], "nothing.yaml"),
         (["demo", "--metrics-prefix", "other"], "hfax or vllm"),
-        (["demo", "--kv-cache-dtype", "int3"], "float8_e4m3fn"),
+        (["demo", "--kv-cache-dtype", "int3"], "int3 is not a dtype"),
         (["demo", "--chat-template", "nothing.jinja"], "cannot be read"),
     ],
 )  # fmt: skip
