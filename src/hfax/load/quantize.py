@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
 import jax.numpy as jnp
-import numpy as np
 import torch
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from hfax.errors import CheckpointCorruptError, UnsupportedOptionError
-from hfax.kernels.encodings import Encoding, columns_of, pays
+from hfax.kernels.encodings import Encoding, columns_of, padded_width, pays
 from hfax.kernels.quantized import QuantizedArray
 from hfax.load.codes import Quantization as Quantization
 from hfax.load.codes import bits_and_group, in_words, to_codes
@@ -50,24 +49,22 @@ def check_name(quantization: str | None) -> None:
 
 def weights_to_quantize(module: torch.nn.Module, shapes: dict[str, torch.Tensor], tied: dict[str, str]) -> set[str]:
     """Names in `shapes` of linear layer and expert weights."""
-    found = set()
-    for prefix, part in module.named_modules():
-        if isinstance(part, torch.nn.Linear):
-            name = f"{prefix}.weight".lstrip(".")
-            found.add(tied.get(name, name))
-        elif getattr(part, "is_transposed", None) is not None:  # transformers' experts interface
-            found |= {f"{prefix}.{name}" for name in ("gate_up_proj", "up_proj", "down_proj")}
+    linear = (f"{prefix}.weight".lstrip(".") for prefix, m in module.named_modules() if isinstance(m, torch.nn.Linear))
+    found = {tied.get(name, name) for name in linear} | {name for name, _ in experts_weights(module)}
     return {name for name in found if name in shapes and shapes[name].ndim in (2, 3)}
+
+
+def experts_weights(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Names that weights of experts behind transformers' interface have, with the module that they are of."""
+    for prefix, part in module.named_modules():
+        if getattr(part, "is_transposed", None) is not None:
+            for name in ("gate_up_proj", "up_proj", "down_proj"):
+                yield f"{prefix}.{name}", part
 
 
 def transposed_weights(module: torch.nn.Module) -> set[str]:
     """Names of experts' weights that are [experts, in, out]."""
-    return {
-        f"{prefix}.{name}"
-        for prefix, part in module.named_modules()
-        if getattr(part, "is_transposed", False)
-        for name in ("gate_up_proj", "up_proj", "down_proj")
-    }
+    return {name for name, part in experts_weights(module) if part.is_transposed}
 
 
 def quantize(
@@ -84,46 +81,19 @@ def quantize(
     matrix = tensor.mT if is_transposed else tensor
     if (found := to_codes(to_numpy(matrix), quantization)) is None:
         return None
-    return of_codes(*found, shape=tuple(tensor.shape), dtype=tensor.dtype, where=where, is_transposed=is_transposed)
-
-
-def of_codes(
-    codes: np.ndarray,
-    scale: np.ndarray,
-    *,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    where: Sharding,
-    is_transposed: bool = False,
-) -> QuantizedArray:
-    """What `to_codes` gives, on devices.
-
-    Args:
-        codes: its codes.
-        scale: their scales.
-        shape: of the weight.
-        dtype: of the dequantized values.
-        where: sharding of the weight.
-        is_transposed: rows of the codes are the weight's columns.
-    """
-    where = matrix_sharding(where, len(shape), is_transposed)
-    values, scales = place(codes, where), place(scale, where)
+    where = matrix_sharding(where, tensor.ndim, is_transposed)
+    codes, scale = (place(part, where) for part in found)
     encoding = encoding_of(codes.dtype.name)
     assert encoding is not None
     return QuantizedArray(
-        values=values,
-        scale=scales,
+        values=codes,
+        scale=scale,
         encoding=encoding,
-        dtype=jnp.dtype(str(dtype).removeprefix("torch.")),
-        width=_width(shape[-2 if is_transposed else -1], encoding),
+        dtype=jnp.dtype(str(tensor.dtype).removeprefix("torch.")),
+        width=padded_width(matrix.shape[-1], encoding),
         is_transposed=is_transposed,
         spec=spec_of(where),
     )
-
-
-def _width(width: int, encoding: Encoding) -> int | None:
-    """`QuantizedArray.width` of a matrix."""
-    return None if columns_of(width, encoding) == width else width
 
 
 def matrix_sharding(where: Sharding, ndim: int, is_transposed: bool) -> Sharding:
@@ -293,7 +263,7 @@ def width_in(shape: tuple[int, ...], stored: int, encoding: Encoding, *, is_tran
     """
     width = shape[-2 if is_transposed else -1]
     is_padded = stored * 8 // BITS[encoding] == columns_of(width, encoding)
-    return _width(width, encoding) if is_padded else None  # else the array's shape is not the weight's
+    return padded_width(width, encoding) if is_padded else None  # else the array's shape is not the weight's
 
 
 _SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

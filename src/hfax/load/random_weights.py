@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from hfax.kernels.quantized import QuantizedArray
 from hfax.load.placement import check_fits, place
-from hfax.load.quantize import Quantization, quantize, transposed_weights, weights_to_quantize
+from hfax.load.quantize import Quantization, layouts, quantize
 from hfax.load.skeleton import Skeleton
 from hfax.sharding.layout import Layout
 
@@ -31,14 +31,13 @@ def draw_weights(
     module = type(skeleton.module)._from_config(copy.deepcopy(config), dtype=skeleton.dtype)
     state = module.state_dict()
     del module
-    packed = weights_to_quantize(skeleton.module, skeleton.shapes, skeleton.tied) if quantization else set()
-    transposed = transposed_weights(skeleton.module)
+    packed = layouts(skeleton.module, skeleton.shapes, skeleton.tied, quantization)
     weights: dict[str, jax.Array | QuantizedArray] = {}
     for name in skeleton.shapes:
         tensor = state.pop(name)
         where = layout.weight(name)
         small = None
         if quantization is not None and name in packed:
-            small = quantize(tensor, quantization, where, is_transposed=name in transposed)
+            small = quantize(tensor, quantization, where, is_transposed=packed[name].is_transposed)
         weights[name] = place(tensor, where) if small is None else small
     return weights

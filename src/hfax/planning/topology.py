@@ -22,7 +22,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from hfax.generation.decoding import LoopSpec, advance, start
 from hfax.generation.sampling_config import make_sampling_spec
 from hfax.kernels.constraints import cache_spec
-from hfax.kernels.encodings import BITS
+from hfax.kernels.encodings import BITS, padded_width
 from hfax.kernels.quantized import QuantizedArray
 from hfax.kernels.target import compiler_options, compiling_for
 from hfax.kv_cache.dtypes import cache_dtype_of
@@ -137,7 +137,7 @@ def compile_programs(
             scale=part(found.num_columns // found.group, jnp.bfloat16),
             encoding=found.encoding,
             dtype=dtype,
-            width=None if found.num_columns == width else width,
+            width=padded_width(width, found.encoding),
             is_transposed=found.is_transposed,
             spec=spec_of(where),
         )

@@ -26,7 +26,7 @@ from hfax.load.convert import LazyTensor, check_other_folder, copy_companions
 from hfax.load.folder import write_configs
 from hfax.load.formats import find_weights, is_quantized_by_hfax
 from hfax.load.host_arrays import to_numpy
-from hfax.load.quantize import transposed_weights, weights_to_quantize
+from hfax.load.quantize import experts_weights, transposed_weights, weights_to_quantize
 from hfax.load.save import save_safetensors
 from hfax.load.save_compressed import Scheme, compress_part, quantization_config
 from hfax.load.save_pretrained import as_host_tensor
@@ -231,12 +231,8 @@ class _Run:
 
     def _count_unobserved(self, name: str) -> int:
         """How many of a layer's quantized weights are of experts whose inputs are not observed."""
-        return sum(
-            f"{name}.{part}.{weight}" in self._chosen
-            for part, module in self._steps.layers[name].named_modules()
-            if getattr(module, "is_transposed", None) is not None and not has_observed_experts(module)
-            for weight in ("gate_up_proj", "up_proj", "down_proj")
-        )
+        weights = experts_weights(self._steps.layers[name])
+        return sum(f"{name}.{n}" in self._chosen for n, module in weights if not has_observed_experts(module))
 
     def _choose(self) -> set[str]:
         """The names of the weights that are quantized."""

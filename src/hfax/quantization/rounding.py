@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hfax.errors import InvalidInputError
-from hfax.kernels.encodings import Encoding, columns_of, pays
+from hfax.kernels.encodings import Encoding, columns_of, padded_width, pays
 from hfax.kernels.quantized import QuantizedArray
 from hfax.load.codes import in_words
 from hfax.quantization.gptq import choose_scale, gptq, round_to
@@ -106,7 +106,7 @@ class Rounding:
             scale=scale.reshape(*lead, -1),
             encoding=encoding,
             dtype=weight.dtype,
-            width=None if columns == width else width,
+            width=padded_width(width, encoding),
         )
 
     def _calibrated(self, weight: jax.Array, moment: jax.Array, bits: int, group: int) -> tuple[jax.Array, jax.Array]:

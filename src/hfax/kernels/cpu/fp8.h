@@ -171,16 +171,10 @@ class PairedRow {
 
   PairedRow(const Bf16* x, int64_t width) : x_(width) {
     for (int64_t k = 0; k < width; ++k) x_[k / kStep * kStep + k / 8 % 2 * 32 + k % kStep / 16 * 8 + k % 8] = x[k];
-    alignas(64) uint8_t upper[128], lower[128];
-    for (int code = 0; code < 128; ++code) {
-      const float number = to_float(Fp8{static_cast<uint8_t>(code)}) * kUnit<Fp8>;
-      uint32_t bits;
-      std::memcpy(&bits, &number, sizeof(bits));
-      upper[code] = bits >> 24, lower[code] = bits >> 16 & 0xff;
-    }
+    static const Tables tables;
     for (int half = 0; half < 2; ++half) {
-      upper_[half] = _mm512_load_si512(upper + 64 * half);
-      lower_[half] = _mm512_load_si512(lower + 64 * half);
+      upper_[half] = _mm512_load_si512(tables.upper + 64 * half);
+      lower_[half] = _mm512_load_si512(tables.lower + 64 * half);
     }
   }
 
@@ -205,6 +199,20 @@ class PairedRow {
   }
 
  private:
+  // The bytes of each number of no sign as bfloat16.
+  struct Tables {
+    alignas(64) uint8_t upper[128], lower[128];
+
+    Tables() {
+      for (int code = 0; code < 128; ++code) {
+        const float number = to_float(Fp8{static_cast<uint8_t>(code)}) * kUnit<Fp8>;
+        uint32_t bits;
+        std::memcpy(&bits, &number, sizeof(bits));
+        upper[code] = bits >> 24, lower[code] = bits >> 16 & 0xff;
+      }
+    }
+  };
+
   std::vector<Bf16, Aligned<Bf16>> x_;
   __m512i upper_[2], lower_[2];
 };

@@ -282,11 +282,12 @@ inline Ints load_few(const uint8_t* p, int64_t count) {
 inline Ints widen_float16(Ints halves) {
 #if defined(__AVX512F__)
   return (Ints)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)halves));
-#endif
+#else
   const Ints size = halves & (Ints{} + 0x7fff), sign = (halves & (Ints{} + 0x8000)) << 16;
   const Floats small = __builtin_convertvector(size, Floats) * 0x1p-24f;
   const Ints large = (size << 13) + (size < 0x7c00 ? Ints{} + (112 << 23) : Ints{} + (224 << 23));
   return (size < 0x0400 ? reinterpret_cast<const Ints&>(small) : large) | sign;
+#endif
 }
 
 // The numbers of kLanes rows of the weight, or of `count` of them, for `groups` groups of `all`: [groups][kLanes]. `at`: the first row's.
@@ -408,7 +409,6 @@ inline Planes add_planes(const uint8_t* weight, const int32_t* x) {
 }
 
 // The lanes whose words are of the first of two groups of 16 columns.
-constexpr bool kAreHalves = kLanes == 16;
 inline Ints first_half() {
   Ints out = {};
   for (int64_t i = 0; i < kLanes / 2; ++i) out[i] = -1;
@@ -449,7 +449,7 @@ constexpr int64_t kAhead = kStreams<kCode> == 1 ? 1024 : 8192;
 template <Encoding kCode, int64_t kGroup, typename Out>
 void multiply_row(const Rounded& x, const Packed<kCode>& weight, int64_t first, int64_t count, Out* out) {
   constexpr int64_t kBits = bits_of(kCode);
-  constexpr bool kHalves = kBits == 8 && kGroup == 16 && kAreHalves;  // two groups share a vector
+  constexpr bool kHalves = kBits == 8 && kGroup == 16 && kLanes == 16;  // two groups share a vector
   constexpr int64_t kShared = kHalves ? 2 : kBits == 4 && kGroup && kGroup < 128 ? 128 / kGroup : 1;  // groups whose codes share their words
   const int64_t group = kGroup ? kGroup : weight.group, groups = weight.groups(), row_bytes = weight.bytes_per_row();
   const int64_t bytes = kShared * group * kBits / 8;
