@@ -63,7 +63,7 @@ class OutOfMemoryError(HfaxError):
 
 
 class EngineBusyError(HfaxError):
-    """The waiting queue is full."""
+    """The waiting queue is full, or requests are running where none may."""
 
 
 class EngineDeadError(HfaxError):

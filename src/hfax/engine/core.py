@@ -123,6 +123,22 @@ class EngineCore:
             self._aborted.append(sequence)
             self._wake.notify()
 
+    def while_idle(self, action: Callable[[], None]) -> None:
+        """Call `action` while the loop waits for work.
+
+        Raises:
+            EngineBusyError: there are unfinished sequences.
+        """
+        with self._wake:
+            self._wake.wait_for(lambda: self.busy_since is None or bool(self._new or self._entries))
+            if self._new or self._entries:
+                raise EngineBusyError(
+                    f"{len(self._new) + len(self._entries)} sequences are not finished.",
+                    "This requires an engine that runs nothing.",
+                    "Wait for all requests, or abort them.",
+                )
+            action()
+
     def close(self, timeout_s: float | None = None) -> None:
         """Stop the loop, and abort unfinished sequences."""
         with self._wake:
@@ -143,6 +159,7 @@ class EngineCore:
             self.busy_since = None
             with self._wake:  # what was added before is ended below; what comes later is refused
                 self._has_ended = True
+                self._wake.notify_all()
             self._take_new()
             reason = FinishReason.ERROR if self.failure is not None else FinishReason.ABORT
             for sequence in list(self._entries):
@@ -153,6 +170,7 @@ class EngineCore:
         with self._wake:
             while not (self._is_closing or self._new or self._aborted or self.scheduler.has_work or self._in_flight):
                 self.busy_since = None
+                self._wake.notify_all()  # `while_idle`
                 self._wake.wait()
             if self.busy_since is None:
                 self.busy_since = time.monotonic()

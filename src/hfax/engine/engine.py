@@ -88,6 +88,7 @@ class Engine:
         self.model, self.tokenizer, self.config = model, tokenizer, config or EngineConfig()
         _require_writer(model)
         parts = model.parts
+        self._weights = parts.weights
         self.vocab_size = parts.num_logits()
         self.limits = limits_of(self.config, parts.context)
         self._is_encoder_decoder = parts.traced.traits.is_encoder_decoder
@@ -162,6 +163,33 @@ class Engine:
         self._drawer.reset()
         if in_background:
             self._background = BackgroundCompilation(self._runner, self._drawer, logits)
+
+    def update_weights(self) -> None:
+        """Use the weights that the model has now, for example after `TrainStep.update_model`.
+
+        They are read where they are, without a copy. Cached prefixes of prompts are dropped; nothing is compiled again.
+
+        Raises:
+            EngineBusyError: requests are running, whose KV cache is that of the weights before.
+            InvalidInputError: the model's arrays have other names, shapes or dtypes than when the engine was made.
+        """
+        weights = self.model.parts.weights
+        then, now = _described(self._weights), _described(weights)
+        if then != now:
+            differing = sorted(str(name) for name, _ in set(then.items()) ^ set(now.items()))
+            raise InvalidInputError(
+                f"The model's arrays have changed in more than their numbers: {differing[0]}.",
+                "The engine's programs take arrays of the same names, shapes and dtypes.",
+                "Create another engine for this model.",
+            )
+
+        def update() -> None:
+            self._weights = weights
+            self._runner.update_weights(weights)
+            if self.pages is not None:
+                self.pages.forget()
+
+        self.core.while_idle(update)
 
     def store(self, folder: Path) -> dict[str, str]:
         """Write all programs so far, and the layout of the KV cache, into a bundle's folder of programs.
@@ -246,6 +274,32 @@ class Engine:
             EngineBusyError: the waiting queue is full.
             EngineDeadError: the engine was closed or has failed.
         """
+        request, entries = self._open(
+            prompt,
+            params,
+            listener,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            client=client,
+            inputs=inputs,
+        )
+        self._start([request], entries)
+        return request
+
+    def _open(
+        self,
+        prompt: Prompt | PreparedPrompt,
+        params: SamplingParams | None,
+        listener: Callable[[OutputDelta], None] | None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        client: str = "",
+        inputs: Mapping[str, Any] | None = None,
+    ) -> tuple[Request, list[Entry]]:
+        """A request and its sequences, which nothing runs yet."""
         prepared = prompt if isinstance(prompt, PreparedPrompt) else self.prepare(prompt, params, inputs=inputs)
         ids, params, matcher = prepared.token_ids, prepared.params, prepared.matcher
         with self._lock:
@@ -294,11 +348,15 @@ class Engine:
             )
             for sequence in sequences
         ]
+        return request, entries
+
+    def _start(self, requests: Many[Request], entries: Many[Entry]) -> None:
+        """Queue the sequences of requests, all or none."""
         self.core.add(entries, max_waiting=self.limits.max_waiting)
         if not self.core.is_alive:  # the loop ended in the meantime and will not take the entries
-            request.abort()
+            for request in requests:
+                request.abort()
             raise dead_error(self.core.failure)
-        return request
 
     def generate(
         self,
@@ -306,6 +364,8 @@ class Engine:
         params: SamplingParams | Many[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Generate completions for prompts, batched; blocks until all are finished.
+
+        All begin at once, so steps and batches, and with seeds the tokens, are the same in every run if nothing else runs.
 
         Args:
             prompts: one prompt or a list; each is text or a list of token ids.
@@ -335,10 +395,10 @@ class Engine:
             if delta.finish_reason is not None:
                 done.put(None)
 
-        requests: list[Request] = []
+        opened = [self._open(prompt, each, hear) for prompt, each in zip(many, all_params, strict=True)]
+        requests = [request for request, _ in opened]
+        self._start(requests, [entry for _, entries in opened for entry in entries])
         try:
-            for prompt, each in zip(many, all_params, strict=True):
-                requests.append(self.submit(prompt, each, hear))
             for _ in range(texts):
                 done.get()
         except BaseException:
@@ -530,6 +590,11 @@ def _require_writer(model: Any) -> None:
             "The engine generates token by token.",
             "Call the model directly, or its generate().",
         )
+
+
+def _described(weights: Mapping[str, jax.Array]) -> dict[str, str]:
+    """Structures, shapes and dtypes of arrays by name."""
+    return {name: str(jax.tree.map(jax.typeof, array)) for name, array in weights.items()}
 
 
 def _as_prompts(prompts: Any) -> list[Prompt]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -118,6 +120,10 @@ class PagedRunner:
     def reset(self) -> None:
         """Implements `Runner`."""
         self._pools = self._make_pools()
+
+    def update_weights(self, weights: Mapping[str, jax.Array]) -> None:
+        """Implements `Runner`."""
+        self._parts = dataclasses.replace(self._parts, weights=weights)
 
     def _num_logits(self, num_rows: int) -> int:
         return min(num_rows, self._limits.max_num_seqs)

@@ -8,7 +8,7 @@ not fit pages.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -70,6 +70,10 @@ class Runner(Protocol):
 
     def reset(self) -> None:
         """Recreate the cache after a failed step."""
+        ...
+
+    def update_weights(self, weights: Mapping[str, jax.Array]) -> None:
+        """Use other weights from the next step on: arrays of the same shapes, by name."""
         ...
 
     def warm_up(self, newest: jax.Array) -> list[jax.Array]:

@@ -7,6 +7,8 @@ over all slots (`jax.vmap`), so the state can have any structure.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -200,6 +202,10 @@ class SlotRunner:
     def reset(self) -> None:
         """Implements `Runner`."""
         self._states = None
+
+    def update_weights(self, weights: Mapping[str, jax.Array]) -> None:
+        """Implements `Runner`."""
+        self._parts = dataclasses.replace(self._parts, weights=weights)
 
     def use_fewest(self) -> None:
         """Implements `Runner`: the longest prompt, and the decoding step."""

@@ -75,11 +75,7 @@ class PaddingCollator:
         longest = max(len(v) for v in values)
         length = math.ceil(max(longest, 1) / self.pad_to_multiple_of) * self.pad_to_multiple_of
         length = length if self.max_length is None else min(length, max(self.max_length, longest))
-        filler = self.pad_token_id if name.endswith("input_ids") else _PADDED_WITH.get(name, 0)
-        out = np.full((len(values), length), filler, np.int32)
-        for row, value in zip(out, values, strict=True):
-            row[: len(value)] = value
-        return out
+        return padded(values, length, self.pad_token_id if name.endswith("input_ids") else _PADDED_WITH.get(name, 0))
 
 
 def pack(rows: Iterable[Row], length: int) -> list[dict[str, list[int]]]:
@@ -261,6 +257,21 @@ def in_batches(dataset: Any, size: int) -> Iterator[list[Row]]:
             rows = []
     if rows:
         yield rows
+
+
+def padded(values: Sequence[Any], length: int, filler: int, dtype: Any = np.int32) -> np.ndarray:
+    """Rows of numbers, right-padded to [rows, length].
+
+    Args:
+        values: a row's numbers each, at most `length`.
+        length: of all rows.
+        filler: what they are padded with.
+        dtype: of the array.
+    """
+    out = np.full((len(values), length), filler, dtype)
+    for row, value in zip(out, values, strict=True):
+        row[: len(value)] = value
+    return out
 
 
 def _is_numbers(value: Any) -> bool:

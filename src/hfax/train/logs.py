@@ -41,7 +41,7 @@ class MetricsLog:
         folder.mkdir(parents=True, exist_ok=True)
         if "jsonl" in wanted:
             path = folder / METRICS_NAME
-            _keep_until(path, after)
+            keep_until(path, after)
             self._file = path.open("a", encoding="utf-8")
         if "tensorboard" in wanted:
             try:
@@ -118,7 +118,7 @@ class _Bar:
         self._hidden.close()
 
 
-def _keep_until(path: Path, step: int) -> None:
+def keep_until(path: Path, step: int) -> None:
     """Drop lines of steps after `step`, and an incomplete last line."""
     kept = []
     with contextlib.suppress(FileNotFoundError):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hfax.train.data import Batch, Row
+from hfax.train.data import Batch, Row, padded
 from hfax.train.losses import IGNORED
 
 
@@ -33,10 +33,10 @@ class PairCollator:
         for name in rows[0]:
             if name in sides:
                 ids = [row[name] for row in rows]
-                batch[name] = _padded(ids, length, self.pad_token_id)
+                batch[name] = padded(ids, length, self.pad_token_id)
                 batch[name.replace("_ids", "_attention_mask")] = _mask(ids, length)
             elif name.endswith("_labels"):
-                batch[name] = _padded([row[name] for row in rows], length, IGNORED)
+                batch[name] = padded([row[name] for row in rows], length, IGNORED)
             else:
                 batch[name] = np.array([row[name] for row in rows], np.float32)
         return batch
@@ -75,17 +75,10 @@ class VerdictCollator:
         labels = [[*[IGNORED] * len(p), *a][: self.max_length] for p, a in zip(prompts, answers, strict=True)]
         length = _round_up(max(map(len, ids)), self.pad_to_multiple_of)
         return {
-            f"{prefix}input_ids": _padded(ids, length, self.pad_token_id),
+            f"{prefix}input_ids": padded(ids, length, self.pad_token_id),
             f"{prefix}attention_mask": _mask(ids, length),
-            f"{prefix}labels": _padded(labels, length, IGNORED),
+            f"{prefix}labels": padded(labels, length, IGNORED),
         }
-
-
-def _padded(values: Sequence[Sequence[int]], length: int, filler: int) -> np.ndarray:
-    out = np.full((len(values), length), filler, np.int32)
-    for row, value in zip(out, values, strict=True):
-        row[: len(value)] = value
-    return out
 
 
 def _mask(values: Sequence[Sequence[int]], length: int) -> np.ndarray:

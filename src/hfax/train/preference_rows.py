@@ -105,9 +105,20 @@ def verdict_rows(rows: Iterable[Mapping[str, Any]], tokenizer: Any, *, max_lengt
     return _some(found, max_length)
 
 
+def prompt_ids_of(prompt: Any, tokenizer: Any, row: Mapping[str, Any]) -> list[int]:
+    """Token ids of a prompt as generation starts with it.
+
+    Args:
+        prompt: text, or messages, which the chat template ends with the start of an answer.
+        tokenizer: see `pair_rows`.
+        row: its row, with `tools` and `chat_template_kwargs` for the template, if it has them.
+    """
+    return _ids(prompt, None, tokenizer, row)
+
+
 def _tokenized(row: Mapping[str, Any], names: Sequence[str], tokenizer: Any) -> list[list[int]]:
     """Ids of the prompt, and of each completion: these begin where the ids with and without one differ."""
-    prompt = _ids(row["prompt"], None, tokenizer, row)
+    prompt = prompt_ids_of(row["prompt"], tokenizer, row)
     whole = [_ids(row["prompt"], row[name], tokenizer, row) for name in names]
     length = min(_common(prompt, ids) for ids in whole)
     if length < len(prompt):

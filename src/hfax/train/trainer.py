@@ -101,9 +101,7 @@ class Trainer:
             check_packing(model)
         self._order: BatchOrder | None = None
         if train_dataset is not None:
-            self._order = BatchOrder(
-                train_dataset, self._rows_per_step(), args.seed, args.shuffle, group_by_length=args.group_by_length
-            )
+            self._order = self._make_order()
         self._total = self._count_steps()
         self._rate = None if optimizer is not None else args.schedule(self._total)
         weights = Weights(decays=choose_decay(model.module), is_hidden=choose_hidden(model.module))
@@ -328,13 +326,25 @@ class Trainer:
             )
         return SmoothedTrainStep(self.model, optimizer, factor=args.label_smoothing_factor, **options)
 
+    def _make_order(self) -> BatchOrder:
+        """The order in which the rows of the data set are used."""
+        args = self.args
+        return BatchOrder(
+            self.train_dataset, self._rows_per_step(), args.seed, args.shuffle, group_by_length=args.group_by_length
+        )
+
+    @property
+    def _steps_per_epoch(self) -> int | None:
+        """Steps of an epoch; None: the data set has no length."""
+        return None if self._order is None else self._order.steps_per_epoch
+
     def _rows_per_step(self) -> int:
         args = self.args
         return args.per_device_train_batch_size * self._num_parts * args.gradient_accumulation_steps
 
     def _run(self, checkpoints: Checkpoints, log: MetricsLog, done: int) -> dict[str, float]:
         args, speed, calls = self.args, Speed(self.model, self._step.trainable), self._callbacks
-        per_epoch = None if self._order is None else self._order.steps_per_epoch
+        per_epoch = self._steps_per_epoch
         evaluated, saved = evaluations(args, per_epoch), saves(args, per_epoch)
         last: dict[str, float] = {}
         held: dict[str, float] = {}
@@ -371,6 +381,7 @@ class Trainer:
                 settle()
                 rate = {} if self._rate is None else {"learning_rate": float(self._rate(step - 1))}
                 mean = {"loss": sum(losses) / len(losses)}  # over the steps since the last line
+                last |= self._metrics_of_data()
                 line = {**last, **mean, **rate, "epoch": share, **speed.read()}
                 log.write(step, line)
                 calls.log(step, line)
@@ -451,7 +462,7 @@ class Trainer:
     def _count_steps(self) -> int:
         if self.args.max_steps is not None:
             return self.args.max_steps
-        per_epoch = None if self._order is None else self._order.steps_per_epoch
+        per_epoch = self._steps_per_epoch
         if self._order is not None and per_epoch is None:
             raise InvalidInputError(
                 "max_steps is not given.",
@@ -459,6 +470,10 @@ class Trainer:
                 "Pass max_steps=….",
             )
         return self.args.num_train_epochs * (per_epoch or 1)
+
+    def _metrics_of_data(self) -> dict[str, float]:
+        """Metrics of the rows since the last call."""
+        return {}
 
     def _require_state(self) -> TrainState:
         assert self.state is not None
