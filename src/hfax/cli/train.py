@@ -17,7 +17,7 @@ EXAMPLES = """[bold]Examples[/bold]
 
   hfax train sft.yaml
   hfax train sft.yaml --resume
-  hfax train dpo.yaml            # recipe: dpo, orpo, kto, reward or distill
+  hfax train dpo.yaml            # recipe: dpo, orpo, kto, reward, distill or grpo
 
 [bold]sft.yaml[/bold]
 
@@ -45,7 +45,7 @@ def train(
     json_output: model_options.JsonOption = False,
     verbose: model_options.VerboseOption = False,
 ) -> None:
-    """Train a model on texts, conversations, preferences or a teacher's outputs: all weights, or a LoRA adapter."""
+    """Train a model on texts, conversations, preferences, a teacher's outputs or rewards: all weights, or a LoRA adapter."""
     with reporting(verbose):
         if not config.is_file():
             raise InvalidInputError(

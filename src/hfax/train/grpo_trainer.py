@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -115,6 +116,8 @@ class GRPOTrainer(Trainer):
         self._found: list[dict[str, float]] = []
         """Metrics of the generations since they were logged."""
         self._writer: Writer | None = None
+        if args.metric_for_best_model == "loss":  # evaluations have rewards, and no loss
+            args = dataclasses.replace(args, metric_for_best_model="reward")
         super().__init__(
             model,
             args,

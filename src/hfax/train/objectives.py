@@ -11,9 +11,11 @@ from hfax.train.data import Collator, PackedCollator, PaddingCollator, pack
 from hfax.train.distillation import DistillationLoss
 from hfax.train.dpo import DPOLoss
 from hfax.train.examples import tokenize_rows
+from hfax.train.grpo import GRPOLoss
 from hfax.train.preference_collators import PairCollator, VerdictCollator
 from hfax.train.preference_losses import KTOLoss, ORPOLoss, RewardLoss
 from hfax.train.preference_rows import pair_rows, reward_rows, verdict_rows
+from hfax.train.rollouts import RolloutConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,17 +25,28 @@ class Objective:
     Args:
         loss: its loss, whose fields are those of the recipe; None: the model's own.
         fields: fields of `Recipe` that only some kinds have.
+        rollouts: the options of its completions, whose fields are those of the recipe, too; None: it generates none.
         training: defaults of `TrainingArguments`, as in trl.
     """
 
     loss: type[Any] | None
     fields: tuple[str, ...] = ()
+    rollouts: type[Any] | None = None
     training: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def loss_fields(self) -> tuple[str, ...]:
         """Names of the loss's fields."""
-        return () if self.loss is None else tuple(field.name for field in dataclasses.fields(self.loss))
+        return _names(self.loss)
+
+    @property
+    def rollout_fields(self) -> tuple[str, ...]:
+        """Names of the fields of its completions' options."""
+        return _names(self.rollouts)
+
+
+def _names(kind: type[Any] | None) -> tuple[str, ...]:
+    return () if kind is None else tuple(field.name for field in dataclasses.fields(kind))
 
 
 _SLOW = {"learning_rate": 1e-6, "dropout": False}
@@ -48,6 +61,9 @@ OBJECTIVES: dict[str, Objective] = {
     "kto": Objective(loss=KTOLoss, fields=("ref_model",), training=_SLOW),
     "reward": Objective(loss=RewardLoss, training={**_SLOW, "learning_rate": 1e-4}),
     "distill": Objective(loss=DistillationLoss, fields=("teacher_model_name_or_path",), training=_SLOW),
+    "grpo": Objective(
+        loss=GRPOLoss, fields=("ref_model", "reward_funcs"), rollouts=RolloutConfig, training={"learning_rate": 1e-6}
+    ),
 }
 """By the value of a recipe's field `recipe`."""
 

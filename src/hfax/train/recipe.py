@@ -17,9 +17,11 @@ from hfax.lora.config import LoraConfig
 from hfax.sharding.mesh import BATCH_AXES, size_of
 from hfax.train.arguments import TrainingArguments
 from hfax.train.data import Collator, in_batches
+from hfax.train.grpo_trainer import GRPOTrainer
 from hfax.train.objectives import OBJECTIVES, check_model, make_collator, tokenized
 from hfax.train.preference_rows import Truncation
 from hfax.train.recipe_fields import sort_fields
+from hfax.train.rewards import load_reward_functions
 from hfax.train.row_formats import json_lines
 from hfax.train.step import make_train_step
 from hfax.train.trainer import Trainer
@@ -32,7 +34,7 @@ class Recipe:
     """A run of `hfax train`.
 
     Args:
-        recipe: what is trained for: "sft", "dpo", "orpo", "kto", "reward" or "distill".
+        recipe: what is trained for: "sft", "dpo", "orpo", "kto", "reward", "distill" or "grpo".
         model: a Hub id, a folder, or "demo". For "reward" it gets a head with one output, if it has none.
         train_data: JSON Lines, a `datasets.save_to_disk` folder, or a data set's Hub id ("owner/name", "owner/name:split").
         eval_data: evaluation data, in the same formats as `train_data`.
@@ -43,8 +45,10 @@ class Recipe:
         max_length: maximum row length, in tokens; longer rows are truncated ("reward": dropped). None: no maximum.
         packing: pack several sequences per row ("sft").
         loss: the loss with its fields, which stand at the top level of the file: `DPOLoss`, `ORPOLoss`, `KTOLoss`, `RewardLoss` or
-            `DistillationLoss`; None for "sft": the model's own.
-        ref_model: the reference ("dpo", "kto"), a Hub id or a folder; None: `model`, without the adapter.
+            `DistillationLoss`, `GRPOLoss`; None for "sft": the model's own.
+        rollouts: how completions are generated, `RolloutConfig`, whose fields stand at the top level of the file, too ("grpo").
+        reward_funcs: one or several reward functions ("grpo"): "file.py:function", or "package.module.function". The code runs.
+        ref_model: the reference ("dpo", "kto", "grpo"), a Hub id or a folder; None: `model`, without the adapter.
         precompute_ref_log_probs: run the reference over all rows before training, not at each step ("dpo").
         precompute_ref_batch_size: rows per forward pass of that; None: those of training.
         truncation_mode: what `max_length` keeps of prompt and completion: "keep_start" or "keep_end" ("dpo").
@@ -58,7 +62,7 @@ class Recipe:
     model: str
     train_data: str
     training: TrainingArguments
-    recipe: Literal["sft", "dpo", "orpo", "kto", "reward", "distill"] = "sft"
+    recipe: Literal["sft", "dpo", "orpo", "kto", "reward", "distill", "grpo"] = "sft"
     eval_data: str | None = None
     revision: str | None = None
     dtype: str = "auto"
@@ -67,6 +71,8 @@ class Recipe:
     max_length: int | None = _DEFAULT_LENGTH
     packing: bool = False
     loss: Any = None
+    rollouts: Any = None
+    reward_funcs: str | list[str] | None = None
     ref_model: str | None = None
     precompute_ref_log_probs: bool = False
     precompute_ref_batch_size: int | None = None
@@ -80,6 +86,12 @@ class Recipe:
         if self.recipe == "distill" and self.teacher_model_name_or_path is None:
             raise InvalidInputError(
                 "recipe: distill has no teacher.", "The model learns its outputs.", "Add teacher_model_name_or_path."
+            )
+        if self.recipe == "grpo" and not self.reward_funcs:
+            raise InvalidInputError(
+                "recipe: grpo has no reward_funcs.",
+                "The model learns from the rewards of its completions.",
+                "Add reward_funcs: rewards.py:function.",
             )
         if self.packing and self.max_length is None:
             raise InvalidInputError("packing has no max_length.", "Rows are filled up to it.", "Add max_length: 1024.")
@@ -127,11 +139,14 @@ def make_recipe(given: Mapping[str, Any], where: str = "The recipe") -> Recipe:
         from pydantic import TypeAdapter, ValidationError
     except ImportError as error:
         raise _missing_package(error) from error
-    own, of_loss, training = sort_fields(given, {field.name for field in dataclasses.fields(Recipe)}, where)
+    own, of_loss, of_rollouts, training = sort_fields(
+        given, {field.name for field in dataclasses.fields(Recipe)}, where
+    )
     kind = OBJECTIVES[own.get("recipe", "sft")]
     try:
         loss = None if kind.loss is None else TypeAdapter(kind.loss).validate_python(of_loss)
-        return TypeAdapter(Recipe).validate_python({**own, "training": training, "loss": loss})
+        rollouts = None if kind.rollouts is None else TypeAdapter(kind.rollouts).validate_python(of_rollouts)
+        return TypeAdapter(Recipe).validate_python({**own, "training": training, "loss": loss, "rollouts": rollouts})
     except ValidationError as error:
         first = error.errors()[0]
         at = ".".join(str(part) for part in first["loc"] if part != "training")
@@ -206,7 +221,8 @@ def run_recipe(
             "Integer weights have no gradients.",
             "Add lora: {r: 8}, or remove quantization.",
         )
-    rows = read_rows(recipe.train_data)  # before the weights, which load slower
+    functions = load_reward_functions(recipe.reward_funcs or ())  # before the weights, which load slower
+    rows = read_rows(recipe.train_data)
     eval_rows = None if recipe.eval_data is None else read_rows(recipe.eval_data)
     model = _load(recipe, recipe.model, is_trained=True)
     check_model(recipe.recipe, model)
@@ -215,26 +231,25 @@ def run_recipe(
         _make_pad_token(model, tokenizer)
     if recipe.lora is not None:
         model.add_adapter(_adapter(recipe), seed=recipe.training.seed)
-    per_pass = recipe.training.per_device_train_batch_size * (
-        1 if model.mesh is None else size_of(model.mesh, BATCH_AXES)
-    )
-    collator = make_collator(recipe, tokenizer.pad_token_id or 0, per_pass)
-    sets = [None if each is None else tokenized(recipe, each, tokenizer) for each in (rows, eval_rows)]
     other = recipe.ref_model or recipe.teacher_model_name_or_path
     reference = None if other is None else _load(recipe, other, is_trained=False)
-    if recipe.precompute_ref_log_probs:
-        size = recipe.precompute_ref_batch_size or per_pass
-        sets = [None if each is None else _referenced(recipe, model, reference, each, collator, size) for each in sets]
-        reference = None
-    trainer = Trainer(
-        model,
-        dataclasses.replace(recipe.training, push_to_hub=False, hub_model_id=None),  # after the adapter is merged
-        *sets,
-        data_collator=collator,
-        loss=recipe.loss,
-        ref_model=reference,
-        trainable=recipe.trainable,
-    )
+    training = dataclasses.replace(recipe.training, push_to_hub=False, hub_model_id=None)  # after the adapter is merged
+    if recipe.recipe == "grpo":
+        trainer: Trainer = GRPOTrainer(
+            model,
+            functions,
+            training,
+            rows,
+            eval_rows,
+            processing_class=tokenizer,
+            loss=recipe.loss,
+            rollouts=recipe.rollouts,
+            max_length=recipe.max_length,
+            ref_model=reference,
+            trainable=recipe.trainable,
+        )
+    else:
+        trainer = _make_trainer(recipe, model, reference, tokenizer, training, (rows, eval_rows))
     if on_start is not None:
         on_start()
     metrics = trainer.train(resume_from_checkpoint=resume, accept_changes=accept_changes)
@@ -246,6 +261,37 @@ def run_recipe(
         trainer.args = recipe.training
         trainer.push_to_hub(folder=folder)
     return trainer, metrics, folder
+
+
+def _make_trainer(
+    recipe: Recipe, model: Any, reference: Any, tokenizer: Any, training: TrainingArguments, data: tuple[Any, Any]
+) -> Trainer:
+    """The trainer of a recipe whose rows are there before it starts.
+
+    Args:
+        recipe: the recipe.
+        model: the model to train.
+        reference: its reference or teacher; None: the model itself, or none.
+        tokenizer: the model's.
+        training: training options.
+        data: rows to train on, and to evaluate on, or None.
+    """
+    per_pass = training.per_device_train_batch_size * (1 if model.mesh is None else size_of(model.mesh, BATCH_AXES))
+    collator = make_collator(recipe, tokenizer.pad_token_id or 0, per_pass)
+    sets = [None if each is None else tokenized(recipe, each, tokenizer) for each in data]
+    if recipe.precompute_ref_log_probs:
+        size = recipe.precompute_ref_batch_size or per_pass
+        sets = [None if each is None else _referenced(recipe, model, reference, each, collator, size) for each in sets]
+        reference = None
+    return Trainer(
+        model,
+        training,
+        *sets,
+        data_collator=collator,
+        loss=recipe.loss,
+        ref_model=reference,
+        trainable=recipe.trainable,
+    )
 
 
 def _load(recipe: Recipe, name: str, *, is_trained: bool) -> Any:

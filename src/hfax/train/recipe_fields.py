@@ -12,13 +12,12 @@ from hfax.lora.config import LoraConfig
 from hfax.train.arguments import TrainingArguments
 from hfax.train.objectives import OBJECTIVES, Objective
 
+Fields = dict[str, Any]
 _OF_SOME = {name for objective in OBJECTIVES.values() for name in objective.fields}
 
 
-def sort_fields(
-    given: Mapping[str, Any], own_fields: set[str], where: str
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The fields of the recipe itself, of its loss, and of its training.
+def sort_fields(given: Mapping[str, Any], own_fields: set[str], where: str) -> tuple[Fields, Fields, Fields, Fields]:
+    """The fields of the recipe itself, of its loss, of its completions, and of its training.
 
     Args:
         given: the file's contents.
@@ -35,7 +34,7 @@ def sort_fields(
             f"{where}: recipe: {kind!r} is unknown.", "It says what is trained for.", f"Use {', '.join(OBJECTIVES)}."
         )
     objective = OBJECTIVES[kind]
-    in_file = own_fields - _OF_SOME - {"training", "loss"} | set(objective.fields)
+    in_file = own_fields - _OF_SOME - {"training", "loss", "rollouts"} | set(objective.fields)
     in_training = {field.name for field in dataclasses.fields(TrainingArguments)}
     _check_names(given, kind, in_file, in_training, where)
     training = {**objective.training, **{n: value for n, value in given.items() if n in in_training}}
@@ -50,6 +49,7 @@ def sort_fields(
     return (
         {n: value for n, value in given.items() if n in in_file},
         {n: value for n, value in given.items() if n in objective.loss_fields},
+        {n: value for n, value in given.items() if n in objective.rollout_fields},
         training,
     )
 
@@ -57,20 +57,21 @@ def sort_fields(
 def _check_names(given: Mapping[str, Any], kind: str, in_file: set[str], in_training: set[str], where: str) -> None:
     """Raise for field names that would otherwise be ignored."""
     objective = OBJECTIVES[kind]
-    known = in_file | in_training | set(objective.loss_fields) | (set() if kind == "sft" else {"disable_dropout"})
+    in_loss = {*objective.loss_fields, *objective.rollout_fields}
+    known = in_file | in_training | in_loss | (set() if kind == "sft" else {"disable_dropout"})
     of_adapters = {field.name for field in dataclasses.fields(LoraConfig)}
     unknown = [*sorted(set(given) - known), *(f"lora.{n}" for n in sorted(set(given.get("lora") or {}) - of_adapters))]
     if not unknown:
         return
     name = unknown[0]
+    if (word := words()["arguments"]["recipe"].get(name)) is not None:
+        raise UnsupportedOptionError(f"{where} does not take {name}.", word["why"], word["fix"])
     if kinds := [other for other, one in OBJECTIVES.items() if _has(one, name)]:
         raise InvalidInputError(
             f"{where} has the field {name!r}, which recipe: {kind} does not use.",
             "A field is honoured or refused, never ignored.",
             f"Leave it out, or set recipe: {' or '.join(kinds)}.",
         )
-    if (word := words()["arguments"]["recipe"].get(name)) is not None:
-        raise UnsupportedOptionError(f"{where} does not take {name}.", word["why"], word["fix"])
     if has_word("TrainingArguments", name):
         reject_arguments("TrainingArguments", [name], ())
     raise InvalidInputError(
@@ -81,4 +82,4 @@ def _check_names(given: Mapping[str, Any], kind: str, in_file: set[str], in_trai
 
 
 def _has(objective: Objective, name: str) -> bool:
-    return name in objective.fields or name in objective.loss_fields
+    return name in (*objective.fields, *objective.loss_fields, *objective.rollout_fields)

@@ -230,7 +230,9 @@ def seed_of(*numbers: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-def training_row(completion: Completion, advantage: float, *, tokens_per_pass: float, is_masked: bool) -> dict[str, Any]:
+def training_row(
+    completion: Completion, advantage: float, *, tokens_per_pass: float, is_masked: bool
+) -> dict[str, Any]:
     """A completion as a row for `RolloutCollator`.
 
     Args:
