@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from hfax.synthetic.shrink import shrink_config
     from hfax.tracing.pytrees import register_pytrees
     from hfax.train.arguments import TrainingArguments
+    from hfax.train.grpo import GRPOLoss
+    from hfax.train.grpo_trainer import GRPOTrainer
+    from hfax.train.rollouts import RolloutConfig
     from hfax.train.step import TrainState, TrainStep, make_train_step
     from hfax.train.trainer import Trainer
 
@@ -73,6 +76,8 @@ _HOMES = {
     "FinishReason": "hfax.engine.sequence",
     "ForwardPatch": "hfax.patches.patch",
     "FunctionPatch": "hfax.patches.patch",
+    "GRPOLoss": "hfax.train.grpo",
+    "GRPOTrainer": "hfax.train.grpo_trainer",
     "HfaxError": "hfax.errors",
     "InputPatch": "hfax.patches.patch",
     "InvalidInputError": "hfax.errors",
@@ -84,6 +89,7 @@ _HOMES = {
     "PreparedPrompt": "hfax.engine.request",
     "QuantizationReport": "hfax.quantization.checkpoint",
     "RequestOutput": "hfax.engine.outputs",
+    "RolloutConfig": "hfax.train.rollouts",
     "SamplingParams": "hfax.engine.sampling_params",
     "ShardingPlan": "hfax.sharding.partition",
     "StructuredOutputsParams": "hfax.engine.sampling_params",
@@ -127,6 +133,8 @@ __all__ = [
     "FinishReason",
     "ForwardPatch",
     "FunctionPatch",
+    "GRPOLoss",
+    "GRPOTrainer",
     "HfaxError",
     "InputPatch",
     "InvalidInputError",
@@ -138,6 +146,7 @@ __all__ = [
     "PreparedPrompt",
     "QuantizationReport",
     "RequestOutput",
+    "RolloutConfig",
     "SamplingParams",
     "ShardingPlan",
     "StructuredOutputsParams",

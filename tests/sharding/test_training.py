@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import numpy as np
 import optax
 import pytest
 import transformers
+from characters import Characters
 from tiny_models import SIZES, tiny_llama_config
 
-from hfax import AutoModelForTPU, LoraConfig, Trainer, TrainingArguments, make_train_step
+from hfax import (
+    AutoModelForTPU,
+    GRPOLoss,
+    GRPOTrainer,
+    LoraConfig,
+    RolloutConfig,
+    Trainer,
+    TrainingArguments,
+    make_train_step,
+)
 from hfax.train.dpo import DPOLoss
 from hfax.train.preference_collators import PairCollator
 
@@ -201,3 +213,28 @@ def test_a_module_of_nnx_says_how_its_parameters_are_split():
         assert found == plan.weights[name].spec, name
     logits = nnx.jit(lambda m: m(input_ids=IDS[0]).logits)(module)
     np.testing.assert_allclose(np.asarray(logits), np.asarray(model(input_ids=IDS[0]).logits), atol=1e-4)
+
+
+def test_a_model_over_devices_writes_and_learns_what_one_device_does(tmp_path):
+    """GRPO: the engine and the step share the weights of the mesh."""
+    found = {}
+    for name, mesh in {"alone": None, "split": {"fsdp": 2, "tensor": 4}}.items():
+        model = AutoModelForTPU.from_config(CONFIGS["llama"], parallelism=mesh)
+        rows = 8 if mesh is None else 4
+        trainer = GRPOTrainer(
+            model,
+            lambda completions, **_: [sum(map(str.islower, text)) / len(text) for text in completions],
+            TrainingArguments(
+                tmp_path / name, max_steps=3, per_device_train_batch_size=rows, learning_rate=1e-3, logging_steps=1
+            ),
+            [{"prompt": text} for text in ("ab", "cde", "fghi", "j")],
+            processing_class=Characters(),
+            loss=GRPOLoss(max_completion_length=6, beta=0.01),
+            rollouts=RolloutConfig(num_generations=4, num_iterations=3, log_completions=True),
+        )
+        trainer.train()
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        found[name] = [(line["loss"], line["grad_norm"], line["kl"]) for line in lines]
+    texts = [(tmp_path / name / "completions.jsonl").read_text() for name in found]
+    assert texts[0] == texts[1]
+    np.testing.assert_allclose(found["split"], found["alone"], rtol=1e-3, atol=1e-6)
