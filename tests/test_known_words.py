@@ -15,7 +15,7 @@ from tiny_models import random_model, save, tiny_llama_config
 from transformers import AutoModelForCausalLM
 
 import hfax
-from hfax import AutoModelForTPU, LoraConfig, Trainer, TrainingArguments, known_words
+from hfax import AutoModelForTPU, GRPOTrainer, LoraConfig, Trainer, TrainingArguments, known_words
 from hfax.errors import HfaxError, InvalidInputError, UnsupportedAttributeError, UnsupportedOptionError
 from hfax.train.recipe import make_recipe
 
@@ -75,6 +75,7 @@ CALLS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "from_pretrained": lambda options: AutoModelForTPU.from_pretrained("demo", **options),
     "TrainingArguments": lambda options: TrainingArguments("run", **options),
     "Trainer": lambda options: Trainer(None, None, **options),
+    "GRPOTrainer": lambda options: GRPOTrainer(None, None, None, **options),
     "recipe": lambda options: make_recipe({"model": "demo", "train_data": "rows", "output_dir": "run", **options}),
     "generate": lambda options: AutoModelForTPU.from_config(CONFIG).generate(IDS, max_new_tokens=1, **options),
 }

@@ -99,6 +99,10 @@ def workplace(checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.
         "held_out.jsonl": json.dumps(CHAT) + "\n",
         "README.md": re.sub(r"(?s)\A(.{4000}).*", r"\1", (ROOT / "README.md").read_text()),
         "wiki.txt": "The value of the list is a new list. " * 200,
+        "prompts.jsonl": (json.dumps({"prompt": "Return a new"}) + "\n") * 8,
+        "rewards.py": next(
+            b.text for b in code_blocks("docs/training.md", "python") if b.text.startswith("# rewards.py")
+        ),
         "prompts.txt": "Return a new\nRaise an error\n",
         "prompt.txt": "Return a new",
         "review.txt": "the quick brown fox",

@@ -66,7 +66,7 @@ GUIDES: dict[str, dict[str, str]] = {
     },
 }
 """By page: words, and the small checkpoint or the words that stand for them."""
-FILE = re.compile(r"# (modeling_\w+\.py)\n")
+FILE = re.compile(r"# ((?:modeling_\w+|rewards)\.py)\n")
 """The first line of a block that a reader saves as a module, and later blocks import."""
 
 
@@ -157,7 +157,15 @@ def test_the_page_on_serving(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_page_on_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # its rewards.py
+    from transformers import AutoTokenizer
+
     from hfax import AutoModelForTPU, LoraConfig
+
+    judge = AutoModelForTPU.from_pretrained("demo", task="text-classification", num_labels=1, strict=False)
+    AutoTokenizer.from_pretrained(judge.folder).save_pretrained(tmp_path / "judge")
+    judge.config.pad_token_id = 0
+    judge.save_pretrained(tmp_path / "judge")
 
     other = AutoModelForTPU.from_pretrained("demo")
     other.add_adapter(LoraConfig(r=8, target_modules="all-linear"))
@@ -170,6 +178,7 @@ def test_the_page_on_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             "max_steps=20": "max_steps=2",
             "save_steps=10": "save_steps=1",
             '"adapter-folder-or-hub-id"': repr(str(tmp_path / "other")),
+            '"reward/model"': repr(str(tmp_path / "judge")),
         },
     )
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()

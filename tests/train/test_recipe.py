@@ -217,7 +217,7 @@ def test_the_other_kinds_train(fields, metric, write, tiny, pairs, tmp_path, cap
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"recipe": "grpo"}, "recipe: 'grpo' is unknown"),
+        ({"recipe": "ppo"}, "recipe: 'ppo' is unknown"),
         ({"recipe": "dpo", "packing": True}, "the field 'packing', which recipe: dpo does not use"),
         ({"beta": 0.1}, "set recipe: dpo or orpo or kto or distill"),
         ({"recipe": "orpo", "precompute_ref_log_probs": True}, "set recipe: dpo"),
