@@ -204,6 +204,16 @@ def test_a_reward_model_has_a_head_that_is_trained(write, tiny, pairs, tmp_path,
         ({"recipe": "orpo"}, "log_odds_ratio"),
         ({"recipe": "kto", "max_steps": 1}, "kl"),
         ({"recipe": "distill", "teacher_model_name_or_path": "demo", "alpha": 0.5}, "divergence"),
+        (
+            {
+                "recipe": "distill",
+                "teacher_model_name_or_path": "demo",
+                "lmbda": 1.0,
+                "max_new_tokens": 4,
+                "max_steps": 1,
+            },
+            "divergence",
+        ),
     ],
 )
 def test_the_other_kinds_train(fields, metric, write, tiny, pairs, tmp_path, capsys):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from hfax.errors import InvalidInputError, UnsupportedOptionError
+from hfax.errors import InvalidInputError
 from hfax.train.losses import IGNORED, Apply, token_log_probs
 
 
@@ -22,37 +22,28 @@ class DistillationLoss:
         beta: 0: forward KL divergence, from the teacher; 1: reverse KL divergence; between: the divergence of both from their
             mixture.
         alpha: share of the divergence in the loss; the rest is the cross entropy of the labels.
-        lmbda: share of texts that the student generates. Only 0, the data's own texts, is supported.
 
     Called with `apply` and a batch of `input_ids`, `attention_mask` and `labels` [batch, length] and `teacher_logits` [batch,
     length, vocab]; the mean over labels.
 
     Raises:
         InvalidInputError: a value is out of range.
-        UnsupportedOptionError: `lmbda` is above 0.
     """
 
     temperature: float = 1.0
     beta: float = 0.5
     alpha: float = 1.0
-    lmbda: float = 0.0
     is_mean_over_labels: ClassVar[bool] = True
     reference_names: ClassVar[tuple[str, ...]] = ("teacher_logits",)
 
     def __post_init__(self) -> None:
-        for name in ("beta", "alpha", "lmbda"):
+        for name in ("beta", "alpha"):
             if not 0 <= (value := getattr(self, name)) <= 1:
                 raise InvalidInputError(
                     f"{name}={value} is out of range.", "It is from 0 to 1.", f"Pass another {name}."
                 )
         if not self.temperature > 0:
             raise InvalidInputError(f"temperature={self.temperature} is too small.", "It divides logits.", "Raise it.")
-        if self.lmbda:
-            raise UnsupportedOptionError(
-                f"lmbda={self.lmbda} is not supported.",
-                "hfax distills on the texts of the data; the student generates none during training.",
-                "Use lmbda: 0, with texts generated before.",
-            )
 
     def reference(self, apply: Apply, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """The teacher's logits, [batch, length, vocab]."""

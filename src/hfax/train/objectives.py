@@ -9,6 +9,7 @@ from typing import Any
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.train.data import Collator, PackedCollator, PaddingCollator, pack
 from hfax.train.distillation import DistillationLoss
+from hfax.train.distillation_trainer import DistillationTexts
 from hfax.train.dpo import DPOLoss
 from hfax.train.examples import tokenize_rows
 from hfax.train.grpo import GRPOLoss
@@ -60,7 +61,9 @@ OBJECTIVES: dict[str, Objective] = {
     "orpo": Objective(loss=ORPOLoss, training=_SLOW),
     "kto": Objective(loss=KTOLoss, fields=("ref_model",), training=_SLOW),
     "reward": Objective(loss=RewardLoss, training={**_SLOW, "learning_rate": 1e-4}),
-    "distill": Objective(loss=DistillationLoss, fields=("teacher_model_name_or_path",), training=_SLOW),
+    "distill": Objective(
+        loss=DistillationLoss, fields=("teacher_model_name_or_path",), rollouts=DistillationTexts, training=_SLOW
+    ),
     "grpo": Objective(
         loss=GRPOLoss, fields=("ref_model", "reward_funcs"), rollouts=RolloutConfig, training={"learning_rate": 1e-6}
     ),

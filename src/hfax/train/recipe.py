@@ -17,6 +17,7 @@ from hfax.lora.config import LoraConfig
 from hfax.sharding.mesh import BATCH_AXES, size_of
 from hfax.train.arguments import TrainingArguments
 from hfax.train.data import Collator, in_batches
+from hfax.train.distillation_trainer import DistillationTrainer
 from hfax.train.grpo_trainer import GRPOTrainer
 from hfax.train.objectives import OBJECTIVES, check_model, make_collator, tokenized
 from hfax.train.preference_rows import Truncation
@@ -46,7 +47,8 @@ class Recipe:
         packing: pack several sequences per row ("sft").
         loss: the loss with its fields, which stand at the top level of the file: `DPOLoss`, `ORPOLoss`, `KTOLoss`, `RewardLoss` or
             `DistillationLoss`, `GRPOLoss`; None for "sft": the model's own.
-        rollouts: how completions are generated, `RolloutConfig`, whose fields stand at the top level of the file, too ("grpo").
+        rollouts: what is generated during training: `RolloutConfig` ("grpo") or `DistillationTexts` ("distill"), whose fields stand
+            at the top level of the file, too.
         reward_funcs: one or several reward functions ("grpo"): "file.py:function", or "package.module.function". The code runs.
         ref_model: the reference ("dpo", "kto", "grpo"), a Hub id or a folder; None: `model`, without the adapter.
         precompute_ref_log_probs: run the reference over all rows before training, not at each step ("dpo").
@@ -283,15 +285,12 @@ def _make_trainer(
         size = recipe.precompute_ref_batch_size or per_pass
         sets = [None if each is None else _referenced(recipe, model, reference, each, collator, size) for each in sets]
         reference = None
-    return Trainer(
-        model,
-        training,
-        *sets,
-        data_collator=collator,
-        loss=recipe.loss,
-        ref_model=reference,
-        trainable=recipe.trainable,
-    )
+    options: dict[str, Any] = {"data_collator": collator, "loss": recipe.loss, "trainable": recipe.trainable}
+    if recipe.recipe == "distill":
+        return DistillationTrainer(
+            model, training, *sets, teacher=reference, texts=recipe.rollouts, max_length=recipe.max_length, **options
+        )
+    return Trainer(model, training, *sets, ref_model=reference, **options)
 
 
 def _load(recipe: Recipe, name: str, *, is_trained: bool) -> Any:
