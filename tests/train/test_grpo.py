@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import transformers
 from characters import Characters
 
-from hfax import GRPOLoss, GRPOTrainer, LoraConfig, RolloutConfig, TrainingArguments
+from hfax import AutoModelForTPU, GRPOLoss, GRPOTrainer, LoraConfig, RolloutConfig, TrainingArguments
 from hfax.cli.app import run
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.train.rewards import advantages, load_reward_functions
@@ -224,6 +225,10 @@ def test_advantages_are_trls(scale, aggregation, holes):
 
 # Runs
 
+SMALL = {
+    "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 128, "max_position_embeddings": 128,
+}  # fmt: skip
 
 PROMPTS = [{"prompt": text, "wanted": text[0]} for text in ("ab", "cde", "fghi", "jk", "lm", "nop", "qr", "stu")]
 
@@ -291,6 +296,38 @@ def test_the_samplers_log_probabilities_are_the_trainers(tmp_path):
         found = [line["sampling/sampling_logp_difference/max"] for line in metrics(tmp_path, folder)]
         assert max(found) < 1e-4
         assert min(found) >= 0
+
+
+ARCHITECTURES = {
+    "qwen3_moe": transformers.Qwen3MoeConfig(
+        **SMALL, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
+    "gemma2": transformers.Gemma2Config(**SMALL, head_dim=16, sliding_window=4, query_pre_attn_scalar=16),
+    "falcon with alibi": transformers.FalconConfig(**SMALL, alibi=True, new_decoder_architecture=True, num_kv_heads=2),
+    "gpt_neox": transformers.GPTNeoXConfig(**SMALL),
+    "mamba": transformers.MambaConfig(vocab_size=128, hidden_size=64, num_hidden_layers=2, state_size=8),
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architectures_are_sampled_as_they_are_trained(name, tmp_path):
+    """Pages, windows, experts, positions by attention, and slots."""
+    model = AutoModelForTPU.from_config(ARCHITECTURES[name], dtype="float32")
+    options = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "dropout": False,
+    }
+    arguments = TrainingArguments(tmp_path / "run", save_strategy="no", **options)
+    rollouts = RolloutConfig(num_generations=4)
+    loss = GRPOLoss(max_completion_length=8)
+    GRPOTrainer(
+        model, reward_letters, arguments, PROMPTS, processing_class=Characters(), loss=loss, rollouts=rollouts
+    ).train()
+    assert max(line["sampling/sampling_logp_difference/max"] for line in metrics(tmp_path)) < 1e-4
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):

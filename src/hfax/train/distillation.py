@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from hfax.errors import InvalidInputError
-from hfax.train.losses import IGNORED, Apply, token_log_probs
+from hfax.train.losses import IGNORED, Apply, sequence_logits, token_log_probs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,11 +47,11 @@ class DistillationLoss:
 
     def reference(self, apply: Apply, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """The teacher's logits, [batch, length, vocab]."""
-        return {"teacher_logits": _logits(apply, batch)}
+        return {"teacher_logits": sequence_logits(apply, batch)}
 
     def __call__(self, apply: Apply, batch: Mapping[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss, and its two parts."""
-        logits, labels = _logits(apply, batch), batch["labels"]
+        logits, labels = sequence_logits(apply, batch), batch["labels"]
         own, teacher = (
             jax.nn.log_softmax(each[:, :-1].astype(jnp.float32) / self.temperature, axis=-1)
             for each in (logits, batch["teacher_logits"])
@@ -75,7 +75,3 @@ class DistillationLoss:
 
 def _kl(of: jax.Array, to: jax.Array) -> jax.Array:
     return (jnp.exp(of) * (of - to)).sum(axis=-1)
-
-
-def _logits(apply: Apply, batch: Mapping[str, Any]) -> jax.Array:
-    return apply(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits

@@ -6,17 +6,16 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from hfax.backends.jax.model import JaxModel
 from hfax.engine.sampling_params import SamplingParams
-from hfax.errors import InvalidInputError, UnsupportedOptionError
+from hfax.errors import InvalidInputError
 from hfax.train.arguments import TrainingArguments
 from hfax.train.data import Row
 from hfax.train.distillation import DistillationLoss
 from hfax.train.losses import IGNORED
-from hfax.train.rollouts import Writer, seed_of
+from hfax.train.rollouts import Writer, check_processes, seed_of
 from hfax.train.trainer import Trainer
 
 
@@ -95,12 +94,7 @@ class DistillationTrainer(Trainer):
         self._writing = {"student": model, "teacher": teacher}
         if not texts.are_written:
             return
-        if jax.process_count() > 1:
-            raise UnsupportedOptionError(
-                f"lmbda and seq_kd are not supported in a run of {jax.process_count()} processes.",
-                "The engine that writes texts runs in one.",
-                "Train in one process, over all of its devices.",
-            )
+        check_processes("Distillation with lmbda or seq_kd")
         longest = 0
         for number, row in enumerate(train_dataset, start=1):
             length = prompt_length(row)

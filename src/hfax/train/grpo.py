@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from hfax.errors import InvalidInputError
-from hfax.train.losses import IGNORED, Apply, token_log_probs
+from hfax.train.losses import IGNORED, Apply, sequence_logits, token_log_probs
 
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*_CLIPPED, "cispo", "sapo", "vespo")
@@ -83,7 +83,7 @@ class GRPOLoss:
 
     def reference(self, apply: Apply, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Log-probabilities of the completions' tokens, [batch, length - 1] float32."""
-        return {"ref_logps": self.log_probs(_logits(apply, batch), batch["labels"])}
+        return {"ref_logps": self.log_probs(sequence_logits(apply, batch), batch["labels"])}
 
     def log_probs(self, logits: jax.Array, labels: jax.Array) -> jax.Array:
         """Log-probabilities of labels when sampled with `temperature`, [batch, length - 1] float32; 0 at ignored ones."""
@@ -91,7 +91,7 @@ class GRPOLoss:
 
     def __call__(self, apply: Apply, batch: Mapping[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss, and metrics by trl's names."""
-        logits, labels = _logits(apply, batch), batch["labels"]
+        logits, labels = sequence_logits(apply, batch), batch["labels"]
         now = self.log_probs(logits, labels)
         mask = (labels[:, 1:] != IGNORED).astype(jnp.float32)
         entropies = _entropies(logits[:, :-1] / self.temperature)
@@ -214,10 +214,6 @@ def sampling_difference(logits: jax.Array, batch: Mapping[str, Any]) -> dict[str
     mask = (labels[:, 1:] != IGNORED).astype(jnp.float32)
     name = "sampling/sampling_logp_difference"
     return {f"{name}/mean": _mean(differences, mask), f"{name}/max": (differences * mask).max()}
-
-
-def _logits(apply: Apply, batch: Mapping[str, Any]) -> jax.Array:
-    return apply(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
 
 
 def _entropies(logits: jax.Array) -> jax.Array:

@@ -19,13 +19,14 @@ from hfax.train.arguments import TrainingArguments
 from hfax.train.data import BatchOrder, in_batches
 from hfax.train.grpo import GRPOLoss, sampling_difference
 from hfax.train.logs import keep_until
-from hfax.train.losses import Apply
+from hfax.train.losses import Apply, sequence_logits
 from hfax.train.rewards import RewardFunction, Scored, advantages, name_of, reward_metrics, score, total_rewards
 from hfax.train.rollouts import (
     Completion,
     RolloutCollator,
     RolloutConfig,
     Writer,
+    check_processes,
     prompt_rows,
     seed_of,
     training_row,
@@ -340,8 +341,7 @@ class GRPOTrainer(Trainer):
         return {n: float((max if n.endswith("max") else np.mean)([each[n] for each in found])) for n in found[0]}
 
     def _log_probs(self, apply: Apply, batch: Mapping[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        ids, mask = batch["input_ids"], batch["attention_mask"]
-        logits = apply(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        logits = sequence_logits(apply, batch)
         return self._own_loss.log_probs(logits, batch["labels"]), sampling_difference(logits, batch)
 
     def _log(self, step: int, completions: Sequence[Completion], scored: Scored, better: np.ndarray) -> None:
@@ -397,12 +397,7 @@ def _check_model(model: Any) -> None:
             "It has an encoder and a decoder; prompts and completions are one sequence here.",
             "Use a decoder-only model.",
         )
-    if jax.process_count() > 1:
-        raise UnsupportedOptionError(
-            f"GRPO is not supported in a run of {jax.process_count()} processes.",
-            "The engine that writes completions runs in one.",
-            "Train in one process, over all of its devices.",
-        )
+    check_processes("GRPO")
 
 
 def _tokenizer_of(model: JaxModel) -> Any:

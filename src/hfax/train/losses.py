@@ -36,6 +36,11 @@ def models_own_loss(apply: Apply, batch: Mapping[str, Any]) -> jax.Array:
     return loss
 
 
+def sequence_logits(apply: Apply, batch: Mapping[str, Any]) -> jax.Array:
+    """Next-token logits of `input_ids` with `attention_mask`, [batch, length, vocab]."""
+    return apply(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+
+
 def token_log_probs(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Log-probability of each label, 0 at ignored ones.
 

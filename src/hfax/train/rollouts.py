@@ -8,13 +8,14 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from hfax.engine.config import EngineConfig
 from hfax.engine.engine import Engine
 from hfax.engine.sampling_params import SamplingParams
 from hfax.engine.sequence import FinishReason
-from hfax.errors import InvalidInputError
+from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.train.data import Batch, Row, padded
 from hfax.train.losses import IGNORED
 from hfax.train.preference_rows import prompt_ids_of
@@ -222,6 +223,23 @@ class Writer:
     def close(self) -> None:
         """End the engine."""
         self._engine.close()
+
+
+def check_processes(what: str) -> None:
+    """Raise in a run of several processes.
+
+    Args:
+        what: writes completions, for the error.
+
+    Raises:
+        UnsupportedOptionError: there are several.
+    """
+    if jax.process_count() > 1:
+        raise UnsupportedOptionError(
+            f"{what} is not supported in a run of {jax.process_count()} processes.",
+            "The engine that writes texts runs in one.",
+            "Train in one process, over all of its devices.",
+        )
 
 
 def seed_of(*numbers: int) -> int:
