@@ -21,7 +21,7 @@ def test_the_reward_rises(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out.json").read_text())
-    rewards = list(found["learning"]["reward"].values())
-    assert rewards[-1] > rewards[0]
+    rewards = found["learning"]["reward"]
+    assert sum(rewards[-5:]) > sum(rewards[:5])
     assert set(found["tokens_per_s"]) == {"hfax", "transformers"}
     assert found["learning"]["logp_difference"] < 0.1

@@ -7,7 +7,7 @@ to another adapter on the same layers does not recompile. For this, adapters are
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.kernels.quantized import QuantizedArray
 from hfax.load.host_arrays import to_numpy
 from hfax.lora import initial
+from hfax.lora.combination import Combination
 from hfax.lora.config import LoraConfig
 from hfax.lora.experts import from_peft, with_parameters
 from hfax.lora.files import read_adapter, write_adapter
@@ -103,6 +104,67 @@ class Adapters:
             for n, shape in {**shapes, **paths}.items()
         }
         return {**params, **low}
+
+    def combine(self, name: str, adapters: Sequence[str], combination: Combination, params: Params) -> None:
+        """Add an adapter that is a weighted combination of others.
+
+        Raises:
+            InvalidInputError: the name is taken, an adapter does not exist, or ranks differ.
+            UnsupportedOptionError: one of them changes more than its layers' low-rank updates.
+        """
+        self._check_new(name)
+        for each in adapters:
+            self._require(each)
+            self._check_combinable(each)
+        self._keep_active(params)
+        paths = dict.fromkeys(path for each in adapters for path in split_adapters(self._arrays[each])[1])
+        ranks = [max((self.configs[each].rank(path) for path in paths), default=1) for each in adapters]
+        config = dataclasses.replace(
+            self.configs[adapters[0]],
+            r=(rank := combination.rank(ranks)),
+            lora_alpha=rank,
+            use_rslora=False,
+            target_modules=tuple(paths),
+            rank_pattern={},
+            alpha_pattern={},
+            **dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern")),
+        )
+        arrays: Params = {}
+        layers = [split_adapters(self._arrays[each])[1] for each in adapters]
+        for path in paths:
+            target = target_of(self._module, path)
+            down, up = target.parts
+            pairs = [
+                None if path not in own else (_on_host(own[path][down]), _on_host(own[path][up])) for own in layers
+            ]
+            if combination.is_of_pairs and len({pair[0].shape for pair in pairs if pair is not None}) > 1:
+                raise InvalidInputError(
+                    f"The adapters have different ranks on {path}.",
+                    f"combination_type={combination.combination_type!r} adds up their matrices.",
+                    "Use cat or svd.",
+                )
+            found = combination.combined(pairs, [self.configs[each].scaling(path) for each in adapters], rank)
+            low = _dtype_of(params[self._structure.own_name(target.weight)])
+            names = (f"{path}.{part}" for part in target.parts)
+            arrays |= {n: self._put(n, array, low) for n, array in zip(names, found, strict=True)}
+        self.configs[name], self._arrays[name], self._rests[name] = config, arrays, {}
+
+    def _check_combinable(self, name: str) -> None:
+        config = self.configs[name]
+        low, whole = self._split(self._arrays[name])
+        has_parameters = any(target_of(self._module, path).is_parameter for path in split_adapters(low)[1])
+        reasons = {
+            "it stores weights in full (modules_to_save, bias)": bool(whole),
+            "it scales weights (use_dora)": config.use_dora,
+            f"it changes the base weights (init_lora_weights={config.init_lora_weights!r})": bool(self._rests[name]),
+            "it adapts parameters of their own (target_parameters)": has_parameters,
+        }
+        if found := [reason for reason, holds in reasons.items() if holds]:
+            raise UnsupportedOptionError(
+                f"The adapter {name!r} cannot be combined with others: {found[0]}.",
+                "Only low-rank updates of layers are added up.",
+                "Use it alone, or merge it into the weights first.",
+            )
 
     def load(self, name: str, folder: Path, params: Params) -> None:
         """Add an adapter saved by PEFT or hfax.
@@ -408,7 +470,7 @@ class Adapters:
             raise InvalidInputError(
                 f"{name!r} is not an adapter's name.",
                 "A model has one active adapter, and methods take the name of one.",
-                "Pass a string; combine several adapters with PEFT's add_weighted_adapter first.",
+                "Pass a string; add_weighted_adapter() combines several into one.",
             )
         if name not in self.configs:
             raise InvalidInputError(
@@ -425,6 +487,10 @@ def _dtype_of(weight: Any) -> Any:
         if weight.dtype in (jnp.bfloat16, jnp.float16) or isinstance(weight, QuantizedArray)
         else weight.dtype
     )
+
+
+def _on_host(array: Any) -> np.ndarray:
+    return np.asarray(to_host(array), np.float32)
 
 
 def _stored_dtype(tensor: torch.Tensor) -> Any:

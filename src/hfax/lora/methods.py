@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -9,6 +10,7 @@ import jax
 
 from hfax.errors import InvalidInputError
 from hfax.lora.adapters import Adapters
+from hfax.lora.combination import Combination
 from hfax.lora.config import LoraConfig
 from hfax.lora.files import find_adapter
 from hfax.tracing.adapters import SCALING
@@ -64,6 +66,51 @@ class AdapterMethods:
         folder = find_adapter(peft_model_id, revision=revision, token=token)
         self.adapters.load(adapter_name, folder, self._own_params())
         self.set_adapter(adapter_name)
+
+    def add_weighted_adapter(
+        self,
+        adapters: Sequence[str],
+        weights: Sequence[float],
+        adapter_name: str,
+        combination_type: str = "svd",
+        *,
+        svd_rank: int | None = None,
+        density: float | None = None,
+        majority_sign_method: str = "total",
+    ) -> None:
+        """Add an adapter that combines others, as in PEFT; `set_adapter` makes it the active one.
+
+        Args:
+            adapters: names of loaded adapters.
+            weights: a weight for each; may be negative.
+            adapter_name: name for the new adapter.
+            combination_type: "cat": the weighted sum of the updates, exactly; its rank is the sum of their ranks. Several adapters
+                are so used at once. "svd": the nearest of rank `svd_rank`. "linear", "ties", "magnitude_prune", "ties_svd" and
+                "magnitude_prune_svd" as in PEFT; a single adapter is always combined by "linear".
+            svd_rank: rank for "svd"; None: the largest of the adapters.
+            density: share of the numbers that "ties" and "magnitude_prune" keep.
+            majority_sign_method: how "ties" elects signs, "total" or "frequency".
+
+        Raises:
+            InvalidInputError: an adapter does not exist, the name is taken, or an option does not fit.
+            UnsupportedOptionError: an adapter with weights in full, DoRA, PiSSA, OLoRA or parameters; or a random "dare_…".
+        """
+        if isinstance(adapters, str) or len(adapters) != len(weights) or not len(adapters):
+            raise InvalidInputError(
+                f"{len(weights)} weights are given for the adapters {adapters!r}.",
+                "Each adapter has a weight.",
+                "Pass two lists of equal length.",
+            )
+        combination = Combination(
+            combination_type="linear" if len(adapters) == 1 else combination_type,
+            weights=tuple(map(float, weights)),
+            svd_rank=svd_rank,
+            density=density,
+            majority_sign_method=majority_sign_method,
+        )
+        self.adapters.combine(adapter_name, list(adapters), combination, self.params)
+        if (active := self.adapters.active) is not None:  # its arrays are padded to the largest rank
+            self.params = self.adapters.activate(active, self.params)
 
     def set_adapter(self, adapter_name: str) -> None:
         """Switch to an adapter. Does not recompile if all adapters are on the same layers.
