@@ -23,8 +23,9 @@ from hfax.load.host_arrays import to_numpy
 from hfax.lora import initial
 from hfax.lora.combination import Combination
 from hfax.lora.config import LoraConfig
+from hfax.lora.conversions import read_as_lora
 from hfax.lora.experts import from_peft, with_parameters
-from hfax.lora.files import read_adapter, write_adapter
+from hfax.lora.files import write_adapter
 from hfax.lora.placement import sharding_of
 from hfax.lora.structure import Structure
 from hfax.lora.targets import RANK_AXIS, Target, target_of
@@ -175,10 +176,11 @@ class Adapters:
             UnsupportedOptionError: an option that hfax does not support, here or with this model.
         """
         self._check_new(name)
-        config = with_parameters(LoraConfig.read(folder), self._module)
+        config, found = read_as_lora(folder, self._module)
+        config = with_parameters(config, self._module)
         initial.check(config, f"The adapter in {folder}", is_new=False)
         targets = self._structure.targets(config, params)
-        stored = from_peft(read_adapter(folder), self._module, targets)
+        stored = from_peft(found, self._module, targets)
         stored = self._without_tables(stored, folder, params)
         expected = self._structure.expected_shapes(config)
         missing, unexpected = sorted(set(expected) - set(stored)), sorted(set(stored) - set(expected))

@@ -137,17 +137,8 @@ class LoraConfig:
             CheckpointCorruptError: the file is missing or not an adapter config.
             UnsupportedOptionError: not a LoRA adapter, or an unsupported option.
         """
-        path = folder / CONFIG_NAME
-        try:
-            given = json.loads(path.read_text(encoding="utf-8"))
-            given["peft_type"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointCorruptError(
-                f"{path} is not an adapter config.",
-                f"{type(error).__name__}: {error}",
-                "Pass an adapter folder saved by PEFT or hfax.",
-            ) from error
-        return cls(**supported(given, [f.name for f in dataclasses.fields(cls)], str(path)))
+        given = read_config(folder)
+        return cls(**supported(given, [f.name for f in dataclasses.fields(cls)], str(folder / CONFIG_NAME)))
 
     def to_dict(self) -> dict[str, Any]:
         """The config as in PEFT's adapter_config.json."""
@@ -280,6 +271,25 @@ class LoraConfig:
         forms = [rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\." for pattern in patterns] or [_LAYER_INDEX]
         match = next((m for form in forms if (m := re.match(form, name))), None)
         return match is not None and int(match["idx"]) in ((wanted,) if isinstance(wanted, int) else wanted)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The fields of an adapter folder's config, of any type.
+
+    Raises:
+        CheckpointCorruptError: the file is missing or not an adapter config.
+    """
+    path = folder / CONFIG_NAME
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+        given["peft_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointCorruptError(
+            f"{path} is not an adapter config.",
+            f"{type(error).__name__}: {error}",
+            "Pass an adapter folder saved by PEFT or hfax.",
+        ) from error
+    return given
 
 
 def _matches(patterns: Any, name: str) -> bool:

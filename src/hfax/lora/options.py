@@ -44,6 +44,11 @@ REFUSED = (
 """Fields that hfax does not implement: only values that turn them off are accepted."""
 
 
+def is_off(value: Any) -> bool:
+    """Whether a field's value turns it off."""
+    return any(value is off or value == off for off in _OFF)
+
+
 def supported(given: Mapping[str, Any], honoured: Collection[str], source: str) -> dict[str, Any]:
     """The honoured fields of a PEFT config that have values.
 
@@ -64,7 +69,7 @@ def supported(given: Mapping[str, Any], honoured: Collection[str], source: str) 
     if kind != "LORA":
         raise UnsupportedOptionError(
             f"{source} has peft_type {kind}.",
-            "hfax supports LoRA, including DoRA and rank-stabilised scaling.",
+            "hfax supports LoRA, including DoRA and rank-stabilised scaling, and loads AdaLoRA, VeRA, LoHa and LoKr as LoRA.",
             "Merge it into its base model with PEFT and load the merged model.",
         )
     known = {*honoured, *INERT, *REFUSED, "peft_type"}
