@@ -5,6 +5,7 @@ Source: trl/trainer/grpo_trainer.py of that version.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from types import SimpleNamespace
@@ -406,7 +407,11 @@ def test_what_reward_functions_get_and_say(tmp_path):
         steps=1,
         rollouts={"reward_weights": (1.0, 0.5), "log_completions": True, "scale_rewards": False},
     )
-    found = made.train()
+
+    async def in_a_notebook():
+        return made.train()
+
+    found = asyncio.run(in_a_notebook())
     assert set(seen) == {"log_metric", "log_extra"}
     assert found["rewards/first/mean"] == 1
     assert 1 <= found["longest"] <= 6

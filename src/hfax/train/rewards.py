@@ -13,6 +13,7 @@ import numbers
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,9 @@ def score(functions: Sequence[RewardFunction], arguments: Mapping[str, Any], cou
     answers = [_called(function, given) for function in functions]
     waiting = {i: answer for i, answer in enumerate(answers) if inspect.isawaitable(answer)}
     if waiting:
-        for i, answer in zip(waiting, asyncio.run(_all(list(waiting.values()))), strict=True):
+        with ThreadPoolExecutor(1) as threads:  # this one may run an event loop already, as notebooks do
+            found = threads.submit(asyncio.run, _all(list(waiting.values()))).result()
+        for i, answer in zip(waiting, found, strict=True):
             answers[i] = answer
     rewards = np.stack([_checked(f, answer, count) for f, answer in zip(functions, answers, strict=True)], axis=1)
     if len(unscored := np.flatnonzero(np.isnan(rewards).all(axis=1))):
