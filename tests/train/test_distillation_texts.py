@@ -33,7 +33,7 @@ class Recording:
         return self._collate(rows)
 
 
-def trainer(tmp_path, *, temperature=1.0, data=ROWS, folder="run", steps=1, collator=None, **texts):
+def trainer(tmp_path, *, temperature=1.0, data=ROWS, folder="run", steps=1, collator=None, max_length=None, **texts):
     _, student = make("llama", tmp_path / "student", seed=0)
     _, teacher = make("llama", tmp_path / "teacher", seed=1)
     args = TrainingArguments(
@@ -52,6 +52,7 @@ def trainer(tmp_path, *, temperature=1.0, data=ROWS, folder="run", steps=1, coll
         teacher=teacher,
         loss=DistillationLoss(temperature=temperature),
         texts=DistillationTexts(max_new_tokens=6, **texts),
+        max_length=max_length,
         data_collator=collator or PaddingCollator(),
     )
     return made, student, teacher
@@ -95,6 +96,17 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
         found.append([(line["step"], line["loss"], line["grad_norm"]) for line in lines])
     assert [step for step, *_ in found[1]] == [1, 2, 3, 4]
     assert found[0] == found[1]
+
+
+def test_a_maximum_beyond_the_context_needs_no_room(tmp_path):
+    """As `hfax train` passes its default of 1,024: the engine has room for the longest prompt and text alone."""
+    collator = Recording()
+    made, *_ = trainer(tmp_path, collator=collator, lmbda=1.0, max_length=100_000)
+    made.train()
+    assert max(len(row["input_ids"]) for row in collator.rows) <= 10
+    made, *_ = trainer(tmp_path, folder="short", collator=collator, lmbda=1.0, max_length=6)
+    made.train()
+    assert {len(row["input_ids"]) for row in collator.rows[4:]} == {6}
 
 
 def test_prompts_are_what_is_before_the_last_labels():

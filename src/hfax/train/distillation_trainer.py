@@ -67,7 +67,7 @@ class DistillationTrainer(Trainer):
         teacher: the teacher.
         loss: the loss; its temperature samples texts, too.
         texts: whose texts are learned from.
-        max_length: most tokens of prompt and text; None: of the longest prompt and `max_new_tokens`.
+        max_length: most tokens of prompt and text; longer prompts are cut. None: no maximum.
         **options: see `Trainer`.
 
     Raises:
@@ -105,7 +105,8 @@ class DistillationTrainer(Trainer):
                     "Use rows with prompt and completion, or messages; or leave lmbda and seq_kd out.",
                 )
             longest = max(longest, length)
-        self._longest = max_length or longest + texts.max_new_tokens
+        wanted = longest + texts.max_new_tokens
+        self._longest = wanted if max_length is None else min(max_length, wanted)
 
     def train(self, **options: Any) -> dict[str, float]:
         """Train to the end, see `Trainer.train`."""

@@ -190,7 +190,7 @@ class Writer:
             raise InvalidInputError(
                 f"Prompts and completions of up to {longest} tokens exceed the model's context length of {context}.",
                 "The model has no positions beyond that.",
-                "Lower max_completion_length, or max_length, beyond which prompts are left out.",
+                "Lower max_completion_length or max_new_tokens, or max_length, which counts prompt and completion.",
             )
         config = EngineConfig(max_num_seqs=max_num_seqs, max_model_len=longest)
         self._engine = Engine(model, config=config)
