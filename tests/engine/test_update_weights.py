@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import jax
 import numpy as np
 import pytest
@@ -51,6 +54,19 @@ def test_tokens_are_those_of_a_new_engine(kind):
         after = tokens(engine)
     with Engine(model, config=CONFIG) as fresh:
         assert tokens(fresh) == after != before
+
+
+def test_weights_before_are_freed():
+    """Training may replace them hundreds of times."""
+    model = AutoModelForTPU.from_config(CONFIGS["pages"], dtype="float32")
+    with Engine(model, config=CONFIG) as engine:
+        tokens(engine)
+        before = [weakref.ref(array) for array in model.params.values()]
+        change(model, 1)
+        engine.update_weights()
+        tokens(engine)
+        gc.collect()
+        assert not any(array() is not None for array in before)
 
 
 def test_cached_prefixes_are_dropped():

@@ -5,15 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from adapted_models import base, logits, with_peft
+from adapted_models import WITHOUT_PEFTS_WARNINGS, base, logits, with_peft
 from transformers import GPT2Config
 
 from hfax import AutoModelForTPU, InvalidInputError, LoraConfig, UnsupportedOptionError
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]  # peft's
+pytestmark = WITHOUT_PEFTS_WARNINGS
 
 LAYERS = ["q_proj", "v_proj", "down_proj"]
 KINDS = {
@@ -123,6 +120,7 @@ def test_the_active_adapter_goes_on(tmp_path):
         ({"combination_type": "dare_ties", "density": 0.5}, UnsupportedOptionError, "Use 'ties'"),
         ({"combination_type": "dare_linear", "density": 0.5}, UnsupportedOptionError, "Use 'magnitude_prune'"),
         ({"combination_type": "ties"}, InvalidInputError, "density=None does not go with"),
+        ({"combination_type": "ties", "density": 0.0}, InvalidInputError, "density=0.0 does not go with"),
         ({"combination_type": "ties", "density": 2.0}, InvalidInputError, "density=2.0 does not go with"),
         ({"combination_type": "cat", "density": 0.5}, InvalidInputError, "density=0.5 does not go with"),
         ({"combination_type": "cat", "svd_rank": 2}, InvalidInputError, "svd_rank=2 does not go with"),

@@ -8,16 +8,13 @@ import numpy as np
 import peft
 import pytest
 import torch
-from adapted_models import base, logits
+from adapted_models import WITHOUT_PEFTS_WARNINGS, base, logits
 from transformers import GPT2Config
 
 from hfax import UnsupportedOptionError
 from hfax.errors import CheckpointCorruptError
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]  # peft's
+pytestmark = WITHOUT_PEFTS_WARNINGS
 
 LAYERS = ["q_proj", "v_proj", "down_proj"]
 KINDS = {

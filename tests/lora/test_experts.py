@@ -10,15 +10,14 @@ import optax
 import peft
 import pytest
 import torch
-from adapted_models import IDS, base, logits, with_peft
+from adapted_models import IDS, WITHOUT_PEFTS_WARNINGS, base, logits, with_peft
 from safetensors.torch import save_file
 from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
 from hfax import InvalidInputError, LoraConfig, UnsupportedOptionError, make_train_step
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    *WITHOUT_PEFTS_WARNINGS,
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]  # peft's
 SIZES = {

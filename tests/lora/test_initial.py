@@ -10,16 +10,13 @@ import optax
 import peft
 import pytest
 import torch
-from adapted_models import LLAMA, base, logits, with_peft
+from adapted_models import LLAMA, WITHOUT_PEFTS_WARNINGS, base, logits, with_peft
 from tiny_models import tiny_llama_config
 from transformers import GPT2Config
 
 from hfax import InvalidInputError, LoraConfig, UnsupportedOptionError, make_train_step
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]  # peft's
+pytestmark = WITHOUT_PEFTS_WARNINGS
 GPT2 = GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=32)
 SMALL = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
 KINDS = {

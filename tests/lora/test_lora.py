@@ -11,7 +11,7 @@ import optax
 import peft
 import pytest
 import torch
-from adapted_models import IDS, LLAMA, base, logits, with_peft
+from adapted_models import IDS, LLAMA, WITHOUT_PEFTS_WARNINGS, base, logits, with_peft
 from packed_weights import packed_array, packed_tensor
 from safetensors.numpy import load_file
 from tiny_models import random_model, save, tiny_llama_config
@@ -25,10 +25,7 @@ from transformers import (
 
 from hfax import AutoModelForTPU, InvalidInputError, LoraConfig, UnsupportedOptionError, make_train_step
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]  # peft's
+pytestmark = WITHOUT_PEFTS_WARNINGS
 
 VARIANTS = {
     "plain": {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]},

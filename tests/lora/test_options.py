@@ -8,15 +8,14 @@ import json
 import numpy as np
 import peft
 import pytest
-from adapted_models import LLAMA, base, logits, with_peft
+from adapted_models import LLAMA, WITHOUT_PEFTS_WARNINGS, base, logits, with_peft
 from tiny_models import tiny_llama_config
 
 from hfax import InvalidInputError, LoraConfig, UnsupportedOptionError
 from hfax.lora.options import INERT
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    *WITHOUT_PEFTS_WARNINGS,
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]  # peft's
 FIELDS = [f.name for f in dataclasses.fields(peft.LoraConfig)]

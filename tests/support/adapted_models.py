@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import peft
+import pytest
 import torch
 from tiny_models import random_model, save, tiny_llama_config
 
 from hfax import AutoModelForTPU
 
+WITHOUT_PEFTS_WARNINGS = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+"""Marks of tests that call peft."""
 IDS = np.random.default_rng(0).integers(1, 96, (2, 9))
 LLAMA = {"hidden_size": 32, "num_hidden_layers": 3, "initializer_range": 0.02}
 

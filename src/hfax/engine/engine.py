@@ -88,7 +88,7 @@ class Engine:
         self.model, self.tokenizer, self.config = model, tokenizer, config or EngineConfig()
         _require_writer(model)
         parts = model.parts
-        self._weights = parts.weights
+        self._described_weights = _described(parts.weights)
         self.vocab_size = parts.num_logits()
         self.limits = limits_of(self.config, parts.context)
         self._is_encoder_decoder = parts.traced.traits.is_encoder_decoder
@@ -174,7 +174,7 @@ class Engine:
             InvalidInputError: the model's arrays have other names, shapes or dtypes than when the engine was made.
         """
         weights = self.model.parts.weights
-        then, now = _described(self._weights), _described(weights)
+        then, now = self._described_weights, _described(weights)
         if then != now:
             differing = sorted(str(name) for name, _ in set(then.items()) ^ set(now.items()))
             raise InvalidInputError(
@@ -184,7 +184,6 @@ class Engine:
             )
 
         def update() -> None:
-            self._weights = weights
             self._runner.update_weights(weights)
             if self.pages is not None:
                 self.pages.forget()

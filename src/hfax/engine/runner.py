@@ -108,7 +108,7 @@ class TokenDrawer:
     """
 
     def __init__(self, parts: ModelParts, limits: Limits, *, is_batch_invariant: bool = False) -> None:
-        self._parts = parts
+        self._programs, self._layout = parts.programs, parts.layout  # not the weights, which may be replaced
         self._is_batch_invariant = is_batch_invariant
         self._slots = limits.max_num_seqs
         self._max_tokens = limits.max_model_len
@@ -128,7 +128,7 @@ class TokenDrawer:
 
     def _run(self, kind: str, logits: jax.Array, rows: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         counts = self._require_counts() if kind == "general" else None
-        args = (logits, self._parts.layout.put(rows), self.newest, counts)
+        args = (logits, self._layout.put(rows), self.newest, counts)
         out, self.newest, counts = self._program(kind, args).run(*args)
         if kind == "general":
             self._counts = counts
@@ -137,7 +137,7 @@ class TokenDrawer:
     def _program(self, kind: str, args: tuple[Any, ...]) -> Program:
         num_rows = args[0].shape[0]
         if (program := self._made.get((num_rows, kind))) is None:
-            program = self._made[num_rows, kind] = self._parts.programs.get(
+            program = self._made[num_rows, kind] = self._programs.get(
                 f"draw[{num_rows}] {kind}",
                 ("engine", kind),
                 lambda logits, rows, newest, counts: (draw_tokens(kind, logits, rows, newest, counts), None),
@@ -152,7 +152,7 @@ class TokenDrawer:
 
     def _padding(self, logits: Any) -> Program:
         missing = self._slots - logits.shape[0]
-        return self._parts.programs.get(
+        return self._programs.get(
             f"pad[{logits.shape[0]}]",
             ("engine", self._slots),
             lambda logits: (jnp.pad(logits, ((0, missing), (0, 0))), None),
@@ -169,23 +169,23 @@ class TokenDrawer:
         self._load(sequence.slot, tokens, is_written)
 
     def _load(self, slot: int, tokens: np.ndarray, is_written: np.ndarray) -> None:
-        put = self._parts.layout.put
+        put = self._layout.put
         args = (self._require_counts(), put(np.int32(slot)), put(tokens), put(is_written))
-        program = self._parts.programs.get(
+        program = self._programs.get(
             "load counts", ("engine",), lambda *args: (load_counts(*args), None), args, donate=(0,)
         )
         self._counts = program.run(*args)
 
     def _require_counts(self) -> dict[str, jax.Array]:
         if self._counts is None:
-            self._counts = self._parts.layout.put(init_counts(self._slots, self._vocab_size))
+            self._counts = self._layout.put(init_counts(self._slots, self._vocab_size))
         assert self._counts is not None
         return self._counts
 
     def reset(self) -> None:
         """Drop the token counts; their device arrays may be lost."""
         self._counts = None
-        self.newest = self._parts.layout.put(np.zeros(self._slots, np.int32))
+        self.newest = self._layout.put(np.zeros(self._slots, np.int32))
 
     def use_fewest(self) -> None:
         """Use only the program that supports all options, until `use_all` is called."""
@@ -201,7 +201,7 @@ class TokenDrawer:
         Args:
             logits: [rows, vocab], abstract.
         """
-        where = self._parts.layout.replicated
+        where = self._layout.replicated
 
         def abstract(tree: Any) -> Any:
             return jax.tree.map(lambda array: describe(array, where), tree)
@@ -211,7 +211,7 @@ class TokenDrawer:
         counts = abstract(jax.eval_shape(lambda: init_counts(self._slots, self._vocab_size)))
         for kind in KINDS:
             rows = make_rows([], logits.shape[0], kind, vocab_size=self._vocab_size, num_slots=self._slots)
-            args = logits, self._parts.layout.put(rows), abstract(self.newest), counts if kind == "general" else None
+            args = logits, self._layout.put(rows), abstract(self.newest), counts if kind == "general" else None
             self._program(kind, args)
 
     def warm_up(self, logits: jax.Array) -> None:

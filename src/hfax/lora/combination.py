@@ -50,15 +50,14 @@ class Combination:
                 "It leaves out numbers at random, so that no two results are the same.",
                 f"Use {kind.replace('dare_', '').replace('linear', 'magnitude_prune')!r}.",
             )
-        if kind not in COMBINATIONS or self.majority_sign_method not in _SIGNS:
-            name, known = (
-                ("combination_type", COMBINATIONS) if kind not in COMBINATIONS else ("majority_sign_method", _SIGNS)
-            )
-            raise InvalidInputError(
-                f"{name}={getattr(self, name)!r} is unknown.", "It has PEFT's names.", f"Use {', '.join(known)}."
-            )
+        for name, known in (("combination_type", COMBINATIONS), ("majority_sign_method", _SIGNS)):
+            if getattr(self, name) not in known:
+                raise InvalidInputError(
+                    f"{name}={getattr(self, name)!r} is unknown.", "It has PEFT's names.", f"Use {', '.join(known)}."
+                )
         is_pruning = kind.startswith(("ties", "magnitude_prune"))
-        if is_pruning != (self.density is not None) or not 0 < (self.density or 1) <= 1:
+        is_share = self.density is None or 0 < self.density <= 1
+        if is_pruning != (self.density is not None) or not is_share:
             raise InvalidInputError(
                 f"density={self.density} does not go with combination_type={kind!r}.",
                 "It is the share of the numbers that pruning keeps, above 0 and at most 1.",

@@ -127,18 +127,21 @@ class LoraConfig:
             raise UnsupportedOptionError(
                 f"{source} has custom modules.", "They are torch code of PEFT's layers.", "Use layers that PEFT has."
             )
-        return cls(**supported(given.to_dict(), [f.name for f in dataclasses.fields(cls)], source))
+        return cls.from_fields(given.to_dict(), source)
 
     @classmethod
-    def read(cls, folder: Path) -> LoraConfig:
-        """Read the config from an adapter folder.
+    def from_fields(cls, given: Mapping[str, Any], source: str) -> LoraConfig:
+        """A config from the fields of a PEFT config.
+
+        Args:
+            given: as in `adapter_config.json`.
+            source: what has them, for errors.
 
         Raises:
-            CheckpointCorruptError: the file is missing or not an adapter config.
+            InvalidInputError: fields of no PEFT config.
             UnsupportedOptionError: not a LoRA adapter, or an unsupported option.
         """
-        given = read_config(folder)
-        return cls(**supported(given, [f.name for f in dataclasses.fields(cls)], str(folder / CONFIG_NAME)))
+        return cls(**supported(given, [f.name for f in dataclasses.fields(cls)], source))
 
     def to_dict(self) -> dict[str, Any]:
         """The config as in PEFT's adapter_config.json."""

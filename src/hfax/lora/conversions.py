@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hfax.errors import CheckpointCorruptError, UnsupportedOptionError
-from hfax.lora.config import LoraConfig, read_config
+from hfax.lora.config import CONFIG_NAME, LoraConfig, read_config
 from hfax.lora.files import read_adapter
 from hfax.lora.options import INERT, is_off
 from hfax.lora.targets import target_of
@@ -153,7 +153,7 @@ def read_as_lora(folder: Path, module: torch.nn.Module) -> tuple[LoraConfig, dic
     """
     given = read_config(folder)
     if (kind := _KINDS.get(given["peft_type"])) is None:
-        return LoraConfig.read(folder), read_adapter(folder)
+        return LoraConfig.from_fields(given, str(folder / CONFIG_NAME)), read_adapter(folder)
     _check(given, kind, folder)
     stored = {name: tensor.float() for name, tensor in read_adapter(folder).items()}
     paths = list(dict.fromkeys(n.rpartition(".")[0] for n in stored if n.rpartition(".")[2] in kind.marks))
