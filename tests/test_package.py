@@ -154,6 +154,7 @@ def test_public_surface() -> None:
         "RolloutConfig",
         "SamplingParams",
         "ShardingPlan",
+        "StreamingDataset",
         "StructuredOutputsParams",
         "TokenLogprob",
         "TorchXlaModel",

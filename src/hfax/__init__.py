@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from hfax.train.grpo_trainer import GRPOTrainer
     from hfax.train.rollouts import RolloutConfig
     from hfax.train.step import TrainState, TrainStep, make_train_step
+    from hfax.train.streaming import StreamingDataset
     from hfax.train.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -92,6 +93,7 @@ _HOMES = {
     "RolloutConfig": "hfax.train.rollouts",
     "SamplingParams": "hfax.engine.sampling_params",
     "ShardingPlan": "hfax.sharding.partition",
+    "StreamingDataset": "hfax.train.streaming",
     "StructuredOutputsParams": "hfax.engine.sampling_params",
     "TokenLogprob": "hfax.engine.sequence",
     "TorchXlaModel": "hfax.backends.torch_xla.model",
@@ -149,6 +151,7 @@ __all__ = [
     "RolloutConfig",
     "SamplingParams",
     "ShardingPlan",
+    "StreamingDataset",
     "StructuredOutputsParams",
     "TokenLogprob",
     "TorchXlaModel",

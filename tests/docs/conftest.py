@@ -96,6 +96,7 @@ def workplace(checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.
         "preferences.jsonl": (json.dumps(PAIR) + "\n") * 4,
         "verdicts.jsonl": (json.dumps(VERDICT) + "\n") * 4,
         "chats.jsonl": (json.dumps(CHAT) + "\n") * 4,
+        "documents/0.jsonl": '{"text": "Return a new list."}\n' * 8,
         "held_out.jsonl": json.dumps(CHAT) + "\n",
         "README.md": re.sub(r"(?s)\A(.{4000}).*", r"\1", (ROOT / "README.md").read_text()),
         "wiki.txt": "The value of the list is a new list. " * 200,
@@ -111,6 +112,7 @@ def workplace(checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.
         "script.py": "import jax\nprint(f'process {jax.process_index()} of {jax.process_count()}\\n', end='')\n",
     }
     for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     write_demo_gguf(tmp_path / "model.gguf")
     return tmp_path

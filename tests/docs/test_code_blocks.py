@@ -170,6 +170,8 @@ def test_the_page_on_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     other = AutoModelForTPU.from_pretrained("demo")
     other.add_adapter(LoraConfig(r=8, target_modules="all-linear"))
     other.save_adapter(tmp_path / "other")
+    (tmp_path / "documents").mkdir()
+    (tmp_path / "documents" / "0.jsonl").write_text('{"text": "Return a new list."}\n' * 100)
     names = {"ids": np.array([[5, 6, 7, 8]], np.int32)}
     _run(
         "docs/training.md",

@@ -74,7 +74,7 @@ NOT_HERE = {
     "hfax lm-eval --model hfax --model_args pretrained=Qwen/Qwen3-0.6B,dtype=bfloat16 --tasks lambada_openai --batch_size 16": (
         "needs a data set of the Hub"
     ),
-    "hfax matrix --json-file build/support.json --markdown docs/support.md": "hours; tests/matrix runs a sample",
+    "hfax matrix --train --json-file build/support.json --markdown docs/support.md": "hours; tests/matrix runs a sample",
     "python benchmarks/cpu.py --shape qwen3-0.6b --json-file benchmarks/results/cpu-qwen3-0.6b.json": "measures for minutes",
     "python benchmarks/cpu.py --shape llama-3.2-1b --json-file benchmarks/results/cpu-llama-3.2-1b.json": "measures for minutes",
     "python benchmarks/other_libraries.py --json-file benchmarks/results/other-libraries.json": (

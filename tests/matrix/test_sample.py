@@ -1,9 +1,13 @@
 """A fixed sample of the support matrix that goes through every patch and every kind of cache, compared with plain transformers."""
 
+import dataclasses
+import json
 from collections import Counter
 
 import pytest
 
+from hfax.cli.app import run
+from hfax.errors import InvalidInputError
 from hfax.matrix.architectures import MAPPINGS, Architecture, architectures
 from hfax.matrix.case import CaseResult
 from hfax.matrix.command import run_matrix
@@ -39,6 +43,8 @@ SAMPLE = {
         "bamba",
         "blt",  # patches of bytes by entropy
         "diffllama",  # torch's own norm
+        "xlm",  # predicts at an appended mask, without a cache
+        "xlstm",  # takes no mask
     ],
     "seq2seq-lm": ["t5", "m2m_100", "nllb-moe", "switch_transformers", "seamless_m4t", "seamless_m4t_v2"],
     "masked-lm": ["xlm", "bert"],
@@ -154,6 +160,35 @@ def test_command_writes_both_files(tmp_path) -> None:
     assert failed == 0
     assert '"outcome": "works"' in (tmp_path / "a.json").read_text()
     assert "| masked-lm | 1 | 0 | 0 | 1 of 1 |  | 1 of 1, 100.0% |" in (tmp_path / "b" / "a.md").read_text()
+
+
+def test_an_interrupted_run_resumes_with_what_does_not_work_yet(tmp_path, monkeypatch) -> None:
+    file = tmp_path / "support.json"
+    ran: list[str] = []
+
+    def run_some(chosen, on_result, **_):
+        for a in chosen:
+            ran.append(a.model_type)
+            failed = a.model_type == "bert" and len(ran) < 3
+            outcome = "forward differs" if failed else "works"
+            on_result(CaseResult(**dataclasses.asdict(a), outcome=outcome, gradient_error=0.0))
+
+    monkeypatch.setattr("hfax.matrix.command.run_cases", run_some)
+    options = {"mappings": ["masked-lm"], "model_types": ["bert", "albert"], "json_file": file, "trains": True}
+    assert run_matrix(**options) == 1
+    ran.append("")
+    assert run_matrix(**options, resume=True, markdown=tmp_path / "support.md") == 0
+    assert ran == ["albert", "bert", "", "bert"]
+    assert "| 2 of 2, 100.0% |" in (tmp_path / "support.md").read_text()
+    changed = json.loads(file.read_text())
+    changed["versions"]["jax"] = "0.1"
+    file.write_text(json.dumps(changed))
+    with pytest.raises(InvalidInputError, match="are of other versions"):
+        run_matrix(**options, resume=True)
+    file.write_text("[]")
+    with pytest.raises(InvalidInputError, match="has no results of hfax matrix"):
+        run_matrix(**options, resume=True)
+    assert run(["matrix", "--resume"]) == 1
 
 
 def test_every_mapping_has_architectures() -> None:

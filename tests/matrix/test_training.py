@@ -10,7 +10,7 @@ from hfax.matrix.architectures import Architecture, architectures
 from hfax.matrix.case import TOLERANCE, CaseResult, run_case
 from hfax.matrix.report import render
 from hfax.matrix.runner import run_cases
-from hfax.matrix.training import gradient_error
+from hfax.matrix.training import gradient_error, torch_gradients
 from hfax.synthetic.inputs import CaseInputs
 
 SAMPLE = {
@@ -36,13 +36,24 @@ def test_a_wrong_gradient_is_found_and_named(hfax_llama, plain_llama):
     plain = copy.deepcopy(plain_llama)  # its gradients and a weight are written to
     ids = torch.tensor([[3, 5, 7, 11, 2]])
     inputs = CaseInputs(forward={"input_ids": ids}, generate={}, mask=None)
-    error, _ = gradient_error(hfax_llama, plain, inputs)
+    error, _ = gradient_error(hfax_llama, torch_gradients(plain, inputs), inputs)
     assert error < TOLERANCE
     with torch.no_grad():
         plain.lm_head.weight[4] += 0.1
-    error, worst = gradient_error(hfax_llama, plain, inputs)
+    error, worst = gradient_error(hfax_llama, torch_gradients(plain, inputs), inputs)
     assert error > 100 * TOLERANCE
     assert worst in dict(plain.named_parameters())
+
+
+def test_what_torch_has_no_gradient_for_is_not_compared(monkeypatch):
+    def fail(*args):
+        raise RuntimeError("modified by an inplace operation")
+
+    monkeypatch.setattr("hfax.matrix.training.torch_gradients", fail)
+    result = run_case(LLAMA, trains=True)
+    assert (result.outcome, result.gradient_error) == ("works", None)
+    assert "inplace operation" in result.torch_cannot_train
+    assert "torch has no gradients for their outputs: llama." in render([result])
 
 
 def test_training_has_an_outcome_and_a_column(monkeypatch):

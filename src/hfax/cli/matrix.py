@@ -14,7 +14,7 @@ from hfax.errors import InvalidInputError, UnsupportedOptionError
 EXAMPLES = """[bold]Examples[/bold]
 
   hfax matrix --mapping causal-lm --only llama,mamba
-  hfax matrix --json-file build/support.json --markdown docs/support.md
+  hfax matrix --train --json-file build/support.json --markdown docs/support.md
   hfax matrix --draws 20 --seed 100 --mapping causal-lm --json-file draws.jsonl --corpus failures.json"""
 
 
@@ -36,6 +36,12 @@ def matrix(
             show_default=False,
         ),
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Run only what does not work yet in the results of --json-file, if there are any."
+        ),
+    ] = False,
     markdown: Annotated[
         Path | None, typer.Option(help="Write the table to this Markdown file.", show_default=False)
     ] = None,
@@ -64,6 +70,12 @@ def matrix(
                 "They apply only to random variations.",
                 "Add, for example, --draws 20.",
             )
+        if resume and (draws or json_file is None):
+            raise InvalidInputError(
+                "--resume requires --json-file, and does not go with --draws.",
+                "It reads the results of an earlier run; random variations always resume.",
+                "Add --json-file build/support.json, or omit --resume.",
+            )
         from hfax.matrix.case import HFAX_FAILS
         from hfax.matrix.command import run_matrix
         from hfax.matrix.sweep import run_sweep
@@ -89,7 +101,14 @@ def matrix(
             failed = sum(counts[outcome] for outcome in HFAX_FAILS)
         else:
             failed = run_matrix(
-                tensor=tensor, trains=train, json_file=json_file, markdown=markdown, say=say, **which, **how
+                tensor=tensor,
+                trains=train,
+                json_file=json_file,
+                resume=resume,
+                markdown=markdown,
+                say=say,
+                **which,
+                **how,
             )
         if failed:
             raise typer.Exit(1)

@@ -563,7 +563,7 @@ def reject_unknown(unknown: Mapping[str, Any], known: set[str]) -> None:
     """
     from transformers import GenerationConfig
 
-    named = [name for name in unknown if name not in known or has_word("generate", name)]
+    named = [n for n in unknown if n not in known or (n != "attention_mask" and has_word("generate", n))]
     reject_arguments("generate", named, known | set(vars(GenerationConfig())))
 
 

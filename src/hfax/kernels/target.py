@@ -70,6 +70,11 @@ def is_differentiated() -> bool:
     return (target := _target.get()) is not None and target.is_differentiated
 
 
+def may_be_differentiated() -> bool:
+    """Whether a gradient may be taken of the current trace: it is a training step's, or nothing is known about it."""
+    return (target := _target.get()) is None or target.is_differentiated
+
+
 def is_batch_invariant() -> bool:
     """Whether the products of the current trace's program must not depend on the number of rows."""
     return (target := _target.get()) is not None and target.is_batch_invariant

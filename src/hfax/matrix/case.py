@@ -64,6 +64,7 @@ class CaseResult:
         generates: whether greedy tokens were compared.
         error: largest output difference, relative to the outputs' scale.
         gradient_error: largest difference of a gradient, relative to its scale; None: training was not compared.
+        torch_cannot_train: why plain transformers has no gradients to compare with; "" if it has.
         patches: names of the applied patches.
         num_parameters: parameter count of the small model.
         decode_traces: number of traces of the decoding step in one call.
@@ -81,6 +82,7 @@ class CaseResult:
     generates: bool = False
     error: float = 0.0
     gradient_error: float | None = None
+    torch_cannot_train: str = ""
     patches: list[str] = dataclasses.field(default_factory=list)
     num_parameters: int = 0
     decode_traces: int = 0
@@ -268,11 +270,16 @@ def _compare_forward(state: dict[str, Any]) -> None:
 
 
 def _compare_training(state: dict[str, Any]) -> None:
-    from hfax.matrix.training import gradient_error, gradient_noise
+    from hfax.matrix.training import gradient_error, gradient_noise, torch_gradients
 
     result: CaseResult = state["result"]
     model, inputs = state["model"], state["inputs"]
-    result.gradient_error, worst = gradient_error(state["ours"], model, inputs)
+    try:
+        expected = torch_gradients(model, inputs)
+    except Exception as error:
+        result.torch_cannot_train = _describe(error)
+        return
+    result.gradient_error, worst = gradient_error(state["ours"], expected, inputs)
     if not result.gradient_error <= TOLERANCE:
         others = [_perturbed(model, seed) for seed in range(3)]
         noise = gradient_noise(model, others, inputs)

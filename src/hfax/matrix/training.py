@@ -22,18 +22,15 @@ _FLOOR = 1e-3
 """Gradients are compared on their own scale, or on this share of the largest gradient's, if that is larger."""
 
 
-def gradient_error(model: JaxModel, plain: torch.nn.Module, inputs: CaseInputs) -> tuple[float, str]:
+def gradient_error(model: JaxModel, expected: Mapping[str, torch.Tensor], inputs: CaseInputs) -> tuple[float, str]:
     """The largest error of a gradient that a training step applied, relative to its scale, and the weight's name.
 
     Args:
         model: hfax's model.
-        plain: the same model in plain transformers; its gradients are overwritten.
+        expected: `torch_gradients` of the same model.
         inputs: of a forward pass.
-
-    Raises:
-        RuntimeError: plain transformers has no gradients for these outputs.
     """
-    return _largest_error(_step_gradients(model, inputs), _torch_gradients(plain, inputs))
+    return _largest_error(_step_gradients(model, inputs), expected)
 
 
 def gradient_noise(plain: torch.nn.Module, others: Iterable[torch.nn.Module], inputs: CaseInputs) -> float:
@@ -44,9 +41,9 @@ def gradient_noise(plain: torch.nn.Module, others: Iterable[torch.nn.Module], in
         others: with weights that differ by rounding, or in float64.
         inputs: of a forward pass.
     """
-    expected, largest = _torch_gradients(plain, inputs), 0.0
+    expected, largest = torch_gradients(plain, inputs), 0.0
     for other in others:
-        found = {name: gradient.numpy() for name, gradient in _torch_gradients(other, inputs).items()}
+        found = {name: gradient.numpy() for name, gradient in torch_gradients(other, inputs).items()}
         largest = max(largest, _largest_error(found, expected)[0])
     return largest
 
@@ -63,7 +60,16 @@ def _largest_error(found: Mapping[str, np.ndarray], expected: Mapping[str, torch
     return error, worst
 
 
-def _torch_gradients(plain: torch.nn.Module, inputs: CaseInputs) -> dict[str, torch.Tensor]:
+def torch_gradients(plain: torch.nn.Module, inputs: CaseInputs) -> dict[str, torch.Tensor]:
+    """The gradients of the random scalar in plain transformers, by the weight's name.
+
+    Args:
+        plain: a model; its gradients are overwritten.
+        inputs: of a forward pass.
+
+    Raises:
+        RuntimeError: it has no gradients for these outputs.
+    """
     plain.zero_grad()
     is_double = next(plain.parameters()).dtype == torch.float64
     output = first_floats(plain(**{n: _as_double(v) if is_double else v for n, v in inputs.forward.items()}))

@@ -124,7 +124,9 @@ def _left_padded(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _decoder(model: Any, names: set[str]) -> CaseInputs:
     ids, mask = _left_padded(model)
     forward: dict[str, Any] = {"input_ids": ids}
-    if "attention_mask" in names:
+    if "attention_mask" not in names:  # it would read padding as text, which hfax refuses
+        mask = torch.ones_like(mask)
+    else:
         forward["attention_mask"] = mask
     if "position_ids" in names:
         forward["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)

@@ -18,6 +18,7 @@ import torch.utils._mode_utils as mode_utils
 import torchax.tensor
 from torchax.ops import mappings
 
+from hfax.kernels.target import may_be_differentiated
 from hfax.tracing import indexing, wide_integers
 from hfax.tracing.constants import TOO_LARGE, is_host, run_on_host, to_host
 from hfax.tracing.lowerings import LOWERINGS, REFUSED
@@ -308,6 +309,8 @@ class TraceEnvironment(torchax.tensor.Environment):
             args, kwargs = tuple(with_numbers(a) for a in args), {n: with_numbers(a) for n, a in kwargs.items()}
             convert = as_arrays_or_quantized if getattr(op.func, "takes_quantized", False) else self.t2j_iso
             arrays, named = convert(args), convert(kwargs)
+            if may_be_differentiated() and not torch.is_grad_enabled():  # the modelling code has turned them off
+                arrays, named = jax.tree.map(_without_gradient, (arrays, named))
             if is_in_64_bits():
                 arrays, named = wide_integers.widened(arrays), wide_integers.widened(named)
             if name in SCALAR_AWARE:
@@ -359,6 +362,10 @@ class TraceEnvironment(torchax.tensor.Environment):
         if isinstance(tensor, torchax.tensor.Tensor):
             return tensor
         return TraceTensor(tensor.jax() if isinstance(tensor, torchax.tensor.View) else tensor, self)
+
+
+def _without_gradient(value: Any) -> Any:
+    return jax.lax.stop_gradient(value) if isinstance(value, jax.Array) else value
 
 
 def _parts(index: Any) -> tuple[Any, ...]:

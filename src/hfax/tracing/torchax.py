@@ -186,7 +186,7 @@ def call_module(
         lock or contextlib.nullcontext(),
         environment.override_property(prng=jax.random.key(0) if training.key is None else training.key),
         registry.patched(module) as patches_used,
-        torch.no_grad(),
+        torch.set_grad_enabled(target.may_be_differentiated()),  # modelling code turns gradients off in places
         torch.nn.utils.stateless._reparametrize_module(module, tensors, tie_weights=False),
         _kept_on_modules(module, kept if kept is not None else {}),
         in_train_mode(module) if training.key is not None else contextlib.nullcontext(),

@@ -70,7 +70,7 @@ def read_traits(module: torch.nn.Module) -> ModelTraits:
         or getattr(config.get_text_config(decoder=True), "use_bidirectional_attention", None) is True
         or ("position_ids" not in names and (cache_argument in (None, "state") or _counts_positions(module)))
         or _padding_reaches_states(module),
-        has_usable_cache=cache_argument is not None and not _is_among(config, WITHOUT_CACHE),
+        has_usable_cache=cache_argument is not None and not _is_among(config, {**WITHOUT_CACHE, **APPENDS_MASK}),
         # with pixels, token types mark the images, and new tokens are text
         repeated_inputs=("cross_attention_mask",) if "pixel_values" in names else ("token_type_ids",),
         main_input=getattr(module, "main_input_name", "input_ids"),

@@ -12,7 +12,9 @@ from typing import Any
 from hfax.errors import InvalidInputError
 
 _RANGES: dict[str, tuple[float, float, str]] = {
-    **dict.fromkeys(("warmup_steps", "learning_rate", "weight_decay"), (0, math.inf, "at least 0")),
+    **dict.fromkeys(
+        ("warmup_steps", "learning_rate", "weight_decay", "dataloader_num_workers"), (0, math.inf, "at least 0")
+    ),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), (0, math.nextafter(1, 0), "at least 0 and below 1")),
     "max_grad_norm": (math.nextafter(0, 1), math.inf, "above 0, or None for no clipping"),
     "neftune_noise_alpha": (math.nextafter(0, 1), math.inf, "above 0, or None for no noise"),

@@ -68,6 +68,9 @@ class TrainingArguments:
         seed: seed for shuffling and dropout.
         shuffle: reshuffle rows each epoch.
         group_by_length: put shuffled rows of similar length into a step, which needs less padding.
+        dataloader_num_workers: processes that read the rows of the training data ahead, and tokenize those of a
+            `StreamingDataset`; 0: none. The data set is sent to each; iterables are read in this process.
+        dataloader_prefetch_factor: steps, or buffers of a `StreamingDataset`, that each reads ahead; None: 2.
         report_to: "jsonl" (metrics.jsonl), "tensorboard" (runs/), "wandb" and "trackio" (through these packages): one, several,
             "all" that are installed, or "none".
         run_name: name of the run in wandb and trackio.
@@ -124,6 +127,8 @@ class TrainingArguments:
     seed: int = 42
     shuffle: bool = True
     group_by_length: bool = False
+    dataloader_num_workers: int = 0
+    dataloader_prefetch_factor: int | None = None
     report_to: str | tuple[str, ...] = ("jsonl",)
     run_name: str | None = None
     project: str = "huggingface"
@@ -161,6 +166,12 @@ class TrainingArguments:
                 "group_by_length=True does not go with shuffle=False.",
                 "Rows of similar length are put together, so the order of the data is not kept.",
                 "Leave one of them out.",
+            )
+        if self.dataloader_prefetch_factor is not None and not self.dataloader_num_workers:
+            raise InvalidInputError(
+                f"dataloader_prefetch_factor={self.dataloader_prefetch_factor} is given without dataloader_num_workers.",
+                "Rows are read ahead by processes.",
+                "Add dataloader_num_workers=2, or leave it out.",
             )
         given = self.report_to
         if given == "all":

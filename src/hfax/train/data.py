@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from hfax.errors import InvalidInputError
-from hfax.train.losses import IGNORED
+from hfax.train.ignored import IGNORED
+from hfax.train.workers import NO_WORKERS, Workers, in_order
 
 Row = Mapping[str, Any]
 Batch = dict[str, np.ndarray]
@@ -151,22 +153,30 @@ class BatchOrder:
     The last rows of an epoch that do not fill a step are dropped: every step has the same shape.
 
     Args:
-        dataset: a sized, indexable data set, or any re-iterable.
+        dataset: a sized, indexable data set.
         rows_per_step: rows per step.
         seed: shuffle seed.
-        shuffle: reshuffle each epoch; otherwise keep the data order. Iterables are never shuffled.
+        shuffle: reshuffle each epoch; otherwise keep the data order.
         group_by_length: put shuffled rows of similar length into a step, which needs less padding. Reads all rows once.
+        workers: processes that read rows ahead.
 
     Raises:
         InvalidInputError: fewer rows than one step needs, or rows to group that have no length.
     """
 
     def __init__(
-        self, dataset: Any, rows_per_step: int, seed: int, shuffle: bool, *, group_by_length: bool = False
+        self,
+        dataset: Any,
+        rows_per_step: int,
+        seed: int,
+        shuffle: bool,
+        *,
+        group_by_length: bool = False,
+        workers: Workers = NO_WORKERS,
     ) -> None:
         self._dataset = dataset
         self._rows = rows_per_step
-        self._seed, self._shuffle = seed, shuffle
+        self._seed, self._shuffle, self._workers = seed, shuffle, workers
         self.length = len(dataset) if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") else None
         self.steps_per_epoch = None if self.length is None else self.length // rows_per_step
         if self.steps_per_epoch == 0:
@@ -177,15 +187,29 @@ class BatchOrder:
             )
         self._lengths = self._lengths_of_rows() if group_by_length else None
 
-    def after(self, steps: int) -> Iterator[tuple[int, list[Row]]]:
+    position = None
+    """Of the data; it follows from the number of steps."""
+
+    def after(self, steps: int, position: Any = None) -> Iterator[tuple[int, list[Row]]]:
         """Yield epoch and rows of each step after the first `steps`, indefinitely.
 
-        Raises:
-            InvalidInputError: an iterable yields fewer rows than one step needs.
+        Args:
+            steps: number of steps done.
+            position: None, see `position`.
         """
-        if self.steps_per_epoch is None:
-            yield from self._of_iterable(steps)
-            return
+        epochs = deque[int]()
+
+        def items() -> Iterator[np.ndarray]:
+            for epoch, picked in self._picked(steps):
+                epochs.append(epoch)
+                yield picked
+
+        for rows in in_order(_Rows(self._dataset), items(), self._workers):
+            yield epochs.popleft(), rows
+
+    def _picked(self, steps: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Epoch and row numbers of each step."""
+        assert self.steps_per_epoch is not None
         epoch, skip = divmod(steps, self.steps_per_epoch)
         while True:
             order = np.arange(self.length or 0)
@@ -194,8 +218,7 @@ class BatchOrder:
             if self._lengths is not None:
                 order = grouped_by_length(order, self._lengths, self._rows)
             for step in range(skip, self.steps_per_epoch):
-                picked = order[step * self._rows : (step + 1) * self._rows]
-                yield epoch, [self._dataset[int(i)] for i in picked]
+                yield epoch, order[step * self._rows : (step + 1) * self._rows]
             epoch, skip = epoch + 1, 0
 
     def _lengths_of_rows(self) -> np.ndarray:
@@ -207,25 +230,15 @@ class BatchOrder:
             )
         return np.array([len(self._dataset[i]["input_ids"]) for i in range(self.length)])
 
-    def _of_iterable(self, skip: int) -> Iterator[tuple[int, list[Row]]]:
-        epoch, seen = 0, 0
-        while True:
-            rows: list[Row] = []
-            before = seen
-            for row in self._dataset:
-                rows.append(row)
-                if len(rows) == self._rows:
-                    seen += 1
-                    if seen > skip:
-                        yield epoch, rows
-                    rows = []
-            if seen == before:
-                raise InvalidInputError(
-                    f"The data yielded {len(rows)} rows in epoch {epoch}, but a step needs {self._rows}.",
-                    "Iterables are iterated once per epoch; a generator yields its rows only once.",
-                    "Pass a list, a data set, or a re-iterable.",
-                )
-            epoch += 1
+
+class _Rows:
+    """Rows of a data set by their numbers, in any process."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __call__(self, picked: np.ndarray) -> list[Row]:
+        return [self._dataset[int(i)] for i in picked]
 
 
 def grouped_by_length(order: np.ndarray, lengths: np.ndarray, rows_per_step: int) -> np.ndarray:

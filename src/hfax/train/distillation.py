@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from hfax.errors import InvalidInputError
-from hfax.train.losses import IGNORED, Apply, sequence_logits, token_log_probs
+from hfax.train.ignored import IGNORED
+from hfax.train.losses import Apply, sequence_logits, token_log_probs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from hfax.errors import InvalidInputError
 from hfax.train.arguments import TrainingArguments
 from hfax.train.data import Row
 from hfax.train.distillation import DistillationLoss
-from hfax.train.losses import IGNORED
+from hfax.train.ignored import IGNORED
 from hfax.train.rollouts import Writer, check_processes, seed_of
 from hfax.train.trainer import Trainer
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax.nn import log_sigmoid, sigmoid
 
 from hfax.errors import InvalidInputError
-from hfax.train.losses import IGNORED, Apply, num_labels, pair_logits, pair_metrics, token_log_probs
+from hfax.train.ignored import IGNORED
+from hfax.train.losses import Apply, num_labels, pair_logits, pair_metrics, token_log_probs
 
 _OF_DIFFERENCE = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
 """Losses of the difference of two rewards alone, which other divergences apply to."""

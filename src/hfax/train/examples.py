@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hfax.errors import InvalidInputError
-from hfax.train.losses import IGNORED
+from hfax.train.ignored import IGNORED
 from hfax.train.row_formats import standard_row
 
 Example = tuple[list[int], list[int]]
@@ -17,6 +17,10 @@ _FORMS = (
     '{"text": …}, {"prompt": …, "completion": …}, {"messages": [{"role": …, "content": …}, …]}, {"conversations": [{"from": …, '
     '"value": …}, …]} or {"instruction": …, "output": …}'
 )
+
+
+class NothingToLearnError(InvalidInputError):
+    """No row has labels within `max_length`."""
 
 
 def tokenize_rows(
@@ -37,6 +41,7 @@ def tokenize_rows(
 
     Raises:
         InvalidInputError: an unknown format, no chat template, or a template where assistant turns cannot be located.
+        NothingToLearnError: no row is left.
     """
     found = []
     for number, row in enumerate(rows, start=1):
@@ -45,7 +50,7 @@ def tokenize_rows(
             if any(label != IGNORED for label in labels[1:]):
                 found.append({"input_ids": ids, "labels": labels})
     if not found:
-        raise InvalidInputError(
+        raise NothingToLearnError(
             "No row has labels.",
             f"Rows are truncated to {max_length} tokens and assistant turns start later, or there are no rows.",
             "Raise max_length, or check the data.",

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from hfax.errors import InvalidInputError
-from hfax.train.losses import IGNORED, Apply, sequence_logits, token_log_probs
+from hfax.train.ignored import IGNORED
+from hfax.train.losses import Apply, sequence_logits, token_log_probs
 
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*_CLIPPED, "cispo", "sapo", "vespo")

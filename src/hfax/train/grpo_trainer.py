@@ -32,6 +32,7 @@ from hfax.train.rollouts import (
     training_row,
 )
 from hfax.train.step import Trainable
+from hfax.train.streaming import StreamOrder, make_order
 from hfax.train.trainer import Trainer
 
 COMPLETIONS_NAME = "completions.jsonl"
@@ -201,7 +202,7 @@ class GRPOTrainer(Trainer):
         per_epoch = super()._steps_per_epoch
         return None if per_epoch is None else per_epoch * self._steps_per_generation
 
-    def _make_order(self) -> BatchOrder:
+    def _make_order(self) -> BatchOrder | StreamOrder:
         parts, count = self.args.gradient_accumulation_steps, self._completions_per_generation
         if self._passes_per_generation % parts:
             raise InvalidInputError(
@@ -216,9 +217,7 @@ class GRPOTrainer(Trainer):
                 f"{self._passes_per_generation} times (steps_per_generation), in whole groups of a prompt.",
                 "Change one of them.",
             )
-        return BatchOrder(
-            self.train_dataset, count // self._rollouts.num_generations, self.args.seed, self.args.shuffle
-        )
+        return make_order(self.train_dataset, count // self._rollouts.num_generations, self.args)
 
     def _shape_of_run(self) -> dict[str, Any]:
         return {
@@ -239,7 +238,7 @@ class GRPOTrainer(Trainer):
             )
         keep_until(self._folder / COMPLETIONS_NAME, done)
         step = done
-        for number, (epoch, rows) in enumerate(self._order.after(first), start=first):
+        for number, (epoch, rows) in enumerate(self._order.after(first, self._position), start=first):
             if step >= self._total:
                 return
             learned = self._rows_to_learn(number, step, rows)

@@ -11,7 +11,8 @@ import optax
 
 from hfax.backends.jax.model import JaxModel
 from hfax.errors import InvalidInputError
-from hfax.train.labels import IGNORED, labels_of
+from hfax.train.ignored import IGNORED
+from hfax.train.labels import labels_of
 from hfax.train.losses import Apply, Loss
 from hfax.train.step import TrainStep
 

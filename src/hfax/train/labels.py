@@ -13,9 +13,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hfax.backends.jax.model import JaxModel
 from hfax.errors import InvalidInputError
+from hfax.train.ignored import IGNORED
 
-IGNORED = -100
-"""Label of ignored positions, as in torch."""
 _CLASSIFIERS = ("SequenceClassification", "TokenClassification", "ImageClassification", "AudioClassification")
 _CLASSIFIERS += ("VideoClassification", "SemanticSegmentation")
 """Endings of the names of classes whose labels are below `config.num_labels`."""

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from hfax.errors import InvalidInputError
-from hfax.train.labels import IGNORED
+from hfax.train.ignored import IGNORED
 
 Apply = Callable[..., Any]
 Loss = Callable[[Apply, Mapping[str, Any]], Any]

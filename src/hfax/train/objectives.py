@@ -76,7 +76,7 @@ def tokenized(recipe: Any, rows: Any, tokenizer: Any) -> Any:
 
     Args:
         recipe: the `Recipe`.
-        rows: from `hfax.train.recipe.read_rows`.
+        rows: from `hfax.train.sources.open_rows`, or some of them.
         tokenizer: the model's.
 
     Raises:

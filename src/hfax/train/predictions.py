@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hfax.errors import InvalidInputError
-from hfax.train.labels import IGNORED
+from hfax.train.ignored import IGNORED
 from hfax.train.losses import Apply
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hfax.train.data import Batch, Row, padded
-from hfax.train.losses import IGNORED
+from hfax.train.ignored import IGNORED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

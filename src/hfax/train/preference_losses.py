@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.nn import log_sigmoid, sigmoid
 
 from hfax.errors import InvalidInputError
-from hfax.train.losses import IGNORED, Apply, num_labels, pair_logits, pair_metrics, token_log_probs
+from hfax.train.ignored import IGNORED
+from hfax.train.losses import Apply, num_labels, pair_logits, pair_metrics, token_log_probs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

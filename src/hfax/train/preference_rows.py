@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from hfax.errors import InvalidInputError
-from hfax.train.losses import IGNORED
+from hfax.train.examples import NothingToLearnError
+from hfax.train.ignored import IGNORED
 from hfax.train.row_formats import is_conversation, standard_row
 
 logger = logging.getLogger(__name__)
@@ -204,7 +205,7 @@ def _cut(ids: list[int], length: int | None, mode: Truncation) -> list[int]:
 
 def _some(rows: list[Row], max_length: int | None) -> list[Row]:
     if not rows:
-        raise InvalidInputError(
+        raise NothingToLearnError(
             "No row is left.",
             f"There are none, or their prompts have max_length={max_length} tokens or more.",
             "Raise max_length, or check the data.",

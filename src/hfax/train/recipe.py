@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -23,8 +24,9 @@ from hfax.train.objectives import OBJECTIVES, check_model, make_collator, tokeni
 from hfax.train.preference_rows import Truncation
 from hfax.train.recipe_fields import sort_fields
 from hfax.train.rewards import load_reward_functions
-from hfax.train.row_formats import json_lines
+from hfax.train.sources import open_rows
 from hfax.train.step import make_train_step
+from hfax.train.streaming import StreamingDataset
 from hfax.train.trainer import Trainer
 
 _DEFAULT_LENGTH = 1024
@@ -37,8 +39,11 @@ class Recipe:
     Args:
         recipe: what is trained for: "sft", "dpo", "orpo", "kto", "reward", "distill" or "grpo".
         model: a Hub id, a folder, or "demo". For "reward" it gets a head with one output, if it has none.
-        train_data: JSON Lines, a `datasets.save_to_disk` folder, or a data set's Hub id ("owner/name", "owner/name:split").
-        eval_data: evaluation data, in the same formats as `train_data`.
+        train_data: JSON Lines or Parquet files (a path, a pattern such as "data/*.jsonl", or several), a `datasets.save_to_disk`
+            folder, or a data set's Hub id ("owner/name", "owner/name:split").
+        eval_data: evaluation data, in the same formats as `train_data`; it is read whole.
+        streaming: read and tokenize `train_data` during training, see `StreamingDataset`.
+        buffer_size: rows that are tokenized, packed and shuffled together with `streaming`.
         revision: model revision on the Hub.
         dtype: the model's compute dtype; trained weights are kept in float32.
         quantization: "int8" or "int4" quantization of the base weights under an adapter.
@@ -62,10 +67,12 @@ class Recipe:
     """
 
     model: str
-    train_data: str
+    train_data: str | list[str]
     training: TrainingArguments
     recipe: Literal["sft", "dpo", "orpo", "kto", "reward", "distill", "grpo"] = "sft"
-    eval_data: str | None = None
+    eval_data: str | list[str] | None = None
+    streaming: bool = False
+    buffer_size: int = 1000
     revision: str | None = None
     dtype: str = "auto"
     quantization: str | None = None
@@ -103,7 +110,19 @@ class Recipe:
                 "At a step, the reference has the rows of the step.",
                 "Add precompute_ref_log_probs: true, or leave it out.",
             )
-        for name in ("max_length", "precompute_ref_batch_size"):
+        if self.streaming and self.precompute_ref_log_probs:
+            raise InvalidInputError(
+                "streaming does not go with precompute_ref_log_probs.",
+                "The reference would run over all rows before training.",
+                "Leave one of them out; without it, the reference runs at each step.",
+            )
+        if self.streaming and self.training.max_steps is None:
+            raise InvalidInputError(
+                "streaming has no max_steps.",
+                "The number of rows that are left after tokenization is not known before.",
+                "Add max_steps: 1000.",
+            )
+        for name in ("max_length", "precompute_ref_batch_size", "buffer_size"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InvalidInputError(f"{name}={value} is too small.", "It is a count.", f"Pass another {name}.")
 
@@ -165,38 +184,6 @@ def _missing_package(error: ImportError) -> BackendNotAvailableError:
     )
 
 
-def read_rows(where: str) -> Any:
-    """Load data set rows from JSON Lines, a `datasets` folder, or a Hub id.
-
-    Raises:
-        InvalidInputError: the data cannot be found or read; for JSON Lines, names the line.
-    """
-    path = Path(where).expanduser()
-    if path.is_file():
-        return list(json_lines(path))
-    try:
-        import datasets
-    except ImportError as error:
-        raise BackendNotAvailableError(
-            f"{where} is not a file, and other data sets require the package datasets.",
-            str(error),
-            "Install it: pip install datasets; or pass a JSON Lines file.",
-        ) from error
-    name, _, split = where.partition(":")
-    try:
-        if path.is_dir():
-            found: Any = datasets.load_from_disk(str(path))
-        else:
-            found = datasets.load_dataset(name, split=split or "train")
-    except Exception as error:  # many exception types, from several packages
-        raise InvalidInputError(
-            f"No data found at {where}.",
-            f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
-            "Pass a JSON Lines file, a datasets.save_to_disk folder, or a Hub id.",
-        ) from error
-    return found["train"] if isinstance(found, Mapping) and "train" in found else found
-
-
 def run_recipe(
     recipe: Recipe,
     *,
@@ -224,8 +211,8 @@ def run_recipe(
             "Add lora: {r: 8}, or remove quantization.",
         )
     functions = load_reward_functions(recipe.reward_funcs or ())  # before the weights, which load slower
-    rows = read_rows(recipe.train_data)
-    eval_rows = None if recipe.eval_data is None else read_rows(recipe.eval_data)
+    rows = open_rows(recipe.train_data, streaming=recipe.streaming)
+    eval_rows = None if recipe.eval_data is None else open_rows(recipe.eval_data)
     model = _load(recipe, recipe.model, is_trained=True)
     check_model(recipe.recipe, model)
     tokenizer = AutoTokenizer.from_pretrained(model.folder)
@@ -280,7 +267,7 @@ def _make_trainer(
     """
     per_pass = training.per_device_train_batch_size * (1 if model.mesh is None else size_of(model.mesh, BATCH_AXES))
     collator = make_collator(recipe, tokenizer.pad_token_id or 0, per_pass)
-    sets = [None if each is None else tokenized(recipe, each, tokenizer) for each in data]
+    sets = [_tokenized(recipe, data[0], tokenizer), None if data[1] is None else tokenized(recipe, data[1], tokenizer)]
     if recipe.precompute_ref_log_probs:
         size = recipe.precompute_ref_batch_size or per_pass
         sets = [None if each is None else _referenced(recipe, model, reference, each, collator, size) for each in sets]
@@ -291,6 +278,20 @@ def _make_trainer(
             model, training, *sets, teacher=reference, texts=recipe.rollouts, max_length=recipe.max_length, **options
         )
     return Trainer(model, training, *sets, ref_model=reference, **options)
+
+
+def _tokenized(recipe: Recipe, rows: Any, tokenizer: Any) -> Any:
+    """The rows to train on."""
+    if not recipe.streaming:
+        return tokenized(recipe, rows, tokenizer)
+    kind = dataclasses.replace(recipe, loss=None, rollouts=None)  # what is sent to the processes that tokenize
+    prepare = functools.partial(_prepared, kind, tokenizer)
+    options: dict[str, Any] = {"packing": recipe.packing, "buffer_size": recipe.buffer_size}
+    return StreamingDataset(rows, max_length=recipe.max_length, prepare=prepare, **options)
+
+
+def _prepared(recipe: Recipe, tokenizer: Any, rows: Any) -> Any:
+    return tokenized(recipe, rows, tokenizer)
 
 
 def _load(recipe: Recipe, name: str, *, is_trained: bool) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from hfax.errors import InvalidInputError
+from hfax.train.streaming import StreamingDataset, is_indexable
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,10 @@ def fingerprint(dataset: Any, first: Any) -> Shape:
         dataset: what rows are read from.
         first: its first row, as read before.
     """
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    if isinstance(dataset, StreamingDataset):
+        options = {name: getattr(dataset, name) for name in ("max_length", "packing", "buffer_size")}
+        return {**fingerprint(dataset.rows, next(iter(dataset.rows), None)), "prepared": _hash([first]), **options}
+    if not is_indexable(dataset):
         return {"hash": _hash([first])}
     count = len(dataset)
     indices = sorted({round(i * (count - 1) / max(_SAMPLED - 1, 1)) for i in range(min(_SAMPLED, count * 2))})

@@ -17,7 +17,7 @@ from hfax.engine.sampling_params import SamplingParams
 from hfax.engine.sequence import FinishReason
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.train.data import Batch, Row, padded
-from hfax.train.losses import IGNORED
+from hfax.train.ignored import IGNORED
 from hfax.train.preference_rows import prompt_ids_of
 from hfax.train.rewards import AGGREGATIONS, SCALES
 from hfax.train.row_formats import is_conversation, standard_row

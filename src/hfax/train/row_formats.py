@@ -6,7 +6,7 @@ Knows nothing about tokens.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +24,36 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         InvalidInputError: a line is not a JSON object; names the line.
     """
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise InvalidInputError(
-                    f"{path}, line {number}, is not valid JSON.", str(error), "Write one JSON object per line."
-                ) from error
-            if not isinstance(row, dict):
-                raise InvalidInputError(
-                    f"{path}, line {number}, is not an object.",
-                    f"It is {type(row).__name__}.",
-                    "Write one JSON object per line.",
-                )
-            yield row
+            if line.strip():
+                yield json_row(line, path, lambda number=number: number)
+
+
+def json_row(line: bytes, path: Path, number: Callable[[], int]) -> dict[str, Any]:
+    """A row of a JSON Lines file.
+
+    Args:
+        line: the line.
+        path: its file, for errors.
+        number: its number, for errors.
+
+    Raises:
+        InvalidInputError: the line is not a JSON object; names the line.
+    """
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise InvalidInputError(
+            f"{path}, line {number()}, is not valid JSON.", str(error), "Write one JSON object per line."
+        ) from error
+    if not isinstance(row, dict):
+        raise InvalidInputError(
+            f"{path}, line {number()}, is not an object.",
+            f"It is {type(row).__name__}.",
+            "Write one JSON object per line.",
+        )
+    return row
 
 
 def standard_row(row: Mapping[str, Any]) -> Mapping[str, Any]:

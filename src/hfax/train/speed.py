@@ -13,7 +13,7 @@ from hfax.backends.jax.model import JaxModel
 from hfax.bench.limits import matrix_operations
 from hfax.planning.chips import chip_of_kind
 from hfax.planning.operations import operations_per_token, used_numbers
-from hfax.train.losses import IGNORED
+from hfax.train.ignored import IGNORED
 
 
 class Speed:

@@ -30,6 +30,7 @@ from hfax.train.predictions import ComputeMetrics, Predictor
 from hfax.train.resumption import check_unchanged, described, fingerprint
 from hfax.train.speed import Speed
 from hfax.train.step import Trainable, TrainState, TrainStep
+from hfax.train.streaming import Position, StreamOrder, make_order
 from hfax.train.updates import choose_decay
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class Trainer:
         model: the model to train, on the mesh it was loaded with. It has the trained weights when `train` returns or raises.
         args: training options.
         train_dataset: mappings with `input_ids` and optionally `labels` (default: the ids), as a list, a `datasets` data set or
-            a re-iterable; or rows from `hfax.train.data.pack`.
+            a re-iterable; rows from `hfax.train.data.pack`; or a `StreamingDataset`.
         eval_dataset: evaluation data, in the same formats as `train_dataset`.
         data_collator: collates rows into a batch; None: `PaddingCollator`, or `PackedCollator` for packed rows.
         optimizer: an optax optimizer; None: the one that `args.optim` names.
@@ -99,9 +100,10 @@ class Trainer:
         self._collate = data_collator or _choose_collator(model, first)
         if isinstance(self._collate, PackedCollator):
             check_packing(model)
-        self._order: BatchOrder | None = None
+        self._order: BatchOrder | StreamOrder | None = None
         if train_dataset is not None:
             self._order = self._make_order()
+        self._position: Position | None = None
         self._total = self._count_steps()
         self._rate = None if optimizer is not None else args.schedule(self._total)
         weights = Weights(decays=choose_decay(model.module), is_hidden=choose_hidden(model.module))
@@ -277,6 +279,7 @@ class Trainer:
             check_unchanged(run["shape"], self._shape, accepted)
             self.state = checkpoints.restore(whole, like)
             self._best.restore(run["best"])
+            self._position = run.get("data")
             checkpoints.best = self._best.step if self.args.load_best_model_at_end else None
             logger.info("resuming training after step %d", whole)
             return whole
@@ -326,12 +329,9 @@ class Trainer:
             )
         return SmoothedTrainStep(self.model, optimizer, factor=args.label_smoothing_factor, **options)
 
-    def _make_order(self) -> BatchOrder:
+    def _make_order(self) -> BatchOrder | StreamOrder:
         """The order in which the rows of the data set are used."""
-        args = self.args
-        return BatchOrder(
-            self.train_dataset, self._rows_per_step(), args.seed, args.shuffle, group_by_length=args.group_by_length
-        )
+        return make_order(self.train_dataset, self._rows_per_step(), self.args)
 
     @property
     def _steps_per_epoch(self) -> int | None:
@@ -403,7 +403,9 @@ class Trainer:
             if is_best or saved.is_due(step, ends=ends) or calls.control.should_save:
                 settle()  # never save a step with a non-finite loss
                 checkpoints.best = self._best.step if args.load_best_model_at_end else None
-                checkpoints.save(state, {"best": self._best.state(), "shape": self._shape})
+                assert self._order is not None
+                run = {"best": self._best.state(), "shape": self._shape, "data": self._order.position}
+                checkpoints.save(state, run)
                 self._call_with_weights("on_save")
             if ends:
                 settle()
@@ -438,7 +440,7 @@ class Trainer:
     def _steps(self, done: int) -> Iterator[tuple[int, int, Any]]:
         """Number, epoch and rows of each step."""
         assert self._order is not None
-        for step, (epoch, rows) in enumerate(self._order.after(done), start=done + 1):
+        for step, (epoch, rows) in enumerate(self._order.after(done, self._position), start=done + 1):
             if step > self._total:
                 return
             yield step, epoch, rows

@@ -1,0 +1,76 @@
+"""Where modelling code turns gradients off, none flows, as in torch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from hfax.kernels.target import compiling_for
+from hfax.tracing import torchax as tracing
+
+_X = np.arange(1, 9, dtype=np.float32).reshape(2, 4) / 7
+
+
+def _block(x: Any) -> Any:
+    with torch.no_grad():
+        scale = (x * 2).exp()
+        scale = torch.nn.functional.softmax(scale, -1) + scale.view(-1)[3]
+    return (scale * x).sum()
+
+
+def _threshold(x: Any) -> Any:
+    """As Hierarchical Reasoning Models run all but the last of their cycles."""
+    z = x
+    for cycle in range(3):
+        with torch.set_grad_enabled(cycle == 2):
+            z = (z * x).tanh()
+    return z.sum()
+
+
+@torch.no_grad()
+def _decorated(x: Any) -> Any:
+    return x.cos() * x
+
+
+def _write(x: Any) -> Any:
+    y = x * 1
+    with torch.no_grad():
+        mean = x.mean(0)
+        top = torch.stack((mean, mean)).topk(2, dim=1).values
+    return (y[:, :2] * top).sum() + (_decorated(x) * x.sin()).sum()
+
+
+def _inner(x: Any) -> Any:
+    with torch.no_grad(), torch.enable_grad():
+        y = x**3
+    return y.sum()
+
+
+@pytest.mark.parametrize("is_a_step", [False, True])
+@pytest.mark.parametrize("function", [_block, _threshold, _write, _inner])
+def test_no_gradient_flows_where_modelling_code_turns_it_off(function: Callable[[Any], Any], is_a_step: bool) -> None:
+    def traced(values: jax.Array) -> jax.Array:
+        return tracing.call_module(torch.nn.Identity(), {}, lambda _: tracing.unwrap(function(tracing.wrap(values))))
+
+    plain = torch.from_numpy(_X.copy()).requires_grad_()
+    function(plain).backward()
+    assert plain.grad is not None
+    derive = jax.jit(jax.grad(traced))
+    if is_a_step:
+        with compiling_for(jax.devices()[0], is_differentiated=True):
+            found = derive(_X)
+    else:
+        found = derive(_X)
+    np.testing.assert_allclose(found, plain.grad.numpy(), rtol=1e-5)
+
+
+def test_programs_without_gradients_have_no_trace_of_it() -> None:
+    def traced(values: jax.Array) -> jax.Array:
+        return tracing.call_module(torch.nn.Identity(), {}, lambda _: tracing.unwrap(_threshold(tracing.wrap(values))))
+
+    assert "stop_gradient" in str(jax.make_jaxpr(traced)(_X))
+    with compiling_for(jax.devices()[0]):
+        assert "stop_gradient" not in str(jax.make_jaxpr(lambda x: traced(x))(_X))
