@@ -1,4 +1,4 @@
-"""Where modelling code turns gradients off, none flows, as in torch."""
+"""Where modelling code turns gradients off, none flows, and its own `backward` functions are used, as in torch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -49,9 +49,68 @@ def _inner(x: Any) -> Any:
     return y.sum()
 
 
+class _StraightThrough(torch.autograd.Function):
+    """Rounds; its gradient is that of the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, scale: float) -> Any:
+        ctx.scale = scale
+        return (x * scale).round() / scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * ctx.scale, None
+
+
+class _Bounded(torch.autograd.Function):
+    """Two outputs, a saved tensor, a kept mask, and a gradient that is not the derivative."""
+
+    @staticmethod
+    def forward(x: Any, index: Any) -> Any:
+        return x.sqrt(), x[index]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, index = inputs
+        ctx.save_for_backward(x, index)
+        ctx.is_small = x < 0.5
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, index = ctx.saved_tensors
+        own = torch.where(ctx.is_small, gradients[0] * 3, gradients[0] / x)
+        return (own.index_add(0, index, gradients[1]) if ctx.needs_input_grad[0] else None), None
+
+
+def _function(x: Any) -> Any:
+    return (_StraightThrough.apply(x.sin(), 4.0) * x).sum()
+
+
+def _functions_in_each_other(x: Any) -> Any:
+    root, picked = _Bounded.apply(x * 1.5, torch.tensor([1, 1, 0]))
+    return (_StraightThrough.apply(root, 8.0) * 2 + picked.sum()).sum()
+
+
+def _function_without_gradient(x: Any) -> Any:
+    with torch.no_grad():
+        y = _StraightThrough.apply(x, 2.0)
+    return (y * x).sum()
+
+
 @pytest.mark.parametrize("is_a_step", [False, True])
-@pytest.mark.parametrize("function", [_block, _threshold, _write, _inner])
-def test_no_gradient_flows_where_modelling_code_turns_it_off(function: Callable[[Any], Any], is_a_step: bool) -> None:
+@pytest.mark.parametrize(
+    "function",
+    [
+        _block,
+        _threshold,
+        _write,
+        _inner,
+        _function,
+        _functions_in_each_other,
+        _function_without_gradient,
+    ],
+)
+def test_gradients_are_those_of_modelling_code(function: Callable[[Any], Any], is_a_step: bool) -> None:
     def traced(values: jax.Array) -> jax.Array:
         return tracing.call_module(torch.nn.Identity(), {}, lambda _: tracing.unwrap(function(tracing.wrap(values))))
 

@@ -314,7 +314,8 @@ class BaseModel:
         config, model_inputs = requests.resolve_generation_config(self.generation_config, generation_config, options)
         known = set(inspect.signature(self._skeleton.module.forward).parameters)
         mask = model_inputs.get("attention_mask")
-        if mask is not None and "attention_mask" not in known and np.asarray(mask).all():
+        if mask is not None and "attention_mask" not in known:
+            requests.reject_padding(mask, type(self._skeleton.module).__name__)
             del model_inputs["attention_mask"]  # every tokenizer returns one; without padding it has no effect
         requests.reject_unknown(model_inputs, known)
         requests.reject_not_taken(model_inputs)

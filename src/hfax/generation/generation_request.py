@@ -555,6 +555,24 @@ def reject_not_taken(inputs: Mapping[str, Any]) -> None:
         )
 
 
+def reject_padding(attention_mask: Any, kind: str) -> None:
+    """Raise for padded prompts of a model whose forward takes no mask.
+
+    Args:
+        attention_mask: [batch, length], 0 at padding.
+        kind: the model's class.
+
+    Raises:
+        UnsupportedOptionError: there is padding.
+    """
+    if not np.asarray(attention_mask).all():
+        raise UnsupportedOptionError(
+            f"{kind} takes no attention_mask, and prompts are padded.",
+            "It would read padding as text.",
+            "Generate from prompts of one length together, or from each alone.",
+        )
+
+
 def reject_unknown(unknown: Mapping[str, Any], known: set[str]) -> None:
     """Raise for keyword arguments that are neither generation options nor model inputs.
 
@@ -563,7 +581,7 @@ def reject_unknown(unknown: Mapping[str, Any], known: set[str]) -> None:
     """
     from transformers import GenerationConfig
 
-    named = [n for n in unknown if n not in known or (n != "attention_mask" and has_word("generate", n))]
+    named = [name for name in unknown if name not in known or has_word("generate", name)]
     reject_arguments("generate", named, known | set(vars(GenerationConfig())))
 
 

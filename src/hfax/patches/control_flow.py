@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -42,6 +43,28 @@ def note_check(condition: Any, what: str | None = None) -> None:
     """
     if (found := getattr(_local, "checks", None)) is not None:
         found[f"{what or 'a check of the model fails'} ({running_line()})"] = condition.all()
+
+
+@contextlib.contextmanager
+def applying_functions(apply: Callable[[Any, tuple[Any, ...]], Any]) -> Iterator[None]:
+    """Within the block, `apply(kind, args)` stands for `kind.apply(*args)` of a `torch.autograd.Function`."""
+    before, _local.apply = getattr(_local, "apply", None), apply
+    try:
+        yield
+    finally:
+        _local.apply = before
+
+
+def _make_apply(original: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        found = getattr(_local, "apply", None)
+        if found is None:
+            return original(kind, *args, **kwargs)
+        if kwargs:
+            args = tuple(inspect.signature(kind.forward).bind(*args, **kwargs).args)
+        return found(kind, args)
+
+    return apply
 
 
 def _make_check(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,6 +158,12 @@ PATCHES: list[Patch] = [
         classes=("Glm5NextTextIndexer",),
         method="get_pooled_states",
         make=_any_is_true,
+    ),
+    FunctionPatch(
+        name="autograd-functions",
+        why="a trace has no autograd: the `backward` of such functions becomes a custom gradient of JAX",
+        target="torch.autograd:Function.apply",
+        make=_make_apply,
     ),
     FunctionPatch(
         name="value-checks-with",

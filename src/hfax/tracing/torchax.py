@@ -29,7 +29,7 @@ from hfax.kernels import pool as pools
 from hfax.kernels.cache_numbers import FP8, to_cache
 from hfax.kernels.cache_write import cache_write
 from hfax.patches import masks, registry
-from hfax.patches.control_flow import collecting_checks
+from hfax.patches.control_flow import applying_functions, collecting_checks
 from hfax.patches.patch import forwards_replaced
 from hfax.tracing.adapters import adapted, onto_parameters, split_adapters
 from hfax.tracing.geometry import HostArray
@@ -87,7 +87,8 @@ def _describe_device() -> None:
 
 
 _tracing = _import_environment()
-from hfax.tracing.experts_interface import experts_forward  # noqa: E402 (it needs the environment)
+from hfax.tracing import custom_gradients  # noqa: E402 (it needs the environment)
+from hfax.tracing.experts_interface import experts_forward  # noqa: E402
 from hfax.tracing.operands import as_array, is_tensor  # noqa: E402
 from hfax.tracing.trace_tensor import TraceTensor, ValueReadError  # noqa: E402
 
@@ -202,7 +203,7 @@ def call_module(
         environment.used.clear()
         conditions: dict[str, Any] = {}
         try:
-            with collecting_checks(conditions):
+            with collecting_checks(conditions), applying_functions(_apply_function):
                 out = call(module)
             if checks is not None:
                 checks |= {what: unwrap(condition) for what, condition in conditions.items()}
@@ -215,6 +216,13 @@ def call_module(
         finally:
             if used is not None:
                 used |= patches_used | environment.used
+
+
+def _apply_function(kind: Any, args: tuple[Any, ...]) -> Any:
+    """`kind.apply(*args)` of a `torch.autograd.Function`, whose `backward` is traced when the gradient is taken."""
+    return custom_gradients.apply_function(
+        kind, args, wrap, retrace=lambda backward: call_module(torch.nn.Identity(), {}, lambda _: backward())
+    )
 
 
 @contextlib.contextmanager
