@@ -5,9 +5,13 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 import torch
+from tiny_models import random_model, save
+from transformers import BloomConfig
 
+from hfax import AutoModelForTPU, make_train_step
 from hfax.kernels.target import compiling_for
 from hfax.tracing import torchax as tracing
 
@@ -133,3 +137,18 @@ def test_programs_without_gradients_have_no_trace_of_it() -> None:
     assert "stop_gradient" in str(jax.make_jaxpr(traced)(_X))
     with compiling_for(jax.devices()[0]):
         assert "stop_gradient" not in str(jax.make_jaxpr(lambda x: traced(x))(_X))
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_model_with_a_function_of_its_own_takes_the_step_of_torch(remat: bool, tmp_path: Any) -> None:
+    """Bloom's GELU, also where its layers are computed again for the gradient."""
+    plain = random_model(BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4), seed=0)
+    ids = torch.tensor([[3, 5, 7, 11, 2, 90]])
+    plain(input_ids=ids, labels=ids).loss.backward()
+    model = AutoModelForTPU.from_pretrained(save(tmp_path, plain))
+    before = {name: np.asarray(array) for name, array in model.params.items()}
+    step = make_train_step(model, optax.sgd(1.0), remat=remat, dropout=False)
+    state, _ = step(step.init(), {"input_ids": ids, "labels": ids})
+    for name, weight in plain.named_parameters():
+        if name in before and weight.grad is not None:
+            np.testing.assert_allclose(before[name] - np.asarray(state.params[name]), weight.grad, atol=1e-5)

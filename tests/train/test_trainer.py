@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -112,60 +109,6 @@ def test_rematerialised_layers_give_the_same_losses(tmp_path):
             own_losses(model, rows("llama", 40), tmp_path / f"{remat}", gradient_checkpointing=remat, max_steps=10)
         )
     np.testing.assert_allclose(*losses, atol=1e-5)
-
-
-RUN = """
-import sys
-sys.path[:0] = [sys.argv[1], sys.argv[1] + "/support"]
-from hfax import AutoModelForTPU, Trainer, TrainingArguments
-from train.small_models import rows
-model = AutoModelForTPU.from_pretrained(sys.argv[2])
-arguments = TrainingArguments(
-    output_dir=sys.argv[3], max_steps=30, per_device_train_batch_size=4, logging_steps=1, save_steps=5, learning_rate=1e-2,
-    eval_steps=10, early_stopping_patience=50,
-)
-trainer = Trainer(model, arguments, rows("llama", 37), rows("llama", 6, seed=1))
-trainer.train(resume_from_checkpoint=True)
-trainer.save()
-"""
-
-
-@pytest.mark.sweep
-def test_a_run_that_was_killed_goes_on_with_the_same_losses(tmp_path):
-    make("llama", tmp_path / "model", attention_dropout=0.1)
-    tests = str(Path(__file__).parents[1])
-
-    def start(folder):
-        command = [sys.executable, "-c", RUN, tests, str(tmp_path / "model"), str(folder)]
-        return subprocess.Popen(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, stderr=subprocess.PIPE, text=True)
-
-    whole = start(tmp_path / "whole")
-    _, error = whole.communicate(timeout=300)
-    assert whole.returncode == 0, error
-    killed = start(tmp_path / "killed")
-    metrics = tmp_path / "killed" / "metrics.jsonl"
-    deadline = time.time() + 200
-    while not (metrics.is_file() and '"step": 12' in metrics.read_text()):
-        assert killed.poll() is None, "it ended before it was killed"
-        assert time.time() < deadline
-        time.sleep(0.01)
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate(timeout=30)
-    assert losses_of(tmp_path / "killed")[:12] == losses_of(tmp_path / "whole")[:12]
-    again = start(tmp_path / "killed")
-    _, error = again.communicate(timeout=300)
-    assert again.returncode == 0, error
-    without_speed = [
-        {n: v for n, v in json.loads(line).items() if n not in ("step_s", "tokens_per_s", "peak_share")}
-        for line in metrics.read_text().splitlines()
-    ]
-    expected = [
-        {n: v for n, v in json.loads(line).items() if n not in ("step_s", "tokens_per_s", "peak_share")}
-        for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert without_speed == expected
-    weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "killed")]
-    assert weights[0] == weights[1]
 
 
 def test_a_loss_that_is_no_number_stops_the_run_with_the_last_good_state(tmp_path):
