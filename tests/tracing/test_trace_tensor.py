@@ -364,6 +364,14 @@ def test_runs_of_equal_values_can_be_counted() -> None:
         traced(lambda x: torch.unique_consecutive(x) + 1, numbers)
 
 
+def test_random_integers_take_their_bounds_by_name() -> None:
+    for found in traced(
+        lambda x: (torch.randint(low=2, high=5, size=(40,)) + x, torch.randint(2, high=5, size=(40,)) + x),
+        np.zeros(40, np.int64),
+    ):
+        assert set(found.tolist()) == {2, 3, 4}
+
+
 def test_new_tensors_and_reshapes_in_place() -> None:
     def function(x: Any) -> Any:
         x = x + 1

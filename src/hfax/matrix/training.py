@@ -76,7 +76,7 @@ def torch_gradients(plain: torch.nn.Module, inputs: CaseInputs) -> dict[str, tor
     if not output.requires_grad:
         raise RuntimeError("plain transformers has no gradient of its first output")
     (output * torch.from_numpy(_factors(tuple(output.shape), inputs.mask))).sum().backward()
-    found = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    found = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None and p.numel()}
     if not any(bool(g.abs().max() > 0) for g in found.values()):
         raise RuntimeError("plain transformers' gradients are zero")
     return found

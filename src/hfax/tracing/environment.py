@@ -284,6 +284,9 @@ class TraceEnvironment(torchax.tensor.Environment):
             return MaskPlaces.of(args[0])
         if func is torch.unique_consecutive and not any(kwargs.values()) and args[0].ndim == 1:
             return DistinctRuns(as_array(args[0]), self.wrap)
+        if func is torch.randint and "high" in kwargs:  # torchax's lowering takes bounds and size by their place
+            bounds = (*args, *(kwargs[n] for n in ("low", "high", "size") if n in kwargs))
+            args, kwargs = bounds, {n: v for n, v in kwargs.items() if n not in ("low", "high", "size")}
         if func is torch.Tensor.new_tensor:
             return self._construct(torch.tensor, args[1:], {"dtype": args[0].dtype, **kwargs, "device": None})
         if name in REFUSED and (reason := REFUSED[name](*args, **kwargs)):
