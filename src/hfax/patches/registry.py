@@ -36,6 +36,7 @@ _FAMILIES = (
     "masks",
     "experts",
     "control_flow",
+    "ctc",
     "images",
     "indexers",
     "norms",

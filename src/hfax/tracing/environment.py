@@ -284,6 +284,9 @@ class TraceEnvironment(torchax.tensor.Environment):
             return MaskPlaces.of(args[0])
         if func is torch.unique_consecutive and not any(kwargs.values()) and args[0].ndim == 1:
             return DistinctRuns(as_array(args[0]), self.wrap)
+        if func in (torch.masked_select, torch.Tensor.masked_select):
+            array, mask = jnp.broadcast_arrays(as_array(args[0]), as_array(args[1]))
+            return MaskedSelection(array, mask, self.wrap)
         if func is torch.randint and "high" in kwargs:  # torchax's lowering takes bounds and size by their place
             bounds = (*args, *(kwargs[n] for n in ("low", "high", "size") if n in kwargs))
             args, kwargs = bounds, {n: v for n, v in kwargs.items() if n not in ("low", "high", "size")}
@@ -323,7 +326,7 @@ class TraceEnvironment(torchax.tensor.Environment):
         else:
             wrapped = map_leaves(is_torch_tensor, self._as_trace_tensor, (args, kwargs))
             with self._dispatch_mode:
-                result = op.func(*wrapped[0], **wrapped[1])
+                result = self.j2t_iso(op.func(*wrapped[0], **wrapped[1]))
         is_view = name in VIEW_OPS and isinstance(func, torch._ops.OpOverload) and isinstance(args[0], TraceTensor)
         if (is_view and not keeps_order(name)) or (
             isinstance(func, torch._ops.OpOverload) and ("memory_format" in kwargs or has_other_strides((args, kwargs)))
@@ -333,6 +336,8 @@ class TraceEnvironment(torchax.tensor.Environment):
             link_views(result, name, op.func if op.is_jax_function else self._as_function(func), args, kwargs)
         if name in ("add", "sub", "rsub"):
             note_sum(result, name, args)
+        if name in ("max", "min") and len(args) == 1 and not kwargs:
+            result.at_least, result.at_most = wide_integers.known_limits(args[0])
         for target in written_tensors(func, args, kwargs):
             target.wrote()
         return result

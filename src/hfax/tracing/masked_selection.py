@@ -68,6 +68,13 @@ class MaskedSelection:
 
     reshape = view
 
+    def left_aligned(self) -> jax.Array:
+        """[rows, places, *rest]: the selected values of each row of the mask, followed by the others."""
+        if self._mask.ndim != 2:
+            raise self.error()
+        order = jnp.argsort(~self._mask, axis=1, stable=True)
+        return self._array[jnp.arange(len(order))[:, None], order]
+
     def clone(self) -> MaskedSelection:
         """Return itself: it is immutable."""
         return self

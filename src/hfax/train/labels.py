@@ -29,17 +29,19 @@ class Labels:
         num_classes: exclusive bound of the others; None: unknown, or labels are no classes.
         bound: what has `num_classes` values, for errors.
         is_shifted: the label of a sequence's first token does not count.
+        is_of_rows: labels of a row are its target together (CTC), and losses are of rows.
     """
 
     ignored: int = IGNORED
     num_classes: int | None = None
     bound: str = "vocabulary has ids"
     is_shifted: bool = False
+    is_of_rows: bool = False
 
     def count(self, batch: Mapping[str, Any]) -> jax.Array:
         """The number of labels over which the loss of a batch is the mean; rows for other targets, 1 for a batch without labels."""
         labels = batch.get("labels")
-        if labels is None or not jnp.issubdtype(labels.dtype, jnp.integer):
+        if labels is None or self.is_of_rows or not jnp.issubdtype(labels.dtype, jnp.integer):
             return jnp.float32(1 if labels is None else labels.shape[0])
         return self._is_counted(labels).sum(dtype=jnp.float32)
 
@@ -72,7 +74,7 @@ class Labels:
             InvalidInputError: the loss would be the mean of nothing, NaN in torch.
         """
         found = _read(batch.get("labels"))
-        if found is not None and not self._is_counted(found).any():
+        if found is not None and not self.is_of_rows and not self._is_counted(found).any():
             raise InvalidInputError(
                 "A batch has no labels to learn from.",
                 f"All are {self.ignored}, and the loss is the mean over the others.",
@@ -95,6 +97,8 @@ def labels_of(model: JaxModel) -> Labels:
             ignored = getattr(config, "semantic_loss_ignore_index", getattr(config, "loss_ignore_index", ignored))
         num_classes = config.num_labels if is_class else None
         return Labels(ignored=ignored, num_classes=num_classes, bound="config has labels")
+    if name.endswith("ForCTC"):
+        return Labels(num_classes=config.vocab_size, is_of_rows=True)
     is_shifted = getattr(module, "loss_function", None) is ForCausalLMLoss and not config.is_encoder_decoder
     head: Any = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
     has_codes = hasattr(config, "num_codebooks")  # labels of several vocabularies
