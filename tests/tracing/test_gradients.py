@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny_models import random_model, save
 from transformers import BloomConfig
 
@@ -86,6 +87,15 @@ class _Bounded(torch.autograd.Function):
         return (own.index_add(0, index, gradients[1]) if ctx.needs_input_grad[0] else None), None
 
 
+def _write_without_gradient(x: Any) -> Any:
+    """As torch's cosine similarity bounds norms."""
+    norm = x.norm(dim=-1, keepdim=True).clone()
+    with torch.no_grad():
+        norm.clamp_min_(0.7)
+        norm[0] = 2.0
+    return (x / norm * x.sin()).sum()
+
+
 def _function(x: Any) -> Any:
     return (_StraightThrough.apply(x.sin(), 4.0) * x).sum()
 
@@ -109,6 +119,7 @@ def _function_without_gradient(x: Any) -> Any:
         _threshold,
         _write,
         _inner,
+        _write_without_gradient,
         _function,
         _functions_in_each_other,
         _function_without_gradient,
@@ -128,6 +139,73 @@ def test_gradients_are_those_of_modelling_code(function: Callable[[Any], Any], i
     else:
         found = derive(_X)
     np.testing.assert_allclose(found, plain.grad.numpy(), rtol=1e-5)
+
+
+_KINKS = np.array([-1e4, -100, -6, -3, -1, -0.5, -0.0, 0, 0.5, 1, 3, 6, 25, 89, 100, 1e4], np.float32)
+_rows = lambda x: x.reshape(-1, 2)  # noqa: E731
+_WITH_KINKS: dict[str, Callable[[Any], Any]] = {
+    **{
+        name: getattr(F, name)
+        for name in (
+            *(
+                "elu",
+                "selu",
+                "celu",
+                "softplus",
+                "logsigmoid",
+                "silu",
+                "mish",
+                "gelu",
+                "relu",
+                "relu6",
+                "hardtanh",
+                "hardswish",
+            ),
+            *("hardsigmoid", "hardshrink", "softshrink", "tanhshrink", "softsign", "leaky_relu"),
+        )
+    },
+    **{name: getattr(torch, name) for name in ("abs", "sqrt", "sinc", "sign", "square", "frac", "erf", "tanh", "exp2")},
+    "elu with alpha": lambda x: F.elu(x, 0.5),
+    "softplus with beta": lambda x: F.softplus(x, beta=2.0, threshold=10.0),
+    "gelu by tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "clamp": lambda x: x.clamp(-1, 1),
+    "clamp from below": lambda x: x.clamp(min=0) + torch.clamp_min(x, 3) + x.clamp(max=6),
+    "clamp to tensors": lambda x: x.clamp(torch.full_like(x, -3), x.flip(0)),
+    "clamp in place": lambda x: (x * 1).clamp_(0, 6),
+    "maximum": lambda x: torch.maximum(x, torch.zeros_like(x)),
+    "norm": lambda x: _rows(x).norm(dim=-1),
+    "norm of order 1": lambda x: _rows(x).norm(p=1, dim=-1),
+    "norm of order 3": lambda x: torch.linalg.vector_norm(_rows(x).clamp(-6, 6), 3, dim=-1),
+    "normalize": lambda x: F.normalize(_rows(x), dim=-1, eps=1e-3),
+    "cosine similarity": lambda x: F.cosine_similarity(_rows(x), _rows(x.flip(0)), eps=1e-3),
+    "softmax": lambda x: _rows(x).softmax(-1) * torch.tensor([1.0, 2.0]),
+    "logsumexp": lambda x: _rows(x).logsumexp(-1),
+    "l1": lambda x: F.l1_loss(x, torch.zeros_like(x), reduction="none"),
+    "smooth l1": lambda x: F.smooth_l1_loss(x, x.flip(0), reduction="none"),
+    "huber": lambda x: F.huber_loss(x, x.flip(0), reduction="none"),
+    "cross-entropy of two": lambda x: F.binary_cross_entropy_with_logits(x, torch.full_like(x, 0.3), reduction="none"),
+}
+
+
+@pytest.mark.parametrize("name", _WITH_KINKS)
+def test_derivatives_at_kinks_and_far_from_zero_are_those_of_torch(name: str) -> None:
+    """Where JAX's are NaN, since a branch that is not taken overflows, or other slopes."""
+    function = _WITH_KINKS[name]
+
+    def traced(values: jax.Array) -> jax.Array:
+        return tracing.call_module(
+            torch.nn.Identity(), {}, lambda _: tracing.unwrap(function(tracing.wrap(values)).sum())
+        )
+
+    plain = torch.from_numpy(_KINKS.copy()).requires_grad_()
+    value = function(plain).sum()
+    value.backward()
+    assert plain.grad is not None
+    derive = jax.jit(jax.value_and_grad(traced))
+    with compiling_for(jax.devices()[0], is_differentiated=True):
+        found, gradient = derive(_KINKS)
+    np.testing.assert_allclose(found, value.detach().numpy(), rtol=1e-5)
+    np.testing.assert_allclose(gradient, plain.grad.numpy(), rtol=1e-3, atol=1e-5)
 
 
 def test_programs_without_gradients_have_no_trace_of_it() -> None:

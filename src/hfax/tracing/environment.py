@@ -35,6 +35,7 @@ from hfax.tracing.operands import (
     with_numbers,
 )
 from hfax.tracing.scalars import COMPARISONS, SCALAR_AWARE, known_comparison, match_scalars, note_sum
+from hfax.tracing.subgradients import with_value
 from hfax.tracing.torch_functions import (
     CONSTRUCTORS,
     COPY,
@@ -220,9 +221,16 @@ class TraceEnvironment(torchax.tensor.Environment):
         old = target._elem
         if isinstance(target, TraceTensor) and getattr(new, "dtype", None) == jnp.int64 and old.dtype == jnp.int32:
             old = self._widen(target)
-        target._elem = jnp.broadcast_to(jnp.asarray(new).astype(old.dtype), old.shape)
+        target._elem = self._written(old, jnp.broadcast_to(jnp.asarray(new).astype(old.dtype), old.shape))
         if isinstance(target, TraceTensor):
             target.wrote()
+
+    @staticmethod
+    def _written(old: Any, new: Any) -> Any:
+        """What a tensor holds after a write. While gradients are off, autograd does not see it: the gradient of before remains."""
+        if torch.is_grad_enabled() or not may_be_differentiated() or not jnp.issubdtype(new.dtype, jnp.floating):
+            return new
+        return with_value(old, new)
 
     def _widen(self, target: TraceTensor) -> Any:
         """The array of a tensor that 64-bit values are written to, widened to 64 bits."""
@@ -274,7 +282,8 @@ class TraceEnvironment(torchax.tensor.Environment):
         ):
             value = value.under(mask)
         value = as_array(value) if isinstance(value, torch.Tensor) else value
-        tensor._elem = indexing.write(tensor.jax(), indexing.static_index(index), value)
+        old = tensor.jax()
+        tensor._elem = self._written(old, indexing.write(old, indexing.static_index(index), value))
         tensor.wrote()
 
     # Traced operations

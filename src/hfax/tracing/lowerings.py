@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torchax.ops import mappings, ops_registry
 
+from hfax.tracing import subgradients
+
 _aten = torch.ops.aten
 
 
@@ -80,7 +82,7 @@ def _pow(input: Any, exponent: Any) -> jax.Array:
 
 def _hardtanh(input: jax.Array, min_val: float = -1.0, max_val: float = 1.0) -> jax.Array:
     """Integers stay integers."""
-    return jnp.clip(input, jnp.asarray(min_val, input.dtype), jnp.asarray(max_val, input.dtype))
+    return subgradients.hardtanh(input, jnp.asarray(min_val, input.dtype), jnp.asarray(max_val, input.dtype))
 
 
 def _vector_norm(
@@ -90,7 +92,7 @@ def _vector_norm(
     out_dtype = mappings.t2j_dtype(dtype) if dtype is not None else _float_dtype(input)
     if jnp.issubdtype(input.dtype, jnp.complexfloating):
         out_dtype = jnp.zeros((), out_dtype).real.dtype
-    size = jnp.abs(input.astype(jnp.promote_types(input.dtype, jnp.float32)))
+    size = subgradients.absolute(input.astype(jnp.promote_types(input.dtype, jnp.float32)))
     size = size.astype(jnp.promote_types(size.dtype, out_dtype))
     axes = None if dim is None or dim == [] or dim == () else dim if isinstance(dim, int) else tuple(dim)
     add = functools.partial(jnp.sum, axis=axes, keepdims=keepdim)
@@ -99,11 +101,11 @@ def _vector_norm(
     elif ord in (float("inf"), float("-inf")):
         out = (jnp.max if ord > 0 else jnp.min)(size, axis=axes, keepdims=keepdim)
     elif ord == 2:
-        out = jnp.sqrt(add(size * size))
+        out = subgradients.root(add(size * size), 2)
     elif ord == 1:
         out = add(size)
     else:
-        out = add(size**ord) ** (1.0 / ord)
+        out = subgradients.root(add(size**ord), ord)
     return out.astype(out_dtype)
 
 
@@ -238,6 +240,7 @@ LOWERINGS: dict[Any, Callable[..., Any]] = {
     _aten._trilinear: _trilinear,
     torch.unravel_index: _unravel_index,
     **{op: functools.partial(_of_floats, op) for op in _SPECIAL},
+    **subgradients.LOWERINGS,
 }
 """torch operations, or their overloads, mapped to functions of arrays."""
 
