@@ -121,7 +121,8 @@ def _if_differentiated(op: Any, function: Callable[..., jax.Array]) -> Callable[
     """A lowering for programs of which a gradient may be taken; others have torchax's, which is simpler."""
 
     def run(*args: Any, **kwargs: Any) -> jax.Array:
-        return (function if may_be_differentiated() else ops_registry.all_aten_ops[op].func)(*args, **kwargs)
+        lowering: Any = function if may_be_differentiated() else ops_registry.all_aten_ops[op].func
+        return lowering(*args, **kwargs)
 
     return run
 
