@@ -148,6 +148,7 @@ def test_processes_do_not_change_the_order(file: Path) -> None:
 
 
 def test_data_without_rows_is_an_error(tmp_path: Path) -> None:
+    assert len(list(StreamingDataset(iter(ROWS)))) == len(ROWS)
     with pytest.raises(InvalidInputError, match=r"(?s)no rows in epoch 1.*a generator yields its rows only once"):
         taken(StreamingDataset(iter(ROWS)), 60)
     (tmp_path / "empty.jsonl").write_text("\n")
@@ -288,6 +289,8 @@ def test_recipes_stream(fields: dict[str, Any], tmp_path: Path, capsys: pytest.C
         ({"recipe": "dpo", "precompute_ref_log_probs": True}, "does not go with precompute_ref_log_probs"),
         ({"group_by_length": True}, "group_by_length needs the lengths of all rows"),
         ({"buffer_size": 0}, "buffer_size=0 is too small"),
+        ({"streaming": False}, "buffer_size is set without streaming"),
+        ({"recipe": "grpo", "reward_funcs": "rewards.py:f"}, "recipe: grpo has no buffer_size"),
         ({"dataset_streaming": True}, "dataset_streaming"),
     ],
 )

@@ -43,7 +43,7 @@ class Recipe:
             folder, or a data set's Hub id ("owner/name", "owner/name:split").
         eval_data: evaluation data, in the same formats as `train_data`; it is read whole.
         streaming: read and tokenize `train_data` during training, see `StreamingDataset`.
-        buffer_size: rows that are tokenized, packed and shuffled together with `streaming`.
+        buffer_size: rows that are tokenized, packed and shuffled together with `streaming`; None: 1000.
         revision: model revision on the Hub.
         dtype: the model's compute dtype; trained weights are kept in float32.
         quantization: "int8" or "int4" quantization of the base weights under an adapter.
@@ -72,7 +72,7 @@ class Recipe:
     recipe: Literal["sft", "dpo", "orpo", "kto", "reward", "distill", "grpo"] = "sft"
     eval_data: str | list[str] | None = None
     streaming: bool = False
-    buffer_size: int = 1000
+    buffer_size: int | None = None
     revision: str | None = None
     dtype: str = "auto"
     quantization: str | None = None
@@ -109,6 +109,16 @@ class Recipe:
                 "precompute_ref_batch_size is set without precompute_ref_log_probs.",
                 "At a step, the reference has the rows of the step.",
                 "Add precompute_ref_log_probs: true, or leave it out.",
+            )
+        if self.buffer_size is not None and not self.streaming:
+            raise InvalidInputError(
+                "buffer_size is set without streaming.",
+                "Rows are then tokenized before training, all together.",
+                "Add streaming: true, or leave buffer_size out.",
+            )
+        if self.buffer_size is not None and self.recipe == "grpo":
+            raise InvalidInputError(
+                "recipe: grpo has no buffer_size.", "The engine tokenizes the prompts of each step.", "Leave it out."
             )
         if self.streaming and self.precompute_ref_log_probs:
             raise InvalidInputError(
@@ -286,8 +296,8 @@ def _tokenized(recipe: Recipe, rows: Any, tokenizer: Any) -> Any:
         return tokenized(recipe, rows, tokenizer)
     kind = dataclasses.replace(recipe, loss=None, rollouts=None)  # what is sent to the processes that tokenize
     prepare = functools.partial(_prepared, kind, tokenizer)
-    options: dict[str, Any] = {"packing": recipe.packing, "buffer_size": recipe.buffer_size}
-    return StreamingDataset(rows, max_length=recipe.max_length, prepare=prepare, **options)
+    options = {} if recipe.buffer_size is None else {"buffer_size": recipe.buffer_size}
+    return StreamingDataset(rows, max_length=recipe.max_length, packing=recipe.packing, prepare=prepare, **options)
 
 
 def _prepared(recipe: Recipe, tokenizer: Any, rows: Any) -> Any:

@@ -76,9 +76,7 @@ class StreamingDataset:
 
     def __iter__(self) -> Iterator[Row]:
         """The prepared rows of one epoch, in the order of the data."""
-        for rows, position in self._buffers(_FIRST, seed=0, shuffle=False, workers=NO_WORKERS):
-            if position["epoch"]:
-                return
+        for rows, _ in self._buffers(_FIRST, seed=0, shuffle=False, workers=NO_WORKERS, epochs=1):
             yield from rows
 
     def rows_from(
@@ -110,16 +108,16 @@ class StreamingDataset:
     # Buffers
 
     def _buffers(
-        self, start: Position, *, seed: int, shuffle: bool, workers: Workers
+        self, start: Position, *, seed: int, shuffle: bool, workers: Workers, epochs: int | None = None
     ) -> Iterator[tuple[list[Row], Position]]:
-        """Prepared rows of each buffer, with its position, indefinitely."""
+        """Prepared rows of each buffer, with its position, of some epochs or indefinitely."""
         source, waiting = self._source(), deque[Position]()
         prepare = self.prepare or functools.partial(
             _tokenized, tokenizer=self.tokenizer, max_length=self.max_length, packing=self.packing
         )
 
         def items() -> Iterator[tuple[Any, tuple[int, ...] | None]]:
-            for epoch in itertools.count(start["epoch"]):
+            for epoch in itertools.islice(itertools.count(start["epoch"]), epochs):
                 first = start if epoch == start["epoch"] else {**_FIRST, "epoch": epoch}
                 number = first["buffer"]
                 found = self._of_iterable(first) if source is None else self._of_index(source, first, seed, shuffle)
