@@ -131,12 +131,6 @@ class GRPOTrainer(Trainer):
             trainable=trainable,
             callbacks=callbacks,
         )
-        if args.group_by_length:
-            raise UnsupportedOptionError(
-                "group_by_length is not supported with completions.",
-                "Their lengths are not known before they are generated.",
-                "Leave it out.",
-            )
         period = self._steps_per_generation
         if args.save_steps is not None and args.save_steps % period:
             raise InvalidInputError(
@@ -203,6 +197,12 @@ class GRPOTrainer(Trainer):
         return None if per_epoch is None else per_epoch * self._steps_per_generation
 
     def _make_order(self) -> BatchOrder | StreamOrder:
+        if self.args.group_by_length:
+            raise UnsupportedOptionError(
+                "group_by_length is not supported with completions.",
+                "Their lengths are not known before they are generated.",
+                "Leave it out.",
+            )
         parts, count = self.args.gradient_accumulation_steps, self._completions_per_generation
         if self._passes_per_generation % parts:
             raise InvalidInputError(
