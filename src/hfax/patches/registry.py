@@ -43,7 +43,7 @@ _FAMILIES = (
     "steps",
     "torch_xla",
 )
-_OF_JAX = ("ops", "attention", "control_flow", "images", "norms")
+_OF_JAX = ("ops", "attention", "control_flow", "ctc", "images", "norms")
 """The modules that import JAX; loaded only for the JAX backend."""
 
 _lock = threading.RLock()
