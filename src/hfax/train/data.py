@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,8 @@ import numpy as np
 
 from hfax.errors import InvalidInputError
 from hfax.train.ignored import IGNORED
-from hfax.train.workers import NO_WORKERS, Workers, in_order
+from hfax.train.sources import Indexed, is_indexable
+from hfax.train.workers import NO_WORKERS, Workers, in_order_with
 
 Row = Mapping[str, Any]
 Batch = dict[str, np.ndarray]
@@ -177,7 +177,7 @@ class BatchOrder:
         self._dataset = dataset
         self._rows = rows_per_step
         self._seed, self._shuffle, self._workers = seed, shuffle, workers
-        self.length = len(dataset) if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") else None
+        self.length = len(dataset) if is_indexable(dataset) else None
         self.steps_per_epoch = None if self.length is None else self.length // rows_per_step
         if self.steps_per_epoch == 0:
             raise InvalidInputError(
@@ -197,17 +197,9 @@ class BatchOrder:
             steps: number of steps done.
             position: None, see `position`.
         """
-        epochs = deque[int]()
+        return in_order_with(Indexed(self._dataset), self._picked(steps), self._workers)
 
-        def items() -> Iterator[np.ndarray]:
-            for epoch, picked in self._picked(steps):
-                epochs.append(epoch)
-                yield picked
-
-        for rows in in_order(_Rows(self._dataset), items(), self._workers):
-            yield epochs.popleft(), rows
-
-    def _picked(self, steps: int) -> Iterator[tuple[int, np.ndarray]]:
+    def _picked(self, steps: int) -> Iterator[tuple[int, list[int]]]:
         """Epoch and row numbers of each step."""
         assert self.steps_per_epoch is not None
         epoch, skip = divmod(steps, self.steps_per_epoch)
@@ -218,7 +210,7 @@ class BatchOrder:
             if self._lengths is not None:
                 order = grouped_by_length(order, self._lengths, self._rows)
             for step in range(skip, self.steps_per_epoch):
-                yield epoch, order[step * self._rows : (step + 1) * self._rows]
+                yield epoch, order[step * self._rows : (step + 1) * self._rows].tolist()
             epoch, skip = epoch + 1, 0
 
     def _lengths_of_rows(self) -> np.ndarray:
@@ -229,16 +221,6 @@ class BatchOrder:
                 "Pass a list or a data set of tokenized rows, or leave group_by_length out.",
             )
         return np.array([len(self._dataset[i]["input_ids"]) for i in range(self.length)])
-
-
-class _Rows:
-    """Rows of a data set by their numbers, in any process."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __call__(self, picked: np.ndarray) -> list[Row]:
-        return [self._dataset[int(i)] for i in picked]
 
 
 def grouped_by_length(order: np.ndarray, lengths: np.ndarray, rows_per_step: int) -> np.ndarray:

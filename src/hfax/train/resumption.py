@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from hfax.errors import InvalidInputError
-from hfax.train.streaming import StreamingDataset, is_indexable
+from hfax.train.sources import is_indexable
+from hfax.train.streaming import StreamingDataset
 
 logger = logging.getLogger(__name__)
 

@@ -175,6 +175,11 @@ class Indexed:
         return f"Row {where[number] + 1}"
 
 
+def is_indexable(dataset: Any) -> bool:
+    """Whether the rows of a data set have an index."""
+    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+
+
 class Given:
     """Reads rows that are given themselves: those of an iterable without an index."""
 

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ import numpy as np
 from hfax.errors import HfaxError, InvalidInputError
 from hfax.train.data import BatchOrder, pack
 from hfax.train.examples import NothingToLearnError, tokenize_rows
-from hfax.train.sources import Given, Indexed, JsonLines, Reader, Row, open_rows
-from hfax.train.workers import NO_WORKERS, Workers, in_order
+from hfax.train.sources import Given, Indexed, JsonLines, Reader, Row, is_indexable, open_rows
+from hfax.train.workers import NO_WORKERS, Workers, in_order_with
 
 Prepare = Callable[[Sequence[Row]], list[Any]]
 Position = dict[str, Any]
@@ -111,19 +110,19 @@ class StreamingDataset:
         self, start: Position, *, seed: int, shuffle: bool, workers: Workers, epochs: int | None = None
     ) -> Iterator[tuple[list[Row], Position]]:
         """Prepared rows of each buffer, with its position, of some epochs or indefinitely."""
-        source, waiting = self._source(), deque[Position]()
+        source = self._source()
         prepare = self.prepare or functools.partial(
             _tokenized, tokenizer=self.tokenizer, max_length=self.max_length, packing=self.packing
         )
 
-        def items() -> Iterator[tuple[Any, tuple[int, ...] | None]]:
+        def items() -> Iterator[tuple[Position, tuple[Any, tuple[int, ...] | None]]]:
             for epoch in itertools.islice(itertools.count(start["epoch"]), epochs):
                 first = start if epoch == start["epoch"] else {**_FIRST, "epoch": epoch}
                 number = first["buffer"]
                 found = self._of_iterable(first) if source is None else self._of_index(source, first, seed, shuffle)
                 for where, state in found:
-                    waiting.append({"epoch": epoch, "buffer": number, "row": 0, "source": state})
-                    yield where, (seed, epoch, number) if shuffle else None
+                    position = {"epoch": epoch, "buffer": number, "row": 0, "source": state}
+                    yield position, (where, (seed, epoch, number) if shuffle else None)
                     number += 1
                 if not number:
                     raise _without_rows(
@@ -131,8 +130,8 @@ class StreamingDataset:
                     )
 
         prepared = _Buffer(Given() if source is None else source.reader, prepare)
-        for rows in in_order(prepared, items(), workers):
-            yield rows, waiting.popleft()
+        for position, rows in in_order_with(prepared, items(), workers):
+            yield rows, position
 
     def _source(self) -> JsonLines | Indexed | None:
         """The rows by their index; None: they have none."""
@@ -226,11 +225,6 @@ def make_order(dataset: Any, rows_per_step: int, args: Any) -> BatchOrder | Stre
         return StreamOrder(dataset, rows_per_step, args.seed, args.shuffle, workers)
     as_it_is = StreamingDataset(dataset, prepare=list, buffer_size=rows_per_step)
     return StreamOrder(as_it_is, rows_per_step, args.seed, shuffle=False, workers=NO_WORKERS)
-
-
-def is_indexable(dataset: Any) -> bool:
-    """Whether the rows of a data set have an index."""
-    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
 
 
 class _Buffer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -66,6 +67,21 @@ def in_order(function: Callable[[Any], Any], items: Iterable[Any], workers: Work
         if isinstance(result, _Failure):
             raise result.error()
         yield result
+
+
+def in_order_with(
+    function: Callable[[Any], Any], items: Iterable[tuple[Any, Any]], workers: Workers
+) -> Iterator[tuple[Any, Any]]:
+    """Like `in_order`, for items that each come after something that stays in this process, which is yielded with the result."""
+    kept = deque[Any]()
+
+    def bare() -> Iterator[Any]:
+        for own, item in items:
+            kept.append(own)
+            yield item
+
+    for result in in_order(function, bare(), workers):
+        yield kept.popleft(), result
 
 
 _END = object()
