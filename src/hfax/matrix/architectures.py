@@ -130,6 +130,7 @@ MISSING: dict[str, dict[str, Any]] = {
         "scale_factor_list": [1, 2, 4, 8],
     },
     "moonshine_streaming": {"num_key_value_heads": 8},
+    "lw_detr": {"projector_scale_factors": [1.0], "num_feature_levels": 1},
     "granite4_vision": {"deepstack_layer_map": [(0, 0), (1, 1)], "downsample_rate": "1/2"},
 }
 """Model type to config fields missing from its defaults but set in every published checkpoint."""

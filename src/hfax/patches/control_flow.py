@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -104,22 +105,56 @@ def _lengths_on_host(module: Any, original: Callable[..., Any]) -> Callable[...,
 
 
 def _any(x: jax.Array, dim: Any = None, keepdim: bool = False) -> jax.Array:
-    if dim in (None, 0) and getattr(_local, "any_is_true", False):
+    if dim in (None, 0) and (known := getattr(_local, "any", None)) is not None:
         with jax.ensure_compile_time_eval():
-            return jnp.ones(() if dim is None else x.shape[1:], bool)
+            return jnp.full(() if dim is None else x.shape[1:], known)
     found = jnp.any(x, axis=dim, keepdims=keepdim)
     return found.astype(x.dtype) if x.dtype == jnp.uint8 else found
 
 
+@contextlib.contextmanager
+def _any_is(known: bool) -> Iterator[None]:
+    """Within the block, `any` of a whole mask, or of its first axis, is a constant."""
+    before, _local.any = getattr(_local, "any", None), known
+    try:
+        yield
+    finally:
+        _local.any = before
+
+
 def _any_is_true(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        before, _local.any_is_true = getattr(_local, "any_is_true", False), True
-        try:
+        with _any_is(True):
             return original(*args, **kwargs)
-        finally:
-            _local.any_is_true = before
 
     return forward
+
+
+def _global_if_given(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        is_given = given.get("global_attention_mask") is not None
+        if not is_given and (mask := given.get("attention_mask")) is not None:
+            note_check(mask <= 1, "attention_mask has values above 1; mark global tokens in global_attention_mask")
+        with _any_is(is_given):
+            return original(*args, **kwargs)
+
+    return forward
+
+
+def _padding_has_a_bucket(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def hash_vectors(vectors: Any, num_hashes: int, attention_mask: Any, increase_num_buckets: bool = False) -> Any:
+        """Buckets, [batch, heads, hashes · length] int64, with a last one for padding, which stays empty if there is none."""
+        if attention_mask is None:
+            return original(vectors, num_hashes, None, increase_num_buckets)
+        found = original(vectors, num_hashes, None, increase_num_buckets=True)
+        sizes = module.num_buckets if isinstance(module.num_buckets, (list, tuple)) else [module.num_buckets]
+        last = math.prod(sizes)
+        by_hash = found.view(*found.shape[:2], num_hashes, -1)
+        of_padding = torch.arange(num_hashes, device=found.device)[:, None] * (last + 1) + last
+        return torch.where(attention_mask.bool()[:, None, None], by_hash, of_padding).view(found.shape)
+
+    return hash_vectors
 
 
 def _room_for_every_patch(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,6 +186,12 @@ PATCHES: list[Patch] = [
         why="the model asks `if mask.any()` of a traced mask, and does nothing for a mask that is all false",
         classes=("Ovis2Model", "FSMTModel"),
         make=_any_is_true,
+    ),
+    ForwardPatch(
+        name="global-tokens-if-given",
+        why="Longformer and LED look whether any token has global attention (`any().item()`): one may if there is a mask of them",
+        classes=("LongformerModel", "LEDEncoder"),
+        make=_global_if_given,
     ),
     ForwardPatch(
         name="every-pool-is-kept",
@@ -213,6 +254,13 @@ PATCHES: list[Patch] = [
         why="XLM and Flaubert assert that the longest length, computed from the traced ids, fits (`item`)",
         classes=("XLMModel", "FlaubertModel"),
         make=_lengths_on_host,
+    ),
+    ForwardPatch(
+        name="padding-has-a-bucket",
+        why="Reformer counts the padding (`item`) to decide whether it gets a bucket of its own",
+        classes=("LSHSelfAttention",),
+        method="_hash_vectors",
+        make=_padding_has_a_bucket,
     ),
     ForwardPatch(
         name="room-for-every-patch",

@@ -41,6 +41,7 @@ _FAMILIES = (
     "indexers",
     "norms",
     "steps",
+    "windows",
     "torch_xla",
 )
 _OF_JAX = ("ops", "attention", "control_flow", "ctc", "images", "norms")
@@ -275,6 +276,9 @@ def _forward_in_force(patch: ForwardPatch, module: torch.nn.Module, used: set[st
         used.add(patch.name)
         return replacement(*args, **kwargs)
 
+    signature = inspect.signature(before)  # callers look which arguments a forward takes
+    bound = inspect.Parameter("_", inspect.Parameter.POSITIONAL_ONLY)
+    recorded.__signature__ = signature.replace(parameters=[bound, *signature.parameters.values()])  # type: ignore[attr-defined]
     module.__dict__[patch.method] = types.MethodType(recorded, module)
     try:
         yield

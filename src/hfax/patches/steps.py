@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +74,51 @@ def _mixed_feed_forward(module: Any, original: Callable[..., Any]) -> Callable[.
     return forward
 
 
+def _hide_unwritten_keys(mask: str, cache: str, token_axis: int) -> Callable[[Any, Callable[..., Any]], Callable[..., Any]]:
+    """Makes a decoder layer's forward that gives its self-attention a mask where modelling code gives none.
+
+    Args:
+        mask: the argument that is added to self-attention's scores; where it is None, it becomes [batch, 1, queries, keys].
+        cache: the argument with the cache.
+        token_axis: the axis of tokens in the layer's first argument, [batch, tokens, width] or [tokens, batch, width].
+    """
+
+    def make(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            bound = inspect.signature(original).bind(*args, **kwargs)
+            held = bound.arguments.get(cache)
+            if held is not None and bound.arguments.get(mask) is None:
+                hidden = args[0]
+                new, rows, layer = hidden.shape[token_axis], hidden.shape[1 - token_axis], module.self_attn.layer_idx
+                num_keys, _ = held.get_mask_sizes(new, layer)
+                is_written = torch.arange(num_keys, device=hidden.device) < held.get_seq_length(layer) + new
+                bias = torch.where(is_written, 0.0, torch.finfo(hidden.dtype).min).to(hidden.dtype)
+                bound.arguments[mask] = bias.expand(rows, 1, new, num_keys)
+            return original(*bound.args, **bound.kwargs)
+
+        return forward
+
+    return make
+
+
+def _positions_by_formula(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(input_ids: Any, *, cache_length: Any = 0) -> Any:
+        """FSMT's sinusoids of places after the cache, [batch, length, width], of any length."""
+        if isinstance(cache_length, int):
+            return original(input_ids, cache_length=cache_length)
+        positions = module.make_positions(input_ids, module.padding_idx) + cache_length
+        half = module.embedding_dim // 2
+        frequencies = torch.exp(torch.arange(half, device=input_ids.device).float() * -(math.log(10000) / (half - 1)))
+        angles = positions[..., None].float() * frequencies
+        found = torch.cat([torch.sin(angles), torch.cos(angles)], dim=-1)
+        if module.embedding_dim % 2:
+            found = torch.nn.functional.pad(found, (0, 1))
+        return found.masked_fill((positions == module.padding_idx)[..., None], 0.0).to(module.weight.dtype)
+
+    return forward
+
+
+_NO_MASK = "its decoder gives no mask to a single token, which would see the unwritten end of a cache of fixed size"
 _ROWS_MIX = (
     "in a decoding step RWKV adds its state, [batch, width], to tokens [batch, 1, width]: every row of a batch then reads all "
     "rows' states, and the last row's step is taken for all (transformers 5.23)"
@@ -86,6 +133,27 @@ PATCHES: list[Patch] = [
         "text's length: windows then begin too late",
         classes=("GPTNeoSelfAttention",),
         make=_causal_by_position,
+        backends=_BACKENDS,
+    ),
+    ForwardPatch(
+        name="led-unwritten-keys",
+        why=_NO_MASK,
+        classes=("LEDDecoderLayer",),
+        make=_hide_unwritten_keys("attention_mask", "cache", token_axis=1),
+        backends=_BACKENDS,
+    ),
+    ForwardPatch(
+        name="fsmt-unwritten-keys",
+        why=_NO_MASK,
+        classes=("transformers.models.fsmt.modeling_fsmt:DecoderLayer",),
+        make=_hide_unwritten_keys("causal_mask", "layer_state", token_axis=0),
+        backends=_BACKENDS,
+    ),
+    ForwardPatch(
+        name="fsmt-positions",
+        why="FSMT compares the traced length with its table of positions, and makes a longer one",
+        classes=("transformers.models.fsmt.modeling_fsmt:SinusoidalPositionalEmbedding",),
+        make=_positions_by_formula,
         backends=_BACKENDS,
     ),
     ForwardPatch(

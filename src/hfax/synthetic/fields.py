@@ -90,6 +90,13 @@ def token_ids(model: Any, rows: int = ROWS, length: int = LENGTH, seed: int = 0)
     return torch.stack([ordinary[torch.randperm(len(ordinary), generator=generator)[:length]] for _ in range(rows)])
 
 
+def _decoder_ids(model: Any) -> torch.Tensor:
+    """Decoder ids, [rows, 6] int64; [rows, 6, channels] for a decoder of audio codes."""
+    ids = token_ids(model, length=getattr(model.config, "canvas_length", None) or STEPS, seed=1)
+    channels = getattr(getattr(model.config, "decoder_config", None), "num_channels", None)
+    return ids[..., None].repeat(1, 1, channels) if model.config.model_type == "dia" else ids
+
+
 def _boxes(model: Any) -> torch.Tensor:
     """Boxes, [rows, length, 4] (left, top, right, bottom): int64 for models with embedding tables, else float32 in [0, 1)."""
     corners = torch.rand((ROWS, LENGTH, 2, 2), generator=torch.Generator().manual_seed(0)).sort(dim=2).values.flatten(2)
@@ -123,7 +130,7 @@ def _pixels(model: Any) -> Any:
     is_own = config.model_type.removesuffix("_vision") in LAYOUTS
     if is_own or names & {"grid_thw", "image_grid_thw", "spatial_shapes", "target_sizes"}:
         return image_inputs(model)["pixel_values"]
-    frames = find(config, "num_frames") if _reads_frames(model) else None
+    frames = 2 if config.model_type in _READ_PAIRS else find(config, "num_frames") if _reads_frames(model) else None
     channels = find(config, "num_channels", "in_channels") or 3
     return draw(ROWS, *((frames,) if frames else ()), channels, *_height_and_width(config))
 
@@ -140,7 +147,13 @@ def _reads_frames(model: Any) -> bool:
     return model.config.model_type in ("timesformer", "videomae", "vivit", "xclip", "tvp", "instructblipvideo")
 
 
+_READ_PAIRS = ("efficientloftr", "lightglue", "superglue")
+"""Models that match two images: pixels are [rows, 2, channels, height, width]."""
+
+
 def _height_and_width(config: Any) -> tuple[int, int]:
+    if ratios := getattr(config, "scaled_images_ratios", None):  # the smallest copy of an image has one patch
+        return (int(config.patch_size / min(ratios)),) * 2
     size = (
         find(config, "image_size", "input_size", "img_size", "crop_size")
         or find(vision_config(config), "image_size")
@@ -196,6 +209,8 @@ def _features(model: Any) -> torch.Tensor:
     """Audio features: [rows, mel bins, frames] for Whisper-like models, [rows, frames, features] for the others."""
     config = model.config
     width = find(config, *_FEATURE_WIDTHS)
+    if config.model_type.startswith("clap"):
+        return draw(ROWS, 1, 80, width)
     if (
         (positions := find(config, "max_source_positions"))
         and find(config, "num_mel_bins")
@@ -204,13 +219,20 @@ def _features(model: Any) -> torch.Tensor:
         return draw(ROWS, width, 2 * positions)
     if config.model_type in _BINS_FIRST:
         return draw(ROWS, width, 80)
-    if width is None:
-        width = {"gemma4_audio": 128, "pop2piano": getattr(config, "d_model", None)}.get(config.model_type)
+    width = _OWN_WIDTHS.get(config.model_type, lambda _: width)(config)
     if width is None:
         raise NotImplementedError("the width of the features is not in the config")
     return draw(ROWS, 80, width)
 
 
+_OWN_WIDTHS: dict[str, Callable[[Any], Any]] = {
+    "gemma4_audio": lambda config: 128,
+    "pop2piano": lambda config: config.d_model,
+    "fun_asr_nano_encoder": lambda config: config.input_size,
+    "granite_speech5_encoder": lambda config: 4 * config.num_mel_bins,
+    "granite_speech5_ctc": lambda config: 4 * config.encoder_config.num_mel_bins,
+}
+"""Model type to the width of its features, where it is not one of `_FEATURE_WIDTHS`."""
 _BINS_FIRST = ("glmasr_encoder", "voxtral_realtime_encoder", "qwen3_asr_encoder", "audioflamingo3_encoder")
 
 
@@ -243,7 +265,7 @@ def _future(model: Any, features: str | None = None) -> torch.Tensor:
 
 _MAKERS: dict[str, Callable[[Any], Any]] = {
     "input_ids": _text_with_end,
-    "decoder_input_ids": lambda model: token_ids(model, length=STEPS, seed=1),
+    "decoder_input_ids": lambda model: _decoder_ids(model),
     "qformer_input_ids": lambda model: token_ids(model, length=STEPS, seed=1) % 100,
     "task_inputs": lambda model: token_ids(model, length=model.config.task_seq_len) % 77,
     "bbox": _boxes,

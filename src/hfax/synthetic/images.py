@@ -198,6 +198,8 @@ def _tiles_with_ratios(model: Any, _: ImageSizes) -> dict[str, torch.Tensor]:
 def _masked_by_tile(model: Any, _: ImageSizes) -> dict[str, torch.Tensor]:
     """Tiles of one image per row, [rows, tiles, channels, height, width], and a mask of real tiles, [rows, tiles]."""
     config = vision_config(model.config)
+    if config is model.config:  # the encoder alone
+        return {"pixel_values": draw(IMAGES, _channels(config), *image_size(config))}
     mask = torch.ones(IMAGES, 2, dtype=torch.bool)
     return {"pixel_values": draw(IMAGES, 2, _channels(config), *image_size(config)), "pixel_attention_mask": mask}
 
@@ -210,10 +212,16 @@ def _flat_patches(model: Any, _: ImageSizes) -> dict[str, torch.Tensor]:
     return {"flattened_patches": torch.cat([places, draw(IMAGES, 9, _channels(config) * patch * patch)], dim=-1)}
 
 
+def _padded_with_sizes(model: Any, _: ImageSizes) -> dict[str, torch.Tensor]:
+    """Images, [images, channels, height, width], and their sizes without padding, [images, 2]."""
+    return {"pixel_values": draw(IMAGES, 3, 64, 64), "image_sizes": torch.tensor([[64, 64]] * IMAGES)}
+
+
 LAYOUTS: dict[str, Callable[[Any, ImageSizes], dict[str, torch.Tensor]]] = {
     "kimi_k25": _square_patches_with_grid,
     "paddleocr_vl": _square_patches_with_grid,
     "inkling2": _merged_patches,
+    "inkling2_loop": _merged_patches,
     "inkling_mm_model": lambda model, _: {
         "pixel_values": draw(
             IMAGES, vision_config(model.config).temporal_patch_size, *[vision_config(model.config).patch_size] * 2, 3
@@ -230,10 +238,8 @@ LAYOUTS: dict[str, Callable[[Any, ImageSizes], dict[str, torch.Tensor]]] = {
         "pixel_values": draw(IMAGES, 3, *image_size(vision_config(model.config))),
         "high_res_pixel_values": draw(IMAGES, 3, *image_size(model.config.high_res_vision_config)),
     },
-    "emu3": lambda model, _: {
-        "pixel_values": draw(IMAGES, 3, 64, 64),
-        "image_sizes": torch.tensor([[64, 64]] * IMAGES),
-    },
+    "emu3": _padded_with_sizes,
+    "apertus1p5": _padded_with_sizes,
     "instructblipvideo": lambda model, _: {
         "pixel_values": draw(IMAGES, 4, 3, *image_size(vision_config(model.config)))
     },

@@ -95,7 +95,8 @@ def _wanted(model: Any, mapping: str, names: Any) -> set[str]:
     wanted = required | ({main} if isinstance(main, str) else set(main)) & set(names)
     wanted |= {n for n in _ALWAYS if n in names}
     if "pixel_values" in names and "input_ids" in names and (mapping == "base" or "zero-shot" in mapping):
-        wanted |= {"pixel_values", "input_ids"}  # two towers
+        has_images = getattr(model.config, "vision_config", model) is not None  # else the vision tower is optional
+        wanted |= {"pixel_values", "input_ids"} if has_images else {"input_ids"}
     if "input_features" in names and "input_ids" in names and model.config.model_type in ("clap", "clvp", "pop2piano"):
         wanted |= {"input_features"} if model.config.model_type == "pop2piano" else {"input_features", "input_ids"}
     for first, *others in _TOGETHER:
@@ -139,12 +140,19 @@ def _encoder(model: Any, names: set[str], mapping: str, extra: set[str]) -> Case
     forward: dict[str, Any] = {"input_ids": ids} | {name: make_field(model, name) for name in extra}
     if "attention_mask" in names:
         forward["attention_mask"] = mask
+    if model.config.model_type == "longformer" and mapping == "question-answering":
+        # tokens before the first of three separators have global attention
+        ids[:, [5, 6, LENGTH - PADDING - 1]] = model.config.sep_token_id
+    elif "global_attention_mask" in names:
+        forward["global_attention_mask"] = torch.zeros_like(ids).index_fill(1, torch.tensor([0]), 1)
     if mapping not in (*GENERATING, "base") and model.config.is_encoder_decoder:
         # classifiers read the last end-of-sequence token, and every row must have the same number of them
         end = model.config.get_text_config().eos_token_id
         ids[:, LENGTH - PADDING - 1] = end if isinstance(end, int) else ids[:, 0]
         return CaseInputs(forward=forward, generate={}, mask=None)
-    if model.config.is_encoder_decoder and "decoder_input_ids" in names:
-        forward["decoder_input_ids"] = token_ids(model, length=6, seed=1)
-        return CaseInputs(forward=forward, generate={"input_ids": ids, "attention_mask": mask}, mask=None)
+    is_canvas = hasattr(model.config, "canvas_length")  # of a diffusion model, else drawn at random
+    if "decoder_input_ids" in names and (model.config.is_encoder_decoder or is_canvas):
+        forward["decoder_input_ids"] = make_field(model, "decoder_input_ids")
+        given = {n: v for n, v in forward.items() if n == "global_attention_mask"}
+        return CaseInputs(forward=forward, generate={"input_ids": ids, "attention_mask": mask} | given, mask=None)
     return CaseInputs(forward=forward, generate={"input_ids": ids, "attention_mask": mask}, mask=mask.bool())

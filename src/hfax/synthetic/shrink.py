@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from hfax.errors import UnsupportedModelError
 from hfax.synthetic.kept_layers import kept_layers
-from hfax.synthetic.small_values import HEAD_DIM, POSITIONS, TOKEN_FIELDS, VOCABULARY, WIDTH, WINDOW, new_value
+from hfax.synthetic.small_values import HEAD_DIM, HEADS, POSITIONS, TOKEN_FIELDS, VOCABULARY, WIDTH, WINDOW, new_value
 
 SPECIAL: dict[str, dict[str, Any]] = {
     # the head size of sliding-window layers is checked against that of the latent heads
@@ -53,7 +53,28 @@ SPECIAL: dict[str, dict[str, Any]] = {
     # a coefficient determines the last layer's width
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 320},
     "align_vision_model": {"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 320},
-    "align": {"projection_dim": lambda c: c.vision_config.hidden_dim},
+    "align": {"projection_dim": lambda c: int(c.vision_config.hidden_dim * c.vision_config.width_coefficient)},
+    # image tokens, then audio tokens, at the end of the vocabulary
+    "apertus1p5": {"image_token_offset": 100, "audio_token_offset": lambda c: 100 + c.vision_config.codebook_size},
+    "dory": {
+        "n_input_layers": 1,
+        "n_recurrent_layers": 1,
+        "n_output_layers": 1,
+        "num_hidden_layers": 3,
+        "layer_types": lambda c: [*c.layer_types, c.layer_types[0]],
+    },
+    # the width is the last stage's number of channels
+    "efficientloftr": {
+        "hidden_size": lambda c: c.out_features[-1],
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+    },
+    "dia_decoder": {"cross_num_key_value_heads": HEADS, "cross_head_dim": HEAD_DIM},
+    # each stage doubles the width
+    "clap_audio_model": {"hidden_size": lambda c: c.patch_embeds_hidden_size * 2 ** (len(c.depths) - 1)},
+    "apertus1p5_vision_tokenizer": {"base_channels": 32, "latent_channels": WIDTH},
+    "gradium_phonon_tts": {"flow_head_config.condition_dim": WIDTH},
+    "lightglue": {"descriptor_dim": WIDTH},
     # the mask head has hidden size plus heads channels, which must be a multiple of 8
     "detr": {"encoder_attention_heads": 8, "decoder_attention_heads": 8},
     "eomt": {"num_blocks": 1},
@@ -72,12 +93,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "image_size": [64, 32],
         "pretrain_image_size": 64,
     },
-    "depth_pro": {"patch_size": lambda c: c.image_model_config.image_size},
+    "depth_pro": {"patch_size": lambda c: c.image_model_config.image_size, "intermediate_hook_ids": [1, 0]},
     "fun_asr_nano": {"adaptor_config.intermediate_size": WIDTH // 4},
     # the layer whose cache a layer uses: its own, or another's that it shares
     "mistral_large4_text": {"kv_source_layers": lambda c: list(range(c.num_hidden_layers))},
     # one group per channel
-    "mimi": {"upsample_groups": lambda c: c.hidden_size},
+    "mimi": {"upsample_groups": lambda c: c.hidden_size, "vector_quantization_hidden_dimension": WIDTH},
     "timesfm2_5": {"context_length": 128},
     "mimi_encoder": {"upsample_groups": lambda c: c.hidden_size},
     "mimi_decoder": {"upsample_groups": lambda c: c.hidden_size},

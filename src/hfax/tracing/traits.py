@@ -112,7 +112,6 @@ APPENDS_MASK = {
 
 WRITES_OTHERWISE = {
     "prophetnet": "after the prompt it counts positions with padding, before it without",
-    "fsmt": "with a cache its decoder masks nothing, so it would look past the text in a cache of fixed size",
     "xlnet": "it writes at a place that its permutation mask hides",
     "cpmant": "its forward takes the whole text and a table of its own at every step",
     "idefics": "every new token reads the image again, which hfax gives to the prompt alone",
