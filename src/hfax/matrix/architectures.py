@@ -129,6 +129,7 @@ MISSING: dict[str, dict[str, Any]] = {
         "kernel_list": [3, 2, 2],
         "scale_factor_list": [1, 2, 4, 8],
     },
+    "shieldgemma2": {"yes_token_index": 150, "no_token_index": 151},
     "moonshine_streaming": {"num_key_value_heads": 8},
     "lw_detr": {"projector_scale_factors": [1.0], "num_feature_levels": 1},
     "granite4_vision": {"deepstack_layer_map": [(0, 0), (1, 1)], "downsample_rate": "1/2"},

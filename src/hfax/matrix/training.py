@@ -75,7 +75,8 @@ def torch_gradients(plain: torch.nn.Module, inputs: CaseInputs) -> dict[str, tor
     output = first_floats(plain(**{n: _as_double(v) if is_double else v for n, v in inputs.forward.items()}))
     if not output.requires_grad:
         raise RuntimeError("plain transformers has no gradient of its first output")
-    (output * torch.from_numpy(_factors(tuple(output.shape), inputs.mask))).sum().backward()
+    finite = torch.where(output.isfinite(), output, 0.0)  # scores of what is masked are infinite
+    (finite * torch.from_numpy(_factors(tuple(output.shape), inputs.mask))).sum().backward()
     found = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None and p.numel()}
     if not any(bool(g.abs().max() > 0) for g in found.values()):
         raise RuntimeError("plain transformers' gradients are zero")
@@ -88,7 +89,8 @@ def _step_gradients(model: JaxModel, inputs: CaseInputs) -> dict[str, np.ndarray
 
     def loss(apply: Any, batch: Mapping[str, Any]) -> Any:
         output = first_floats(apply(**batch))
-        return (output * jnp.asarray(_factors(tuple(output.shape), inputs.mask))).sum()
+        finite = jnp.where(jnp.isfinite(output), output, 0.0)
+        return (finite * jnp.asarray(_factors(tuple(output.shape), inputs.mask))).sum()
 
     rate = 2.0**10  # weights are of order 1, so that rounding them hides little of the gradient
     step = make_train_step(model, optax.sgd(rate), loss, dropout=False)

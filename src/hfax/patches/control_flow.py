@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from torch.utils import _mode_utils as mode_utils
 
 from hfax.errors import running_line
 from hfax.patches.patch import ForwardPatch, FunctionPatch, OpPatch, Patch
@@ -145,14 +145,24 @@ def _global_if_given(module: Any, original: Callable[..., Any]) -> Callable[...,
 def _padding_has_a_bucket(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     def hash_vectors(vectors: Any, num_hashes: int, attention_mask: Any, increase_num_buckets: bool = False) -> Any:
         """Buckets, [batch, heads, hashes · length] int64, with a last one for padding, which stays empty if there is none."""
-        if attention_mask is None:
-            return original(vectors, num_hashes, None, increase_num_buckets)
-        found = original(vectors, num_hashes, None, increase_num_buckets=True)
         sizes = module.num_buckets if isinstance(module.num_buckets, (list, tuple)) else [module.num_buckets]
-        last = math.prod(sizes)
-        by_hash = found.view(*found.shape[:2], num_hashes, -1)
-        of_padding = torch.arange(num_hashes, device=found.device)[:, None] * (last + 1) + last
-        return torch.where(attention_mask.bool()[:, None, None], by_hash, of_padding).view(found.shape)
+        shape = (module.num_attention_heads, vectors.shape[-1], num_hashes, sum(sizes) // 2)
+        if module.hash_seed is None:
+            rotations = torch.randn(shape, device=vectors.device, dtype=vectors.dtype)
+        else:  # torch's own numbers
+            with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+                rotations = torch.randn(
+                    shape, generator=torch.Generator().manual_seed(module.hash_seed), dtype=vectors.dtype
+                )
+        rotated = torch.einsum("bmtd,mdhr->bmhtr", vectors.detach(), rotations)
+        buckets, factor = 0, 1
+        for size, part in zip(sizes, rotated.split([size // 2 for size in sizes], dim=-1), strict=True):
+            buckets = buckets + factor * torch.cat([part, -part], dim=-1).argmax(dim=-1)
+            factor *= size
+        offsets = torch.arange(num_hashes, device=vectors.device)[:, None] * (factor + 1)
+        if attention_mask is not None:
+            buckets = torch.where(attention_mask.bool()[:, None, None], buckets, factor)
+        return (buckets + offsets).flatten(start_dim=2)
 
     return hash_vectors
 

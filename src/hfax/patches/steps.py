@@ -74,7 +74,9 @@ def _mixed_feed_forward(module: Any, original: Callable[..., Any]) -> Callable[.
     return forward
 
 
-def _hide_unwritten_keys(mask: str, cache: str, token_axis: int) -> Callable[[Any, Callable[..., Any]], Callable[..., Any]]:
+def _hide_unwritten_keys(
+    mask: str, cache: str, token_axis: int
+) -> Callable[[Any, Callable[..., Any]], Callable[..., Any]]:
     """Makes a decoder layer's forward that gives its self-attention a mask where modelling code gives none.
 
     Args:

@@ -32,6 +32,7 @@ _MONO = (
     "pocket_tts",
     "neucodec",
     "higgs_audio_v2",
+    "omniasr",
 )
 """Model type prefixes of audio models that take [rows, channels, samples]."""
 

@@ -232,6 +232,7 @@ LAYOUTS: dict[str, Callable[[Any, ImageSizes], dict[str, torch.Tensor]]] = {
     "gemma4_unified": _patches_with_positions,
     "molmo2": _crops_with_pooling,
     "mllama": _tiles_with_ratios,
+    "idefics": lambda model, _: {"pixel_values": draw(IMAGES, 1, 3, *image_size(vision_config(model.config)))},
     "granite_docling": _masked_by_tile,
     "pix2struct": _flat_patches,
     "deepseek_vl_hybrid": lambda model, _: {
@@ -296,6 +297,9 @@ def prompts_with_images(
         found["image_embeds_position_mask"] = is_image
     if "moe_mm_token_type_ids" in names:
         found["moe_mm_token_type_ids"] = found["mm_token_type_ids"]
+    if "image_attention_mask" in names:
+        found["image_attention_mask"] = torch.zeros(IMAGES, length, 1, dtype=torch.long)
+        found["image_attention_mask"][:, before:] = 1
     if "cross_attention_mask" in names:  # every token after the image attends to its first tile
         tiles = images["pixel_values"].shape[2]
         found["cross_attention_mask"] = torch.zeros(IMAGES, length, 1, tiles, dtype=torch.long)
@@ -305,7 +309,7 @@ def prompts_with_images(
 
 def image_token(config: Any) -> int | None:
     """The placeholder token id of image features; None if image features are not inserted into the text."""
-    if config.model_type in ("git", "blip", "mllama"):
+    if config.model_type in ("git", "blip", "mllama", "idefics"):
         return None
     if config.model_type == "kosmos-2":  # a mask marks the image positions, whatever their ids
         return 0

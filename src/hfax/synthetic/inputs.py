@@ -76,10 +76,14 @@ def make_inputs(model: Any, mapping: str, count_features: CountFeatures = featur
 
 def _writes_beside_images(model: Any, mapping: str) -> bool:
     """Whether images are part of the prompt that the model continues."""
+    if model.config.model_type == "florence2":
+        return True
     if model.config.is_encoder_decoder or mapping == "image-text-to-text":
         return not model.config.is_encoder_decoder
     if getattr(model.config, "vision_config", model) is None:
         return False
+    if model.config.model_type in ("mllama", "idefics"):  # cross-attention to images, under a mask
+        return True
     try:
         return image_token(model.config) is not None and hasattr(model, "get_image_features")
     except NotImplementedError:
@@ -111,6 +115,10 @@ def _wanted(model: Any, mapping: str, names: Any) -> set[str]:
 
 def _with_images(model: Any, count_features: CountFeatures) -> CaseInputs:
     forward = prompts_with_images(model, token_ids(model), count_features)
+    if model.config.is_encoder_decoder:
+        return CaseInputs(
+            forward=forward | {"decoder_input_ids": make_field(model, "decoder_input_ids")}, generate=forward, mask=None
+        )
     return CaseInputs(forward=forward, generate=dict(forward), mask=forward["attention_mask"].bool())
 
 
@@ -153,6 +161,6 @@ def _encoder(model: Any, names: set[str], mapping: str, extra: set[str]) -> Case
     is_canvas = hasattr(model.config, "canvas_length")  # of a diffusion model, else drawn at random
     if "decoder_input_ids" in names and (model.config.is_encoder_decoder or is_canvas):
         forward["decoder_input_ids"] = make_field(model, "decoder_input_ids")
-        given = {n: v for n, v in forward.items() if n == "global_attention_mask"}
+        given = {n: v for n, v in forward.items() if n in ("global_attention_mask", "bbox")}
         return CaseInputs(forward=forward, generate={"input_ids": ids, "attention_mask": mask} | given, mask=None)
     return CaseInputs(forward=forward, generate={"input_ids": ids, "attention_mask": mask}, mask=mask.bool())

@@ -73,6 +73,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     # each stage doubles the width
     "clap_audio_model": {"hidden_size": lambda c: c.patch_embeds_hidden_size * 2 ** (len(c.depths) - 1)},
     "apertus1p5_vision_tokenizer": {"base_channels": 32, "latent_channels": WIDTH},
+    "pocket_tts": {"flow_head_config.condition_dim": WIDTH},
+    "fast_vlm": {"vision_config.hidden_size": 3072},
+    "neucodec": {"quantization_dim": 2 * WIDTH},
+    "gemma3n_vision": {"hidden_size": 2048},
     "gradium_phonon_tts": {"flow_head_config.condition_dim": WIDTH},
     "lightglue": {"descriptor_dim": WIDTH},
     # the mask head has hidden size plus heads channels, which must be a multiple of 8
