@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hfax.patches.control_flow import note_check
-from hfax.patches.patch import ForwardPatch, InputPatch, Patch
+from hfax.patches.patch import ForwardPatch, FunctionPatch, InputPatch, Patch
 
 _WITH_PADDING_IMAGES = {
     "Idefics2Model": "idefics2.modeling_idefics2",
@@ -84,6 +84,55 @@ def _placeholders(module: Any, original: Callable[..., Any]) -> Callable[..., An
     return get
 
 
+def _patches_without_text_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    def combine(
+        image_embeddings: Any,
+        inputs_embeds: Any,
+        bbox: Any,
+        visual_bbox: Any,
+        attention_mask: Any = None,
+        num_patches: int = 14,
+        max_len: int = 0,
+        image_size: int = 224,
+        patch_size: int = 16,
+    ) -> tuple[Any, Any, Any]:
+        """UDOP's text with the patches under its words added, then the other patches, then zeros: static in length.
+
+        Returns embeddings [batch, length, width], boxes [batch, length, 4], and a mask [batch, length] or None.
+        """
+        rows, count, width = image_embeddings.shape
+        centers = (bbox[..., :2] + bbox[..., 2:]) / 2.0
+        column, row = torch.clip(torch.floor(centers * num_patches).long(), 0, num_patches - 1).unbind(-1)
+        under = column + row * num_patches
+        mean = bbox.float().mean(-1)
+        beneath = image_embeddings.gather(1, under[..., None].expand(-1, -1, width))
+        inputs_embeds = inputs_embeds + beneath.masked_fill(((mean == 0.0) | (mean == 1.0))[..., None], 0.0)
+
+        is_free = torch.ones_like(image_embeddings[..., 0], dtype=torch.bool).scatter(1, under, False)
+        if visual_bbox is None:
+            from transformers.models.udop.modeling_udop import get_visual_bbox
+
+            visual_bbox = get_visual_bbox(image_size=image_size, patch_size=patch_size)
+            visual_bbox = visual_bbox[None].expand(rows, -1, -1).to(image_embeddings.device)
+        length = count if max_len == 0 else max_len - inputs_embeds.shape[1]
+        order = torch.argsort((~is_free).int(), dim=1, stable=True)
+        is_kept = torch.arange(count, device=order.device) < is_free.sum(1, keepdim=True)
+
+        def free_first(values: Any) -> Any:
+            found = values.gather(1, order[..., None].expand(-1, -1, values.shape[-1]))
+            found = found.masked_fill(~is_kept[..., None], 0)[:, :length]
+            return torch.nn.functional.pad(found, (0, 0, 0, length - found.shape[1]))
+
+        embeddings = torch.cat([inputs_embeds, free_first(image_embeddings)], 1)
+        boxes = torch.cat([bbox.float(), free_first(visual_bbox.to(image_embeddings.dtype).float())], 1)
+        if attention_mask is not None:
+            padded = torch.nn.functional.pad(is_kept[:, :length], (0, length - min(count, length)))
+            attention_mask = torch.cat([attention_mask, padded.to(attention_mask.dtype)], 1)
+        return embeddings, boxes, attention_mask
+
+    return combine
+
+
 PATCHES: list[Patch] = [
     ForwardPatch(
         name="placeholders-counted-later",
@@ -114,5 +163,12 @@ PATCHES: list[Patch] = [
         classes=tuple(f"transformers.models.{module}:{name}" for name, module in _WITH_PADDING_IMAGES.items()),
         method="get_image_features",
         make=_all_images,
+    ),
+    FunctionPatch(
+        name="patches-without-text-first",
+        why="UDOP drops the patches of an image that lie under words, whose number depends on the boxes",
+        target="transformers.models.udop.modeling_udop:combine_image_text_embeddings",
+        make=_patches_without_text_first,
+        model_types=("udop",),
     ),
 ]

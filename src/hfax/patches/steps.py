@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -103,19 +102,13 @@ def _hide_unwritten_keys(
     return make
 
 
-def _positions_by_formula(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def _positions_in_the_table(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(input_ids: Any, *, cache_length: Any = 0) -> Any:
-        """FSMT's sinusoids of places after the cache, [batch, length, width], of any length."""
+        """FSMT's sinusoids of places after the cache, [batch, length, width]."""
         if isinstance(cache_length, int):
             return original(input_ids, cache_length=cache_length)
         positions = module.make_positions(input_ids, module.padding_idx) + cache_length
-        half = module.embedding_dim // 2
-        frequencies = torch.exp(torch.arange(half, device=input_ids.device).float() * -(math.log(10000) / (half - 1)))
-        angles = positions[..., None].float() * frequencies
-        found = torch.cat([torch.sin(angles), torch.cos(angles)], dim=-1)
-        if module.embedding_dim % 2:
-            found = torch.nn.functional.pad(found, (0, 1))
-        return found.masked_fill((positions == module.padding_idx)[..., None], 0.0).to(module.weight.dtype)
+        return torch.nn.functional.embedding(positions, module.weight)
 
     return forward
 
@@ -153,9 +146,9 @@ PATCHES: list[Patch] = [
     ),
     ForwardPatch(
         name="fsmt-positions",
-        why="FSMT compares the traced length with its table of positions, and makes a longer one",
+        why="FSMT compares the traced length with its table of positions to make a longer one; generate() keeps to the table",
         classes=("transformers.models.fsmt.modeling_fsmt:SinusoidalPositionalEmbedding",),
-        make=_positions_by_formula,
+        make=_positions_in_the_table,
         backends=_BACKENDS,
     ),
     ForwardPatch(
