@@ -45,6 +45,7 @@ SAMPLE = {
         "diffllama",  # torch's own norm
         "xlm",  # predicts at an appended mask, without a cache
         "xlstm",  # takes no mask
+        "dory",  # layers in a loop
     ],
     "seq2seq-lm": [
         *("t5", "m2m_100", "nllb-moe", "switch_transformers", "seamless_m4t", "seamless_m4t_v2"),
@@ -148,9 +149,7 @@ def test_what_does_not_work_is_told_from_what_does(capsys: pytest.CaptureFixture
 
 
 def test_reasons_do_not_say_where_libraries_lie_on_this_machine() -> None:
-    (result,) = run_cases(
-        [Architecture(mapping="base", model_type="eomt", class_name="EomtForUniversalSegmentation")]
-    )
+    (result,) = run_cases([Architecture(mapping="base", model_type="eomt", class_name="EomtForUniversalSegmentation")])
     assert result.outcome == "forward fails"
     assert "(transformers/models/eomt/modeling_eomt.py:" in result.reason
 

@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from transformers import PretrainedConfig
-from transformers.cache_utils import Cache, DummyLayer, EncoderDecoderCache, get_layer_types_and_kwargs
+from transformers.cache_utils import Cache, DummyLayer, EncoderDecoderCache
 
 from hfax.errors import UnsupportedModelError
+from hfax.kv_cache.layer_kinds import layer_kinds
 from hfax.kv_cache.layers import (
     CacheOps,
     CrossAttentionLayer,
@@ -68,7 +69,7 @@ def make_cache(
     Raises:
         UnsupportedModelError: hfax has no cache for a kind of layer in the config.
     """
-    types, kwargs = _layer_kinds(config)
+    types, kwargs = layer_kinds(config)
     if not keeps_windows:
         types = ["full_attention" if kind in _WINDOWS else kind for kind in types]
     own = LayeredCache(
@@ -86,19 +87,11 @@ def make_cache(
     return EncoderDecoderCache(own, cross)
 
 
-def _layer_kinds(config: PretrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
-    """The kind of each layer of the text model, and the arguments of its cache."""
-    text_config = config.get_text_config(decoder=True)
-    types, kwargs = get_layer_types_and_kwargs(text_config)
-    crossing = getattr(text_config, "cross_attention_layers", None) or ()  # layers that attend only to images
-    return ["cross_attention" if index in crossing else kind for index, kind in enumerate(types)], kwargs
-
-
 def only_read(config: PretrainedConfig, names: Iterable[str]) -> set[str]:
     """The names of arrays that decoding only reads, and that are the same for all texts of a prompt: keys and values of an
     encoder's output, or of images."""
     names = set(names)
-    kinds = _layer_kinds(config)[0] if any(name.startswith("layers.") for name in names) else []
+    kinds = layer_kinds(config)[0] if any(name.startswith("layers.") for name in names) else []
     crossing = tuple(f"layers.{index}." for index, kind in enumerate(kinds) if kind == "cross_attention")
     return {name for name in names if name.startswith(("cross_layers.", *crossing))}
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from transformers import PretrainedConfig
-from transformers.cache_utils import CacheLayerMixin, get_layer_types_and_kwargs
+from transformers.cache_utils import CacheLayerMixin
 
 from hfax.errors import UnsupportedModelError
 from hfax.kv_cache.cache import LayeredCache
+from hfax.kv_cache.layer_kinds import layer_kinds
 from hfax.kv_cache.layers import Tensor
 from hfax.kv_cache.scales import scales_of
 
@@ -99,14 +100,14 @@ def pooled_layers(config: PretrainedConfig) -> list[str]:
     Raises:
         UnsupportedModelError: a layer caches something other than keys and values.
     """
-    types, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    types, _ = layer_kinds(config)
     if others := sorted(set(types) - set(_POOLED)):
         raise UnsupportedModelError(
             f"The model has layers of kind {', '.join(others)}.",
             "Pages only hold keys and values of every token.",
             "Use one cache slot per sequence.",
         )
-    return list(types)
+    return types
 
 
 def make_pooled_cache(

@@ -143,6 +143,8 @@ def unlike_general_loop(module: torch.nn.Module) -> str | None:
     names = (cls.__name__, config.model_type)
     if (kind := next((n for n in names if n in WRITES_OTHERWISE), None)) is not None:
         return f"{kind}: {WRITES_OTHERWISE[kind]}."
+    if getattr(config.get_text_config(decoder=True), "recurrent_kv_cache_mode", None) == "last_loop":
+        return "With recurrent_kv_cache_mode='last_loop', its earlier loops read the past that the last loop wrote."
     for name in LOOP:
         holder = next((c for c in cls.__mro__ if name in vars(c)), GenerationMixin)
         if holder is not GenerationMixin and holder.__name__ not in SAME_LOOP:
