@@ -39,9 +39,9 @@ def test_windows_and_states_do_not_grow() -> None:
 
 
 def test_what_fails_names_the_line() -> None:
-    found = hfax.diagnose(hfax.shrink_config(transformers.EomtConfig(architectures=["EomtForUniversalSegmentation"])))
+    found = hfax.diagnose(hfax.shrink_config(transformers.VitsConfig(architectures=["VitsModel"])))
     assert found.verdict == "fails"
-    assert "modeling_eomt.py" in found.problems[0]
+    assert "modeling_vits.py" in found.problems[0]
 
 
 _ODD = """
@@ -122,7 +122,7 @@ def test_command_prints_json_and_its_exit_code_is_the_verdict(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     hfax.shrink_config(config_of("llama-3-8b")).save_pretrained(tmp_path / "good")
-    hfax.shrink_config(transformers.EomtConfig(architectures=["EomtForUniversalSegmentation"])).save_pretrained(
+    hfax.shrink_config(transformers.VitsConfig(architectures=["VitsModel"])).save_pretrained(
         tmp_path / "bad"
     )
     capfd.readouterr()

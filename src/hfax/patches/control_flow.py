@@ -167,6 +167,33 @@ def _padding_has_a_bucket(module: Any, original: Callable[..., Any]) -> Callable
     return hash_vectors
 
 
+def _masks_in_every_block(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        """EoMT's forward, with a mask in each of its last blocks, which hides nothing where `attn_mask_probs` is zero."""
+        probabilities = module.attn_mask_probs
+        masks: list[Any] = []
+
+        def disable(mask: Any, prob: Any, num_query_tokens: int, encoder_start_tokens: int, device: Any) -> Any:
+            share = probabilities[len(masks)]
+            before = masks[-1] if masks else torch.ones_like(mask)
+            is_free = torch.zeros_like(mask)
+            is_free[:, :num_query_tokens, encoder_start_tokens:] = (
+                torch.rand(len(mask), num_query_tokens, device=device) >= share
+            )[..., None]
+            masks.append(torch.where(share > 0, mask | is_free, before))
+            return masks[-1]
+
+        module.attn_mask_probs = torch.ones(len(probabilities))  # modelling code asks whether they are above zero
+        module._disable_attention_mask = disable
+        try:
+            return original(*args, **kwargs)
+        finally:
+            module.attn_mask_probs = probabilities
+            del module._disable_attention_mask
+
+    return forward
+
+
 def _room_for_every_patch(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     def patch_lengths(entropies: Any, sequence_length: int, patch_size: Any = None, threshold: Any = None) -> Any:
         """Lengths of patches, [batch, sequence_length + 1] int64; those behind the last patch are 0.
@@ -271,6 +298,12 @@ PATCHES: list[Patch] = [
         classes=("LSHSelfAttention",),
         method="_hash_vectors",
         make=_padding_has_a_bucket,
+    ),
+    ForwardPatch(
+        name="masks-in-every-block",
+        why="EoMT's last blocks look at a buffer to decide whether queries are masked",
+        classes=("EomtForUniversalSegmentation", "EomtDinov3ForUniversalSegmentation"),
+        make=_masks_in_every_block,
     ),
     ForwardPatch(
         name="room-for-every-patch",
