@@ -122,9 +122,7 @@ def test_command_prints_json_and_its_exit_code_is_the_verdict(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     hfax.shrink_config(config_of("llama-3-8b")).save_pretrained(tmp_path / "good")
-    hfax.shrink_config(transformers.VitsConfig(architectures=["VitsModel"])).save_pretrained(
-        tmp_path / "bad"
-    )
+    hfax.shrink_config(transformers.VitsConfig(architectures=["VitsModel"])).save_pretrained(tmp_path / "bad")
     capfd.readouterr()
     assert run(["doctor", "--json", str(tmp_path / "good")]) == 0
     good = json.loads(capfd.readouterr().out)

@@ -75,6 +75,12 @@ class AttentionName(str):
         return str.__hash__(self)
 
 
+ATTENTION_NAME = AttentionName("hfax", "sdpa")
+"""The name of hfax's functions for JAX in transformers' attention, mask and experts interfaces."""
+ADDITIVE_NAME = AttentionName("hfax_additive", "eager")
+"""The same attention with additive masks of 0 and minus infinity, for modelling code that extends masks with floats."""
+
+
 def structure_of(mask: Any) -> MaskStructure:
     """The structure of a mask made by `attention_mask`; nothing is known about any other mask, or about None."""
     return getattr(mask, "mask_structure", None) or _UNKNOWN

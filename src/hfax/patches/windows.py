@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfax.errors import UnsupportedOptionError
+from hfax.patches.masks import ATTENTION_NAME, MaskStructure
 from hfax.patches.patch import ForwardPatch, FunctionPatch, Patch
 
 
@@ -32,27 +34,35 @@ def _attention_under_a_mask(module: Any, original: Callable[..., Any]) -> Callab
                 "Call the model without output_attentions, or run plain transformers.",
             )
         rows, length, width = hidden_states.shape
+        attention = ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME]
         places = torch.arange(length, device=hidden_states.device)
-        distance = (places[:, None] - places).abs()
-        is_near = (distance <= module.one_sided_attn_window_size) & ~is_index_masked[:, None]
-        # padding attends to itself alone, so that no row of the softmax is empty; its context is zero in the end
-        mask = is_near | is_index_global_attn[:, None] | (distance == 0)
 
-        def attend(query: Any, key: Any, value: Any, mask: Any) -> Any:
+        # Padding attends to itself at least, so that no row of the softmax is empty; its context is zero in the end.
+        def in_windows(queries: Any, keys: Any) -> Any:
+            distance = (queries[:, None] - keys).abs()
+            is_near = (distance <= module.one_sided_attn_window_size) & ~is_index_masked[:, keys][:, None]
+            return (is_near | is_index_global_attn[:, keys][:, None] | (distance == 0))[:, None]
+
+        def everywhere(queries: Any, keys: Any) -> Any:
+            return (~is_index_masked[:, keys][:, None] | (queries[:, None] == keys))[:, None]
+
+        def attend(query: Any, key: Any, value: Any, seen: Callable[[Any, Any], Any]) -> Any:
             split = (
                 p(hidden_states).view(rows, length, module.num_heads, module.head_dim).transpose(1, 2)
                 for p in (query, key, value)
             )
+            mask = seen(places, places)
+            mask.mask_structure = MaskStructure(
+                block=seen
+            )  # long texts: blocks without a pair that is seen are skipped
             dropout = module.dropout if module.training else 0.0
-            found = torch.nn.functional.scaled_dot_product_attention(*split, attn_mask=mask, dropout_p=dropout)
-            return found.transpose(1, 2).reshape(rows, length, width)
+            found, _ = attention(module, *split, mask, dropout=dropout, is_causal=False)
+            return found.reshape(rows, length, width)
 
-        context = attend(module.query, module.key, module.value, mask[:, None])
+        context = attend(module.query, module.key, module.value, in_windows)
         context = context.masked_fill(is_index_masked[..., None], 0.0)
         if is_global_attn:
-            lowest = torch.finfo(hidden_states.dtype).min  # not infinite: all tokens of a row may be padding
-            bias = is_index_masked[:, None, None].to(hidden_states.dtype) * lowest
-            to_all = attend(module.query_global, module.key_global, module.value_global, bias)
+            to_all = attend(module.query_global, module.key_global, module.value_global, everywhere)
             context = torch.where(is_index_global_attn[..., None], to_all, context)
         return (context,)
 
@@ -73,7 +83,6 @@ def _first_separator(original: Callable[..., Any]) -> Callable[..., Any]:
 
 PATCHES: list[Patch] = [
     ForwardPatch(
-        backends=("jax", "torch_xla"),
         name="windows-with-global-tokens",
         why="Longformer and LED make tensors whose sizes are the numbers of global tokens (`nonzero`, `max`)",
         classes=("LongformerSelfAttention", "LEDEncoderSelfAttention"),

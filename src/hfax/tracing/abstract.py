@@ -14,10 +14,11 @@ from hfax.errors import UnsupportedOptionError
 from hfax.load.formats import without_quantization
 from hfax.load.host_arrays import to_numpy
 from hfax.load.skeleton import Skeleton, build_skeleton, resolve_dtype, resolve_model_class
+from hfax.patches.masks import ADDITIVE_NAME, ATTENTION_NAME
 from hfax.synthetic.images import feature_counts
 from hfax.synthetic.inputs import make_inputs
 from hfax.tracing import geometry
-from hfax.tracing.torchax import ADDITIVE_NAME, ATTENTION_NAME, register_interfaces
+from hfax.tracing.torchax import register_interfaces
 from hfax.tracing.traced_model import TracedModel
 
 _NARROW = {"int64": "int32", "float64": "float32"}

@@ -35,10 +35,6 @@ from hfax.tracing.adapters import adapted, onto_parameters, split_adapters
 from hfax.tracing.geometry import HostArray
 from hfax.tracing.training import Training, in_train_mode, rematerialised
 
-ATTENTION_NAME = masks.AttentionName("hfax", "sdpa")
-"""The name of hfax's functions in transformers' attention, mask and experts interfaces."""
-ADDITIVE_NAME = masks.AttentionName("hfax_additive", "eager")
-"""The same attention with additive masks of 0 and minus infinity, for modelling code that extends masks with floats."""
 _CLIENT_OPTIONS = "jax_pjrt_client_create_options"
 
 
@@ -578,10 +574,10 @@ def _times(numbers: jax.Array, scale: float) -> jax.Array:
 @functools.cache
 def _register_interfaces() -> None:
     """Register hfax's functions under their own name; transformers' names are unchanged."""
-    for name, mask in ((ATTENTION_NAME, masks.attention_mask), (ADDITIVE_NAME, masks.additive_mask)):
+    for name, mask in ((masks.ATTENTION_NAME, masks.attention_mask), (masks.ADDITIVE_NAME, masks.additive_mask)):
         modeling_utils.ALL_ATTENTION_FUNCTIONS.register(name, _attention_forward)
         masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
-    moe.ALL_EXPERTS_FUNCTIONS.register(ATTENTION_NAME, experts_forward)
+    moe.ALL_EXPERTS_FUNCTIONS.register(masks.ATTENTION_NAME, experts_forward)
 
 
 def register_interfaces() -> None:
