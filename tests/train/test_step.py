@@ -8,8 +8,9 @@ import numpy as np
 import optax
 import pytest
 import torch
+import transformers
 
-from hfax import InvalidInputError, UnsupportedModelError, make_train_step
+from hfax import AutoModelForTPU, InvalidInputError, UnsupportedModelError, make_train_step
 from hfax.train.dpo import DPOLoss
 
 from .small_models import VOCABULARY, batch, make
@@ -150,6 +151,19 @@ def test_attention_probabilities_are_dropped_in_train_mode(tmp_path):
     spread = np.std(runs, axis=0).mean()
     steady = np.asarray(model.apply(model.params, input_ids=ids).logits)
     assert np.abs(np.mean(runs, axis=0) - steady).mean() < spread / 3
+
+
+def test_probabilities_are_dropped_where_modelling_code_calls_torchs_attention(tmp_path):
+    """T5, Falcon with ALiBi and others do, outside of the attention interface; the rate was ignored."""
+    config = transformers.FalconConfig(
+        hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=99, alibi=True, attention_dropout=0.5
+    )
+    transformers.FalconForCausalLM(config).save_pretrained(tmp_path)
+    model = AutoModelForTPU.from_pretrained(tmp_path)
+    run = jax.jit(lambda key: model.apply(model.params, input_ids=np.arange(10)[None], dropout_rng=key).logits)
+    one, again, other = (np.asarray(run(jax.random.key(n))) for n in (1, 1, 2))
+    np.testing.assert_array_equal(one, again)
+    assert np.abs(one - other).max() > 1e-3
 
 
 @pytest.mark.sweep

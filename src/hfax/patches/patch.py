@@ -69,12 +69,14 @@ class OpPatch(Patch):
         ops: names of the operation, such as "torch.nn.functional.linear" or "aten.linear" (or "aten.linear.default").
         lower: takes the operation's arguments with `jax.Array`s instead of tensors; returns arrays.
         takes_quantized: weights may be `QuantizedArray`s; otherwise they are dequantized.
+        draws: it also takes `next_key`, a function that returns a new PRNG key.
     """
 
     kind: ClassVar[str] = "operation"
     ops: tuple[str, ...]
     lower: Callable[..., Any]
     takes_quantized: bool = False
+    draws: bool = False
 
     def applies_to(self) -> str:
         """The names of the operations."""

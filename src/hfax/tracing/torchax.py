@@ -99,7 +99,8 @@ def _make_environment(version: int) -> Any:
     environment = _tracing.TraceEnvironment()
     for patch in registry.op_patches():
         for op in patch.resolve():
-            lower = _recorded(patch.name, patch.lower, environment.used)
+            given = {"next_key": environment.get_and_rotate_prng_key} if patch.draws else {}
+            lower = _recorded(patch.name, functools.partial(patch.lower, **given), environment.used)
             lower.takes_quantized = patch.takes_quantized  # pyright: ignore[reportFunctionMemberAccess]
             environment.lower(op, lower)
     _register_interfaces()
