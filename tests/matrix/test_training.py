@@ -53,7 +53,7 @@ def test_what_torch_has_no_gradient_for_is_not_compared(monkeypatch):
     result = run_case(LLAMA, trains=True)
     assert (result.outcome, result.gradient_error) == ("works", None)
     assert "inplace operation" in result.torch_cannot_train
-    assert "torch has no gradients for their outputs: llama." in render([result])
+    assert "torch has no gradients to compare with: llama." in render([result])
 
 
 def test_training_has_an_outcome_and_a_column(monkeypatch):

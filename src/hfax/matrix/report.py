@@ -7,6 +7,7 @@ model-specific code. It runs nothing.
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import inspect
 from collections import Counter
 from collections.abc import Iterable
@@ -27,7 +28,8 @@ loaded by hfax, and compared with plain transformers in float32 on a CPU:
   shorter than the prompt.
 - Models that take images get pixels.
 - The gradients that a training step applies must agree with torch's within 1e-4 of each weight's largest gradient, or within four
-  times the difference that rounding makes in transformers' own gradients. Where torch has none, nothing is compared.
+  times the difference that rounding makes in transformers' own gradients. Where torch has none, or rounding changes them by more
+  than 1%, nothing is compared.
 
 Small random models show whether hfax computes what transformers computes. They do not cover full size, speed or lower precision.
 
@@ -38,7 +40,9 @@ neither. A mapping that is not in the table was not run."""
 
 def versions() -> dict[str, str]:
     """Versions of the libraries that affect the results."""
-    names = ("transformers", "torch", "jax", "torchax")
+    names = ["transformers", "torch", "jax", "torchax"]
+    if importlib.util.find_spec("timm") is not None:  # some architectures need it
+        names.append("timm")
     return {"hfax": __version__} | {name: importlib.metadata.version(name) for name in names}
 
 
@@ -128,7 +132,7 @@ def _details(rows: list[CaseResult]) -> Iterable[str]:
     yield f"Works ({len(works)}): " + ", ".join(r.model_type for r in works) + "."
     if untrained := [r.model_type for r in works if r.torch_cannot_train]:
         yield ""
-        yield f"Not compared in training, because torch has no gradients for their outputs: {', '.join(untrained)}."
+        yield f"Not compared in training, because torch has no gradients to compare with: {', '.join(untrained)}."
     others = [r for r in rows if r.outcome != "works"]
     if others:
         yield ""

@@ -94,8 +94,9 @@ def token_ids(model: Any, rows: int = ROWS, length: int = LENGTH, seed: int = 0)
 def _decoder_ids(model: Any) -> torch.Tensor:
     """Decoder ids, [rows, 6] int64; [rows, 6, channels] for a decoder of audio codes."""
     ids = token_ids(model, length=getattr(model.config, "canvas_length", None) or STEPS, seed=1)
-    channels = getattr(getattr(model.config, "decoder_config", None), "num_channels", None)
-    return ids[..., None].repeat(1, 1, channels) if model.config.model_type == "dia" else ids
+    if model.config.model_type == "dia":
+        return ids[..., None].repeat(1, 1, model.config.decoder_config.num_channels)
+    return ids
 
 
 def _boxes(model: Any) -> torch.Tensor:
@@ -154,7 +155,8 @@ _READ_PAIRS = ("efficientloftr", "lightglue", "superglue")
 
 def _height_and_width(config: Any) -> tuple[int, int]:
     if ratios := getattr(config, "scaled_images_ratios", None):  # the smallest copy of an image has one patch
-        return (int(config.patch_size / min(ratios)),) * 2
+        side = int(config.patch_size / min(ratios))
+        return side, side
     size = (
         find(config, "image_size", "input_size", "img_size", "crop_size")
         or find(vision_config(config), "image_size")
