@@ -138,6 +138,23 @@ def _florence() -> Any:
     )
 
 
+def _led() -> Any:
+    """Its decoder gives no mask to a single token, which saw the unwritten end of the cache."""
+    return shrink_config(transformers.LEDConfig(attention_window=[8, 8]))
+
+
+def _led_prompts() -> dict[str, torch.Tensor]:
+    inputs = padded(13, 4, 0)
+    return {**inputs, "global_attention_mask": (inputs["attention_mask"].cumsum(1) == 1).long()}
+
+
+def _fsmt() -> Any:
+    """As LED."""
+    return shrink_config(
+        transformers.FSMTConfig(langs=["en", "de"], src_vocab_size=VOCAB, tgt_vocab_size=VOCAB, num_beams=1)
+    )
+
+
 def about_an_image(seed: int, rows: int = 2) -> dict[str, torch.Tensor]:
     """For Florence-2: 32 by 32 pixels are 16 places after two halvings and a fourth, and one for their mean."""
     tokens = ids(rows, 24) % (VOCAB - 2)
@@ -192,6 +209,8 @@ CLASSES = {
     "blt": SilentClass(transformers.BltForCausalLM, _blt, lambda: {"input_ids": ids(2, 8)}, {"use_cache": False}),
     "florence2": SilentClass(transformers.Florence2ForConditionalGeneration, _florence, lambda: about_an_image(1)),
     "gpt_neo": SilentClass(transformers.GPTNeoForCausalLM, _gpt_neo, lambda: padded(13, 4, 0)),
+    "led": SilentClass(transformers.LEDForConditionalGeneration, _led, _led_prompts),
+    "fsmt": SilentClass(transformers.FSMTForConditionalGeneration, _fsmt, lambda: padded(13, 4, 0)),
     "ctrl": SilentClass(transformers.CTRLLMHeadModel, _ctrl, _with_token_types),
     "recurrent_gemma": SilentClass(transformers.RecurrentGemmaForCausalLM, _recurrent_gemma, lambda: padded(7, 3, 0)),
     # their modelling code asks for the name of the attention function, and passes it the selected keys by that

@@ -54,7 +54,7 @@ def _attention_under_a_mask(module: Any, original: Callable[..., Any]) -> Callab
             mask = seen(places, places)
             mask.mask_structure = MaskStructure(
                 block=seen
-            )  # long texts: blocks without a pair that is seen are skipped
+            )  # of long texts, blocks in which nothing is seen are skipped
             dropout = module.dropout if module.training else 0.0
             found, _ = attention(module, *split, mask, dropout=dropout, is_causal=False)
             return found.reshape(rows, length, width)
