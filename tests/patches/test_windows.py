@@ -14,6 +14,12 @@ from hfax import AutoModelForTPU
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.matrix.case import draw_weights
 
+_SIZES = {
+    "d_model": 64,
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 128),
+}
 CONFIGS: dict[str, tuple[str, Callable[[], Any]]] = {
     "longformer": (
         "LongformerModel",
@@ -31,13 +37,7 @@ CONFIGS: dict[str, tuple[str, Callable[[], Any]]] = {
     "led": (
         "LEDForConditionalGeneration",
         lambda: transformers.LEDConfig(
-            d_model=64,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=128,
-            decoder_ffn_dim=128,
+            **_SIZES,
             vocab_size=199,
             max_encoder_position_embeddings=514,
             max_decoder_position_embeddings=128,
@@ -47,13 +47,7 @@ CONFIGS: dict[str, tuple[str, Callable[[], Any]]] = {
     "fsmt": (
         "FSMTForConditionalGeneration",
         lambda: transformers.FSMTConfig(
-            d_model=64,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=128,
-            decoder_ffn_dim=128,
+            **_SIZES,
             src_vocab_size=199,
             tgt_vocab_size=199,
             langs=["en", "de"],

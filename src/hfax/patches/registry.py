@@ -44,7 +44,7 @@ _FAMILIES = (
     "windows",
     "torch_xla",
 )
-_OF_JAX = ("ops", "attention", "control_flow", "ctc", "images", "norms")
+_OF_JAX = ("ops", "attention", "control_flow", "ctc", "images", "norms", "windows")
 """The modules that import JAX; loaded only for the JAX backend."""
 
 _lock = threading.RLock()

@@ -13,6 +13,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfax.errors import UnsupportedOptionError
+from hfax.patches.control_flow import note_check
 from hfax.patches.masks import ATTENTION_NAME, MaskStructure
 from hfax.patches.patch import ForwardPatch, FunctionPatch, Patch
 
@@ -70,8 +71,6 @@ def _attention_under_a_mask(module: Any, original: Callable[..., Any]) -> Callab
 
 
 def _first_separator(original: Callable[..., Any]) -> Callable[..., Any]:
-    from hfax.patches.control_flow import note_check
-
     def question_end(input_ids: Any, sep_token_id: int) -> Any:
         """The place of each row's first separator, [batch] int64."""
         is_separator = input_ids == sep_token_id

@@ -132,9 +132,8 @@ def _pixels(model: Any) -> Any:
     is_own = config.model_type.removesuffix("_vision") in LAYOUTS
     if is_own or names & {"grid_thw", "image_grid_thw", "spatial_shapes", "target_sizes"}:
         return image_inputs(model)["pixel_values"]
-    frames = 2 if config.model_type in _READ_PAIRS else find(config, "num_frames") if _reads_frames(model) else None
     channels = find(config, "num_channels", "in_channels") or 3
-    return draw(ROWS, *((frames,) if frames else ()), channels, *_height_and_width(config))
+    return draw(ROWS, *_frames(config), channels, *_height_and_width(config))
 
 
 def _num_patches(config: Any) -> int:
@@ -145,12 +144,14 @@ def _num_patches(config: Any) -> int:
     return math.prod(size // side for size, side in zip(_height_and_width(config), sides, strict=True)) // unit
 
 
-def _reads_frames(model: Any) -> bool:
-    return model.config.model_type in ("timesformer", "videomae", "vivit", "xclip", "tvp", "instructblipvideo")
-
-
-_READ_PAIRS = ("efficientloftr", "lightglue", "superglue")
-"""Models that match two images: pixels are [rows, 2, channels, height, width]."""
+def _frames(config: Any) -> tuple[int, ...]:
+    """The axis of frames in pixels, or of the two images that a model matches; () if pixels have none."""
+    if config.model_type in ("efficientloftr", "lightglue", "superglue"):
+        return (2,)
+    if config.model_type in ("timesformer", "videomae", "vivit", "xclip", "tvp", "instructblipvideo"):
+        frames = find(config, "num_frames")
+        return (frames,) if frames else ()
+    return ()
 
 
 def _height_and_width(config: Any) -> tuple[int, int]:
