@@ -26,6 +26,7 @@ GenerateFunction = Callable[..., Any]
 GENERAL_ALL_THE_SAME = {
     "Blip2ForConditionalGeneration": "it runs its language model on the prompt with features, as forward does",
     "InstructBlipForConditionalGeneration": "the same",
+    "InstructBlipVideoForConditionalGeneration": "the same",
     "Kosmos2ForConditionalGeneration": "it encodes the image first, as forward does",
 }
 """Classes with a `generate` override that yields the same tokens as hfax's loop over their forward, and what it does besides."""

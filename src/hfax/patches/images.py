@@ -133,7 +133,21 @@ def _patches_without_text_first(original: Callable[..., Any]) -> Callable[..., A
     return combine
 
 
+def _without_positions(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def features(*args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    return features
+
+
 PATCHES: list[Patch] = [
+    ForwardPatch(
+        name="positions-of-text-alone",
+        why="InstructBLIP's model of videos passes the text's positions to its Q-Former, too",
+        classes=("InstructBlipVideoForConditionalGeneration",),
+        method="get_video_features",
+        make=_without_positions,
+    ),
     ForwardPatch(
         name="placeholders-counted-later",
         why="HunYuan VL raises if image tokens and features differ in number, by looking; the program gives the condition back",
@@ -147,6 +161,7 @@ PATCHES: list[Patch] = [
         classes=(
             "Blip2ForConditionalGeneration",
             "InstructBlipForConditionalGeneration",
+            "InstructBlipVideoForConditionalGeneration",
             "Kosmos2ForConditionalGeneration",
         ),
         make=_decode_by_language_model,

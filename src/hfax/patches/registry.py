@@ -33,6 +33,7 @@ ENTRY_POINT = "hfax.patches"
 _FAMILIES = (
     "ops",
     "attention",
+    "branches",
     "masks",
     "experts",
     "control_flow",

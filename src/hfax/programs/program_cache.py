@@ -142,6 +142,8 @@ class ProgramCache:
         self._lock = threading.Lock()
         self.made: dict[str, Program] = {}
         """Every program so far, by its file name in a bundle."""
+        self.run_by_operation: set[str] = set()
+        """Names of the forward passes that are no programs, since they read too many values (`hfax.tracing.host_reads`)."""
 
     def get(
         self,

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 import torch.utils._mode_utils as mode_utils
 import torchax.tensor
@@ -22,12 +23,15 @@ from hfax.kernels.target import may_be_differentiated
 from hfax.tracing import indexing, wide_integers
 from hfax.tracing.constants import TOO_LARGE, is_host, run_on_host, to_host
 from hfax.tracing.lowerings import LOWERINGS, REFUSED
-from hfax.tracing.masked_selection import DistinctRuns, MaskedSelection, MaskPlaces
+from hfax.tracing.host_reads import read
+from hfax.tracing.masked_selection import DistinctRuns, MaskedSelection, MaskPlaces, known_places
 from hfax.tracing.observations import note_missing, note_wide
 from hfax.tracing.operands import (
     as_array,
     as_arrays_or_quantized,
     has_other_strides,
+    is_selection,
+    is_tensor,
     is_torch_tensor,
     map_leaves,
     stack,
@@ -56,6 +60,15 @@ from hfax.tracing.trace_tensor import (
 from hfax.tracing.views import VIEW_OPS, keeps_order, link_views, with_torch_strides
 
 OperatorNotFound = torchax.tensor.OperatorNotFound
+VALUE_ERRORS = (
+    ValueReadError,
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerBoolConversionError,
+)
+"""What a trace raises where it cannot go on without a value."""
 
 
 class TraceEnvironment(torchax.tensor.Environment):
@@ -90,6 +103,21 @@ class TraceEnvironment(torchax.tensor.Environment):
             raise wide_integers.refusal(name, str(error).splitlines()[0]) from error
 
     def _carry_out(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        name = name_of(func)
+        if name not in ("add", "sub", "mul", "div"):  # these a selection answers itself
+            args, kwargs = map_leaves(is_selection, lambda s: s.known(), (args, kwargs))
+        try:
+            return self._carried_out(func, name, args, kwargs)
+        except VALUE_ERRORS as error:  # JAX's, for a result whose size depends on values
+            return self._with_values(func, args, kwargs, error)
+        except TypeError as error:  # torch's operators take a TypeError for an operand of a type that they do not know
+            if "concrete values" in str(error):
+                return self._with_values(func, args, kwargs, error)
+            if "incompatible shapes" not in str(error):
+                raise
+            raise RuntimeError(f"{name}: {str(error).splitlines()[0]}") from error
+
+    def _carried_out(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         if func in CONSTRUCTORS:
             return self._construct(func, args, kwargs)
         if func in TO:
@@ -101,7 +129,6 @@ class TraceEnvironment(torchax.tensor.Environment):
         if func is torch.Tensor.__getitem__:
             return self.get_item(args[0], args[1])
         tensors = list(tensors_in((args, kwargs)))
-        name = name_of(func)
         if any(t.device.type == "meta" for t in tensors if not isinstance(t, torchax.tensor.Tensor)):
             raise RuntimeError(f"{name} got a weight that was never loaded")
         if tensors and not any(isinstance(t, torchax.tensor.Tensor) for t in tensors):
@@ -110,12 +137,30 @@ class TraceEnvironment(torchax.tensor.Environment):
             result = run_on_host(func, args, kwargs, self.wrap)
             if result is not TOO_LARGE:
                 return result
-        try:
-            return self._traced(func, name, args, kwargs)
-        except TypeError as error:  # torch's operators take a TypeError for an operand of a type that they do not know
-            if "incompatible shapes" not in str(error):
-                raise
-            raise RuntimeError(f"{name}: {str(error).splitlines()[0]}") from error
+        return self._traced(func, name, args, kwargs)
+
+    def _with_values(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
+        """A call whose result has a size that depends on values, which are read: those of scalars, or else all.
+
+        Raises:
+            Exception: `error`, if values cannot be read here.
+        """
+        has_scalars = any(t.ndim == 0 and not is_host(t) for t in tensors_in((args, kwargs)))
+        if (known := self._read(args, kwargs, only_scalars=has_scalars)) is None:
+            raise error
+        if has_scalars:
+            return self._carry_out(func, *known)
+        return run_on_host(func, *known, self.wrap)
+
+    def _read(self, args: Any, kwargs: Any, *, only_scalars: bool = False) -> tuple[Any, Any] | None:
+        """The arguments with the values of traced tensors as constants; None if values cannot be read here."""
+        values: dict[int, Any] = {}
+        for tensor in tensors_in((args, kwargs)):
+            if not is_host(tensor) and (tensor.ndim == 0 or not only_scalars):
+                if (value := read(as_array(tensor))) is None:
+                    return None
+                values[id(tensor)] = self.constant(lambda v=value: torch.from_numpy(np.array(v)))
+        return map_leaves(is_torch_tensor, lambda t: values.get(id(t), t), (args, kwargs))
 
     def lower(self, op: Any, function: Callable[..., Any]) -> None:
         """Register a function of arrays as the lowering of `op`."""
@@ -207,7 +252,9 @@ class TraceEnvironment(torchax.tensor.Environment):
                 with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
                     return target.copy_(source)
             if not is_host(source):
-                raise ValueReadError("copying into a plain torch tensor", source.shape, source.dtype)
+                if (known := self._read((source,), {})) is None:
+                    raise ValueReadError("copying into a plain torch tensor", source.shape, source.dtype)
+                (source,) = known[0]
             with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
                 return target.copy_(to_host(source))
         if isinstance(target, TraceTensor) and target.host is not None and is_host(source):
@@ -281,7 +328,7 @@ class TraceEnvironment(torchax.tensor.Environment):
             and (mask := indexing.whole_mask(indexing.static_index(index))) is not None
         ):
             value = value.under(mask)
-        value = as_array(value) if isinstance(value, torch.Tensor) else value
+        value = as_array(value) if is_tensor(value) else value
         old = tensor.jax()
         tensor._elem = self._written(old, indexing.write(old, indexing.static_index(index), value))
         tensor.wrote()
@@ -296,6 +343,8 @@ class TraceEnvironment(torchax.tensor.Environment):
         if func in (torch.masked_select, torch.Tensor.masked_select):
             array, mask = jnp.broadcast_arrays(as_array(args[0]), as_array(args[1]))
             return MaskedSelection(array, mask, self.wrap)
+        if name == "nonzero" and not kwargs.get("as_tuple") and (places := known_places(as_array(args[0]) != 0)) is not None:
+            return self.wrap(jnp.stack(places, axis=1))
         if func is torch.randint and "high" in kwargs:  # torchax's lowering takes bounds and size by their place
             bounds = (*args, *(kwargs[n] for n in ("low", "high", "size") if n in kwargs))
             args, kwargs = bounds, {n: v for n, v in kwargs.items() if n not in ("low", "high", "size")}

@@ -16,7 +16,7 @@ import torch
 from jax.core import Tracer
 
 from hfax.load.host_arrays import to_numpy
-from hfax.tracing.masked_selection import MaskPlaces
+from hfax.tracing.masked_selection import MaskedSelection, MaskPlaces, known_places
 from hfax.tracing.trace_tensor import TraceTensor, ValueReadError, known_range
 
 Array = Any
@@ -46,6 +46,8 @@ def _part(part: Any) -> Any:
         if part.step is None and (numbers := known_range(part.start, part.stop)) is not None:
             return numbers
         return slice(*(_bound(b) for b in (part.start, part.stop, part.step)))
+    if isinstance(part, MaskedSelection):
+        part = part.known()
     if isinstance(part, TraceTensor):
         host = part.host
         if host is None:
@@ -73,10 +75,15 @@ def read(array: Array, index: Any) -> Array:
     Raises:
         ValueReadError: the result's size would depend on the values of a traced mask.
     """
+    parts: list[Any] = []
     for part in index if isinstance(index, tuple) else (index,):
-        if isinstance(part, jax.Array) and part.dtype == jnp.bool_ and part.ndim:
-            raise ValueReadError("indexing with a boolean mask", torch.Size(part.shape), torch.bool)
-    return array[index]
+        if _is_mask(part) and part.ndim:
+            if (places := known_places(part)) is None:
+                raise ValueReadError("indexing with a boolean mask", torch.Size(part.shape), torch.bool)
+            parts += places
+        else:
+            parts.append(part)
+    return array[tuple(parts)]
 
 
 def write(array: Array, index: Any, value: Any) -> Array:
@@ -87,9 +94,7 @@ def write(array: Array, index: Any, value: Any) -> Array:
     if not masks:
         return array.at[index].set(_fitted(value, array, index))
     if len(masks) > 1 or any(not isinstance(p, slice) or p != slice(None) for p in parts if not _is_mask(p)):
-        raise ValueReadError(
-            "writing through a boolean mask among other indices", torch.Size(parts[masks[0]].shape), torch.bool
-        )
+        return _write_known("writing through a boolean mask among other indices", array, parts, value)
     lead, mask = masks[0], parts[masks[0]]
     rest = array.ndim - lead - mask.ndim
     wide = mask.reshape((1,) * lead + mask.shape + (1,) * rest)
@@ -97,7 +102,20 @@ def write(array: Array, index: Any, value: Any) -> Array:
         return jnp.where(wide, value if value.size > 1 else value.reshape(()), array)
     if lead == 0 and value.ndim == rest + 1:
         return masked_rows(array, mask, value)
-    raise ValueReadError("writing several values through a boolean mask", torch.Size(mask.shape), torch.bool)
+    return _write_known("writing several values through a boolean mask", array, parts, value)
+
+
+def _write_known(what: str, array: Array, parts: tuple[Any, ...], value: Array) -> Array:
+    """The write, with the numbers of places in its masks read between programs."""
+    index: list[Any] = []
+    for part in parts:
+        if _is_mask(part):
+            if (places := known_places(part)) is None:
+                raise ValueReadError(what, torch.Size(part.shape), torch.bool)
+            index += places
+        else:
+            index.append(part)
+    return array.at[tuple(index)].set(_fitted(value, array, tuple(index)))
 
 
 def masked_rows(array: Array, mask: Array, rows: Array) -> Array:

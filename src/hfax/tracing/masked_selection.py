@@ -1,7 +1,8 @@
 """`x[mask]` with a traced mask: a tensor of unknown length.
 
 It can be counted, and combined with a tensor of known length: it is then assumed to have that length, and the program returns the
-condition, so that the host can raise if it is false. Anything else raises `ValueReadError`.
+condition, so that the host can raise if it is false. Anything else needs the length, which is read between programs
+(`hfax.tracing.host_reads`); where that is not possible, it raises `ValueReadError`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,24 @@ import torch
 
 from hfax.errors import running_line
 from hfax.patches.control_flow import note_check
+from hfax.tracing.host_reads import read
 from hfax.tracing.trace_tensor import TraceTensor, ValueReadError
+
+
+def known_places(mask: jax.Array) -> tuple[jax.Array, ...] | None:
+    """The indices where a mask is true, one array of known length for each axis; None if the number cannot be read here."""
+    if (count := read(mask.sum(dtype=jnp.int32))) is None:
+        return None
+    return jnp.nonzero(mask, size=int(count))
+
+
+def _of_known(name: str) -> Callable[..., Any]:
+    """A method that is the tensor's own, once its length is known."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.known(), name)(*args, **kwargs)
+
+    return method
 
 
 class MaskedSelection:
@@ -32,6 +50,19 @@ class MaskedSelection:
         self._array, self._mask, self._wrap = array, mask, wrap
         self._rest = array.shape[mask.ndim :]
         self._made_at = running_line()
+        self._known: TraceTensor | None = None
+
+    def known(self) -> TraceTensor:
+        """The selected values, [n, *rest], with n read between programs.
+
+        Raises:
+            ValueReadError: values cannot be read here.
+        """
+        if self._known is None:
+            if (places := known_places(self._mask)) is None:
+                raise self.error()
+            self._known = self._wrap(self._array[places])
+        return self._known
 
     def numel(self) -> TraceTensor:
         """The number of selected values, a traced scalar."""
@@ -52,16 +83,14 @@ class MaskedSelection:
         """The number of selected entries, a traced scalar, and the remaining sizes."""
         return (self._wrap(self._mask.sum(dtype=jnp.int32)), *self._rest)
 
-    def view(self, rows: int, number: int, *rest: int) -> SelectionByRow:
+    def view(self, *sizes: Any) -> SelectionByRow | torch.Tensor:
         """The selection in each row of the mask; the program returns whether all rows select equally many entries.
 
         Args:
-            rows: rows of the mask.
-            number: -1, the unknown size.
-            *rest: the other axes, unchanged.
+            *sizes: rows of the mask, -1 for the unknown size, and the other axes, unchanged; for any others, the length is read.
         """
-        if number != -1 or self._mask.ndim != 2 or rows != self._mask.shape[0] or rest != self._rest:
-            raise self.error()
+        if self._mask.ndim != 2 or tuple(sizes) != (self._mask.shape[0], -1, *self._rest):
+            return self.known().view(*sizes)
         counts = self._mask.sum(axis=1)
         note_check(self._wrap(counts == counts[0]), "a mask must select as many places in each row")
         return SelectionByRow(self._array, self._mask, self._wrap, self.error)
@@ -102,7 +131,7 @@ class MaskedSelection:
             return operation(self.rows(other.shape[0]), other)
         if isinstance(other, (int, float)) or (isinstance(other, torch.Tensor) and other.ndim <= len(self._rest)):
             return MaskedSelection(operation(self._wrap(self._array), other).jax(), self._mask, self._wrap)
-        raise self.error()
+        return operation(self.known(), other.known() if isinstance(other, MaskedSelection) else other)
 
     def __add__(self, other: Any) -> Any:
         return self._combine(other, operator.add)
@@ -123,19 +152,21 @@ class MaskedSelection:
         name = {"add": operator.add, "mul": operator.mul}.get(getattr(func, "__name__", ""))
         if name is not None and len(args) == 2 and isinstance(args[1], cls):
             return args[1]._combine(args[0], name)
-        raise next(a for a in args if isinstance(a, cls)).error()
+        known = jax.tree.map(
+            lambda a: a.known() if isinstance(a, cls) else a, (args, kwargs or {}), is_leaf=lambda a: isinstance(a, cls)
+        )
+        return func(*known[0], **known[1])
 
     def __getattr__(self, name: str) -> Any:
-        raise self.error()
+        return getattr(self.known(), name)
 
     def error(self) -> ValueReadError:
         """The error for operations that need the length."""
         return ValueReadError("indexing with a boolean mask", torch.Size(self._mask.shape), torch.bool, self._made_at)
 
-    def _fail(self, *args: Any) -> Any:
-        raise self.error()
-
-    __len__ = __iter__ = __bool__ = __getitem__ = __setitem__ = __neg__ = __invert__ = _fail
+    __len__, __iter__, __bool__ = _of_known("__len__"), _of_known("__iter__"), _of_known("__bool__")
+    __getitem__, __setitem__ = _of_known("__getitem__"), _of_known("__setitem__")
+    __neg__, __invert__ = _of_known("__neg__"), _of_known("__invert__")
 
 
 class SelectionByRow:
@@ -185,10 +216,23 @@ class DistinctRuns:
         """The number of runs of equal values, a traced scalar."""
         return self._wrap((self._array[1:] != self._array[:-1]).sum(dtype=jnp.int32) + min(len(self._array), 1))
 
-    def _fail(self, *args: Any) -> Any:
-        raise ValueReadError("unique_consecutive()", torch.Size(self._array.shape), torch.int64, self._made_at)
+    def known(self) -> TraceTensor:
+        """The first value of each run, [n], with n read between programs.
 
-    __getattr__ = __len__ = __iter__ = __getitem__ = __bool__ = __add__ = __sub__ = __mul__ = _fail
+        Raises:
+            ValueReadError: values cannot be read here.
+        """
+        starts = jnp.ones(self._array.shape, bool).at[1:].set(self._array[1:] != self._array[:-1])
+        if (places := known_places(starts)) is None:
+            raise ValueReadError("unique_consecutive()", torch.Size(self._array.shape), torch.int64, self._made_at)
+        return self._wrap(self._array[places])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.known(), name)
+
+    __len__, __iter__, __bool__ = _of_known("__len__"), _of_known("__iter__"), _of_known("__bool__")
+    __getitem__ = _of_known("__getitem__")
+    __add__, __sub__, __mul__ = _of_known("__add__"), _of_known("__sub__"), _of_known("__mul__")
 
 
 class MaskPlaces(tuple[Any, ...]):
@@ -206,7 +250,15 @@ class MaskPlaces(tuple[Any, ...]):
 
     made_at: str = ""
 
-    def _fail(self, *args: Any) -> Any:
-        raise ValueReadError("where()", self.mask.shape, torch.bool, self.made_at)
+    def known(self) -> tuple[TraceTensor, ...]:
+        """The indices, [n] for each axis, with n read between programs.
 
-    __len__ = __iter__ = __getitem__ = __bool__ = __add__ = _fail  # type: ignore[assignment]
+        Raises:
+            ValueReadError: values cannot be read here.
+        """
+        if (places := known_places(self.mask.jax())) is None:
+            raise ValueReadError("where()", self.mask.shape, torch.bool, self.made_at)
+        return tuple(self.mask._env.wrap(p) for p in places)
+
+    __len__, __iter__, __bool__ = _of_known("__len__"), _of_known("__iter__"), _of_known("__bool__")  # type: ignore[assignment]
+    __getitem__, __add__ = _of_known("__getitem__"), _of_known("__add__")  # type: ignore[assignment]

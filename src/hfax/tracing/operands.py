@@ -18,6 +18,11 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, MaskedSelection))
 
 
+def is_selection(value: Any) -> bool:
+    """Whether a value is a selection by a traced mask."""
+    return isinstance(value, MaskedSelection)
+
+
 def is_torch_tensor(value: Any) -> bool:
     """Whether a value is a torch tensor, of the trace or not."""
     return isinstance(value, torch.Tensor)
@@ -30,7 +35,7 @@ def as_array(tensor: Any) -> Any:
     if isinstance(tensor, torch.Tensor):
         return constant_array(tensor)
     if isinstance(tensor, MaskedSelection):
-        raise tensor.error()
+        return tensor.known().jax()
     return tensor
 
 

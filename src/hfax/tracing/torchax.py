@@ -86,7 +86,7 @@ _tracing = _import_environment()
 from hfax.tracing import custom_gradients  # noqa: E402 (it needs the environment)
 from hfax.tracing.experts_interface import experts_forward  # noqa: E402
 from hfax.tracing.operands import as_array, is_tensor  # noqa: E402
-from hfax.tracing.trace_tensor import TraceTensor, ValueReadError  # noqa: E402
+from hfax.tracing.trace_tensor import TraceTensor  # noqa: E402
 
 
 def _environment() -> Any:
@@ -298,21 +298,11 @@ _PLAIN = (bool, int, float, str, type(None))
 _OF_TORCH = ("_parameters", "_buffers", "_modules")
 """Attributes of every module that hold its weights and parts."""
 
-_VALUE_ERRORS = (
-    ValueReadError,
-    jax.errors.ConcretizationTypeError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerBoolConversionError,
-)
-
-
 def _explain(error: Exception, module: torch.nn.Module) -> UnsupportedModelError | None:
     """The user-facing error for a failed trace; None if the error is clear already."""
     where = getattr(error, "where", None) or line_of_error(error)
     first = str(error).partition("\n")[0]
-    if isinstance(error, _VALUE_ERRORS):
+    if isinstance(error, _tracing.VALUE_ERRORS):
         return UnsupportedModelError(
             f"{type(module).__name__} reads the value of a tensor while it is traced ({where}): {first}",
             "A program is compiled before the values are known.",

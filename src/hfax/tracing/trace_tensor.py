@@ -28,6 +28,7 @@ from torchax.ops import mappings
 from hfax.errors import UnsupportedModelError, running_line
 from hfax.kernels.quantized import QuantizedArray
 from hfax.load.host_arrays import to_numpy
+from hfax.tracing import host_reads
 from hfax.tracing.observations import note_read
 
 if TYPE_CHECKING:
@@ -232,7 +233,10 @@ class TraceTensor(torchax.tensor.Tensor):
                         if self.dtype == torch.bool
                         else torch.ones(self.shape)
                     )
-            raise ValueReadError(what, self.shape, self.dtype)
+            if (value := host_reads.read(self._elem)) is None:
+                raise ValueReadError(what, self.shape, self.dtype)
+            with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+                return torch.from_numpy(np.array(value))
         return self._host
 
     def tolist(self) -> Any:

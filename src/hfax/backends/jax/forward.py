@@ -13,7 +13,8 @@ from hfax.backends.jax.size_classes import PaddedCall
 from hfax.errors import InvalidInputError
 from hfax.programs.checks import raise_failed
 from hfax.programs.program_cache import ProgramCache
-from hfax.sharding.layout import Layout
+from hfax.sharding.layout import Layout, to_host
+from hfax.tracing.host_reads import VALUE_NEEDED, key_of, until_read
 from hfax.tracing.structure import Structure, flatten, is_array, is_traced, unflatten
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 Forward = Callable[[Structure, dict[str, jax.Array], list[jax.Array]], tuple[list[Any], Any]]
 """Takes the structure of the inputs, the weights and the arrays of the inputs; returns arrays, and a note."""
+MOST_READS = 8
+"""Values that are read between the programs of a call: each ends a program, which the next one begins with."""
 
 
 def reject_traced(inputs: Mapping[str, Any], class_name: str) -> None:
@@ -92,11 +95,24 @@ def exact_outputs(
     inputs: Mapping[str, Any],
     forward: Forward,
 ) -> tuple[list[Any], Structure]:
-    """As `padded_outputs`, for inputs in their own sizes."""
+    """As `padded_outputs`, for inputs in their own sizes.
+
+    Values that the modelling code reads are read between programs; if there are more than `MOST_READS`, each operation runs by itself.
+    """
     arrays, structure = flatten(inputs, is_array)
     args = (weights, layout.put_rows(arrays))
-    program = programs.get(_name(arrays), structure, functools.partial(forward, structure), args)
-    return program.run(*args), program.note
+    name, answers = _name(arrays), ()
+    while name not in programs.run_by_operation:
+        trace = until_read(functools.partial(forward, structure), answers)
+        key = (structure, *key_of(answers)) if answers else structure
+        program = programs.get(name, key, trace, args)
+        outputs = program.run(*args)
+        if program.note != VALUE_NEEDED:
+            return outputs, program.note
+        answers = (*answers, to_host(outputs[0]))
+        if len(answers) > MOST_READS:
+            programs.run_by_operation.add(name)
+    return forward(structure, *args)
 
 
 def _result(outputs: list[Any], note: Structure, *, to_torch: bool) -> Any:
