@@ -131,6 +131,7 @@ MISSING: dict[str, dict[str, Any]] = {
     },
     "shieldgemma2": {"yes_token_index": 150, "no_token_index": 151},
     "moonshine_streaming": {"num_key_value_heads": 8},
+    "vits": {"noise_scale": 0.0, "noise_scale_duration": 0.0},  # no random numbers
     "lw_detr": {"projector_scale_factors": [1.0], "num_feature_levels": 1},
     "granite4_vision": {"deepstack_layer_map": [(0, 0), (1, 1)], "downsample_rate": "1/2"},
 }

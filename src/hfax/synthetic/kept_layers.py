@@ -18,10 +18,15 @@ LAYER_COUNTS = re.compile(
 """Names of the fields that count layers."""
 
 
+def layer_count(fields: dict[str, Any]) -> int | None:
+    """The number of layers: a field, or the length of the list of their kinds (Nemotron-H); None if there is neither."""
+    count = next((v for n, v in fields.items() if LAYER_COUNTS.match(n) and isinstance(v, int)), None)
+    return count or len(fields.get("layers_block_type") or ()) or None
+
+
 def kept_layers(fields: dict[str, Any]) -> list[int] | None:
     """Indices of the layers to keep: the first of each kind, at least two; None if there is no layer count."""
-    count = next((v for n, v in fields.items() if LAYER_COUNTS.match(n) and isinstance(v, int)), None)
-    if count is None:
+    if (count := layer_count(fields)) is None:
         return None
     if "block_types" in fields:  # a repeating pattern
         return list(range(min(count, len(fields["block_types"] or "12"))))

@@ -17,6 +17,13 @@ from hfax.errors import UnsupportedModelError
 from hfax.synthetic.kept_layers import kept_layers
 from hfax.synthetic.small_values import HEAD_DIM, HEADS, POSITIONS, TOKEN_FIELDS, VOCABULARY, WIDTH, WINDOW, new_value
 
+_SMALL_HIERA: dict[str, Any] = {
+    "hidden_size": 16,
+    "image_size": [128, 128],
+    "blocks_per_stage": [1, 1, 2, 1],
+    "embed_dim_per_stage": [16, 32, 64, 128],
+    "global_attention_blocks": [3],
+}
 SPECIAL: dict[str, dict[str, Any]] = {
     # the head size of sliding-window layers is checked against that of the latent heads
     "dots3_note_text": {"head_dim": 24},
@@ -90,7 +97,35 @@ SPECIAL: dict[str, dict[str, Any]] = {
     # the prompt grid is the grid of image features
     "sam_prompt_encoder": {"image_embedding_size": 4},
     "sam_hq_prompt_encoder": {"image_embedding_size": 4},
-    "sam2_hiera_det_model": {"hidden_size": 96},
+    "sam2_hiera_det_model": _SMALL_HIERA,
+    "sam2_vision_model": {
+        "backbone_channel_list": [128, 64, 32, 16],
+        "backbone_feature_sizes": [[32, 32], [16, 16], [8, 8]],
+        **{f"backbone_config.{name}": value for name, value in _SMALL_HIERA.items()},
+    },
+    # a vocoder of few layers: rounding grows in each
+    "vits": {
+        "upsample_rates": [4, 2],
+        "upsample_kernel_sizes": [8, 4],
+        "resblock_kernel_sizes": [3],
+        "resblock_dilation_sizes": [[1, 3]],
+        "flow_size": 32,
+        "upsample_initial_channel": 32,
+        "spectrogram_bins": 33,
+        "duration_predictor_filter_channels": 32,
+        "posterior_encoder_num_wavenet_layers": 2,
+        "prior_encoder_num_wavenet_layers": 2,
+        "prior_encoder_num_flows": 2,
+    },
+    # predictors of one layer: rounding grows in each, and durations are rounded
+    "fastspeech2_conformer": {
+        "speech_decoder_postnet_layers": 1,
+        "speech_decoder_postnet_units": 32,
+        "pitch_predictor_layers": 1,
+        "energy_predictor_layers": 1,
+        "duration_predictor_layers": 1,
+    },
+    "fastspeech2_conformer_hifigan": {"upsample_initial_channel": 32},
     "seggpt": {
         "merge_index": 0,
         "intermediate_hidden_state_indices": [1],

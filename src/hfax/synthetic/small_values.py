@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from hfax.synthetic.kept_layers import LAYER_COUNTS
+from hfax.synthetic.kept_layers import LAYER_COUNTS, layer_count
 
 WIDTH = 64
 """Hidden size of every submodel, so that connected submodels still fit."""
@@ -205,7 +205,7 @@ def _heads(name: str, value: int, fields: dict[str, Any]) -> int:
 
 def _new_list(name: str, value: Any, fields: dict[str, Any], layers: list[int] | None, tokens: dict[int, int]) -> Any:
     make: Callable[[list[Any]], Any] = type(value)
-    count = next((v for n, v in fields.items() if LAYER_COUNTS.match(n) and isinstance(v, int)), None)
+    count = layer_count(fields)
     if layers and count is not None and len(value) == count and count > len(layers):
         kept = [value[i] for i in layers]
         return make([new_value(_singular(name), v, fields, layers, tokens) for v in kept])

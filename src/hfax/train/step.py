@@ -22,13 +22,15 @@ from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from hfax.backends.jax.model import JaxModel
-from hfax.errors import InvalidInputError, OutOfMemoryError, UnsupportedOptionError
+from hfax.errors import InvalidInputError, OutOfMemoryError, UnsupportedModelError, UnsupportedOptionError
 from hfax.kernels.quantized import QuantizedArray
 from hfax.kernels.target import compiler_options, compiling_for
 from hfax.phases import phase
 from hfax.programs.lowered import compile_stored
+from hfax.sharding.layout import to_host
 from hfax.sharding.mesh import batch_axes
 from hfax.tracing.adapters import SCALING
+from hfax.tracing.host_reads import VALUE_NEEDED, Answers, ValueNeededError, key_of, reading, until_read
 from hfax.tracing.structure import flatten, is_array, unflatten
 from hfax.train.labels import labels_of
 from hfax.train.losses import Apply, Loss, models_own_loss
@@ -335,16 +337,36 @@ class TrainStep:
         """A function of the model, its reference and a batch, without dropout; compiled once per key and batch shape."""
         params = {name: params[name] for name in self.trainable if name in params}
         arrays, structure = self._place(batch, parts=1)
+
+        def run(params: Params, frozen: Params, arrays: list[Any]) -> Any:
+            inputs = unflatten(structure, [a[0] for a in arrays])
+            return function(self._apply(params, frozen, None), self._apply_reference(frozen), inputs)
+
+        args, answers = (params, self._frozen(), arrays), ()
         key = (key, f"{structure!r} {_shapes([*params.values(), *arrays])}")
-        if key not in self._programs:
-
-            def run(params: Params, frozen: Params, arrays: list[Any]) -> Any:
-                inputs = unflatten(structure, [a[0] for a in arrays])
-                return function(self._apply(params, frozen, None), self._apply_reference(frozen), inputs)
-
-            self._programs[key] = self._compiled("evaluate", jax.jit(run), params, self._frozen(), arrays)
         with _explaining("a forward pass"):
-            return self._programs[key](params, self._frozen(), arrays)
+            while True:
+                results, note = self._until_read("evaluate", key, run, answers, args)
+                if note != VALUE_NEEDED:
+                    return results
+                answers = (*answers, to_host(results[0]))
+
+    def _until_read(
+        self, name: str, key: Any, function: Callable[..., Any], answers: Answers, args: tuple[Any, ...]
+    ) -> tuple[Any, Any]:
+        """What a program of `function` returns, or the next value that modelling code reads, see `host_reads.until_read`."""
+        key = (key, key_of(answers))
+        if key not in self._programs:
+            notes: list[Any] = []
+
+            def run(*args: Any) -> Any:
+                results, note = until_read(lambda: (function(*args), None), answers)()
+                notes.append(note)
+                return results
+
+            self._programs[key] = self._compiled(name, jax.jit(run), *args), notes
+        program, notes = self._programs[key]
+        return program(*args), notes[-1]
 
     # Where things are
 
@@ -416,12 +438,48 @@ class TrainStep:
         return TrainState(step=whole, params=own, opt_state=opt_state, key=whole)
 
     def _program(self, structure: Any, state: TrainState, arrays: list[Any]) -> Any:
-        key = f"{structure!r} {_shapes(arrays)}"
-        if key not in self._programs:
-            shardings = self._state_shardings()
-            step = jax.jit(functools.partial(self._step, structure), donate_argnums=0, out_shardings=(shardings, None))
-            self._programs[key] = self._compiled("step", step, state, self._frozen(), arrays)
-        return self._programs[key]
+        """The program of a step; values that modelling code reads are read by forward passes first, and are constants in it."""
+        key, answers = f"{structure!r} {_shapes(arrays)}", ()
+        shardings = self._state_shardings()
+        while True:
+            found = (key, key_of(answers)) if answers else key
+            try:
+                if found not in self._programs:
+                    with reading(answers):
+                        step = functools.partial(self._step, structure)
+                        step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+                        self._programs[found] = self._compiled("step", step, state, self._frozen(), arrays)
+                if (program := self._programs[found]) is not None:
+                    return program
+            except ValueNeededError:
+                self._programs[found] = None
+            answers = (*answers, self._next_value(key, structure, state, arrays, answers))
+
+    def _next_value(
+        self, key: str, structure: Any, state: TrainState, arrays: list[Any], answers: Answers
+    ) -> np.ndarray:
+        """The value that the modelling code reads after `answers`, from a forward pass that ends there."""
+        if self._parts > 1 or any(isinstance(a, jax.ShapeDtypeStruct) for a in arrays):
+            raise UnsupportedModelError(
+                f"{type(self.model.skeleton.module).__name__} reads values of tensors in a training step of several micro-batches, "
+                "or of shapes alone.",
+                "Values are read from a batch before its step is compiled, and each micro-batch has its own.",
+                "Use gradient_accumulation_steps=1, and a batch of arrays.",
+            )
+
+        def forward(params: Params, frozen: Params, key: jax.Array, arrays: list[Any]) -> Any:
+            own, _ = jax.random.split(jax.random.wrap_key_data(key))
+            inputs = unflatten(structure, [a[0] for a in arrays])
+            return self._loss_of(params, frozen, jax.random.split(own, 1)[0], inputs)
+
+        args = (state.params, self._frozen(), state.key, arrays)
+        remat, self._remat = self._remat, False  # a value in a part to be recomputed cannot be returned
+        try:
+            results, note = self._until_read("read", ("read", key), forward, answers, args)
+        finally:
+            self._remat = remat
+        assert note == VALUE_NEEDED
+        return to_host(results[0])
 
     def _compiled(self, name: str, function: Any, *args: Any) -> Any:
         device, mesh = self._layout.device, self._layout.mesh
