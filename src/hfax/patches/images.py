@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -140,7 +141,29 @@ def _without_positions(module: Any, original: Callable[..., Any]) -> Callable[..
     return features
 
 
+def _images_once(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
+        features = ("pixel_values", "image_encoder_embeddings", "perceiver_embeddings")
+        kept = module.__dict__.get("image_features")
+        if kept is not None and all(given.get(name) is None for name in features):
+            given["image_encoder_embeddings"] = kept
+        outputs = original(**given)
+        read = outputs.image_outputs.last_hidden_state  # [rows * images, places, width]
+        module.image_features = read.reshape(-1, given["image_attention_mask"].shape[-1], *read.shape[1:])
+        return outputs
+
+    return forward
+
+
 PATCHES: list[Patch] = [
+    ForwardPatch(
+        name="images-once",
+        why="IDEFICS attends to the images' features at every step; transformers' generate hands them on from the first one",
+        classes=("transformers.models.idefics.modeling_idefics:IdeficsModel",),
+        make=_images_once,
+    ),
     ForwardPatch(
         name="positions-of-text-alone",
         why="InstructBLIP's model of videos passes the text's positions to its Q-Former, too",

@@ -72,7 +72,7 @@ def read_traits(module: torch.nn.Module) -> ModelTraits:
         or _padding_reaches_states(module),
         has_usable_cache=cache_argument is not None and not _is_among(config, {**WITHOUT_CACHE, **APPENDS_MASK}),
         # with pixels, token types mark the images, and new tokens are text
-        repeated_inputs=("cross_attention_mask",) if "pixel_values" in names else ("token_type_ids",),
+        repeated_inputs=IMAGE_MASKS if "pixel_values" in names else ("token_type_ids",),
         main_input=getattr(module, "main_input_name", "input_ids"),
     )
 
@@ -85,6 +85,10 @@ def _is_among(config: Any, names: Mapping[str, str]) -> bool:
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """Names that forward gives the KV cache: transformers', and that of models whose code comes with their checkpoint."""
+
+
+IMAGE_MASKS = ("cross_attention_mask", "image_attention_mask")
+"""Per-token inputs that say which images a token attends to."""
 
 
 OWN_POSITIONS = {
@@ -114,7 +118,6 @@ WRITES_OTHERWISE = {
     "prophetnet": "after the prompt it counts positions with padding, before it without",
     "xlnet": "it writes at a place that its permutation mask hides",
     "cpmant": "its forward takes the whole text and a table of its own at every step",
-    "idefics": "every new token reads the image again, which hfax gives to the prompt alone",
 }
 """Model types or classes that transformers does not decode token by token through forward, and how they differ."""
 
@@ -129,6 +132,7 @@ encoders and repeated rows, which hfax does in its own way for every class."""
 
 SAME_LOOP = {
     "MllamaForConditionalGeneration": "it repeats cross_attention_mask for new tokens, as hfax does",
+    "IdeficsForVisionText2Text": "it repeats image_attention_mask for new tokens, and the images' features, as hfax does",
     "RwkvForCausalLM": "it keeps the states that forward returns, as hfax does",
     "PaliGemmaForConditionalGeneration": "new tokens have token type 1, as hfax gives them",
 }
@@ -160,7 +164,7 @@ def why_not_pages(module: torch.nn.Module, traits: ModelTraits) -> str | None:
         "it has recurrent state": traits.has_recurrent_layers or traits.cache_argument not in CACHE_ARGUMENTS,
         "it has no KV cache": not traits.has_usable_cache,
         "it computes positions itself": not traits.takes_position_ids or traits.counts_padding,
-        "it reads more than tokens": bool(set(traits.repeated_inputs) & {"cross_attention_mask"}),
+        "it reads more than tokens": bool(set(traits.repeated_inputs) & set(IMAGE_MASKS)),
         "it does not generate token by token": unlike_general_loop(module) is not None,
         "its rotary embedding depends on the longest sequence in the batch": bool(scaling & {"dynamic", "longrope"}),
     }
