@@ -6,6 +6,7 @@ are in eval mode: dropout draws other numbers in torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -30,7 +31,8 @@ def gradient_error(model: JaxModel, expected: Mapping[str, torch.Tensor], inputs
         expected: `torch_gradients` of the same model.
         inputs: of a forward pass.
     """
-    return _largest_error(_step_gradients(model, inputs), expected)
+    largest = max(float(g.abs().max()) for g in expected.values())
+    return _largest_error(_step_gradients(model, inputs, largest), expected)
 
 
 def gradient_noise(plain: torch.nn.Module, others: Iterable[torch.nn.Module], inputs: CaseInputs) -> float:
@@ -83,8 +85,8 @@ def torch_gradients(plain: torch.nn.Module, inputs: CaseInputs) -> dict[str, tor
     return found
 
 
-def _step_gradients(model: JaxModel, inputs: CaseInputs) -> dict[str, np.ndarray]:
-    """Of one step of plain gradient descent with a learning rate of 1: what it took off the weights."""
+def _step_gradients(model: JaxModel, inputs: CaseInputs, largest: float) -> dict[str, np.ndarray]:
+    """Of one step of plain gradient descent: what it took off the weights, over the learning rate."""
     from hfax.train.step import make_train_step
 
     def loss(apply: Any, batch: Mapping[str, Any]) -> Any:
@@ -92,7 +94,8 @@ def _step_gradients(model: JaxModel, inputs: CaseInputs) -> dict[str, np.ndarray
         finite = jnp.where(jnp.isfinite(output), output, 0.0)
         return (finite * jnp.asarray(_factors(tuple(output.shape), inputs.mask))).sum()
 
-    rate = 2.0**10  # weights are of order 1, so that rounding them hides little of the gradient
+    # weights are of order 1, so that rounding them hides little of the gradient
+    rate = 2.0 ** max(10, math.ceil(-math.log2(largest)))
     step = make_train_step(model, optax.sgd(rate), loss, dropout=False)
     state = step.init()
     before = {name: np.asarray(array) for name, array in state.params.items()}

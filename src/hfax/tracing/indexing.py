@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from jax.core import Tracer
 
+from hfax.kernels.target import may_be_differentiated
 from hfax.load.host_arrays import to_numpy
 from hfax.tracing.masked_selection import MaskedSelection, MaskPlaces, known_places
+from hfax.tracing.subgradients import with_value
 from hfax.tracing.trace_tensor import TraceTensor, ValueReadError, known_range
 
 Array = Any
@@ -92,7 +94,7 @@ def write(array: Array, index: Any, value: Any) -> Array:
     parts = index if isinstance(index, tuple) else (index,)
     masks = [i for i, p in enumerate(parts) if isinstance(p, jax.Array) and p.dtype == jnp.bool_]
     if not masks:
-        return array.at[index].set(_fitted(value, array, index))
+        return _put(array, index, _fitted(value, array, index))
     if len(masks) > 1 or any(not isinstance(p, slice) or p != slice(None) for p in parts if not _is_mask(p)):
         return _write_known("writing through a boolean mask among other indices", array, parts, value)
     lead, mask = masks[0], parts[masks[0]]
@@ -115,7 +117,17 @@ def _write_known(what: str, array: Array, parts: tuple[Any, ...], value: Array) 
             index += places
         else:
             index.append(part)
-    return array.at[tuple(index)].set(_fitted(value, array, tuple(index)))
+    return _put(array, tuple(index), _fitted(value, array, tuple(index)))
+
+
+def _put(array: Array, index: Any, value: Array) -> Array:
+    """`array.at[index].set(value)` with torch's gradient: where places repeat, each of their values has that of the place."""
+    new = array.at[index].set(value)
+    has_arrays = any(isinstance(p, (jax.Array, np.ndarray)) for p in (index if isinstance(index, tuple) else (index,)))
+    if not has_arrays or not may_be_differentiated() or not jnp.issubdtype(array.dtype, jnp.floating):
+        return new
+    is_kept = jnp.ones(array.shape, bool).at[index].set(False)
+    return with_value(jnp.where(is_kept, array, 0).at[index].add(value), new)
 
 
 def masked_rows(array: Array, mask: Array, rows: Array) -> Array:
