@@ -113,6 +113,54 @@ def _positions_in_the_table(module: Any, original: Callable[..., Any]) -> Callab
     return forward
 
 
+def _positions_after_the_cache(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(
+        inputs_shape: Any, device: Any, attention_mask: Any = None, cache: Any = None, position_ids: Any = None
+    ) -> Any:
+        """ProphetNet's embedding of a step's position, [1, 1, width], and the position."""
+        if position_ids is not None or cache is None or cache.get_seq_length() == 0:
+            return original(inputs_shape, device, attention_mask=attention_mask, cache=cache, position_ids=position_ids)
+        length = cache.get_seq_length() + inputs_shape[1] + module.padding_idx
+        positions = torch.ones((1, 1), dtype=torch.long, device=device) * length
+        return module._forward(positions), positions
+
+    return forward
+
+
+def _hide_unwritten_keys_of_streams(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(hidden_states: Any, cache: Any = None, **kwargs: Any) -> Any:
+        """ProphetNet's self-attention, [batch, 1 + streams, width] in a step, over the written part of the cache.
+
+        A predicting stream's own key stands after the main stream's, so its place and distance are not the cache's.
+        """
+        if cache is None or kwargs.get("main_relative_position_buckets") is not None:
+            return original(hidden_states, cache=cache, **kwargs)
+        own = getattr(cache, "self_attention_cache", cache)
+        layer, position, device = module.layer_idx, kwargs["position_ids"][0, 0], hidden_states.device
+        length = own.get_seq_length(layer) + 1
+        num_keys, _ = own.get_mask_sizes(1, layer)
+        places = torch.arange(num_keys, device=device)
+
+        def bucketed(distances: Any) -> Any:
+            from transformers.models.prophetnet.modeling_prophetnet import compute_relative_buckets
+
+            found = compute_relative_buckets(module.num_buckets, module.relative_max_distance, distances)
+            return found.expand(len(hidden_states), 1, -1)
+
+        bias = torch.where(places < length, 0.0, torch.finfo(hidden_states.dtype).min).to(hidden_states.dtype)
+        of_own_key = torch.zeros(1, dtype=bias.dtype, device=device)
+        distances = torch.cat([places - position, (length - position).reshape(1)])
+        kwargs |= {
+            "main_relative_position_buckets": bucketed(places + 1 - position),
+            "predict_relative_position_buckets": bucketed(distances),
+            "attention_mask": bias[None, None, None],
+            "extended_predict_attention_mask": torch.cat([bias, of_own_key])[None, None, None, None],
+        }
+        return original(hidden_states, cache=cache, **kwargs)
+
+    return forward
+
+
 _NO_MASK = "its decoder gives no mask to a single token, which would see the unwritten end of a cache of fixed size"
 _ROWS_MIX = (
     "in a decoding step RWKV adds its state, [batch, width], to tokens [batch, 1, width]: every row of a batch then reads all "
@@ -149,6 +197,20 @@ PATCHES: list[Patch] = [
         why="FSMT compares the traced length with its table of positions to make a longer one; generate() keeps to the table",
         classes=("transformers.models.fsmt.modeling_fsmt:SinusoidalPositionalEmbedding",),
         make=_positions_in_the_table,
+        backends=_BACKENDS,
+    ),
+    ForwardPatch(
+        name="prophetnet-positions",
+        why="ProphetNet converts the length of its cache to a Python number",
+        classes=("ProphetNetPositionalEmbeddings",),
+        make=_positions_after_the_cache,
+        backends=_BACKENDS,
+    ),
+    ForwardPatch(
+        name="prophetnet-unwritten-keys",
+        why="its decoder gives no masks to a single token, and places a predicting stream's key after all keys of the cache",
+        classes=("ProphetNetNgramSelfAttention",),
+        make=_hide_unwritten_keys_of_streams,
         backends=_BACKENDS,
     ),
     ForwardPatch(

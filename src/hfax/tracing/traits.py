@@ -115,7 +115,6 @@ APPENDS_MASK = {
 
 
 WRITES_OTHERWISE = {
-    "prophetnet": "after the prompt it counts positions with padding, before it without",
     "xlnet": "it writes at a place that its permutation mask hides",
     "cpmant": "its forward takes the whole text and a table of its own at every step",
 }
