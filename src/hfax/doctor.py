@@ -65,7 +65,8 @@ class Diagnosis:
         verdict: "works", "works with patches" or "fails".
         problems: what fails, why, and how to fix it, one string each.
         unsupported_operations: line of modelling code to the torch operation without a lowering.
-        value_reads: line to the data-dependent control flow there.
+        value_reads: line to the data-dependent control flow there. In a forward pass, values are read between programs; in
+            generation, they are problems.
         wide_dtypes: line to the 64-bit dtype ("float64" or "int64") requested there; programs compute in 32 bits.
         patches: patches that were applied, name to reason.
         refusals: patches that were not applied because the model's code differs, name to reason; the original code runs.
@@ -221,12 +222,17 @@ class _Look:
         """Trace the forward pass; for text generation models, prefill and a decoding step."""
         module, traits = self.traced.module, self.traced.traits
         if traits.main_input == "input_ids" and module.can_generate() and not traits.is_encoder_decoder:
-            self._try(self._decoding)
+            self._try(self._decoding, may_read=False)
         else:
-            self._try(self._forward)
+            self._try(self._forward, may_read=True)
 
-    def _try(self, trace: Callable[[], Any]) -> None:
-        """Trace normally; on failure, trace again past unsupported code to find all problems."""
+    def _try(self, trace: Callable[[], Any], *, may_read: bool) -> None:
+        """Trace normally; on failure, trace again past unsupported code to find all problems.
+
+        Args:
+            trace: what is traced.
+            may_read: values can be read between its programs.
+        """
         with observing(goes_on=False) as self.seen:
             error = _error_of(trace)
         if error is None:
@@ -235,8 +241,12 @@ class _Look:
             later = _error_of(trace)
         missing, reads = self.seen.missing.items(), self.seen.reads.items()
         found = [f"{line} uses {name}, for which hfax has no lowering. {_OPERATION_FIX}" for line, name in missing]
-        found += [f"{line} reads the value of a traced tensor ({how}). {_VALUE_FIX}" for line, how in reads]
-        self.problems += (found or [error]) + ([later] if found and later is not None else [])
+        if not may_read:
+            found += [f"{line} reads the value of a traced tensor ({how}). {_VALUE_FIX}" for line, how in reads]
+        if later is not None and found:
+            found.append(later)
+        # what fails after a placeholder, with nothing else in the way, may be due to it
+        self.problems += found or ([] if may_read and reads else [error])
 
     def _forward(self) -> Any:
         arrays, rest = example_inputs(self.traced, self.params)

@@ -160,6 +160,9 @@ def as_text(found, verbose: bool, free: tuple[str, int] | None) -> str:  # noqa:
             f"  patches          {len(found.patches)}, and {len(found.lowerings)} choices of kernels: -v names them"
         )
     lines += [f"  no patch {name}: {why}" for name, why in found.refusals.items()]
+    if found.value_reads and found.verdict != "fails":
+        lines.append("  forward calls end a program and read a value at")
+        lines += [f"    {line}: {how}" for line, how in found.value_reads.items()]
     if found.wide_dtypes:
         floats = [line for line, dtype in found.wide_dtypes.items() if dtype == "float64"]
         where = f", float64 at {', '.join(floats)}" if floats else ""

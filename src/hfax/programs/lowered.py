@@ -42,7 +42,9 @@ def compile_stored(
     parts = {
         "name": name,
         "lowered": hashlib.sha256(text.encode()).hexdigest(),
-        "arguments and results": repr((jax.tree.structure(lowered.args_info), lowered.out_tree)),  # unread ones are not in the text
+        "arguments and results": repr(
+            (jax.tree.structure(lowered.args_info), lowered.out_tree)
+        ),  # unread ones are not in the text
         "options": repr(sorted((given or {}).items())),
         "devices": repr([device.id for device in devices]),
         **environment_parts(layout.device),

@@ -146,18 +146,18 @@ class TraceEnvironment(torchax.tensor.Environment):
             Exception: `error`, if values cannot be read here.
         """
         has_scalars = any(t.ndim == 0 and not is_host(t) for t in tensors_in((args, kwargs)))
-        if (known := self._read(args, kwargs, only_scalars=has_scalars)) is None:
+        if (known := self._read(name_of(func), args, kwargs, only_scalars=has_scalars)) is None:
             raise error
         if has_scalars:
             return self._carry_out(func, *known)
         return run_on_host(func, *known, self.wrap)
 
-    def _read(self, args: Any, kwargs: Any, *, only_scalars: bool = False) -> tuple[Any, Any] | None:
+    def _read(self, name: str, args: Any, kwargs: Any, *, only_scalars: bool = False) -> tuple[Any, Any] | None:
         """The arguments with the values of traced tensors as constants; None if values cannot be read here."""
         values: dict[int, Any] = {}
         for tensor in tensors_in((args, kwargs)):
             if not is_host(tensor) and (tensor.ndim == 0 or not only_scalars):
-                if (value := read(as_array(tensor))) is None:
+                if (value := read(as_array(tensor), f"{name}()")) is None:
                     return None
                 values[id(tensor)] = self.constant(lambda v=value: torch.from_numpy(np.array(v)))
         return map_leaves(is_torch_tensor, lambda t: values.get(id(t), t), (args, kwargs))
@@ -252,7 +252,7 @@ class TraceEnvironment(torchax.tensor.Environment):
                 with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
                     return target.copy_(source)
             if not is_host(source):
-                if (known := self._read((source,), {})) is None:
+                if (known := self._read("copy_", (source,), {})) is None:
                     raise ValueReadError("copying into a plain torch tensor", source.shape, source.dtype)
                 (source,) = known[0]
             with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
@@ -343,8 +343,16 @@ class TraceEnvironment(torchax.tensor.Environment):
         if func in (torch.masked_select, torch.Tensor.masked_select):
             array, mask = jnp.broadcast_arrays(as_array(args[0]), as_array(args[1]))
             return MaskedSelection(array, mask, self.wrap)
-        if name == "nonzero" and not kwargs.get("as_tuple") and (places := known_places(as_array(args[0]) != 0)) is not None:
+        if (
+            name == "nonzero"
+            and not kwargs.get("as_tuple")
+            and (places := known_places(as_array(args[0]) != 0)) is not None
+        ):
             return self.wrap(jnp.stack(places, axis=1))
+        if func is torch.ops.aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
+            repeats = as_array(args[0])
+            if (count := read(repeats.sum(), "the sum of repeats")) is not None:
+                return self.wrap(jnp.repeat(jnp.arange(len(repeats)), repeats, total_repeat_length=int(count)))
         if func is torch.randint and "high" in kwargs:  # torchax's lowering takes bounds and size by their place
             bounds = (*args, *(kwargs[n] for n in ("low", "high", "size") if n in kwargs))
             args, kwargs = bounds, {n: v for n, v in kwargs.items() if n not in ("low", "high", "size")}

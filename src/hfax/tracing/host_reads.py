@@ -18,6 +18,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from hfax.tracing.observations import note_read
+
 Answers = tuple[np.ndarray, ...]
 """The values read so far, in order."""
 
@@ -45,16 +47,21 @@ class ValueNeededError(Exception):
         self.array = array
 
 
-def read(array: jax.Array) -> np.ndarray | None:
-    """The value of an array; None if it is traced, and values cannot be read here.
+def read(array: jax.Array, what: str) -> np.ndarray | None:
+    """The value of an array; None if it is traced, and values cannot be read here. A diagnosis is given zeros or ones.
+
+    Args:
+        array: the array.
+        what: the operation that reads it, for a diagnosis.
 
     Raises:
         ValueNeededError: within `reading`, if no program has returned it yet.
     """
     if not isinstance(array, Tracer):
         return np.asarray(array)
-    found = _reading.get()
-    if found is None:
+    if note_read(what):
+        return np.zeros(array.shape, bool) if array.dtype == bool else np.ones(array.shape, array.dtype)
+    if (found := _reading.get()) is None:
         return None
     if id(array) in found.known:
         return found.known[id(array)][1]

@@ -23,7 +23,7 @@ from hfax.tracing.trace_tensor import TraceTensor, ValueReadError
 
 def known_places(mask: jax.Array) -> tuple[jax.Array, ...] | None:
     """The indices where a mask is true, one array of known length for each axis; None if the number cannot be read here."""
-    if (count := read(mask.sum(dtype=jnp.int32))) is None:
+    if (count := read(mask.sum(dtype=jnp.int32), "the number of places in a mask")) is None:
         return None
     return jnp.nonzero(mask, size=int(count))
 

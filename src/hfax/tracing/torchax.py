@@ -298,6 +298,7 @@ _PLAIN = (bool, int, float, str, type(None))
 _OF_TORCH = ("_parameters", "_buffers", "_modules")
 """Attributes of every module that hold its weights and parts."""
 
+
 def _explain(error: Exception, module: torch.nn.Module) -> UnsupportedModelError | None:
     """The user-facing error for a failed trace; None if the error is clear already."""
     where = getattr(error, "where", None) or line_of_error(error)

@@ -29,7 +29,6 @@ from hfax.errors import UnsupportedModelError, running_line
 from hfax.kernels.quantized import QuantizedArray
 from hfax.load.host_arrays import to_numpy
 from hfax.tracing import host_reads
-from hfax.tracing.observations import note_read
 
 if TYPE_CHECKING:
     from hfax.kernels.paged import Pages
@@ -226,14 +225,7 @@ class TraceTensor(torchax.tensor.Tensor):
         if self._host is None and not isinstance(self._elem, jax.core.Tracer):
             self._host = torch.from_numpy(np.array(self._elem))
         if self._host is None:
-            if note_read(what):  # a diagnosis continues with a placeholder
-                with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
-                    return (
-                        torch.zeros(self.shape, dtype=self.dtype)
-                        if self.dtype == torch.bool
-                        else torch.ones(self.shape)
-                    )
-            if (value := host_reads.read(self._elem)) is None:
+            if (value := host_reads.read(self._elem, what)) is None:
                 raise ValueReadError(what, self.shape, self.dtype)
             with mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
                 return torch.from_numpy(np.array(value))
