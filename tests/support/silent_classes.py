@@ -155,6 +155,11 @@ def _fsmt() -> Any:
     )
 
 
+def _prophetnet() -> Any:
+    """As LED."""
+    return shrink_config(transformers.ProphetNetConfig(add_cross_attention=True))
+
+
 def about_an_image(seed: int, rows: int = 2) -> dict[str, torch.Tensor]:
     """For Florence-2: 32 by 32 pixels are 16 places after two halvings and a fourth, and one for their mean."""
     tokens = ids(rows, 24) % (VOCAB - 2)
@@ -211,6 +216,7 @@ CLASSES = {
     "gpt_neo": SilentClass(transformers.GPTNeoForCausalLM, _gpt_neo, lambda: padded(13, 4, 0)),
     "led": SilentClass(transformers.LEDForConditionalGeneration, _led, _led_prompts),
     "fsmt": SilentClass(transformers.FSMTForConditionalGeneration, _fsmt, lambda: padded(13, 4, 0)),
+    "prophetnet": SilentClass(transformers.ProphetNetForConditionalGeneration, _prophetnet, lambda: padded(13, 4, 0)),
     "ctrl": SilentClass(transformers.CTRLLMHeadModel, _ctrl, _with_token_types),
     "recurrent_gemma": SilentClass(transformers.RecurrentGemmaForCausalLM, _recurrent_gemma, lambda: padded(7, 3, 0)),
     # their modelling code asks for the name of the attention function, and passes it the selected keys by that

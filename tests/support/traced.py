@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from hfax.tracing import torchax as tracing
+from hfax.tracing.host_reads import VALUE_NEEDED, Answers, until_read
 
 
 def traced(function: Callable[..., Any], *arrays: np.ndarray) -> list[np.ndarray]:
@@ -25,5 +26,30 @@ def traced(function: Callable[..., Any], *arrays: np.ndarray) -> list[np.ndarray
 
         return tracing.call_module(torch.nn.Identity(), {}, inside)
 
-    given = (a.astype(np.int32) if a.dtype == np.int64 else a for a in arrays)
-    return [np.array(o) for o in jax.jit(call)(*given)]
+    return [np.array(o) for o in jax.jit(call)(*_in_32_bits(arrays))]
+
+
+def traced_between_reads(function: Callable[..., Any], *arrays: np.ndarray) -> tuple[np.ndarray, int]:
+    """What `function` of torch tensors gives (one) when values are read between programs, and how many were."""
+
+    def call(*values: jax.Array) -> tuple[list[Any], Any]:
+        out = tracing.call_module(torch.nn.Identity(), {}, lambda _: function(*(tracing.wrap(v) for v in values)))
+        return [tracing.unwrap(out)], None
+
+    answers: Answers = ()
+    while True:
+        notes: list[Any] = []
+
+        def run(*values: jax.Array, answers: Answers = answers, notes: list[Any] = notes) -> jax.Array:
+            (result,), note = until_read(call, answers)(*values)
+            notes.append(note)
+            return result
+
+        found = np.asarray(jax.jit(run)(*_in_32_bits(arrays)))
+        if notes != [VALUE_NEEDED]:
+            return found, len(answers)
+        answers = (*answers, found)
+
+
+def _in_32_bits(arrays: tuple[np.ndarray, ...]) -> list[np.ndarray]:
+    return [a.astype(np.int32) if a.dtype == np.int64 else a for a in arrays]

@@ -73,7 +73,7 @@ PATCHES: list[Patch] = [
     ),
     ForwardPatch(
         name="text-and-audio-tokens",
-        why="Higgs Audio v2 gives each layer's two feed-forward networks the tokens of their kind, whose number depends on the values",
+        why="Higgs Audio v2 gives each of a layer's two feed-forward networks its tokens, whose number depends on their values",
         classes=("transformers.models.higgs_audio_v2.modeling_higgs_audio_v2:HiggsAudioV2DecoderLayer",),
         make=_both_kinds_of_tokens,
     ),

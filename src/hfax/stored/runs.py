@@ -222,7 +222,7 @@ class StoredRuns:
 
 
 def _untraced(*_: Any) -> Any:
-    raise AssertionError("a stored program is not traced")
+    raise _NotStoredError("a forward pass whose operations run one by one")
 
 
 def _picked(name: str, outputs: list[Any], note: Structure) -> jax.Array | None:

@@ -22,8 +22,8 @@ from torchax.ops import mappings
 from hfax.kernels.target import may_be_differentiated
 from hfax.tracing import indexing, wide_integers
 from hfax.tracing.constants import TOO_LARGE, is_host, run_on_host, to_host
-from hfax.tracing.lowerings import LOWERINGS, REFUSED
 from hfax.tracing.host_reads import read
+from hfax.tracing.lowerings import LOWERINGS, REFUSED
 from hfax.tracing.masked_selection import DistinctRuns, MaskedSelection, MaskPlaces, known_places
 from hfax.tracing.observations import note_missing, note_wide
 from hfax.tracing.operands import (
@@ -145,7 +145,10 @@ class TraceEnvironment(torchax.tensor.Environment):
         Raises:
             Exception: `error`, if values cannot be read here.
         """
-        has_scalars = any(t.ndim == 0 and not is_host(t) for t in tensors_in((args, kwargs)))
+        traced = [t for t in tensors_in((args, kwargs)) if not is_host(t)]
+        has_scalars = any(t.ndim == 0 for t in traced)
+        if not has_scalars and may_be_differentiated() and any(t.is_floating_point() for t in traced):
+            raise error  # as constants, they would have no gradient
         if (known := self._read(name_of(func), args, kwargs, only_scalars=has_scalars)) is None:
             raise error
         if has_scalars:
@@ -349,10 +352,8 @@ class TraceEnvironment(torchax.tensor.Environment):
             and (places := known_places(as_array(args[0]) != 0)) is not None
         ):
             return self.wrap(jnp.stack(places, axis=1))
-        if func is torch.ops.aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
-            repeats = as_array(args[0])
-            if (count := read(repeats.sum(), "the sum of repeats")) is not None:
-                return self.wrap(jnp.repeat(jnp.arange(len(repeats)), repeats, total_repeat_length=int(count)))
+        if name == "repeat_interleave" and (repeated := self._repeated(*args, **kwargs)) is not None:
+            return repeated
         if func is torch.randint and "high" in kwargs:  # torchax's lowering takes bounds and size by their place
             bounds = (*args, *(kwargs[n] for n in ("low", "high", "size") if n in kwargs))
             args, kwargs = bounds, {n: v for n, v in kwargs.items() if n not in ("low", "high", "size")}
@@ -407,6 +408,20 @@ class TraceEnvironment(torchax.tensor.Environment):
         for target in written_tensors(func, args, kwargs):
             target.wrote()
         return result
+
+    def _repeated(self, tensor: Any, repeats: Any = None, dim: int | None = None, **kwargs: Any) -> Any:
+        """`repeat_interleave` with traced repeats, whose sum is read; None for other calls, and if values cannot be read here."""
+        if repeats is None:  # of the places, by the repeats alone
+            tensor, repeats = self.wrap(jnp.arange(tensor.shape[0], dtype=jnp.int32)), tensor
+        if not isinstance(repeats, torch.Tensor) or is_host(repeats) or kwargs.get("output_size") is not None:
+            return None
+        counts, array = as_array(repeats), as_array(tensor)
+        if dim is None:
+            array, dim = array.reshape(-1), 0
+        counts = jnp.broadcast_to(counts, (array.shape[dim],))
+        if (total := read(counts.sum(), "the sum of repeats")) is None:
+            return None
+        return self.wrap(jnp.repeat(array, counts, axis=dim, total_repeat_length=int(total)))
 
     def _like_meta(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Zeros with the operation's result shapes and dtypes in torch, for a diagnosis that continues without it."""

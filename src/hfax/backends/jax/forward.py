@@ -97,7 +97,8 @@ def exact_outputs(
 ) -> tuple[list[Any], Structure]:
     """As `padded_outputs`, for inputs in their own sizes.
 
-    Values that the modelling code reads are read between programs; if there are more than `MOST_READS`, each operation runs by itself.
+    Values that the modelling code reads are read between programs. If there are more than `MOST_READS`, each operation runs by
+    itself.
     """
     arrays, structure = flatten(inputs, is_array)
     args = (weights, layout.put_rows(arrays))
