@@ -31,6 +31,7 @@ _MONO = (
     "xcodec",
     "pocket_tts",
     "neucodec",
+    "wavtokenizer",
     "higgs_audio_v2",
     "omniasr",
 )
@@ -163,6 +164,8 @@ def _height_and_width(config: Any) -> tuple[int, int]:
         or find(vision_config(config), "image_size")
         or 64
     )
+    if config.model_type == "seggpt":  # an image stands above its prompt
+        return size[0] // 2, size[1]
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 

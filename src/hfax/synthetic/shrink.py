@@ -97,6 +97,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     # the prompt grid is the grid of image features
     "sam_prompt_encoder": {"image_embedding_size": 4},
     "sam_hq_prompt_encoder": {"image_embedding_size": 4},
+    "sam_vision_model": {"output_channels": WIDTH, "num_pos_feats": WIDTH // 2},
+    "sam_hq_vision_model": {"output_channels": WIDTH, "num_pos_feats": WIDTH // 2},
+    "sam2_prompt_encoder": {"image_size": 128},
+    "sam3_vision_model": {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
     "sam2_hiera_det_model": _SMALL_HIERA,
     "sam2_vision_model": {
         "backbone_channel_list": [128, 64, 32, 16],
