@@ -156,6 +156,9 @@ def _frames(config: Any) -> tuple[int, ...]:
 
 
 def _height_and_width(config: Any) -> tuple[int, int]:
+    if config.model_type == "seggpt":  # an image stands above its prompt
+        height, width = config.image_size
+        return height // 2, width
     if ratios := getattr(config, "scaled_images_ratios", None):  # the smallest copy of an image has one patch
         side = int(config.patch_size / min(ratios))
         return side, side
@@ -164,8 +167,6 @@ def _height_and_width(config: Any) -> tuple[int, int]:
         or find(vision_config(config), "image_size")
         or 64
     )
-    if config.model_type == "seggpt":  # an image stands above its prompt
-        return size[0] // 2, size[1]
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
