@@ -200,7 +200,8 @@ def _wave(model: Any) -> torch.Tensor:
         return draw(ROWS, 2 * 1920)
     if config.model_type == "speecht5" and "decoder_input_values" in _parameters(model):  # takes prenet outputs
         return draw(ROWS, STEPS, config.hidden_size)
-    return draw(ROWS, _SAMPLES)
+    is_for_vectors = hasattr(model, "tdnn")  # convolutions over time, which need more frames
+    return draw(ROWS, 2 * _SAMPLES if is_for_vectors else _SAMPLES)
 
 
 _FEATURE_WIDTHS = (

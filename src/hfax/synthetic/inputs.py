@@ -17,6 +17,8 @@ from hfax.synthetic.images import CountFeatures, feature_counts, image_token, pr
 
 GENERATING = ("causal-lm", "image-text-to-text", "seq2seq-lm", "speech-seq2seq")
 """Mappings of classes that generate text."""
+_SPEAKING = ("text-to-spectrogram", "text-to-waveform")
+"""Mappings of classes that generate speech."""
 PADDING = 7
 """Number of left-padding tokens in the first of two prompts."""
 _TOGETHER = (
@@ -62,7 +64,8 @@ def make_inputs(model: Any, mapping: str, count_features: CountFeatures = featur
         return _decoder(model, set(names))
     wanted = _wanted(model, mapping, names)
     if wanted <= {"input_ids", "bbox", "decoder_input_ids"}:
-        return _encoder(model, set(names), mapping, extra=wanted - {"input_ids", "decoder_input_ids"})
+        inputs = _encoder(model, set(names), mapping, extra=wanted - {"input_ids", "decoder_input_ids"})
+        return _choices(inputs) if mapping == "multiple-choice" else inputs
     forward = {name: make_field(model, name) for name in names if name in wanted}
     mask = None
     if "input_ids" in forward and "attention_mask" in names:
@@ -72,6 +75,12 @@ def make_inputs(model: Any, mapping: str, count_features: CountFeatures = featur
             forward["bbox"] = forward["bbox"][:, : mask.shape[1]]
     generate = {n: v for n, v in forward.items() if n != "decoder_input_ids"}
     return CaseInputs(forward=forward, generate=generate, mask=None if mask is None else mask.bool())
+
+
+def _choices(inputs: CaseInputs) -> CaseInputs:
+    """Two choices for each row: its text, and another row's; [rows, choices, …]."""
+    forward = {name: torch.stack([value, value.flip(0)], dim=1) for name, value in inputs.forward.items()}
+    return CaseInputs(forward=forward, generate={}, mask=None)
 
 
 def _writes_beside_images(model: Any, mapping: str) -> bool:
@@ -98,7 +107,8 @@ def _wanted(model: Any, mapping: str, names: Any) -> set[str]:
     main = model.main_input_name
     wanted = required | ({main} if isinstance(main, str) else set(main)) & set(names)
     wanted |= {n for n in _ALWAYS if n in names}
-    if "pixel_values" in names and "input_ids" in names and (mapping == "base" or "zero-shot" in mapping):
+    with_images = mapping in ("base", "visual-question-answering") or "zero-shot" in mapping
+    if "pixel_values" in names and "input_ids" in names and with_images:
         has_images = getattr(model.config, "vision_config", model) is not None  # else the vision tower is optional
         wanted |= {"pixel_values", "input_ids"} if has_images else {"input_ids"}
     if "input_features" in names and "input_ids" in names and model.config.model_type in ("clap", "clvp", "pop2piano"):
@@ -106,7 +116,8 @@ def _wanted(model: Any, mapping: str, names: Any) -> set[str]:
     for first, *others in _TOGETHER:
         if first in wanted:
             wanted |= {n for n in others if n in names}
-    if model.config.is_encoder_decoder and "decoder_input_ids" in names:
+    has_decoder = model.config.is_encoder_decoder or mapping == "visual-question-answering"
+    if has_decoder and "decoder_input_ids" in names:
         wanted.add("decoder_input_ids")
     if wanted & {"pixel_values"} and "noise" in names:
         wanted.add("noise")
@@ -153,9 +164,9 @@ def _encoder(model: Any, names: set[str], mapping: str, extra: set[str]) -> Case
         ids[:, [5, 6, LENGTH - PADDING - 1]] = model.config.sep_token_id
     elif "global_attention_mask" in names:
         forward["global_attention_mask"] = torch.zeros_like(ids).index_fill(1, torch.tensor([0]), 1)
-    if mapping not in (*GENERATING, "base") and model.config.is_encoder_decoder:
+    if mapping not in (*GENERATING, "base", *_SPEAKING) and model.config.is_encoder_decoder:
         # classifiers read the last end-of-sequence token, and every row must have the same number of them
-        end = model.config.get_text_config().eos_token_id
+        end = getattr(model.config.get_text_config(), "eos_token_id", None)
         ids[:, LENGTH - PADDING - 1] = end if isinstance(end, int) else ids[:, 0]
         return CaseInputs(forward=forward, generate={}, mask=None)
     is_canvas = hasattr(model.config, "canvas_length")  # of a diffusion model, else drawn at random
