@@ -196,3 +196,38 @@ def test_where_values_cannot_be_read(stretching: Callable[[int], tuple[Any, hfax
     )
     with pytest.raises(UnsupportedModelError, match="micro-batches"):
         step(step.init(), {"input_ids": ids})
+
+
+def _one_more(array: Any) -> np.ndarray:
+    """A count as another program might have rounded it."""
+    value = np.array(array)
+    return value + 1 if value.dtype.kind == "i" else value
+
+
+def test_a_forward_pass_that_finds_another_value_than_was_read_runs_by_operation(
+    stretching: Callable[[int], tuple[Any, hfax.JaxModel]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, model = stretching(1)
+    ids = _ids(2, 1, 5, 4)
+    with torch.no_grad():
+        expected = plain(input_ids=ids).last_hidden_state
+    monkeypatch.setattr("hfax.backends.jax.forward.to_host", _one_more)
+    torch.testing.assert_close(model(input_ids=ids).last_hidden_state, expected)
+
+
+def test_a_step_that_finds_another_value_than_was_read_changes_no_weight(
+    stretching: Callable[[int], tuple[Any, hfax.JaxModel]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, model = stretching(1)
+    step = hfax.make_train_step(model, optax.sgd(1.0), lambda apply, batch: apply(**batch).last_hidden_state.sum())
+    state = step.init()
+    before = {name: np.asarray(array) for name, array in state.params.items()}
+    batch = {"input_ids": _ids(2, 1, 5, 4)}
+    with monkeypatch.context() as changed:
+        changed.setattr("hfax.train.step.to_host", _one_more)
+        state, metrics = step(state, batch)
+    assert not bool(metrics["is_finite"])
+    assert all((before[name] == np.asarray(array)).all() for name, array in state.params.items())
+    state, metrics = step(state, batch)
+    assert bool(metrics["is_finite"])
+    assert any((before[name] != np.asarray(array)).any() for name, array in state.params.items())

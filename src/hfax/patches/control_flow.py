@@ -43,7 +43,8 @@ def note_check(condition: Any, what: str | None = None) -> None:
         what: description of the condition; None: the current line of modelling code.
     """
     if (found := getattr(_local, "checks", None)) is not None:
-        found[f"{what or 'a check of the model fails'} ({running_line()})"] = condition.all()
+        name = f"{what or 'a check of the model fails'} ({running_line()})"
+        found[name] = condition.all() & found[name] if name in found else condition.all()  # in a loop over layers
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ from hfax.tracing.operands import (
     as_array,
     as_arrays_or_quantized,
     has_other_strides,
+    has_selection,
     is_selection,
     is_tensor,
     is_torch_tensor,
@@ -104,7 +105,12 @@ class TraceEnvironment(torchax.tensor.Environment):
 
     def _carry_out(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = name_of(func)
-        if name not in ("add", "sub", "mul", "div"):  # these a selection answers itself
+        if has_selection((args, kwargs)) and name not in (
+            "add",
+            "sub",
+            "mul",
+            "div",
+        ):  # these a selection answers itself
             args, kwargs = map_leaves(is_selection, lambda s: s.known(), (args, kwargs))
         try:
             return self._carried_out(func, name, args, kwargs)

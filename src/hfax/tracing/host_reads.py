@@ -4,6 +4,8 @@ Some forward passes cannot be one program, because a size follows from what they
 durations, a matcher's pairs from the keypoints that it finds. Within `reading`, a trace that arrives at such a read ends there, and
 its program returns the value. The next trace is given it as a constant and goes on to the following read, or to the end. Outside of
 `reading`, in a decoding loop or under a caller's own `jax.jit`, `read` returns None and the reader raises.
+
+A later program computes the value again, and may round otherwise on the way to it; so it returns whether it found the same.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -25,14 +28,33 @@ Answers = tuple[np.ndarray, ...]
 
 
 @dataclasses.dataclass
-class _Reading:
+class Reading:
+    """The reads of one trace.
+
+    Args:
+        answers: the values read so far.
+    """
+
     answers: Answers
     num_reads: int = 0
+    _agreements: list[jax.Array] = dataclasses.field(default_factory=list)
     known: dict[int, tuple[jax.Array, np.ndarray]] = dataclasses.field(default_factory=dict)
     """By `id`: arrays that were read, kept so that their ids are not reused, and their values."""
 
+    def answer(self, array: jax.Array) -> np.ndarray:
+        """The next value."""
+        value = self.answers[self.num_reads]
+        self.num_reads += 1
+        self.known[id(array)] = array, value
+        self._agreements.append((array == value).all())
+        return value
 
-_reading: ContextVar[_Reading | None] = ContextVar("hfax_reading", default=None)
+    def agrees(self) -> jax.Array:
+        """Whether the trace's own values are the ones that it was given, a scalar bool."""
+        return jnp.stack([jnp.asarray(True), *self._agreements]).all()
+
+
+_reading: ContextVar[Reading | None] = ContextVar("hfax_reading", default=None)
 
 
 class ValueNeededError(Exception):
@@ -65,25 +87,22 @@ def read(array: jax.Array, what: str) -> np.ndarray | None:
         return None
     if id(array) in found.known:
         return found.known[id(array)][1]
-    number = found.num_reads
-    if number == len(found.answers):
+    if found.num_reads == len(found.answers):
         raise ValueNeededError(array)
-    found.num_reads += 1
-    found.known[id(array)] = array, found.answers[number]
-    return found.answers[number]
+    return found.answer(array)
 
 
 @contextlib.contextmanager
-def reading(answers: Answers) -> Iterator[None]:
+def reading(answers: Answers) -> Iterator[Reading]:
     """Within the block, a trace of this thread is given these values, and ends at the next one that it reads."""
-    token = _reading.set(_Reading(answers))
+    token = _reading.set(found := Reading(answers))
     try:
-        yield
+        yield found
     finally:
         _reading.reset(token)
 
 
-def until_read(trace: Callable[..., tuple[list[Any], Any]], answers: Answers) -> Callable[..., tuple[list[Any], Any]]:
+def until_read(trace: Callable[..., tuple[Any, Any]], answers: Answers) -> Callable[..., tuple[Any, Any]]:
     """`trace` as a function that stops at the first value which is not among `answers`.
 
     Args:
@@ -91,15 +110,17 @@ def until_read(trace: Callable[..., tuple[list[Any], Any]], answers: Answers) ->
         answers: the values read so far.
 
     Returns:
-        A function of the same arguments; where it stops, it returns the array to be read, and `VALUE_NEEDED` as the note.
+        A function of the same arguments; where it stops, it returns the array to be read, and `VALUE_NEEDED` as the note. If there
+        are answers, the arrays come with a scalar bool: whether they are the values of this trace, too.
     """
 
-    def run(*args: Any) -> tuple[list[Any], Any]:
-        with reading(answers):
+    def run(*args: Any) -> tuple[Any, Any]:
+        with reading(answers) as found:
             try:
-                return trace(*args)
+                results, note = trace(*args)
             except ValueNeededError as error:
-                return [error.array], VALUE_NEEDED
+                results, note = [error.array], VALUE_NEEDED
+            return ((results, found.agrees()) if answers else results), note
 
     return run
 

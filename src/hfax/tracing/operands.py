@@ -23,6 +23,13 @@ def is_selection(value: Any) -> bool:
     return isinstance(value, MaskedSelection)
 
 
+def has_selection(value: Any) -> bool:
+    """Whether there is a selection by a traced mask in nested lists, tuples and dicts."""
+    if isinstance(value, (tuple, list)):
+        return any(has_selection(item) for item in value)
+    return any(map(has_selection, value.values())) if isinstance(value, dict) else is_selection(value)
+
+
 def is_torch_tensor(value: Any) -> bool:
     """Whether a value is a torch tensor, of the trace or not."""
     return isinstance(value, torch.Tensor)

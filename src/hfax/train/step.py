@@ -43,6 +43,8 @@ Trainable = Callable[[str], bool] | Iterable[str] | None
 Metrics = dict[str, jax.Array]
 
 
+_AGREES = "values read agree"
+"""A metric within a step: whether modelling code found the values that were read before it; if not, no weight changes."""
 _REFERENCE = "reference/"
 """Precedes the names of the reference's weights among the arguments of programs."""
 _CPU_OPTIONS: dict[str, str | bool] = {"xla_disable_hlo_passes": "optimization-barrier-expander,cse_barrier_expander"}
@@ -247,22 +249,30 @@ class TrainStep:
 
     # The step
 
-    def _step(self, structure: Any, state: TrainState, frozen: Params, arrays: list[Any]) -> tuple[TrainState, Metrics]:
+    def _step(
+        self, structure: Any, answers: Answers, state: TrainState, frozen: Params, arrays: list[Any]
+    ) -> tuple[TrainState, Metrics]:
         key = jax.random.wrap_key_data(state.key)
         own, following = jax.random.split(key)
-        grads, metrics = self._gradients(structure, state.params, frozen, own, arrays)
+        grads, metrics = self._gradients(structure, answers, state.params, frozen, own, arrays)
         norm = optax.tree.norm(grads)
-        is_finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
+        is_finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm) & metrics.pop(_AGREES, True)
         params, opt_state = apply_optimizer(self._optimizer, grads, state.opt_state, state.params, is_finite)
         new = TrainState(step=state.step + 1, params=params, opt_state=opt_state, key=jax.random.key_data(following))
         return new, {**metrics, "grad_norm": norm, "is_finite": is_finite}
 
     def _gradients(
-        self, structure: Any, params: Params, frozen: Params, key: jax.Array, arrays: list[Any]
+        self,
+        structure: Any,
+        answers: Answers,
+        params: Params,
+        frozen: Params,
+        key: jax.Array,
+        arrays: list[Any],
     ) -> tuple[Params, Metrics]:
         """Gradients and metrics of the mean loss over a batch's micro-batches; arrays are [parts, rows, …]."""
         keys = jax.random.split(key, self._parts)
-        differentiate = jax.value_and_grad(self._loss_of, has_aux=True)
+        differentiate = jax.value_and_grad(functools.partial(self._loss_given, answers), has_aux=True)
 
         def part(arrays: list[Any], key: jax.Array) -> tuple[Params, Metrics]:
             (loss, metrics), grads = differentiate(params, frozen, key, unflatten(structure, arrays))
@@ -291,6 +301,14 @@ class TrainStep:
         self, params: Params, frozen: Params, key: jax.Array | None, inputs: Mapping[str, Any]
     ) -> tuple[jax.Array, Metrics]:
         return self._found(self._apply(params, frozen, key), self._apply_reference(frozen), inputs)
+
+    def _loss_given(self, answers: Answers, *args: Any) -> tuple[jax.Array, Metrics]:
+        """`_loss_of` with the values that modelling code reads, and whether they are the ones of this step, too."""
+        with reading(answers) as found:
+            loss, metrics = self._loss_of(*args)
+            # a layer that is computed again keeps its values to itself
+            agreement = {_AGREES: found.agrees()} if answers and not self._remat else {}
+            return loss, {**metrics, **agreement}
 
     def _apply(self, params: Params, frozen: Params, key: jax.Array | None) -> Apply:
         """The model with these weights; in train mode if a dropout key is given."""
@@ -346,14 +364,16 @@ class TrainStep:
         key = (key, f"{structure!r} {_shapes([*params.values(), *arrays])}")
         with _explaining("a forward pass"):
             while True:
-                results, note = self._until_read("evaluate", key, run, answers, args)
+                results, agrees, note = self._until_read("evaluate", key, run, answers, args)
+                if not agrees:
+                    return run(*args)  # operation by operation
                 if note != VALUE_NEEDED:
                     return results
                 answers = (*answers, to_host(results[0]))
 
     def _until_read(
         self, name: str, key: Any, function: Callable[..., Any], answers: Answers, args: tuple[Any, ...]
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Any, bool, Any]:
         """What a program of `function` returns, or the next value that modelling code reads, see `host_reads.until_read`."""
         key = (key, key_of(answers))
         if key not in self._programs:
@@ -366,7 +386,10 @@ class TrainStep:
 
             self._programs[key] = self._compiled(name, jax.jit(run), *args), notes
         program, notes = self._programs[key]
-        return program(*args), notes[-1]
+        if not answers:
+            return program(*args), True, notes[-1]
+        results, agrees = program(*args)
+        return results, bool(to_host(agrees)), notes[-1]
 
     # Where things are
 
@@ -445,10 +468,9 @@ class TrainStep:
             found = (key, key_of(answers)) if answers else key
             try:
                 if found not in self._programs:
-                    with reading(answers):
-                        step = functools.partial(self._step, structure)
-                        step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
-                        self._programs[found] = self._compiled("step", step, state, self._frozen(), arrays)
+                    step = functools.partial(self._step, structure, answers)
+                    step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+                    self._programs[found] = self._compiled("step", step, state, self._frozen(), arrays)
                 if (program := self._programs[found]) is not None:
                     return program
             except ValueNeededError:
@@ -475,7 +497,7 @@ class TrainStep:
         args = (state.params, self._frozen(), state.key, arrays)
         remat, self._remat = self._remat, False  # a value in a part to be recomputed cannot be returned
         try:
-            results, note = self._until_read("read", ("read", key), forward, answers, args)
+            results, _, note = self._until_read("read", ("read", key), forward, answers, args)
         finally:
             self._remat = remat
         assert note == VALUE_NEEDED
