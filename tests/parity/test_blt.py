@@ -94,8 +94,10 @@ def test_patches_by_entropy_have_other_lengths_in_each_row() -> None:
 
 def test_patches_of_bounded_length_are_refused_and_not_guessed() -> None:
     model: Any = AutoModelForTPU.from_config(blt_config(max_patch_length=2))
-    with pytest.raises(UnsupportedModelError, match=r"modeling_blt.py:\d+"):
+    with pytest.raises(UnsupportedModelError, match="max_patch_length=2"):
         model(_IDS, use_cache=False)
+    with pytest.raises(UnsupportedModelError, match="max_patch_length=2"):
+        model.generate(_IDS, max_new_tokens=2, do_sample=False)
 
 
 def test_invalid_parameters_of_distributions_raise_as_in_torch() -> None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import torch
 from torch.utils import _mode_utils as mode_utils
 
-from hfax.errors import running_line
+from hfax.errors import UnsupportedModelError, running_line
 from hfax.patches.patch import ForwardPatch, FunctionPatch, OpPatch, Patch
 
 _local = threading.local()
@@ -212,6 +212,20 @@ def _room_for_every_patch(module: Any, original: Callable[..., Any]) -> Callable
     return patch_lengths
 
 
+def _no_bound_on_room(original: Callable[..., Any]) -> Callable[..., Any]:
+    def process(patch_lengths: Any, max_patch_length: int | None) -> Any:
+        """The lengths of patches; those of `_room_for_every_patch` add up to more than the text, so they cannot be divided."""
+        if max_patch_length is not None and getattr(patch_lengths, "array", None) is not None:
+            raise UnsupportedModelError(
+                f"Blt with max_patch_length={max_patch_length} does not run with patches by entropy.",
+                "hfax keeps room for a patch of each byte, behind the patches that there are; division would fill that room.",
+                "Leave max_patch_length out of the config, or use plain transformers.",
+            )
+        return original(patch_lengths, max_patch_length)
+
+    return process
+
+
 PATCHES: list[Patch] = [
     OpPatch(
         name="any",
@@ -224,6 +238,13 @@ PATCHES: list[Patch] = [
         why="the model asks `if mask.any()` of a traced mask, and does nothing for a mask that is all false",
         classes=("Ovis2Model", "FSMTModel"),
         make=_any_is_true,
+    ),
+    FunctionPatch(
+        name="no-bound-on-room-for-patches",
+        why="Blt can divide long patches, which room-for-every-patch does not allow",
+        target="transformers.models.blt.modeling_blt:process_patch_lengths",
+        make=_no_bound_on_room,
+        model_types=("blt",),
     ),
     ForwardPatch(
         name="global-tokens-if-given",
