@@ -96,6 +96,13 @@ def _write_without_gradient(x: Any) -> Any:
     return (x / norm * x.sin()).sum()
 
 
+def _repeated_places(x: Any) -> Any:
+    """Equal values are written to the same row twice."""
+    y = x * 1
+    y[torch.tensor([1, 1])] = (x[0] * x[1]).expand(2, 4)
+    return (y.sin() * x).sum()
+
+
 def _function(x: Any) -> Any:
     return (_StraightThrough.apply(x.sin(), 4.0) * x).sum()
 
@@ -120,6 +127,7 @@ def _function_without_gradient(x: Any) -> Any:
         _write,
         _inner,
         _write_without_gradient,
+        _repeated_places,
         _function,
         _functions_in_each_other,
         _function_without_gradient,
