@@ -42,9 +42,8 @@ def compile_stored(
     parts = {
         "name": name,
         "lowered": hashlib.sha256(text.encode()).hexdigest(),
-        "arguments and results": repr(
-            (jax.tree.structure(lowered.args_info), lowered.out_tree)
-        ),  # unread ones are not in the text
+        # arguments that are not read are not in the text
+        "arguments and results": repr((jax.tree.structure(lowered.args_info), lowered.out_tree)),
         "options": repr(sorted((given or {}).items())),
         "devices": repr([device.id for device in devices]),
         **environment_parts(layout.device),
