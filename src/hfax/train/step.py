@@ -463,13 +463,12 @@ class TrainStep:
     def _program(self, structure: Any, state: TrainState, arrays: list[Any]) -> Any:
         """The program of a step; values that modelling code reads are read by forward passes first, and are constants in it."""
         key, answers = f"{structure!r} {_shapes(arrays)}", ()
-        shardings = self._state_shardings()
         while True:
-            found = (key, key_of(answers)) if answers else key
+            found = (key, key_of(answers))
             try:
                 if found not in self._programs:
                     step = functools.partial(self._step, structure, answers)
-                    step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+                    step = jax.jit(step, donate_argnums=0, out_shardings=(self._state_shardings(), None))
                     self._programs[found] = self._compiled("step", step, state, self._frozen(), arrays)
                 if (program := self._programs[found]) is not None:
                     return program
