@@ -61,6 +61,5 @@ def _periodic(fields: dict[str, Any], index: int) -> list[bool]:
             found.append(index < fields[name])
     shared = fields.get("num_kv_shared_layers")
     if isinstance(shared, int) and shared:
-        count = next(v for n, v in fields.items() if LAYER_COUNTS.match(n) and isinstance(v, int))
-        found.append(index >= count - shared)
+        found.append(index >= (layer_count(fields) or 0) - shared)
     return found

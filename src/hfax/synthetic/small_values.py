@@ -149,7 +149,7 @@ def _new_int(name: str, value: int, fields: dict[str, Any], layers: list[int] | 
     if name in ("image_size", "crop_size") and isinstance(fields.get("patch_size"), int) and "depths" not in fields:
         return min(value, 4 * fields["patch_size"])
     if name == "num_kv_shared_layers" and layers:
-        count = next(v for n, v in fields.items() if LAYER_COUNTS.match(n) and isinstance(v, int))
+        count = layer_count(fields) or 0
         return sum(1 for i in layers if i >= count - value)
     if name in ("attn_layer_period", "attn_layer_offset"):
         return min(value, 3 if name.endswith("period") else 1)
