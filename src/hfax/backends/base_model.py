@@ -23,6 +23,8 @@ from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.generation import generation_request as requests
 from hfax.generation.custom_processors import Place, read_processors, reject_beside_beams
 from hfax.generation.generation_request import GenerationOptions, as_ids_tuple
+from hfax.generation.image_classes import ImagePadding, image_padding
+from hfax.generation.layer_outputs import asked_for
 from hfax.generation.overrides import has_own_generate, without_dropped
 from hfax.generation.seeds import draw_seed
 from hfax.generation.stopping import end_tokens, read_stopping
@@ -77,6 +79,8 @@ class BaseModel:
 
     backend = ""
     """The backend's name."""
+    pads_inputs = True
+    """Whether inputs are padded to size classes where that changes nothing."""
 
     def __init__(
         self,
@@ -467,6 +471,7 @@ class BaseModel:
             prompt = np.full((1, 1), config.bos_token_id)
         ids = self._host_array("input_ids", prompt)
         arrays = without_dropped(self._skeleton.module, ids, arrays)
+        images = None if asked_for(config) else self._image_padding(np.atleast_2d(ids), arrays, buckets)
         prompts = requests.pad_decoder_prompts(
             ids,
             arrays.pop("attention_mask", None),
@@ -477,12 +482,32 @@ class BaseModel:
             buckets=buckets,
             is_exact=traits.counts_padding,
             extras=arrays,
+            traced_geometry=traits.traced_geometry,
+            more=0 if images is None else len(images.tokens),
         )
         if traits.takes_position_ids and "position_ids" not in prompts.inputs:
             positions = geometry.prompt_positions(self._skeleton.module, {**prompts.inputs, **prompts.static})
             if positions is not None:
                 prompts.inputs["position_ids"] = positions
+        prompts = prompts if images is None else images.applied(prompts)
         return prompts if embeds is None or known else dataclasses.replace(prompts, given=prompts.given[:, :0])
+
+    def _image_padding(
+        self, ids: np.ndarray, arrays: Mapping[str, np.ndarray], buckets: Buckets
+    ) -> ImagePadding | None:
+        """What fills the images' size class; None: there are none, or each mix of their sizes is a program of its own."""
+        if not self.pads_inputs or self._traits.counts_padding or requests.EMBEDS in arrays:
+            return None
+        (rows, length), context = ids.shape, self._context()
+        padding = image_padding(self._skeleton.module, ids, arrays)
+        if padding is None or not buckets.have_room(rows, length, len(padding.tokens), context and context - 1):
+            return None
+        needs_no_patch = padding.arrays.keys() == {"pixel_values"}
+        return padding if needs_no_patch or self._takes_packed_images({"input_ids": ids, **padding.arrays}) else None
+
+    def _takes_packed_images(self, inputs: Mapping[str, np.ndarray]) -> bool:
+        """Whether programs of prompts can take the grids of images, as `image_padding` makes them, as arguments."""
+        return False
 
     def _from_decoder_start(self, config: GenerationConfig, decoder: np.ndarray) -> np.ndarray:
         """The decoder ids, preceded by the start token unless a row begins with it; Whisper and Donut have their own start."""

@@ -63,7 +63,8 @@ class SlotRunner:
         return self._buckets_of(*self._lengths)
 
     def _buckets_of(self, *lengths: int) -> Buckets:
-        return Buckets(made=tuple((1, length, self._capacity) for length in lengths))
+        most_padding = self._capacity - self._limits.max_model_len
+        return Buckets(made=tuple((1, length, self._capacity) for length in lengths), most_padding=most_padding)
 
     @property
     def _capacity(self) -> int:

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -193,6 +193,8 @@ def pad_decoder_prompts(
     buckets: Buckets,
     is_exact: bool = False,
     extras: Mapping[str, np.ndarray] | None = None,
+    traced_geometry: Collection[str] = (),
+    more: int = 0,
 ) -> Prompts:
     """Check a batch of prompts and left-pad it to its buckets.
 
@@ -208,6 +210,8 @@ def pad_decoder_prompts(
         is_exact: add no padding, for models that treat padding as text.
         extras: further inputs by name. Per-token inputs are padded like the ids, and geometry becomes constants. With pixels or
             audio no rows are added, since their assignment to rows is unknown.
+        traced_geometry: names of extras that are no constants, though they are named like geometry.
+        more: tokens of padding that there must be at least.
 
     Raises:
         InvalidInputError: the prompts or the mask are invalid.
@@ -216,9 +220,9 @@ def pad_decoder_prompts(
     if attention_mask is None and pad_token_id is not None and pad_token_id not in eos_token_ids:
         attention_mask = ids != pad_token_id
     rows, length = ids.shape
-    padded_rows, bucket = buckets.prompt(rows, length, None if context is None else max(context - 1, length))
+    padded_rows, bucket = buckets.prompt(rows, length + more, None if context is None else max(context - 1, length))
     extras = dict(extras or {})
-    static = {n: v for n, v in keep_on_host(extras).items() if isinstance(v, HostArray)}
+    static = {n: v for n, v in keep_on_host(extras, traced_geometry).items() if isinstance(v, HostArray)}
     by_token = {n for n, v in extras.items() if n not in static and _is_by_token(n, v, ids.shape)}
     moves = not is_exact and by_token == set(extras)
     mask = np.ones_like(ids) if attention_mask is None else _as_mask(attention_mask, ids.shape, moves=moves)

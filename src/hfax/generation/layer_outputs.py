@@ -128,7 +128,9 @@ def _cuts(name: str, array: Any, steps: list[slice], offset: int) -> list[Any]:
 def _of_decoder(prompts: Prompts, sequences: np.ndarray, copies: int, traits: ModelTraits) -> dict[str, Any]:
     """Forward's inputs for a decoder's finished texts: the padded prompts, and the new tokens but the last."""
     new = sequences[:, prompts.given.shape[1] : -1]
-    inputs = {name: array[: len(prompts.given)] for name, array in prompts.inputs.items() if name != "position_ids"}
+    rows = slice(len(prompts.given) if prompts.num_padded_rows > len(prompts.given) else None)  # patches have no rows
+    inputs = {name: array[rows] for name, array in prompts.inputs.items() if name != "position_ids"}
+    inputs |= {name: geometry.array for name, geometry in prompts.static.items()}
     inputs = {name: np.repeat(array, copies, axis=0) if copies > 1 else array for name, array in inputs.items()}
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     for name in [n for n, a in inputs.items() if a.shape[:2] == ids.shape and n not in ("input_ids", "attention_mask")]:
@@ -136,7 +138,10 @@ def _of_decoder(prompts: Prompts, sequences: np.ndarray, copies: int, traits: Mo
         inputs[name] = np.concatenate([inputs[name], np.repeat(last, new.shape[1], axis=1)], axis=1)
     mask = np.concatenate([mask, np.ones_like(new, mask.dtype)], axis=1)
     inputs |= {"input_ids": np.concatenate([ids, new.astype(ids.dtype)], axis=1), "attention_mask": mask}
-    if traits.takes_position_ids:  # the model's own geometry of images takes their place
+    of_prompts = prompts.inputs.get("position_ids")
+    if traits.takes_position_ids and (
+        of_prompts is None or of_prompts.ndim < 3
+    ):  # else they come from the images' geometry
         inputs["position_ids"] = np.maximum(np.cumsum(mask, axis=1) - 1, 0).astype(np.int32)
     return inputs
 

@@ -45,6 +45,30 @@ def _without_padding_images(module: Any, inputs: dict[str, Any]) -> dict[str, An
     return found if mask is None else {**found, "pixel_attention_mask": keep(mask)}
 
 
+def _in_size_classes(module: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Pixels, [rows, images, channels, height, width], with sides of full length or squares, and a mask of those that are real.
+
+    Sides are padded to quarters of the full length.
+    """
+    pixels, mask = inputs.get("pixel_values"), inputs.get("pixel_attention_mask")
+    if pixels is None or pixels.ndim != 5:
+        return inputs
+    vision, sizes = module.config.vision_config, pixels.shape[-2:]
+    most = vision.image_size // vision.patch_size
+    quarters = [-(-4 * size // (vision.patch_size * most)) for size in sizes]
+    quarters = quarters if max(quarters) >= 4 else [max(quarters)] * 2
+    padded = [vision.patch_size * -(-number * most // 4) for number in quarters]
+    widths = [(0, to - size) for size, to in zip(sizes, padded, strict=True)]
+    if not any(after for _, after in widths):
+        return inputs
+    mask = np.ones((*pixels.shape[:2], *sizes), np.int32) if mask is None else np.asarray(mask)
+    return {
+        **inputs,
+        "pixel_values": np.pad(np.asarray(pixels), [(0, 0)] * 3 + widths),
+        "pixel_attention_mask": np.pad(mask, [(0, 0)] * 2 + widths),
+    }
+
+
 def _all_images(module: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     def features(pixel_values: Any, pixel_attention_mask: Any = None, **kwargs: Any) -> Any:
         pixels = pixel_values.flatten(0, 1).to(module.dtype)
@@ -194,6 +218,12 @@ PATCHES: list[Patch] = [
         why="the model drops images that are all zeros by looking at their pixels; here that is done before the trace",
         classes=tuple(_WITH_PADDING_IMAGES),
         prepare=_without_padding_images,
+    ),
+    InputPatch(
+        name="pixels-in-size-classes",
+        why="the sizes of images are axes of the pixels, so that nearly every image would be a program",
+        classes=("Idefics2Model",),
+        prepare=_in_size_classes,
     ),
     ForwardPatch(
         name="every-image-is-real",

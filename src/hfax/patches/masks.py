@@ -79,6 +79,8 @@ ATTENTION_NAME = AttentionName("hfax", "sdpa")
 """The name of hfax's functions for JAX in transformers' attention, mask and experts interfaces."""
 ADDITIVE_NAME = AttentionName("hfax_additive", "eager")
 """The same attention with additive masks of 0 and minus infinity, for modelling code that extends masks with floats."""
+PACKED_NAME = "hfax_flash_packed"
+"""The same attention within the `Segments` of packed images."""
 
 
 def structure_of(mask: Any) -> MaskStructure:

@@ -41,6 +41,7 @@ _FAMILIES = (
     "images",
     "indexers",
     "norms",
+    "packed_images",
     "steps",
     "windows",
     "torch_xla",

@@ -17,14 +17,25 @@ class Buckets:
 
     Args:
         made: sizes with precompiled programs: the smallest that fits a request is used; if none fits, a power of two.
+        most_padding: tokens of padding that a prompt may have; None: any number.
     """
 
     made: tuple[Size, ...] = ()
+    most_padding: int | None = None
 
     def prompt(self, rows: int, length: int, limit: int | None = None) -> tuple[int, int]:
         """Padded rows and length of a batch of prompts; `limit` is the model's context length."""
         fitting = [(r, n) for r, n, _ in self.made if r >= rows and n >= length and (limit is None or n <= limit)]
         return min(fitting, default=(batch_bucket(rows), prompt_bucket(length, limit)))
+
+    def have_room(self, rows: int, length: int, more: int, limit: int | None = None) -> bool:
+        """Whether prompts of `length` tokens may have `more` tokens of padding at least; other arguments as of `prompt`."""
+        wanted = length + more
+        if (limit is not None and wanted > limit) or not (
+            not self.made or any(r >= rows and n >= wanted for r, n, _ in self.made)
+        ):
+            return False
+        return self.most_padding is None or self.prompt(rows, wanted, limit)[1] - length <= self.most_padding
 
     def capacity(self, rows: int, prompt: int, tokens: int) -> int:
         """Cache capacity for `rows` padded prompts of length `prompt`, and `tokens` tokens in total."""

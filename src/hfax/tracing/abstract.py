@@ -96,15 +96,12 @@ def example_inputs(
     forward = make_inputs(traced.module, "base", count_features).forward
     forward = {name: to_numpy(value) if hasattr(value, "dtype") else value for name, value in forward.items()}
     # positions that depend on values, and other inputs computed on the host
-    inputs = {name: _abstract(name, value) for name, value in traced.prepare(forward).items()}
+    inputs = {
+        name: _array_shape(value) if hasattr(value, "dtype") else value
+        for name, value in traced.prepare(forward).items()
+    }
     arrays = {name: value for name, value in inputs.items() if isinstance(value, jax.ShapeDtypeStruct)}
     return arrays, {name: value for name, value in inputs.items() if name not in arrays}
-
-
-def _abstract(name: str, value: Any) -> Any:
-    if geometry.is_geometry(name) or not hasattr(value, "dtype"):
-        return value
-    return _array_shape(value)
 
 
 def _array_shape(tensor: Any) -> jax.ShapeDtypeStruct:

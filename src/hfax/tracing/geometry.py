@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +27,10 @@ _GEOMETRY = re.compile(
     r"|^(image|video)_position_ids$|^(pixel_attention|feature_attention|input_features|pixel|tile_fine|input_values|audio_input_ids"
     r"|video_compression|padding)_mask$|^image_token_pooling$|^(image|video)_token_pooling$"
 )
+GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
+"""Names of packed patches, [patches, …], mapped to those of their grids, [images, 3]: frames, rows and columns."""
+ORDER = "image_sizes"
+"""Name of the sizes of images in tiles, [images, 2] int. Programs of prompts may take an order of features, [tokens], instead."""
 _TRACED = re.compile(r"^(high_res_)?pixel_values|^labels$")
 
 
@@ -63,9 +67,15 @@ def is_geometry(name: str) -> bool:
     return bool(_GEOMETRY.search(name)) and not _TRACED.search(name)
 
 
-def keep_on_host(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs with geometry arrays as `HostArray`s. Traced values are unchanged."""
-    return {n: HostArray(np.asarray(v)) if is_geometry(n) and _is_concrete(v) else v for n, v in inputs.items()}
+def keep_on_host(inputs: Mapping[str, Any], traced: Collection[str] = ()) -> dict[str, Any]:
+    """The inputs with geometry arrays as `HostArray`s. Traced values are unchanged.
+
+    Args:
+        inputs: by name.
+        traced: names of geometry that the model's code does not read, `ModelTraits.traced_geometry`.
+    """
+    is_kept = {name: is_geometry(name) and name not in traced and _is_concrete(value) for name, value in inputs.items()}
+    return {name: HostArray(np.asarray(value)) if is_kept[name] else value for name, value in inputs.items()}
 
 
 def _is_concrete(value: Any) -> bool:

@@ -30,6 +30,7 @@ from hfax.kernels.cache_numbers import FP8, to_cache
 from hfax.kernels.cache_write import cache_write
 from hfax.patches import masks, registry
 from hfax.patches.control_flow import applying_functions, collecting_checks
+from hfax.patches.packed_images import Segments
 from hfax.patches.patch import forwards_replaced
 from hfax.tracing.adapters import adapted, onto_parameters, split_adapters
 from hfax.tracing.geometry import HostArray
@@ -123,8 +124,16 @@ def wrap(tree: Any) -> Any:
 
 def wrap_constants(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments with every `HostArray` as a tensor with values that torch code can read."""
-    environment = _environment()
-    return {n: environment.constant(a.to_torch) if isinstance(a, HostArray) else a for n, a in arguments.items()}
+    return {n: constant(a.to_torch) if isinstance(a, HostArray) else a for n, a in arguments.items()}
+
+
+def constant(make: Callable[[], torch.Tensor]) -> TraceTensor:
+    """A tensor of the trace with a value that torch code can read.
+
+    Args:
+        make: returns the value as a torch tensor.
+    """
+    return _environment().constant(make)
 
 
 def unwrap(value: Any) -> Any:
@@ -559,6 +568,22 @@ def _attention_forward(
     return call_jax(compute, query, key, value, attention_mask, position_bias, s_aux)
 
 
+def _attention_within_segments(
+    module: torch.nn.Module,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    *,
+    cu_seq_lens_q: Segments,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
+    """`_attention_forward` for the patches of packed images."""
+    if attention_mask is not None or not isinstance(cu_seq_lens_q, Segments):
+        raise TypeError(f"{type(module).__name__} does not attend within the segments of packed images alone.")
+    return _attention_forward(module, query, key, value, cu_seq_lens_q.mask(), **kwargs)
+
+
 def _times(numbers: jax.Array, scale: float) -> jax.Array:
     return numbers if scale == 1 else (numbers.astype(jnp.float32) * scale).astype(numbers.dtype)
 
@@ -569,6 +594,7 @@ def _register_interfaces() -> None:
     for name, mask in ((masks.ATTENTION_NAME, masks.attention_mask), (masks.ADDITIVE_NAME, masks.additive_mask)):
         modeling_utils.ALL_ATTENTION_FUNCTIONS.register(name, _attention_forward)
         masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
+    modeling_utils.ALL_ATTENTION_FUNCTIONS.register(masks.PACKED_NAME, _attention_within_segments)
     moe.ALL_EXPERTS_FUNCTIONS.register(masks.ATTENTION_NAME, experts_forward)
 
 

@@ -28,7 +28,7 @@ from hfax.load.host_arrays import narrow, to_numpy
 from hfax.load.skeleton import Skeleton
 from hfax.patches import registry
 from hfax.patches.masks import decoder_padding
-from hfax.tracing import geometry, whole_text
+from hfax.tracing import geometry, packed_images, whole_text
 from hfax.tracing import torchax as tracing
 from hfax.tracing.attention_weights import attention_weights
 from hfax.tracing.caches import arrays_in, cache_arguments, open_cache, take_texts
@@ -62,6 +62,7 @@ class TracedModel:
         self._lock = skeleton.lock
         self._tied = dict(tied)
         self._buffers = dict(buffers)
+        self._packs_images: dict[frozenset[str], bool] = {}
         self._constants = {n: b for n, b in skeleton.buffers.items() if not b.ndim and not b.is_floating_point()}
         """Integer buffers: sizes that modelling code stores."""
 
@@ -98,7 +99,7 @@ class TracedModel:
         prepared = dict(inputs)
         if not any(isinstance(v, Tracer) for v in prepared.values()):
             prepared = registry.prepare_inputs(self.module, prepared, self.patches_used)
-        prepared = geometry.keep_on_host(prepared)
+        prepared = geometry.keep_on_host(prepared, self.traits.traced_geometry)
         if self.traits.takes_position_ids and (found := geometry.forward_positions(self.module, prepared)) is not None:
             prepared["position_ids"] = found
         return prepared
@@ -148,6 +149,24 @@ class TracedModel:
             look(module, {**tracing.wrap(dict(arrays)), **tracing.wrap_constants(static)})
 
         self._call(params, call)
+
+    def takes_packed_images(self, params: Mapping[str, jax.Array], inputs: Mapping[str, Any]) -> bool:
+        """Whether `prefill` can take the grids of images as arguments, so that one program reads images of many sizes.
+
+        Args:
+            params: the weights, or their shapes.
+            inputs: `input_ids`, packed patches and their grids by name; only names and shapes matter.
+        """
+        if (key := frozenset(inputs)) not in self._packs_images:
+            found: list[bool] = []
+
+            def look(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
+                found.append(packed_images.takes_packed(module, arguments))
+
+            shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (dict(params), dict(inputs)))
+            jax.eval_shape(lambda params, inputs: self.inspect(params, look, inputs, {}), *shapes)
+            self._packs_images[key] = found[0]
+        return self._packs_images[key]
 
     def prefill(
         self,
@@ -213,12 +232,13 @@ class TracedModel:
                 outputs, arguments = run_encoder(module, arguments)
                 encoded = {f"encoder.{n}": tracing.unwrap(t) for n, t in outputs.items() if isinstance(t, torch.Tensor)}
                 arguments["encoder_outputs"] = outputs
-            out = module(
-                **arguments,
-                **tracing.wrap_constants(static),
-                **cache_arguments(traits, cache),
-                **self._keep_last(ids.shape[1]),
-            )
+            with packed_images.packed(module, arguments) as arguments:
+                out = module(
+                    **arguments,
+                    **tracing.wrap_constants(static),
+                    **cache_arguments(traits, cache),
+                    **self._keep_last(ids.shape[1]),
+                )
             return last_logits(tracing.unwrap(out.logits)), arrays_in(cache, out) | encoded
 
         kept: Arrays = {}

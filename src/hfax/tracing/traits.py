@@ -31,6 +31,7 @@ class ModelTraits:
         has_usable_cache: decoding caches keys and values; otherwise every step reruns the whole sequence.
         repeated_inputs: per-token inputs that new tokens copy from the last one.
         main_input: name of the main input.
+        traced_geometry: inputs named like geometry that forward computes with, but does not read.
     """
 
     is_encoder_decoder: bool
@@ -44,6 +45,7 @@ class ModelTraits:
     has_usable_cache: bool
     repeated_inputs: tuple[str, ...]
     main_input: str
+    traced_geometry: tuple[str, ...] = ()
 
 
 def read_traits(module: torch.nn.Module) -> ModelTraits:
@@ -74,6 +76,7 @@ def read_traits(module: torch.nn.Module) -> ModelTraits:
         # with pixels, token types mark the images, and new tokens are text
         repeated_inputs=IMAGE_MASKS if "pixel_values" in names else ("token_type_ids",),
         main_input=getattr(module, "main_input_name", "input_ids"),
+        traced_geometry=TRACED_GEOMETRY.get(config.model_type, ()),
     )
 
 
@@ -89,6 +92,13 @@ CACHE_ARGUMENTS = ("cache", "past_key_values")
 
 IMAGE_MASKS = ("cross_attention_mask", "image_attention_mask")
 """Per-token inputs that say which images a token attends to."""
+
+
+TRACED_GEOMETRY = {
+    **dict.fromkeys(("idefics2", "idefics3", "smolvlm"), ("pixel_attention_mask",)),
+    **dict.fromkeys(("siglip2", "siglip2_vision_model"), ("pixel_attention_mask", "spatial_shapes")),
+}
+"""Geometry that transformers' code for these model types does not read, so that images of all sizes share a program."""
 
 
 OWN_POSITIONS = {
