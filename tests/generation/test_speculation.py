@@ -1,5 +1,7 @@
 """Speculative decoding: the text is that of decoding without drafts, whoever drafts."""
 
+import gc
+
 import pytest
 import torch
 import transformers
@@ -56,6 +58,35 @@ def test_an_assistant_changes_no_token(model, plain, index, who):
     assistant = model if who == "itself" else qwen(1, 1)
     got = model.generate(PROMPT, max_new_tokens=50, assistant_model=assistant, num_assistant_tokens=3, **KINDS[index])
     assert torch.equal(got, plain[index])
+
+
+def rounds(model, assistant):
+    loop, inputs = model.open_loop(
+        model.read_request(
+            PROMPT, assistant_model=assistant, max_new_tokens=41, do_sample=False, num_assistant_tokens=3
+        )
+    )
+    return int(loop.advance(loop.start(inputs), 41)["rounds"])
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_a_torch_model_drafts(tmp_path, ties):
+    """A copy of the same model, whose drafts are then always right, and another one."""
+    config = transformers.Qwen3Config(num_hidden_layers=2, tie_word_embeddings=ties, **SIZES)
+    torch.manual_seed(0)
+    torch_model, other = transformers.Qwen3ForCausalLM(config).eval(), transformers.Qwen3ForCausalLM(config).eval()
+    torch_model.save_pretrained(tmp_path)
+    model = AutoModelForTPU.from_pretrained(tmp_path)
+    model.generation_config.eos_token_id = None
+    expected = model.generate(PROMPT, max_new_tokens=41, do_sample=False)
+    for assistant in (torch_model, other):
+        found = model.generate(PROMPT, max_new_tokens=41, do_sample=False, assistant_model=assistant)
+        assert torch.equal(found, expected)
+    assert rounds(model, torch_model) == 10
+    assert rounds(model, other) > 20
+    del torch_model, other, assistant
+    gc.collect()
+    assert not model._drafts._copies
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
@@ -121,7 +152,7 @@ def test_what_speculation_does_not_support_is_refused(model):
         (model, PROMPT.repeat(2, 1), {"prompt_lookup_num_tokens": 3}, "one sequence"),
         (model, PROMPT, {"prompt_lookup_num_tokens": 3, "assistant_model": model}, "not both"),
         (model, PROMPT, {"assistant_model": qwen(1, 0, vocab_size=65)}, "vocabularies"),
-        (model, PROMPT, {"assistant_model": torch.nn.Linear(1, 1)}, "Linear, which is not an hfax model"),
+        (model, PROMPT, {"assistant_model": torch.nn.Linear(1, 1)}, "Linear, which is neither an hfax model"),
         (mamba, PROMPT, {"prompt_lookup_num_tokens": 3}, "Recurrent layers"),
     ]
     for subject, prompt, options, reason in cases:

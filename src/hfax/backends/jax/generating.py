@@ -13,7 +13,6 @@ from transformers import GenerationConfig
 
 from hfax.backends.base_model import Request
 from hfax.backends.jax.results import give
-from hfax.errors import UnsupportedOptionError
 from hfax.generation import generation_request as requests
 from hfax.generation.beam_config import num_beams
 from hfax.generation.generate import GenerationLoop, open_loop, run_loop
@@ -31,22 +30,6 @@ _ASSISTANT_TOKENS = 5
 """Default number of draft tokens per round of an assistant model."""
 _MAX_NGRAM = 3
 """Default maximum n-gram size that prompt lookup matches at the end of the text."""
-
-
-def parts_of(assistant_model: Any) -> ModelParts:
-    """The parts of a draft model.
-
-    Raises:
-        UnsupportedOptionError: it is no hfax model on JAX.
-    """
-    parts = getattr(assistant_model, "parts", None)
-    if not isinstance(parts, ModelParts):
-        raise UnsupportedOptionError(
-            f"assistant_model is a {type(assistant_model).__name__}, which is not an hfax model.",
-            "Draft tokens are computed and verified on the device.",
-            "Load it with AutoModelForTPU.from_pretrained(…, backend='jax').",
-        )
-    return parts
 
 
 def with_drafts(request: Request, model: ModelParts, assistant: ModelParts | None) -> Request:

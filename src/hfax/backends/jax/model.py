@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import jax
 import numpy as np
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from hfax.backends.base_model import BaseModel, Request
+from hfax.backends.jax.draft_models import DraftModels
 from hfax.backends.jax.forward import reject_traced, run_forward, run_padded
-from hfax.backends.jax.generating import call_own_generate, open_request, parts_of, run_request, with_drafts
+from hfax.backends.jax.generating import call_own_generate, open_request, run_request, with_drafts
 from hfax.backends.jax.mapping import map_dataset
 from hfax.backends.jax.size_classes import size_classes_of
 from hfax.backends.jax.warming import compile_generation, compile_request, reject_other_inputs
@@ -75,7 +76,8 @@ class JaxModel(AdapterMethods, BaseModel):
         folder: local folder of the checkpoint; None for random weights.
         task: the pipeline task passed when loading, if any.
         pads_inputs: calls pad tokens and rows to the end of their size class, where the model's trace proves that no output depends
-            on it, so that many sizes share few programs; False: a program for each size.
+            on it, and prompts of `generate` pad their images, so that many sizes share few programs; False: a program for each
+            size of tokens or images.
     """
 
     backend = "jax"
@@ -111,8 +113,8 @@ class JaxModel(AdapterMethods, BaseModel):
         )
         self.patches = self._traced.patches_used
         self._programs = ProgramCache(self._traced.key_parts, layout, bundled=programs)
-        self.pads_inputs = True
         self._size_classes = size_classes_of(skeleton.module, self._traced.traits)
+        self._drafts = DraftModels()
 
     @property
     def jax_device(self) -> jax.Device:
@@ -294,7 +296,7 @@ class JaxModel(AdapterMethods, BaseModel):
         streamer: Streamer | None = None,
         tokenizer: Any = None,
         seed: int | None = None,
-        assistant_model: JaxModel | None = None,
+        assistant_model: JaxModel | PreTrainedModel | None = None,
         **options: Any,
     ) -> Any:
         """Generate tokens after each prompt, with the names and defaults of `transformers.GenerationMixin.generate`.
@@ -306,9 +308,10 @@ class JaxModel(AdapterMethods, BaseModel):
             streamer: transformers' `TextStreamer` or `TextIteratorStreamer`, for one prompt.
             tokenizer: required with `stop_strings`.
             seed: sampling seed; None draws one from torch's generator, so `transformers.set_seed` applies.
-            assistant_model: a smaller hfax model with the same vocabulary for speculative decoding: it drafts
-                `num_assistant_tokens` at a time, which this model verifies in one step. `prompt_lookup_num_tokens` drafts from the
-                text instead. Both change speed, not output, and support one sequence.
+            assistant_model: a smaller model with the same vocabulary for speculative decoding, of hfax or of plain transformers
+                (whose weights are copied to the device at its first call): it drafts `num_assistant_tokens` at a time, which this
+                model verifies in one step. `prompt_lookup_num_tokens` drafts from the text instead. Both change speed, not output,
+                and support one sequence.
             **options: any generation option by name; `logits_processor`, `prefix_allowed_tokens_fn` and `stopping_criteria`, as in
                 transformers (what is neither transformers' own nor an `hfax.device_processor` runs on the host after every token);
                 `negative_prompt_ids` and `negative_prompt_attention_mask` for `guidance_scale`; and further model
@@ -357,7 +360,7 @@ class JaxModel(AdapterMethods, BaseModel):
         )
 
     def read_request(
-        self, inputs: Any, *, seed: int = 0, assistant_model: JaxModel | None = None, **options: Any
+        self, inputs: Any, *, seed: int = 0, assistant_model: JaxModel | PreTrainedModel | None = None, **options: Any
     ) -> Request:
         """The checked and padded call of `generate`, for code that runs its loop step by step.
 
@@ -393,7 +396,7 @@ class JaxModel(AdapterMethods, BaseModel):
         generation_config: GenerationConfig | None,
         options: dict[str, Any],
         seed: int | None,
-        assistant_model: JaxModel | None,
+        assistant_model: JaxModel | PreTrainedModel | None,
     ) -> tuple[Request, bool]:
         """The checked call of `generate`, with a seed shared by all processes, and whether its inputs are torch tensors."""
         seeds = draw_seed
@@ -401,9 +404,7 @@ class JaxModel(AdapterMethods, BaseModel):
             seed, seeds = None if seed is None else agree(seed), lambda: agree(draw_seed())
         request, to_torch = self._request(inputs, generation_config, options, seed, seeds)
         check_layer_outputs(request.prompts, request.options, request.static)
-        return with_drafts(
-            request, self.parts, None if assistant_model is None else parts_of(assistant_model)
-        ), to_torch
+        return with_drafts(request, self.parts, self._drafts.parts_of(assistant_model, self.parts)), to_torch
 
     def _resumed(self, kept: Any, prompts: Prompts, inputs: Mapping[str, Any]) -> Prompts:
         if not isinstance(kept, KeptCache):
@@ -595,6 +596,11 @@ class JaxModel(AdapterMethods, BaseModel):
         other._layout, other._programs = self._layout.described(), programs
         other.params, other.buffers = other._layout.put(self.params), other._layout.put(self.buffers)
         return other
+
+    def _takes_packed_images(self, inputs: Mapping[str, np.ndarray]) -> bool:
+        ids = inputs["input_ids"]
+        text = {"attention_mask": np.ones_like(ids), "position_ids": np.zeros_like(ids)}
+        return self._traced.takes_packed_images(self.params, {**text, **inputs})
 
     def _own_weights(self) -> dict[str, jax.Array]:
         """The weights without the arrays of an active adapter."""
