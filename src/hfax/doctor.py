@@ -72,6 +72,8 @@ class Diagnosis:
         refusals: patches that were not applied because the model's code differs, name to reason; the original code runs.
         why_not_padded: why forward calls are compiled for each number of tokens and rows; None if sizes share programs, or if the
             model fails.
+        shares_image_sizes: whether prompts with images of many sizes share programs; None if the model does not generate from
+            images with grids, or if it fails.
         lowerings: kernels selected for the default device and these shapes; empty if the model does not generate.
         cpu_kernels: instruction set of hfax's C++ kernels and where their library is from, or why there are none; None if the
             default device is not a CPU, or the model does not generate.
@@ -97,6 +99,7 @@ class Diagnosis:
     patches: dict[str, str]
     refusals: dict[str, str]
     why_not_padded: str | None
+    shares_image_sizes: bool | None
     lowerings: tuple[str, ...]
     cpu_kernels: str | None
     num_parameters: int
@@ -191,6 +194,7 @@ def diagnose(
         patches=patches,
         refusals=registry.refusals(skeleton.module),
         why_not_padded=None if look.problems else _why_not_padded(traced, params),
+        shares_image_sizes=None if look.problems else _shares_image_sizes(traced, params),
         lowerings=tuple(sorted(look.lowerings)),
         cpu_kernels=look.cpu_kernels,
         num_parameters=sum(t.numel() for name, t in skeleton.shapes.items() if name not in buffers),
@@ -307,6 +311,20 @@ def _why_not_padded(traced: TracedModel, params: dict[str, Any]) -> str | None:
         else:
             return None
     return why
+
+
+def _shares_image_sizes(traced: TracedModel, params: dict[str, Any]) -> bool | None:
+    """Whether the grids of images are arguments of the programs of prompts; None if there are none."""
+    if not traced.module.can_generate() or "image_grid_thw" not in inspect.signature(traced.module.forward).parameters:
+        return None
+    try:
+        arrays, rest = example_inputs(traced, params)
+    except NotImplementedError:
+        return None
+    ids = arrays["input_ids"]
+    given = {"input_ids": ids, "attention_mask": ids, "position_ids": ids, "pixel_values": arrays["pixel_values"]}
+    grid = jax.ShapeDtypeStruct(rest["image_grid_thw"].array.shape, jnp.int32)
+    return traced.takes_packed_images(params, {**given, "image_grid_thw": grid})
 
 
 _OPERATION_FIX = "Register an OpPatch for it (hfax.register_patch)."

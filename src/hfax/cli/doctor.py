@@ -149,6 +149,8 @@ def as_text(found, verbose: bool, free: tuple[str, int] | None) -> str:  # noqa:
         lines.append(f"  static arguments {', '.join(found.static_arguments)}")
     if found.why_not_padded is not None:
         lines.append(f"  a program for each size of a forward call: {found.why_not_padded}")
+    if found.shares_image_sizes is False:
+        lines.append("  a program for each mix of image sizes: the model's code reads their grids")
     if verbose:
         lines += [f"  lowering         {way}" for way in found.lowerings]
     if found.cpu_kernels is not None:
