@@ -1,0 +1,137 @@
+"""Prompts with images of many sizes, with a model of Qwen2.5-VL-3B's widths, by hfax and by torch (eager).
+
+    python benchmarks/image_sizes.py --json-file benchmarks/results/image-sizes.json
+
+Each subject has a process of its own and writes a few tokens about the same images, one after another: torch eager; hfax with a
+program for each mix of sizes, and with size classes, without programs on disk; and hfax again with them. Seconds are of the whole
+run, with tracing and compiling, but without imports and loading. The weights are random, the model has few layers, and images are
+noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SUBJECTS = ("torch eager", "hfax, a program for each size", "hfax, size classes", "hfax, size classes, stored programs")
+TOKENS = 8
+
+
+def _config(layers: int) -> Any:
+    import transformers
+
+    text = {"hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16, "num_key_value_heads": 2}
+    vision = {"hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048}
+    return transformers.Qwen2_5_VLConfig(
+        text_config={**text, "num_hidden_layers": layers, "vocab_size": 151936, "max_position_embeddings": 32768},
+        vision_config={**vision, "depth": layers, "fullatt_block_indexes": [layers - 1]},
+        image_token_id=151655,
+        tie_word_embeddings=True,
+    )
+
+
+def _prompts(config: Any, count: int, largest: int) -> list[dict[str, Any]]:
+    """Images of 100 to `largest` pixels a side with a question of 30 tokens, as the processor makes them."""
+    import torch
+
+    rng, merge, vision = np.random.default_rng(0), config.vision_config.spatial_merge_size, config.vision_config
+    found = []
+    for height, width in rng.integers(100, largest + 1, (count, 2)):
+        rows, columns = (max(round(side / 28), 2) * merge for side in (height, width))
+        patches = torch.from_numpy(rng.standard_normal((rows * columns, 3 * 2 * vision.patch_size**2), np.float32))
+        ids = [1, 2, 3, *[config.image_token_id] * (rows * columns // merge**2), *rng.integers(10, 1000, 27).tolist()]
+        tokens = torch.tensor([ids])
+        found.append(
+            {
+                "input_ids": tokens,
+                "attention_mask": torch.ones_like(tokens),
+                "mm_token_type_ids": (tokens == config.image_token_id).long(),
+                "pixel_values": patches,
+                "image_grid_thw": torch.tensor([[1, rows, columns]]),
+            }
+        )
+    return found
+
+
+def _measure(subject: str, folder: str, count: str, largest: str) -> None:
+    import transformers
+
+    options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    if subject == SUBJECTS[0]:
+        model: Any = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(folder).eval()
+    else:
+        from hfax import AutoModelForTPU
+
+        model = AutoModelForTPU.from_pretrained(folder)
+        model.pads_inputs = subject != SUBJECTS[1]
+    prompts = _prompts(model.config, int(count), int(largest))
+    texts, seconds = [], []
+    for prompt in prompts:
+        started = time.perf_counter()
+        texts.append(model.generate(**prompt, **options)[0, -TOKENS:].tolist())
+        seconds.append(time.perf_counter() - started)
+    row = {
+        "subject": subject,
+        "seconds": round(sum(seconds), 2),
+        "slowest_s": round(max(seconds), 2),
+        "median_s": round(float(np.median(seconds)), 2),
+        "programs": 0 if subject == SUBJECTS[0] else len(model.parts.programs.made),
+        "texts": texts,
+    }
+    print(json.dumps(row))
+
+
+def _run(subject: str, folder: str, count: int, largest: int, home: str) -> dict[str, Any]:
+    """Measure a subject in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__, "--subject", subject, folder, str(count), str(largest)],
+        env={**os.environ, "HFAX_HOME": home},
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Print a table, and write JSON if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--images", type=int, default=30)
+    parser.add_argument("--largest", type=int, default=600, help="pixels a side")
+    parser.add_argument("--layers", type=int, default=4, help="of the text model and of the vision tower")
+    parser.add_argument("--json-file", type=Path)
+    parser.add_argument("--subject", nargs=4, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.subject:
+        _measure(*args.subject)
+        return
+    import transformers
+
+    with tempfile.TemporaryDirectory() as folder:
+        transformers.Qwen2_5_VLForConditionalGeneration(_config(args.layers)).save_pretrained(folder)
+        homes = [str(Path(folder) / name) for name in ("none", "exact", "classes", "classes")]
+        rows = [_run(s, folder, args.images, args.largest, home) for s, home in zip(SUBJECTS, homes, strict=True)]
+    texts = [row.pop("texts") for row in rows]
+    for row, text in zip(rows, texts, strict=True):
+        row["times_torch"] = round(rows[0]["seconds"] / row["seconds"], 2)
+        row["same_texts"] = sum(a == b for a, b in zip(text, texts[0], strict=True))
+    names = list(rows[0])
+    print(f"| {' | '.join(names)} |\n{'| --- ' * len(names)}|")
+    for row in rows:
+        print(f"| {' | '.join(str(row[name]) for name in names)} |")
+    if args.json_file:
+        setting = {"images": args.images, "largest": args.largest, "layers": args.layers, "tokens": TOKENS}
+        args.json_file.write_text(json.dumps({**setting, "results": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
