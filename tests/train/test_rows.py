@@ -18,6 +18,7 @@ from hfax.train.examples import conversation, tokenize_rows
 from hfax.train.packing import check_packing
 from hfax.train.preference_rows import pair_rows, reward_rows, verdict_rows
 from hfax.train.row_formats import standard_row
+from hfax.train.streaming import StreamingDataset
 
 MESSAGES = [
     {"role": "user", "content": "What is a list?"},
@@ -191,6 +192,44 @@ def test_packing_fills_rows_and_keeps_every_token():
                 assert row["labels"][begin] == -100
                 found.append(row["input_ids"][begin:end])
     assert sorted(found) == sorted(text["input_ids"] for text in texts)
+
+
+LONG = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10], [11]]
+OF_STRATEGIES = {
+    "bfd": [[1, 2, 3, 4], [8, 9, 10, 11], [6, 7, 0, 0]],
+    "bfd_split": [[1, 2, 3, 4], [8, 9, 10, 5], [6, 7, 11, 0]],
+    "wrapped": [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 0]],
+}
+"""What trl 1.16's `pack_dataset` makes of LONG in rows of 4, with hfax's padding."""
+
+
+@pytest.mark.parametrize("strategy", OF_STRATEGIES)
+def test_long_sequences_are_truncated_split_or_wrapped(strategy):
+    packed = pack([{"input_ids": ids} for ids in LONG], 4, packing_strategy=strategy)
+    assert [row["input_ids"] for row in packed] == OF_STRATEGIES[strategy]
+    for row in packed:
+        begins = zip(row["input_ids"], row["position_ids"], strict=True)
+        assert row["labels"] == [token if token and position else -100 for token, position in begins]
+    if strategy == "wrapped":
+        assert [row["position_ids"] for row in packed] == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 0]]
+
+
+def test_labels_are_split_with_their_tokens():
+    row = {"input_ids": [1, 2, 3, 4, 5, 6, 7], "labels": [-100, -100, 3, 4, 5, 6, 7]}
+    first, second = pack([row], 4, packing_strategy="bfd_split")
+    assert (first["labels"], second["labels"]) == ([-100, -100, 3, 4], [-100, 6, 7, -100])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"packing": True, "packing_strategy": "ffd"}, "Use one of bfd"),
+        ({"packing_strategy": "wrapped"}, "without packing"),
+    ],
+)
+def test_a_packing_strategy_is_known_and_used(given, message):
+    with pytest.raises(InvalidInputError, match=message):
+        StreamingDataset([{"input_ids": [1, 2]}], max_length=4, **given)
 
 
 _GPT2 = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32}

@@ -116,6 +116,14 @@ def test_every_row_comes_once_an_epoch_in_an_order_of_its_own(packing: bool, fil
         assert {len(ids) for ids in in_order_of_data} == {16}
 
 
+def test_documents_longer_than_a_row_lose_no_token(file: Path) -> None:
+    dataset = StreamingDataset(file, max_length=5, packing=True, packing_strategy="bfd_split", buffer_size=20)
+    found = [row for row, at in taken(dataset, 400) if at["epoch"] == 0]
+    expected = sorted(token for row in ROWS for token in row["input_ids"])
+    assert max(len(row["input_ids"]) for row in ROWS) > 5
+    assert sorted(token for row in found for token in row["input_ids"] if token) == expected
+
+
 @pytest.mark.parametrize("kind", ["file", "list", "datasets", "iterable", "datasets.IterableDataset"])
 def test_any_position_resumes_with_the_same_rows(kind: str, file: Path) -> None:
     class Again:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from hfax.train.workers import NO_WORKERS, Workers, in_order_with
 Row = Mapping[str, Any]
 Batch = dict[str, np.ndarray]
 Collator = Callable[[Sequence[Row]], Batch]
+Text = tuple[list[int], list[int]]
+"""Token ids, and a label for each."""
 _PADDED_WITH = {"labels": IGNORED, "decoder_input_ids": 0, "attention_mask": 0, "position_ids": 0, "token_type_ids": 0}
 
 
@@ -80,15 +83,22 @@ class PaddingCollator:
         return padded(values, length, self.pad_token_id if name.endswith("input_ids") else _PADDED_WITH.get(name, 0))
 
 
-def pack(rows: Iterable[Row], length: int) -> list[dict[str, list[int]]]:
+PackingStrategy = Literal["bfd", "bfd_split", "wrapped"]
+"""trl's names, see `pack`."""
+
+
+def pack(rows: Iterable[Row], length: int, *, packing_strategy: PackingStrategy = "bfd") -> list[dict[str, list[int]]]:
     """Pack several sequences per row to reduce padding; `position_ids` separate them.
 
     Best-fit decreasing: sequences are placed longest first, each in the fullest row with room (Ding et al., 2024,
-    https://arxiv.org/abs/2404.10830). Sequences longer than `length` are truncated.
+    https://arxiv.org/abs/2404.10830).
 
     Args:
         rows: rows with `input_ids` and optional `labels` (default: the ids).
         length: packed row length, in tokens.
+        packing_strategy: as in trl. "bfd": sequences longer than `length` are truncated. "bfd_split": they are split, and each part
+            is a sequence of its own. "wrapped": all sequences are joined and cut into rows, and attention crosses from one to the
+            next.
 
     Returns:
         Rows with `input_ids`, `labels` (-100 at each sequence's first token and at padding) and `position_ids`, which restart
@@ -97,7 +107,7 @@ def pack(rows: Iterable[Row], length: int) -> list[dict[str, list[int]]]:
     Raises:
         InvalidInputError: rows without `input_ids`.
     """
-    texts: list[tuple[list[int], list[int]]] = []
+    texts: list[Text] = []
     for row in rows:
         if "input_ids" not in row:
             raise InvalidInputError(
@@ -105,10 +115,15 @@ def pack(rows: Iterable[Row], length: int) -> list[dict[str, list[int]]]:
                 f"Its columns are {', '.join(map(str, row))}.",
                 "Tokenize the data set before packing.",
             )
-        ids = list(row["input_ids"])[:length]
-        labels = list(row.get("labels") or ids)[:length]
-        texts.append((ids, [IGNORED, *labels[1:]]))
-    bins: list[list[tuple[list[int], list[int]]]] = []
+        ids = list(row["input_ids"])
+        texts.append((ids, list(row.get("labels") or ids)))
+    if packing_strategy == "wrapped":
+        every = itertools.chain.from_iterable
+        joined = list(every(ids for ids, _ in texts)), list(every(labels for _, labels in texts))
+        return [_packed([part], length) for part in _parts(joined, length)]
+    is_split = packing_strategy == "bfd_split"
+    texts = [part for text in texts for part in itertools.islice(_parts(text, length), None if is_split else 1)]
+    bins: list[list[Text]] = []
     by_room: dict[int, list[int]] = {}
     for text in sorted(texts, key=lambda t: len(t[0]), reverse=True):
         needed = len(text[0])
@@ -123,7 +138,36 @@ def pack(rows: Iterable[Row], length: int) -> list[dict[str, list[int]]]:
     return [_packed(texts, length) for texts in bins]
 
 
-def _packed(texts: list[tuple[list[int], list[int]]], length: int) -> dict[str, list[int]]:
+def check_packing_strategy(packing_strategy: str, *, is_packing: bool) -> None:
+    """Raise for a strategy that does not exist, or that nothing uses.
+
+    Raises:
+        InvalidInputError: so.
+    """
+    known = get_args(PackingStrategy)
+    if packing_strategy not in known:
+        raise InvalidInputError(
+            f"packing_strategy is {packing_strategy!r}.",
+            "It says what happens to sequences longer than a packed row.",
+            f"Use one of {', '.join(known)}.",
+        )
+    if packing_strategy != known[0] and not is_packing:
+        raise InvalidInputError(
+            f"packing_strategy={packing_strategy} is set without packing.",
+            "Each row has one sequence.",
+            "Turn packing on, or leave it out.",
+        )
+
+
+def _parts(text: Text, length: int) -> Iterator[Text]:
+    """A text in parts of at most `length` tokens; the first token of a part follows from nothing before it."""
+    ids, labels = text
+    for start in range(0, max(len(ids), 1), length):
+        part = slice(start, start + length)
+        yield ids[part], [IGNORED, *labels[part][1:]]
+
+
+def _packed(texts: list[Text], length: int) -> dict[str, list[int]]:
     ids = [token for text, _ in texts for token in text]
     labels = [label for _, own in texts for label in own]
     positions = [position for text, _ in texts for position in range(len(text))]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hfax.errors import InvalidInputError
+from hfax.train.data import PackingStrategy, pack
 from hfax.train.ignored import IGNORED
 from hfax.train.row_formats import standard_row
 
@@ -56,6 +57,28 @@ def tokenize_rows(
             "Raise max_length, or check the data.",
         )
     return found
+
+
+def tokenize_packed(
+    rows: Iterable[Mapping[str, Any]], tokenizer: Any, *, max_length: int, packing_strategy: PackingStrategy
+) -> list[dict[str, list[int]]]:
+    """Rows for supervised fine-tuning with several sequences each.
+
+    Args:
+        rows: as for `tokenize_rows`.
+        tokenizer: as for `tokenize_rows`.
+        max_length: length of each row, in tokens.
+        packing_strategy: as for `hfax.train.data.pack`.
+
+    Returns:
+        As of `hfax.train.data.pack`.
+
+    Raises:
+        InvalidInputError: as of `tokenize_rows`.
+        NothingToLearnError: no row is left.
+    """
+    found = tokenize_rows(rows, tokenizer, max_length=max_length if packing_strategy == "bfd" else None)
+    return pack(found, max_length, packing_strategy=packing_strategy)
 
 
 def _tokenize(row: Mapping[str, Any], tokenizer: Any, number: int) -> list[Example]:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from hfax.errors import InvalidInputError, UnsupportedOptionError
-from hfax.train.data import Collator, PackedCollator, PaddingCollator, pack
+from hfax.train.data import Collator, PackedCollator, PaddingCollator
 from hfax.train.distillation import DistillationLoss
 from hfax.train.distillation_trainer import DistillationTexts
 from hfax.train.dpo import DPOLoss
-from hfax.train.examples import tokenize_rows
+from hfax.train.examples import tokenize_packed, tokenize_rows
 from hfax.train.grpo import GRPOLoss
 from hfax.train.preference_collators import PairCollator, VerdictCollator
 from hfax.train.preference_losses import KTOLoss, ORPOLoss, RewardLoss
@@ -52,7 +52,7 @@ def _names(kind: type[Any] | None) -> tuple[str, ...]:
 
 _SLOW = {"learning_rate": 1e-6, "dropout": False}
 OBJECTIVES: dict[str, Objective] = {
-    "sft": Objective(loss=None, fields=("packing",)),
+    "sft": Objective(loss=None, fields=("packing", "packing_strategy")),
     "dpo": Objective(
         loss=DPOLoss,
         fields=("ref_model", "precompute_ref_log_probs", "precompute_ref_batch_size", "truncation_mode"),
@@ -92,9 +92,10 @@ def tokenized(recipe: Any, rows: Any, tokenizer: Any) -> Any:
             return verdict_rows(rows, tokenizer, max_length=length)
         case "reward":
             return reward_rows(rows, tokenizer, max_length=length)
+        case _ if recipe.packing:
+            return tokenize_packed(rows, tokenizer, max_length=length, packing_strategy=recipe.packing_strategy)
         case _:
-            found = tokenize_rows(rows, tokenizer, max_length=length)
-            return pack(found, length) if recipe.packing else found
+            return tokenize_rows(rows, tokenizer, max_length=length)
 
 
 def make_collator(recipe: Any, pad_token_id: int, rows_per_pass: int) -> Collator:

@@ -17,7 +17,7 @@ from hfax.errors import BackendNotAvailableError, InvalidInputError, Unsupported
 from hfax.lora.config import LoraConfig
 from hfax.sharding.mesh import BATCH_AXES, size_of
 from hfax.train.arguments import TrainingArguments
-from hfax.train.data import Collator, in_batches
+from hfax.train.data import Collator, PackingStrategy, check_packing_strategy, in_batches
 from hfax.train.distillation_trainer import DistillationTrainer
 from hfax.train.grpo_trainer import GRPOTrainer
 from hfax.train.objectives import OBJECTIVES, check_model, make_collator, tokenized
@@ -50,6 +50,8 @@ class Recipe:
         parallelism: mesh sizes by axis, such as {"fsdp": 8}; or "auto".
         max_length: maximum row length, in tokens; longer rows are truncated ("reward": dropped). None: no maximum.
         packing: pack several sequences per row ("sft").
+        packing_strategy: as in trl, what happens to sequences longer than `max_length`: "bfd" truncates them, "bfd_split" splits
+            them; "wrapped" joins all sequences and cuts the text into rows.
         loss: the loss with its fields, which stand at the top level of the file: `DPOLoss`, `ORPOLoss`, `KTOLoss`, `RewardLoss` or
             `DistillationLoss`, `GRPOLoss`; None for "sft": the model's own.
         rollouts: what is generated during training: `RolloutConfig` ("grpo") or `DistillationTexts` ("distill"), whose fields stand
@@ -79,6 +81,7 @@ class Recipe:
     parallelism: Any = None
     max_length: int | None = _DEFAULT_LENGTH
     packing: bool = False
+    packing_strategy: PackingStrategy = "bfd"
     loss: Any = None
     rollouts: Any = None
     reward_funcs: str | list[str] | None = None
@@ -104,6 +107,7 @@ class Recipe:
             )
         if self.packing and self.max_length is None:
             raise InvalidInputError("packing has no max_length.", "Rows are filled up to it.", "Add max_length: 1024.")
+        check_packing_strategy(self.packing_strategy, is_packing=self.packing)
         if self.precompute_ref_batch_size is not None and not self.precompute_ref_log_probs:
             raise InvalidInputError(
                 "precompute_ref_batch_size is set without precompute_ref_log_probs.",
@@ -297,7 +301,14 @@ def _tokenized(recipe: Recipe, rows: Any, tokenizer: Any) -> Any:
     kind = dataclasses.replace(recipe, loss=None, rollouts=None)  # what is sent to the processes that tokenize
     prepare = functools.partial(_prepared, kind, tokenizer)
     options = {} if recipe.buffer_size is None else {"buffer_size": recipe.buffer_size}
-    return StreamingDataset(rows, max_length=recipe.max_length, packing=recipe.packing, prepare=prepare, **options)
+    return StreamingDataset(
+        rows,
+        max_length=recipe.max_length,
+        packing=recipe.packing,
+        packing_strategy=recipe.packing_strategy,
+        prepare=prepare,
+        **options,
+    )
 
 
 def _prepared(recipe: Recipe, tokenizer: Any, rows: Any) -> Any:

@@ -91,7 +91,9 @@ def fingerprint(dataset: Any, first: Any) -> Shape:
         first: its first row, as read before.
     """
     if isinstance(dataset, StreamingDataset):
-        options = {name: getattr(dataset, name) for name in ("max_length", "packing", "buffer_size")}
+        options = {
+            name: getattr(dataset, name) for name in ("max_length", "packing", "packing_strategy", "buffer_size")
+        }
         return {**fingerprint(dataset.rows, next(iter(dataset.rows), None)), "prepared": _hash([first]), **options}
     if not is_indexable(dataset):
         return {"hash": _hash([first])}

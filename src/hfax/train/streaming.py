@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from hfax.errors import HfaxError, InvalidInputError
-from hfax.train.data import BatchOrder, pack
-from hfax.train.examples import NothingToLearnError, tokenize_rows
+from hfax.train.data import BatchOrder, PackingStrategy, check_packing_strategy
+from hfax.train.examples import NothingToLearnError, tokenize_packed, tokenize_rows
 from hfax.train.sources import Given, Indexed, JsonLines, Reader, Row, is_indexable, open_rows
 from hfax.train.workers import NO_WORKERS, Workers, in_order_with
 
@@ -42,6 +42,7 @@ class StreamingDataset:
         tokenizer: the model's; None: rows have token ids.
         max_length: maximum row length, in tokens; longer rows are truncated. None: no maximum.
         packing: pack several sequences of a buffer per row of `max_length` tokens, see `hfax.train.data.pack`.
+        packing_strategy: how; "bfd" truncates longer sequences, "bfd_split" splits them, "wrapped" joins all.
         buffer_size: rows that are read, tokenized, packed and shuffled together. Indexable data are also shuffled as a whole.
         prepare: makes rows with token ids of a buffer's rows, in place of `tokenizer`, `max_length` and `packing`. It runs in
             `TrainingArguments.dataloader_num_workers` processes, so it must be picklable.
@@ -60,12 +61,14 @@ class StreamingDataset:
     _: dataclasses.KW_ONLY
     max_length: int | None = 1024
     packing: bool = False
+    packing_strategy: PackingStrategy = "bfd"
     buffer_size: int = 1000
     prepare: Prepare | None = None
 
     def __post_init__(self) -> None:
         if self.packing and self.max_length is None:
             raise InvalidInputError("packing has no max_length.", "Rows are filled up to it.", "Pass max_length=1024.")
+        check_packing_strategy(self.packing_strategy, is_packing=self.packing)
         for name in ("buffer_size", "max_length"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InvalidInputError(f"{name}={value} is too small.", "It is a count.", f"Pass another {name}.")
@@ -112,7 +115,10 @@ class StreamingDataset:
         """Prepared rows of each buffer, with its position, of some epochs or indefinitely."""
         source = self._source()
         prepare = self.prepare or functools.partial(
-            _tokenized, tokenizer=self.tokenizer, max_length=self.max_length, packing=self.packing
+            _tokenized,
+            tokenizer=self.tokenizer,
+            max_length=self.max_length,
+            packing_strategy=self.packing_strategy if self.packing else None,
         )
 
         def items() -> Iterator[tuple[Position, tuple[Any, tuple[int, ...] | None]]]:
@@ -261,12 +267,13 @@ class _Buffer:
                 ) from error
 
 
-def _tokenized(rows: Sequence[Row], tokenizer: Any, max_length: int | None, packing: bool) -> list[Any]:
-    found = tokenize_rows(rows, tokenizer, max_length=max_length)
-    if not packing:
-        return found
+def _tokenized(
+    rows: Sequence[Row], tokenizer: Any, max_length: int | None, packing_strategy: PackingStrategy | None
+) -> list[Any]:
+    if packing_strategy is None:
+        return tokenize_rows(rows, tokenizer, max_length=max_length)
     assert max_length is not None
-    return pack(found, max_length)
+    return tokenize_packed(rows, tokenizer, max_length=max_length, packing_strategy=packing_strategy)
 
 
 def _compact(row: Any) -> Any:
