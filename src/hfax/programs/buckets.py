@@ -31,9 +31,9 @@ class Buckets:
     def have_room(self, rows: int, length: int, more: int, limit: int | None = None) -> bool:
         """Whether prompts of `length` tokens may have `more` tokens of padding at least; other arguments as of `prompt`."""
         wanted = length + more
-        if (limit is not None and wanted > limit) or not (
-            not self.made or any(r >= rows and n >= wanted for r, n, _ in self.made)
-        ):
+        if limit is not None and wanted > limit:
+            return False
+        if self.made and not any(r >= rows and n >= wanted for r, n, _ in self.made):
             return False
         return self.most_padding is None or self.prompt(rows, wanted, limit)[1] - length <= self.most_padding
 
