@@ -50,6 +50,15 @@ def test_tracing_leaves_transformers_classes_as_they_were(llama: Any) -> None:
     assert _state() == before
 
 
+def _with_images() -> list[torch.nn.Module]:
+    """Models whose modules have the functions that patches of packed images replace."""
+    kinds = [
+        getattr(transformers, f"{name}ForConditionalGeneration") for name in ("Qwen2_5_VL", "Qwen3VL", "LlavaNext")
+    ]
+    with torch.device("meta"):
+        return [kind(shrink_config(kind.config_class())) for kind in kinds]
+
+
 def test_every_patch_names_itself_its_reason_and_what_it_changes(llama: Any) -> None:
     patches = registry.all_patches()
     assert len({p.name for p in patches}) == len(patches)
@@ -60,7 +69,7 @@ def test_every_patch_names_itself_its_reason_and_what_it_changes(llama: Any) -> 
             assert patch.resolve(), f"{patch.name}: this torch has none of {patch.ops}"
         if isinstance(patch, FunctionPatch):
             with compiling_for("cpu", is_differentiated=True):
-                owners = patch.owners(llama)
+                owners = [owner for model in (llama, *_with_images()) for owner in patch.owners(model)]
             assert owners
             assert all(callable(getattr(holder, name)) for holder, name in owners)
 

@@ -227,7 +227,6 @@ def _num_tiles(image_size: PackedFeatures, grid_pinpoints: Any, patch_size: int)
 
 _COMPUTED: dict[str, Callable[..., Any]] = {
     "get_vision_position_ids": _position_ids,
-    "get_vision_cu_seqlens": _cu_seqlens,
     "get_vision_attention_seqlens": _attention_seqlens,
     "get_max_seqlen": _max_seqlen,
     "get_vision_window_index": _window_index,
