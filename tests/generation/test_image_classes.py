@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from prompts_with_images import GREEDY, agree, inputs_with_images, models
 from transformers import vision_utils
 
 import hfax
@@ -27,89 +28,44 @@ from hfax.patches.packed_images import (
 from hfax.programs.buckets import Buckets
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-_GREEDY: dict[str, Any] = {
-    **{"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0},
-    **{"return_dict_in_generate": True, "output_logits": True},
-}
-
-
 _MODULE = types.SimpleNamespace(config=types.SimpleNamespace(model_type="", image_token_id=99))
-
-
-def _models(folder: Path, name: str) -> tuple[Any, Any]:
-    kind = getattr(transformers, f"{name}ForConditionalGeneration")
-    config = hfax.shrink_config(kind.config_class())
-    if name == "InternVL":
-        config.vision_config.image_size = [4 * size for size in config.vision_config.patch_size]
-    plain = kind(config).eval()
-    draw_weights(plain)
-    plain.save_pretrained(folder)
-    return plain, hfax.AutoModelForTPU.from_pretrained(folder)
-
-
-def _inputs(config: Any, *rows: list[tuple[int, int]], seed: int = 0) -> dict[str, torch.Tensor]:
-    """A prompt for each row, with images of these sizes in merged patches, and as many tokens for each as it has."""
-    vision, merge = config.vision_config, config.vision_config.spatial_merge_size
-    texts = [[7, 8, *[t for h, w in row for t in (9, *[config.image_token_id] * (h * w))], 11, 12] for row in rows]
-    length = max(map(len, texts))
-    ids = torch.tensor([[0] * (length - len(text)) + text for text in texts])
-    grid = torch.tensor([(1, h * merge, w * merge) for row in rows for h, w in row])
-    channels = getattr(vision, "in_channels", getattr(vision, "num_channels", 3))
-    shape = (channels, vision.patch_size, vision.patch_size)
-    frames = getattr(vision, "temporal_patch_size", 1)
-    shape = shape if vision.model_type.startswith("paddle") else (np.prod(shape) * frames,)
-    pixels = torch.randn((int(grid.prod(1).sum()), *shape), generator=torch.Generator().manual_seed(seed))
-    return {
-        "input_ids": ids,
-        "attention_mask": (ids != 0).long(),
-        "mm_token_type_ids": (ids == config.image_token_id).long(),
-        "pixel_values": pixels,
-        "image_grid_thw": grid,
-    }
-
-
-def _agree(plain: Any, ours: Any, inputs: dict[str, torch.Tensor]) -> None:
-    expected, found = plain.generate(**inputs, **_GREEDY), ours.generate(**inputs, **_GREEDY)
-    assert found.sequences.tolist() == expected.sequences.tolist()
-    for theirs, own in zip(expected.logits, found.logits, strict=True):
-        assert (torch.as_tensor(np.asarray(own)) - theirs).abs().max() < 1e-4 * theirs.abs().max()
 
 
 @pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5", "Glm4v", "PaddleOCRVL"])
 def test_images_of_all_sizes_of_a_class_share_one_program(tmp_path: Path, name: str) -> None:
-    plain, ours = _models(tmp_path, name)
+    plain, ours = models(tmp_path, name)
     sizes = [[(2, 3)], [(5, 4)], [(4, 2), (3, 3)], [(9, 9)]]
     for seed, row in enumerate(sizes):
-        _agree(plain, ours, _inputs(plain.config, row, seed=seed))
+        agree(plain, ours, inputs_with_images(plain.config, row, seed=seed))
     assert len(ours.parts.programs.made) == 2  # for prompts and for steps
 
 
 def test_rows_with_several_images_and_without(tmp_path: Path) -> None:
-    plain, ours = _models(tmp_path, "Qwen2_5_VL")
-    _agree(plain, ours, _inputs(plain.config, [(6, 5), (2, 2)], [(3, 4)], []))
+    plain, ours = models(tmp_path, "Qwen2_5_VL")
+    agree(plain, ours, inputs_with_images(plain.config, [(6, 5), (2, 2)], [(3, 4)], []))
 
 
 def test_padding_of_images_can_be_turned_off(tmp_path: Path) -> None:
-    plain, ours = _models(tmp_path, "Qwen2VL")
+    plain, ours = models(tmp_path, "Qwen2VL")
     ours.pads_inputs = False
     for row in ([(2, 3)], [(5, 4)]):
-        _agree(plain, ours, _inputs(plain.config, row))
+        agree(plain, ours, inputs_with_images(plain.config, row))
     assert len(ours.parts.programs.made) == 3
 
 
 def test_a_model_that_reads_grids_otherwise_has_a_program_for_each_mix(tmp_path: Path) -> None:
-    plain, ours = _models(tmp_path, "Ernie4_5_VLMoe")
+    plain, ours = models(tmp_path, "Ernie4_5_VLMoe")
     for row in ([(2, 3)], [(5, 4)]):
-        _agree(plain, ours, _inputs(plain.config, row))
+        agree(plain, ours, inputs_with_images(plain.config, row))
     assert len(ours.parts.programs.made) > 2
 
 
 def test_a_black_image_takes_no_part(tmp_path: Path) -> None:
     """Whatever its pixels are: no number of the model's answer depends on them."""
-    _, ours = _models(tmp_path, "Qwen2_5_VL")
-    inputs = _inputs(ours.config, [(5, 4)])
+    _, ours = models(tmp_path, "Qwen2_5_VL")
+    inputs = inputs_with_images(ours.config, [(5, 4)])
     number = len(inputs["pixel_values"])
-    request = ours.read_request(inputs.pop("input_ids"), **inputs, **_GREEDY)
+    request = ours.read_request(inputs.pop("input_ids"), **inputs, **GREEDY)
     loop, arrays = ours.open_loop(request)
     patches = np.asarray(arrays["pixel_values"])
     assert len(patches) > number
@@ -155,9 +111,9 @@ def test_padding_has_to_fit_the_sizes_that_are_made() -> None:
 
 
 def test_layers_outputs_of_prompts_with_images(tmp_path: Path) -> None:
-    plain, ours = _models(tmp_path, "Qwen2_5_VL")
-    inputs = _inputs(plain.config, [(5, 4)], [(3, 3), (2, 2)], seed=3)
-    options = {**_GREEDY, "output_hidden_states": True}
+    plain, ours = models(tmp_path, "Qwen2_5_VL")
+    inputs = inputs_with_images(plain.config, [(5, 4)], [(3, 3), (2, 2)], seed=3)
+    options = {**GREEDY, "output_hidden_states": True}
     expected, found = plain.generate(**inputs, **options), ours.generate(**inputs, **options)
     assert found.sequences.tolist() == expected.sequences.tolist()
     masks = [inputs["attention_mask"].bool(), *[torch.ones(2, 1, dtype=torch.bool)] * 3]
@@ -186,7 +142,7 @@ def test_a_hundred_sizes_of_pixels_have_at_most_eight() -> None:
 
 
 def test_padded_pixels_change_nothing(tmp_path: Path) -> None:
-    plain, ours = _models(tmp_path, "Idefics2")
+    plain, ours = models(tmp_path, "Idefics2")
     vision, latents = plain.config.vision_config, plain.config.perceiver_config.resampler_n_latents
     side = vision.image_size
     ids = torch.tensor([[7, 8, *[plain.config.image_token_id] * latents, 11, 12]])
@@ -196,7 +152,7 @@ def test_padded_pixels_change_nothing(tmp_path: Path) -> None:
         pixels = torch.randn((1, 1, 3, height, width), generator=generator)
         mask = torch.ones((1, 1, height, width), dtype=torch.long)
         for images in ({"pixel_values": pixels}, {"pixel_values": pixels, "pixel_attention_mask": mask}):
-            _agree(plain, ours, {**text, **images})
+            agree(plain, ours, {**text, **images})
             with torch.no_grad():
                 expected = plain(**text, **images).logits
             assert (ours(**text, **images).logits - expected).abs().max() < 1e-4 * expected.abs().max()
@@ -229,7 +185,7 @@ def test_images_of_any_shape_share_a_program_of_siglip_2(tmp_path: Path) -> None
 
 
 def test_sizes_of_images_in_tiles_share_programs(tmp_path: Path) -> None:
-    plain, ours = _models(tmp_path, "LlavaNext")
+    plain, ours = models(tmp_path, "LlavaNext")
     side = plain.config.vision_config.image_size
     plain.config.image_grid_pinpoints = ours.config.image_grid_pinpoints = [[side, 2 * side], [2 * side, side]]
     process = transformers.LlavaNextImageProcessorPil(
@@ -246,13 +202,13 @@ def test_sizes_of_images_in_tiles_share_programs(tmp_path: Path) -> None:
         texts = [[7, 8, *[plain.config.image_token_id] * number, 11] for number in counts]
         length = max(map(len, texts))
         ids = torch.tensor([[0] * (length - len(text)) + text for text in texts])
-        _agree(plain, ours, {"input_ids": ids, "attention_mask": (ids != 0).long(), **images})
+        agree(plain, ours, {"input_ids": ids, "attention_mask": (ids != 0).long(), **images})
     assert len(ours.parts.programs.made) == 4  # with one row and with two, for prompts and for steps
 
 
 @pytest.mark.parametrize("name", ["InternVL", "AyaVision"])
 def test_numbers_of_tiles_share_programs(tmp_path: Path, name: str) -> None:
-    plain, ours = _models(tmp_path, name)
+    plain, ours = models(tmp_path, name)
     side = plain.config.vision_config.image_size
     side = side[0] if isinstance(side, (list, tuple)) else side
     generator = torch.Generator().manual_seed(0)
@@ -263,7 +219,7 @@ def test_numbers_of_tiles_share_programs(tmp_path: Path, name: str) -> None:
         texts = [[7, 8, *[plain.config.image_token_id] * (each * number), 11] for number in rows]
         length = max(map(len, texts))
         ids = torch.tensor([[0] * (length - len(text)) + text for text in texts])
-        _agree(plain, ours, {"input_ids": ids, "attention_mask": (ids != 0).long(), "pixel_values": pixels})
+        agree(plain, ours, {"input_ids": ids, "attention_mask": (ids != 0).long(), "pixel_values": pixels})
     assert len(ours.parts.programs.made) == 4  # with one row and with two, for prompts and for steps
 
 
