@@ -60,6 +60,10 @@ SAMPLE = {
     "image-text-to-text": [
         "llava",
         "qwen2_vl",  # a grid, positions of three axes
+        "qwen2_5_vl",  # windows of patches
+        "glm4v",  # position embeddings looked up by grids
+        "paddleocr_vl",  # patches merged behind the tower
+        "llava_next",  # tiles without their padding
         "gemma3",  # token types of images
         "ovis2",
         "mllama",  # cross-attention to images
@@ -136,12 +140,13 @@ def test_the_sample_agrees_and_goes_through_every_patch() -> None:
         assert_agrees(result)
     used = Counter(name for r in results for name in r.patches)
     unused = {p.name for p in registry.all_patches()} - set(used)
-    # these need inputs that the sample does not give, or training; tests/test_images.py, test_audio.py, patches and train do
+    # these need inputs that the sample does not give, or training: tests/test_images.py, test_audio.py, generation, patches, train
     others = {
         "audio-tokens-are-expanded",
         "cross-entropy",
         "ctc-loss",
         "padding-images-dropped",
+        "pixels-in-size-classes",
         "packed-only-where-positions-say-so",
         "value-checks",
     }
