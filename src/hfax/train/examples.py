@@ -59,24 +59,31 @@ def tokenize_rows(
     return found
 
 
-def tokenize_packed(
-    rows: Iterable[Mapping[str, Any]], tokenizer: Any, *, max_length: int, packing_strategy: PackingStrategy
+def tokenize_examples(
+    rows: Iterable[Mapping[str, Any]],
+    tokenizer: Any,
+    *,
+    max_length: int | None,
+    packing_strategy: PackingStrategy | None,
 ) -> list[dict[str, list[int]]]:
-    """Rows for supervised fine-tuning with several sequences each.
+    """Rows for supervised fine-tuning, with one sequence each or packed.
 
     Args:
         rows: as for `tokenize_rows`.
         tokenizer: as for `tokenize_rows`.
-        max_length: length of each row, in tokens.
-        packing_strategy: as for `hfax.train.data.pack`.
+        max_length: maximum row length, in tokens; of packed rows, their length. None: no maximum.
+        packing_strategy: as for `hfax.train.data.pack`; None: rows are not packed.
 
     Returns:
-        As of `hfax.train.data.pack`.
+        As of `tokenize_rows`, or of `hfax.train.data.pack`.
 
     Raises:
         InvalidInputError: as of `tokenize_rows`.
         NothingToLearnError: no row is left.
     """
+    if packing_strategy is None:
+        return tokenize_rows(rows, tokenizer, max_length=max_length)
+    assert max_length is not None
     found = tokenize_rows(rows, tokenizer, max_length=max_length if packing_strategy == "bfd" else None)
     return pack(found, max_length, packing_strategy=packing_strategy)
 

@@ -11,7 +11,7 @@ from hfax.train.data import Collator, PackedCollator, PaddingCollator
 from hfax.train.distillation import DistillationLoss
 from hfax.train.distillation_trainer import DistillationTexts
 from hfax.train.dpo import DPOLoss
-from hfax.train.examples import tokenize_packed, tokenize_rows
+from hfax.train.examples import tokenize_examples
 from hfax.train.grpo import GRPOLoss
 from hfax.train.preference_collators import PairCollator, VerdictCollator
 from hfax.train.preference_losses import KTOLoss, ORPOLoss, RewardLoss
@@ -92,10 +92,9 @@ def tokenized(recipe: Any, rows: Any, tokenizer: Any) -> Any:
             return verdict_rows(rows, tokenizer, max_length=length)
         case "reward":
             return reward_rows(rows, tokenizer, max_length=length)
-        case _ if recipe.packing:
-            return tokenize_packed(rows, tokenizer, max_length=length, packing_strategy=recipe.packing_strategy)
         case _:
-            return tokenize_rows(rows, tokenizer, max_length=length)
+            strategy = recipe.packing_strategy if recipe.packing else None
+            return tokenize_examples(rows, tokenizer, max_length=length, packing_strategy=strategy)
 
 
 def make_collator(recipe: Any, pad_token_id: int, rows_per_pass: int) -> Collator:

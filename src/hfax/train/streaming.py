@@ -18,7 +18,7 @@ import numpy as np
 
 from hfax.errors import HfaxError, InvalidInputError
 from hfax.train.data import BatchOrder, PackingStrategy, check_packing_strategy
-from hfax.train.examples import NothingToLearnError, tokenize_packed, tokenize_rows
+from hfax.train.examples import NothingToLearnError, tokenize_examples
 from hfax.train.sources import Given, Indexed, JsonLines, Reader, Row, is_indexable, open_rows
 from hfax.train.workers import NO_WORKERS, Workers, in_order_with
 
@@ -115,7 +115,7 @@ class StreamingDataset:
         """Prepared rows of each buffer, with its position, of some epochs or indefinitely."""
         source = self._source()
         prepare = self.prepare or functools.partial(
-            _tokenized,
+            tokenize_examples,
             tokenizer=self.tokenizer,
             max_length=self.max_length,
             packing_strategy=self.packing_strategy if self.packing else None,
@@ -265,15 +265,6 @@ class _Buffer:
                 raise type(error)(
                     f"{name}: {error.what.replace('Row 1 ', 'The row ')}", error.why, error.fix
                 ) from error
-
-
-def _tokenized(
-    rows: Sequence[Row], tokenizer: Any, max_length: int | None, packing_strategy: PackingStrategy | None
-) -> list[Any]:
-    if packing_strategy is None:
-        return tokenize_rows(rows, tokenizer, max_length=max_length)
-    assert max_length is not None
-    return tokenize_packed(rows, tokenizer, max_length=max_length, packing_strategy=packing_strategy)
 
 
 def _compact(row: Any) -> Any:
