@@ -139,9 +139,8 @@ def _of_decoder(prompts: Prompts, sequences: np.ndarray, copies: int, traits: Mo
     mask = np.concatenate([mask, np.ones_like(new, mask.dtype)], axis=1)
     inputs |= {"input_ids": np.concatenate([ids, new.astype(ids.dtype)], axis=1), "attention_mask": mask}
     of_prompts = prompts.inputs.get("position_ids")
-    if traits.takes_position_ids and (
-        of_prompts is None or of_prompts.ndim < 3
-    ):  # else they come from the images' geometry
+    are_of_images = of_prompts is not None and of_prompts.ndim == 3  # forward computes them from the images' geometry
+    if traits.takes_position_ids and not are_of_images:
         inputs["position_ids"] = np.maximum(np.cumsum(mask, axis=1) - 1, 0).astype(np.int32)
     return inputs
 

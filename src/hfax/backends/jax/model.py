@@ -404,7 +404,8 @@ class JaxModel(AdapterMethods, BaseModel):
             seed, seeds = None if seed is None else agree(seed), lambda: agree(draw_seed())
         request, to_torch = self._request(inputs, generation_config, options, seed, seeds)
         check_layer_outputs(request.prompts, request.options, request.static)
-        return with_drafts(request, self.parts, self._drafts.parts_of(assistant_model, self.parts)), to_torch
+        parts = self.parts
+        return with_drafts(request, parts, self._drafts.parts_of(assistant_model, parts)), to_torch
 
     def _resumed(self, kept: Any, prompts: Prompts, inputs: Mapping[str, Any]) -> Prompts:
         if not isinstance(kept, KeptCache):
