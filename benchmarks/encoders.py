@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from own_process import run_subject
 
 SHAPE: dict[str, int] = {
     "hidden_size": 384,
@@ -74,19 +71,6 @@ def _embed_with_hfax(folder: str, texts: list[list[int]], batch_size: int) -> tu
     return time.perf_counter() - started, len(model.parts.programs.made), found
 
 
-def _run(subject: str, folder: str, count: int, longest: int, batch_size: int, home: str) -> dict[str, Any]:
-    """Measure a subject in a process of its own."""
-    given = [subject, folder, str(count), str(longest), str(batch_size)]
-    done = subprocess.run(
-        [sys.executable, __file__, "--subject", *given],
-        env={**os.environ, "HFAX_HOME": home},
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def _measure(subject: str, folder: str, count: str, longest: str, batch_size: str) -> None:
     embed = _embed_with_torch if subject == SUBJECTS[0] else _embed_with_hfax
     seconds, programs, found = embed(folder, _texts(int(count), int(longest)), int(batch_size))
@@ -112,7 +96,8 @@ def main() -> None:
         config = transformers.BertConfig(**SHAPE)
         transformers.BertModel(config).save_pretrained(folder)
         home = str(Path(folder) / "home")
-        rows = [_run(s, folder, args.texts, args.longest, args.batch_size, home) for s in SUBJECTS]
+        given = [folder, str(args.texts), str(args.longest), str(args.batch_size)]
+        rows = [run_subject(__file__, [subject, *given], home) for subject in SUBJECTS]
         vectors = [np.load(Path(folder) / f"{s}.npy") for s in SUBJECTS]
     for row, found in zip(rows, vectors, strict=True):
         row["texts_per_second"] = round(args.texts / row["seconds"], 1)

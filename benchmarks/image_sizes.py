@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from own_process import run_subject
 
 SUBJECTS = ("torch eager", "hfax, a program for each size", "hfax, size classes", "hfax, size classes, stored programs")
 TOKENS = 8
@@ -90,18 +88,6 @@ def _measure(subject: str, folder: str, count: str, largest: str) -> None:
     print(json.dumps(row))
 
 
-def _run(subject: str, folder: str, count: int, largest: int, home: str) -> dict[str, Any]:
-    """Measure a subject in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, "--subject", subject, folder, str(count), str(largest)],
-        env={**os.environ, "HFAX_HOME": home},
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def main() -> None:
     """Print a table, and write JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -119,7 +105,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         transformers.Qwen2_5_VLForConditionalGeneration(_config(args.layers)).save_pretrained(folder)
         homes = [str(Path(folder) / name) for name in ("none", "exact", "classes", "classes")]
-        rows = [_run(s, folder, args.images, args.largest, home) for s, home in zip(SUBJECTS, homes, strict=True)]
+        given = [folder, str(args.images), str(args.largest)]
+        rows = [run_subject(__file__, [s, *given], home) for s, home in zip(SUBJECTS, homes, strict=True)]
     texts = [row.pop("texts") for row in rows]
     for row, text in zip(rows, texts, strict=True):
         row["times_torch"] = round(rows[0]["seconds"] / row["seconds"], 2)
