@@ -1,28 +1,20 @@
 """TPU's kernels: interpreted, or their reference, against plain attention; caches in pages."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 import transformers
 from jax.experimental.pallas import tpu as pallas_tpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged_kernel
-from packed_weights import packed_array, packed_tensor
 
 from hfax import AutoModelForTPU
 from hfax.kernels import paged
 from hfax.kernels.attention import attention, causal_positions
 from hfax.kernels.expert_tiles import in_tiles
-from hfax.kernels.experts import grouped_linear as grouped
-from hfax.kernels.quantized import linear
 from hfax.kernels.target import compiling_for
-from hfax.kernels.tpu import quantized
 from hfax.kernels.tpu.attention import paged_attention, ragged_attention, splash_attention
 from hfax.kernels.tpu.experts import grouped_linear
-from hfax.load.quantize import quantize
 from hfax.tracing.traced_model import TracedModel
 
 
@@ -103,88 +95,6 @@ def test_grouped_product_interpreted(rows, width):
     sizes = jnp.asarray(np.bincount(experts, minlength=8), jnp.int32)
     expected = np.einsum("ri,roi->ro", x, np.asarray(weight)[experts])
     np.testing.assert_allclose(grouped_linear(x, weight, sizes, interpret=True), expected, atol=1e-3)
-
-
-@pytest.mark.parametrize("rows", [1, 5, 200])
-@pytest.mark.parametrize(("out", "width"), [(256, 512), (384, 1792), (128, 4096), (650, 512)])
-@pytest.mark.parametrize("bits", [8, 4])
-def test_packed_product_interpreted(bits, out, width, rows):
-    values = torch.from_numpy(np.random.default_rng(0).standard_normal((out, width)).astype(np.float32))
-    packed = quantize(values, f"int{bits}", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-    assert quantized.fits(rows, packed.shape, packed.encoding, packed.group)
-    x = normal(rows, width, seed=1).astype(jnp.bfloat16)
-    got = quantized.linear(
-        x, packed.values, packed.scale, encoding=packed.encoding, out_dtype=jnp.float32, interpret=True
-    )
-    expected = np.asarray(x, np.float64) @ np.asarray(packed.dequantize(), np.float64).T
-    np.testing.assert_allclose(got, expected, atol=1e-6 * np.abs(expected).max())
-
-
-@pytest.mark.parametrize(
-    ("rows", "shape", "group"),
-    [(2000, (256, 512), 128), (1, (100, 512), 128), (1, (256, 320), 64), (1, (256, 128), 128)],
-)
-def test_packed_products_that_no_kernel_takes(rows, shape, group):
-    assert not quantized.fits(rows, shape, "int8", group)
-
-
-@pytest.mark.parametrize(
-    ("out", "width", "rows"),
-    [
-        (256, 512, 1),
-        (128, 4096, 7),
-        (650, 768, 1),
-        (256, 512, 300),
-        *(
-            pytest.param(*shape, marks=pytest.mark.sweep)
-            for shape in ((256, 512, 7), (128, 4096, 1), (128, 4096, 300), (650, 768, 7), (650, 768, 300))
-        ),
-    ],
-)
-@pytest.mark.parametrize("bits", [8, 4])
-def test_packed_experts_interpreted(bits, out, width, rows):
-    values = torch.from_numpy(np.random.default_rng(0).standard_normal((5, out, width)).astype(np.float32))
-    packed = quantize(values, f"int{bits}", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-    assert quantized.fits_experts(packed.shape, packed.encoding, packed.group)
-    x, chosen = normal(rows, width, seed=1).astype(jnp.bfloat16), np.random.default_rng(2).integers(0, 6, rows)
-    got = quantized.experts_linear(
-        x, packed.values, packed.scale, jnp.asarray(chosen), encoding=packed.encoding, interpret=True
-    )
-    is_real = chosen < 5  # the others belong to nobody here
-    of_row = np.asarray(packed.dequantize(), np.float64)[chosen[is_real]]
-    expected = np.einsum("ri,roi->ro", np.asarray(x, np.float64)[is_real], of_row)
-    np.testing.assert_allclose(got[is_real], expected, atol=1e-6 * np.abs(expected).max(initial=1))
-
-
-@pytest.mark.parametrize("rows", [1, 40])
-@pytest.mark.parametrize("shape", [(256, 512), (5, 256, 512)], ids=["linear", "experts"])
-@pytest.mark.parametrize(
-    "form",
-    [
-        ("int8", 128, "float32", False),
-        ("int4", 128, "float32", True),
-        ("int4", 64, "bfloat16", False),
-        ("int4", 32, "float32", True),
-        ("fp4", 32, "bfloat16", False),
-        ("fp8", 128, "float32", True),
-    ],
-    ids=str,
-)
-def test_stored_weights_interpreted(monkeypatch, form, shape, rows):
-    """Groups that share words, offsets, columns in another order."""
-    for name in ("linear", "experts_linear"):
-        monkeypatch.setattr(quantized, name, functools.partial(getattr(quantized, name), interpret=True))
-    packed = packed_array(packed_tensor(*form, shape, permuted=True))
-    x, numbers = normal(rows, 512, seed=1).astype(jnp.bfloat16), np.asarray(packed.dequantize(), np.float64)
-    with compiling_for("tpu") as where:
-        if len(shape) == 2:
-            got, expected = jax.jit(linear)(x, packed), np.asarray(x, np.float64) @ numbers.T
-        else:
-            experts = np.random.default_rng(2).integers(0, 5, rows)
-            got = jax.jit(grouped)(x, packed, jnp.asarray(experts))
-            expected = np.einsum("ri,roi->ro", np.asarray(x, np.float64), numbers[experts])
-    assert all(f"Pallas kernel ({form[0]} weights)" in way for way in where.chosen)
-    np.testing.assert_allclose(np.asarray(got, np.float64), expected, atol=2.0**-8 * np.abs(expected).max())
 
 
 def test_rows_of_experts_are_put_into_tiles():

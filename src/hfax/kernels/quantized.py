@@ -177,7 +177,7 @@ def linear(x: jax.Array, weight: QuantizedArray, bias: jax.Array | None = None) 
         out = out.reshape(*x.shape[:-1], -1)
     elif (found := _pallas_kernel(*(operands := aligned(x, weight)))) is not None:
         target.choose(f"linear: Pallas kernel ({weight.encoding} weights)")
-        out = _by_kernel(*operands, *found)
+        out = _by_kernel(*operands, *found, x.dtype if bias is None else jnp.dtype(jnp.float32))
     else:
         target.choose(f"linear: {weight.encoding} weights made numbers, then XLA's matrix product")
         numbers = weight.dequantize().astype(x.dtype)
@@ -229,12 +229,16 @@ def _pallas_kernel(x: jax.Array, weight: QuantizedArray) -> tuple[Any, P, P] | N
     return (kernels, of_x, of_weight) if kernels.fits(rows, shape, weight.encoding, weight.group) else None
 
 
-def _by_kernel(x: jax.Array, weight: QuantizedArray, kernels: Any, of_x: P, of_weight: P) -> jax.Array:
+def _by_kernel(
+    x: jax.Array, weight: QuantizedArray, kernels: Any, of_x: P, of_weight: P, out_dtype: jnp.dtype
+) -> jax.Array:
     """Each device multiplies its own shard; partial sums of a row are added in float32."""
+    is_whole = weight.offset is None and not of_weight[1]  # nothing is added
+    out_dtype = out_dtype if is_whole else jnp.dtype(jnp.float32)
 
     def local(x: jax.Array, weight: QuantizedArray) -> jax.Array:
         flat = x.reshape(-1, x.shape[-1])
-        out = kernels.linear(flat, weight.values, weight.scale, encoding=weight.encoding, out_dtype=jnp.float32)
+        out = kernels.linear(flat, weight.values, weight.scale, encoding=weight.encoding, out_dtype=out_dtype)
         if weight.offset is not None:
             out = out + sums_with_offset(flat, weight.offset)
         out = out.reshape(*x.shape[:-1], -1)
