@@ -39,6 +39,7 @@ CONFIGS = {
     ("name", "topology"),
     [
         ("dense", "v5e:2x2"),
+        pytest.param("dense", "tpu7x:1x1x1", marks=pytest.mark.tpu_compile),
         pytest.param("experts", "v6e:2x2", marks=pytest.mark.tpu_compile),
         pytest.param("windows", "v6e:2x2", marks=pytest.mark.tpu_compile),
     ],

@@ -129,12 +129,15 @@ def compiler_options(device: jax.Device, *, has_few_rows: bool) -> dict[str, str
 
     On GPU, products of many rows with the same operand are not merged: the merged weights would be written to memory in every
     prefill (20% of its time with 512 tokens). For few rows XLA reads them where they are, and saves a kernel
-    (docs/performance.md). On a described GPU nothing can be tuned: XLA would run candidates on the device.
+    (docs/performance.md). On a described GPU nothing can be tuned: XLA would run candidates on the device. On TPU7x, weights stay in
+    the tiles in which they are stored, of which a program with a loop would otherwise make a copy.
 
     Args:
         device: there or described.
         has_few_rows: the program is a decoding step, or a loop of them.
     """
+    if device.device_kind.startswith("TPU7"):
+        return {"xla_tpu_control_large_2nd_minor_layout_for_x16": False}
     if device.platform not in ("gpu", "cuda", "rocm"):
         return {}
     options: dict[str, str | bool] = {} if has_few_rows else {"xla_gpu_dot_merger_threshold_mb": "0"}

@@ -1,4 +1,4 @@
-"""Published accelerator specifications, per chip (one JAX device)."""
+"""Published accelerator specifications, per JAX device: a chip, or one of the two halves of a TPU7x."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ CHIPS = {
         ("v5e", 16 * _GIB, 819, 197, 200, _GOOGLE),
         ("v5p", 95 * _GIB, 2765, 459, 600, _GOOGLE),
         ("v6e", 32 * _GIB, 1640, 918, 400, _GOOGLE),
+        ("tpu7x", 96 * _GIB, 3690, 1153.5, 300, _GOOGLE),
         ("a100", 80 * _GB, 2039, 312, 300, _NVIDIA),
         ("h100", 80 * _GB, 3350, 989, 450, _NVIDIA),
         ("h200", 141 * _GB, 4800, 989, 450, _NVIDIA),
@@ -56,10 +57,12 @@ CHIPS = {
         ("rtx4090", 24 * _GB, 1008, 165, 32, _NVIDIA_PCIE),
     )
 }
-TPUS = ("v5e", "v5p", "v6e")
+TPUS = ("v5e", "v5p", "v6e", "tpu7x")
 GPUS = ("a100", "h100", "h200", "b200", "l4", "rtx4090")
-_NUM_SIZES = {"v5e": (2, 2), "v6e": (2, 2), "v5p": (3, 3)}
+_NUM_SIZES = {"v5e": (2, 2), "v6e": (2, 2), "v5p": (3, 3), "tpu7x": (3, 3)}
 """How many sizes a topology has."""
+_DEVICES_OF_A_CHIP = {"tpu7x": 2}
+"""If there are several."""
 _ALIASES = {"a100-80gb": "a100", "h100-80gb": "h100"}
 
 
@@ -81,7 +84,7 @@ def chip_of(name: str) -> Chip:
         source = "this host's memory"
         return Chip(
             name=kind,
-            memory_bytes=total // math.prod(sizes_of(name)),
+            memory_bytes=total // num_devices(name),
             bandwidth=0,
             operations=0,
             interconnect=0,
@@ -102,6 +105,7 @@ _KINDS = {
     "v5p": "v5p",
     "v5": "v5p",
     "v6": "v6e",
+    "tpu7x": "tpu7x",
     "h200": "h200",
     "h100": "h100",
     "a100": "a100",
@@ -118,7 +122,7 @@ def chip_of_kind(device_kind: str) -> Chip | None:
 
 
 def sizes_of(name: str) -> tuple[int, ...]:
-    """The sizes in a name such as "v5e:2x4" or "h100:2x8"; their product is the number of devices.
+    """The sizes in a name such as "v5e:2x4" or "h100:2x8"; their product is the number of chips.
 
     Raises:
         InvalidInputError: the sizes are invalid.
@@ -132,3 +136,12 @@ def sizes_of(name: str) -> tuple[int, ...]:
             "Pass a name such as v5e:2x4, v5p:2x2x2, h100:8, h100:2x8 or cpu:8.",
         )
     return tuple(int(size) for size in sizes)
+
+
+def num_devices(name: str) -> int:
+    """The number of JAX devices of a topology or of a kind and a count.
+
+    Raises:
+        InvalidInputError: the sizes are invalid.
+    """
+    return math.prod(sizes_of(name)) * _DEVICES_OF_A_CHIP.get(kind_of(name), 1)

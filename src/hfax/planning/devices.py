@@ -18,7 +18,7 @@ import jax
 from jax.experimental import topologies
 
 from hfax.errors import BackendNotAvailableError
-from hfax.planning.chips import GPUS, TPUS, chip_of, kind_of, sizes_of
+from hfax.planning.chips import GPUS, TPUS, chip_of, kind_of, num_devices, sizes_of
 
 _CHIPS_OF_A_HOST = 8
 _NO_TPU = {
@@ -63,7 +63,7 @@ def topology_devices(topology: str) -> list[Any]:
         raise BackendNotAvailableError(
             f"Cannot compile for the topology {topology!r}.",
             str(error).splitlines()[0],
-            "Use a topology such as v5e:2x4, v6e:2x2, h100:8 or h100:2x8.",
+            "Use a topology such as v5e:2x4, v6e:2x2, tpu7x:2x2x1, h100:8 or h100:2x8.",
         ) from error
 
 
@@ -110,7 +110,7 @@ class _Placeholder:
 
 def _placeholders(machine: str, platform: str) -> list[Any]:
     kind = chip_of(machine).name
-    return [_Placeholder(index, platform, kind) for index in range(math.prod(sizes_of(machine)))]
+    return [_Placeholder(index, platform, kind) for index in range(num_devices(machine))]
 
 
 def _host_of(topology: str) -> dict[str, tuple[int, ...]]:
