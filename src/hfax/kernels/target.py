@@ -129,8 +129,8 @@ def compiler_options(device: jax.Device, *, has_few_rows: bool) -> dict[str, str
 
     On GPU, products of many rows with the same operand are not merged: the merged weights would be written to memory in every
     prefill (20% of its time with 512 tokens). For few rows XLA reads them where they are, and saves a kernel
-    (docs/performance.md). On a described GPU nothing can be tuned: XLA would run candidates on the device. On TPU7x, weights stay in
-    the tiles in which they are stored, of which a program with a loop would otherwise make a copy.
+    (docs/performance.md). On a described GPU nothing can be tuned: XLA would run candidates on the device. On TPU7x, weights stay
+    in the tiles in which they are stored, of which a program with a loop would otherwise make a copy.
 
     Args:
         device: there or described.
