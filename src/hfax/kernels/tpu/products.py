@@ -134,20 +134,20 @@ class Product:
         """Rows of sums of a part: a power of two or whole tiles."""
         return {1: 1, _NUM_DIGITS: 4}[self._num_digits] if self.height == 1 else self._num_digits * self.height
 
-    def operand(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def operand(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Activations as the kernels take them.
 
         Args:
-            x: [blocks, height, in_features] bfloat16.
+            x: [blocks, height, in_features] bfloat16; for "weights" of any height.
 
         Returns:
             [blocks, rows, in_features] bfloat16 or, for "digits", int8; and by what the results are to be multiplied,
-            [blocks, height, 1] or [1, 1, 1] float32.
+            [blocks, height, 1] or [1, 1, 1] float32, or None.
         """
         if BITS[self.encoding] == 4:
-            x = self.in_order_of_nibbles(x)
+            x = self._in_order_of_nibbles(x)
         if self.way == "weights":
-            return x, jnp.ones((1, 1, 1), jnp.float32)
+            return x, None
         factor, tile = jnp.full((1, 1, 1), self._factor, jnp.float32), 2 * _SUBLANES
         if self.way == "digits":
             x, unit = _fixed_point(x)
@@ -212,8 +212,8 @@ class Product:
             column = (byte >> 6 << 7) + 32 * (2 * (byte & 1) + nibble)
         return column >> self.group.bit_length() - 1
 
-    def in_order_of_nibbles(self, x: jax.Array) -> jax.Array:
-        """The columns of x, [..., in_features], in the order of 4-bit codes: of a unit, those of low nibbles, then of high ones."""
+    def _in_order_of_nibbles(self, x: jax.Array) -> jax.Array:
+        """The columns of x, [..., in_features], in the order of `_codes`: of a unit, those of low nibbles, then of high ones."""
         *lead, width = x.shape
         # of a unit the 128 columns, of a 16-bit word the byte, its nibble, and the word
         parts = x.reshape(*lead, width // self._unit, self._unit // LANES, 2, 2, 32)
@@ -277,7 +277,7 @@ class Product:
         column, group = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (1, 0))
         is_own = (self._part_of(column) + unit * self._parts == group).astype(jnp.float32).astype(jnp.bfloat16)
         found = 0.0
-        for _ in range({2: 1, 4: 3}[dtype.itemsize] if dtype != jnp.float16 else 2):
+        for _ in range({"bfloat16": 1, "float16": 2, "float32": 3}[jnp.dtype(dtype).name]):
             part = scales.astype(jnp.bfloat16)
             found, scales = found + _dot(part, is_own, jnp.float32, axis=0), scales - part.astype(jnp.float32)
         return jnp.asarray(found)

@@ -97,24 +97,19 @@ def _linear(
     product = Product(way=way, encoding=encoding, group=group, rows=pl.cdiv(rows, blocks), depth=depth, chip=chip)
     count = product.height
     given = jnp.pad(x.astype(jnp.bfloat16), ((0, blocks * count - rows), (0, 0)))
-    written, factor, height = out_dtype, None, count
-    if way != "weights":  # few rows, a single block
-        (given,), factor = product.operand(given[None])
-        written, height = jnp.float32, given.shape[0]
-    elif bits == 4:
-        given = product.in_order_of_nibbles(given)
+    (given,), factor = product.operand(given[None])
     # one matrix per block of columns, with groups as rows
     scales = scale.T.reshape(width // depth, depth // group, out_features)
     result = pl.pallas_call(
         functools.partial(_kernel, product=product),
         grid=(blocks, pl.cdiv(out_features, columns), width // depth),
         in_specs=[
-            pl.BlockSpec((height, depth), lambda m, n, k: (m, k)),
+            pl.BlockSpec((given.shape[0] // blocks, depth), lambda m, n, k: (m, k)),
             pl.BlockSpec((columns, depth * bits // 8), lambda m, n, k: (n, k)),
             pl.BlockSpec((None, depth // group, columns), lambda m, n, k: (k, 0, n)),
         ],
         out_specs=pl.BlockSpec((count, columns), lambda m, n, k: (m, n)),
-        out_shape=jax.ShapeDtypeStruct((blocks * count, out_features), written),
+        out_shape=jax.ShapeDtypeStruct((blocks * count, out_features), out_dtype if factor is None else jnp.float32),
         scratch_shapes=[pltpu.VMEM((product.sums_height, columns), jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "parallel", "arbitrary")),
         interpret=interpret,
@@ -208,7 +203,7 @@ def _experts_linear(
         interpret=interpret,
         name=f"{encoding}_experts",
     )(of_tile, used, given, values, scales)
-    return (result * factor).reshape(-1, out_features)[place]
+    return (result if factor is None else result * factor).reshape(-1, out_features)[place]
 
 
 def _height(rows: int, num_experts: int) -> int:
