@@ -29,7 +29,15 @@ GIGAHERTZ = {"v5e": 1.5, "v6e": 1.75, "v5p": 1.75, "tpu7x": 2.2}
 cores; 2 of 256 x 256 that take two rows a cycle on v6e and in each half of a TPU7x."""
 CORES = {"v5p": 2}
 """Cores of a device, which share its memory and divide a kernel's blocks."""
-FORMS = {"int8": 128, "int4": 128, "int4 in groups of 32": 32, "fp8": 128, "fp4": 32}
+FORMS = {
+    "int8": 128,
+    "int8 in groups of 32": 32,
+    "int4": 128,
+    "int4 in groups of 32": 32,
+    "fp8": 128,
+    "fp4": 32,
+    "fp4 in groups of 16": 16,
+}
 ROWS = 1, 8, 32, 64, 512
 _BITS = {"int8": 8, "int4": 4, "fp8": 8, "fp4": 4}
 _FLAGS = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true"

@@ -32,14 +32,25 @@ over_shapes = pytest.mark.parametrize(
     ("encoding", "group", "dtype", "has_offset"),
     [
         ("int8", 128, "float32", True),
+        ("int8", 16, "float32", False),
         ("int4", 128, "float32", True),
         ("int4", 32, "float32", True),
         ("fp4", 32, "bfloat16", False),
+        ("fp4", 16, "float32", False),
         ("fp8", 128, "float32", False),
+        ("fp8", 32, "bfloat16", False),
     ],
 )
 def test_kernels_compile_for_tpu(encoding, group, dtype, has_offset, lead, rows):
     check("v5e:2x2", encoding, group, dtype, has_offset, lead, rows)
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.usefixtures("tpu_compiler")
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2", "v5p:2x2x1", "tpu7x:2x2x1"])
+@pytest.mark.parametrize(("encoding", "group"), [("int8", 128), ("int4", 32), ("fp4", 16), ("fp8", 128)])
+def test_kernels_of_long_prompts_compile_for_tpu(encoding, group, topology):
+    check(topology, encoding, group, "bfloat16", False, (), 3000)
 
 
 @pytest.mark.gpu_compile

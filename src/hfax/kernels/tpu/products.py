@@ -209,7 +209,7 @@ class Product:
         if BITS[self.encoding] == 4:
             lanes = self._unit // 2
             byte, nibble = column & (lanes - 1), column >> lanes.bit_length() - 1
-            column = (byte >> 6 << 7) + 32 * (2 * (byte & 1) + nibble)
+            column = (byte >> 6 << 7) + 32 * (2 * (byte & 1) + nibble) + ((byte & 63) >> 1)
         return column >> self.group.bit_length() - 1
 
     def _in_order_of_nibbles(self, x: jax.Array) -> jax.Array:
@@ -308,11 +308,8 @@ def _fixed_point(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _as_b11(words: jax.Array) -> jax.Array:
-    """Bytes of float8_e4m3fn as float8_e4m3b11fnuz of 1/16 the size: -0, which is NaN there, becomes 0, and NaN becomes that."""
-    size = words & _bytes(0x7F)
-    is_nan = (size + _bytes(0x01)) & _bytes(0x80)
-    kept = words & ((size + _bytes(0x7F)) | _bytes(0x7F))
-    return (kept & ~(is_nan - jax.lax.shift_right_logical(is_nan, 7))) | is_nan
+    """Bytes of float8_e4m3fn, without NaN, as float8_e4m3b11fnuz of 1/16 the size; -0, which is NaN there, becomes 0."""
+    return words & (((words & _bytes(0x7F)) + _bytes(0x7F)) | _bytes(0x7F))
 
 
 def _fp4_as_fp8(words: jax.Array, is_b11: bool) -> jax.Array:

@@ -32,7 +32,7 @@ _DEPTH_OF_MANY = 1024
 
 def can_read(encoding: Encoding, group: int) -> bool:
     """Whether the kernels multiply with weights in this format."""
-    return group in ((LANES,) if BITS[encoding] == 8 else (LANES, 64, 32))
+    return group in (LANES, 64, 32, 16)
 
 
 def fits(rows: int, shape: tuple[int, ...], encoding: Encoding, group: int) -> bool:
