@@ -13,7 +13,7 @@ import jax
 
 from hfax.backends.jax.model import JaxModel
 from hfax.errors import BackendNotAvailableError, UnsupportedOptionError
-from hfax.kernels.quantized import QuantizedArray
+from hfax.kernels.quantized import has_packed
 from hfax.load.nnx_state import weights_of
 from hfax.tracing.traced_model import TracedModel
 from hfax.tracing.training import Training
@@ -91,7 +91,7 @@ def to_nnx(model: JaxModel) -> TransformersModule:
         >>> _ = optimizer.update(module, gradients)
         >>> model.update(module)
     """
-    if any(isinstance(array, QuantizedArray) for array in model.params.values()) or model.active_adapters():
+    if has_packed(model.params) or model.active_adapters():
         raise UnsupportedOptionError(
             f"{type(model).__name__} has quantized weights or an active adapter.",
             "An nnx module holds floating-point weights under the torch module's names.",

@@ -7,6 +7,8 @@ import transformers
 from tiny_models import TPU_SIZES, tiny_llama_config
 
 from hfax.errors import BackendNotAvailableError
+from hfax.kernels.target import compiler_options
+from hfax.planning.devices import topology_devices
 from hfax.planning.topology import compile_for
 
 pytestmark = pytest.mark.usefixtures("tpu_compiler")
@@ -33,6 +35,21 @@ CONFIGS = {
         **TPU_SIZES | {"head_dim": 256},
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("topology", "is_packed", "expected"),
+    [
+        ("v5e:2x2", True, {"xla_tpu_sliced_prefetch_max_slices": "1"}),
+        ("v5e:2x2", False, {}),
+        ("v6e:2x2", True, {}),
+        ("tpu7x:2x2x1", False, {"xla_tpu_control_large_2nd_minor_layout_for_x16": False}),
+    ],
+)
+def test_options_of_the_compiler(topology, is_packed, expected):
+    """That libtpu knows them is in the tests that compile for these chips."""
+    device = topology_devices(topology)[0]
+    assert compiler_options(device, has_few_rows=True, has_packed_weights=is_packed) == expected
 
 
 @pytest.mark.parametrize(

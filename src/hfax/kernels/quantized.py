@@ -121,6 +121,15 @@ class QuantizedArray:
         return dataclasses.replace(self, **parts, spec=None).dequantize()
 
 
+def has_packed(tree: Any) -> bool:
+    """Whether a pytree holds packed weights."""
+    return any(isinstance(leaf, QuantizedArray) for leaf in jax.tree.leaves(tree, is_leaf=_is_packed))
+
+
+def _is_packed(node: Any) -> bool:
+    return isinstance(node, QuantizedArray)
+
+
 def together(encoding: Encoding, group: int) -> int:
     """Columns of a packed weight that stay together on a device: a group, and those that share words."""
     return math.lcm(group, WORD_COLUMNS) if BITS[encoding] == 4 else group

@@ -124,20 +124,26 @@ def is_described(device: jax.Device) -> bool:
     return type(device.client).__name__ == "CompileOnlyPyClient"
 
 
-def compiler_options(device: jax.Device, *, has_few_rows: bool) -> dict[str, str | bool]:
+def compiler_options(
+    device: jax.Device, *, has_few_rows: bool, has_packed_weights: bool = False
+) -> dict[str, str | bool]:
     """XLA options of a program for the device.
 
     On GPU, products of many rows with the same operand are not merged: the merged weights would be written to memory in every
     prefill (20% of its time with 512 tokens). For few rows XLA reads them where they are, and saves a kernel
     (docs/performance.md). On a described GPU nothing can be tuned: XLA would run candidates on the device. On TPU7x, weights stay
-    in the tiles in which they are stored, of which a program with a loop would otherwise make a copy.
+    in the tiles in which they are stored, of which a program with a loop would otherwise make a copy. On v5e the compiler searched
+    for minutes how to prefetch packed weights in slices, which their kernels read by themselves.
 
     Args:
         device: there or described.
         has_few_rows: the program is a decoding step, or a loop of them.
+        has_packed_weights: weights are packed.
     """
     if device.device_kind.startswith("TPU7"):
         return {"xla_tpu_control_large_2nd_minor_layout_for_x16": False}
+    if device.device_kind == "TPU v5 lite" and has_packed_weights:
+        return {"xla_tpu_sliced_prefetch_max_slices": "1"}
     if device.platform not in ("gpu", "cuda", "rocm"):
         return {}
     options: dict[str, str | bool] = {} if has_few_rows else {"xla_gpu_dot_merger_threshold_mb": "0"}

@@ -198,7 +198,10 @@ def compile_programs(
         _lower("prefill", prefill, (params, inputs, request), mesh, traced_s=prompt_seconds, chosen=chosen),
         _lower("decode", decode, (params, state, request, limit), mesh),
     ]
-    options = {name: compiler_options(device, has_few_rows=name == "decode") for name in ("prefill", "decode")}
+    options = {
+        name: compiler_options(device, has_few_rows=name == "decode", has_packed_weights=bool(packed))
+        for name in ("prefill", "decode")
+    }
     return [_compile(program, options[program.name]) for program in lowered]  # libtpu crashes when two threads compile
 
 

@@ -36,6 +36,7 @@ from jax.interpreters import partial_eval
 from hfax.errors import OutOfMemoryError
 from hfax.kernels import precision
 from hfax.kernels.cpu import library
+from hfax.kernels.quantized import has_packed
 from hfax.kernels.target import compiler_options, compiling_for
 from hfax.load.placement import check_fits
 from hfax.phases import phase
@@ -200,7 +201,7 @@ class ProgramCache:
                     self._before_tracing(name)
                     self._explain(name, parts)
                     traced = self._trace(name, function, args, donate, is_batch_invariant, inputs_at)
-                    xla_options = self._xla_options(is_loop, is_step)
+                    xla_options = self._xla_options(args, is_loop, is_step)
                     if ahead is not None and self._layout.plan is None:
                         compiling = functools.partial(
                             self._compile_later, future, memory_key, traced, xla_options, file, parts
@@ -302,8 +303,9 @@ class ProgramCache:
         if logger.isEnabledFor(logging.INFO) and not self._layout.is_described:
             logger.info("%s is made: %s", name, why_missing(program_folder(), parts))
 
-    def _xla_options(self, is_loop: bool, is_step: bool) -> dict[str, str | bool]:
-        options = compiler_options(self._device, has_few_rows=is_loop or is_step)
+    def _xla_options(self, args: tuple[Any, ...], is_loop: bool, is_step: bool) -> dict[str, str | bool]:
+        is_packed = has_packed(args)
+        options = compiler_options(self._device, has_few_rows=is_loop or is_step, has_packed_weights=is_packed)
         return options | (DECODE_OPTIONS.get(self._device.platform, {}) if is_loop else {})
 
     def _compile(
