@@ -3,9 +3,10 @@
 Decoding should read weights as fast as memory gives them, but a TPU's vector unit has only a few cycles for the codes that arrive
 in that time. There are three ways; `benchmarks/tpu_kernels.py` compares the compiled schedules.
 
-"digits", for few rows and integers, where the matrix unit multiplies int8: activations become fixed-point numbers of three int8
+"digits", for few rows and int4, where the matrix unit multiplies int8: activations become fixed-point numbers of three int8
 digits, sums are exact, and codes need no conversion. "numbers", for few rows: codes become bfloat16 by a few operations on 32-bit
-words of four bytes, and sums are scaled. "weights", for many rows: a block of codes becomes bfloat16 weights, once for all rows.
+words of four bytes, and sums are scaled; int8, too, which still waits for memory. "weights", for many rows: a block of codes
+becomes bfloat16 weights, once for all rows.
 """
 
 from __future__ import annotations
