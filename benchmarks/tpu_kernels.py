@@ -21,6 +21,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from hfax.kernels.encodings import BITS, STORED, Encoding
+
 SHAPE = 14336, 4096
 """The weight, [out, in]: the up projection of Llama-3-8B."""
 CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "tpu7x": "tpu7x:2x2x1"}
@@ -39,7 +41,6 @@ FORMS = {
     "fp4 in groups of 16": 16,
 }
 ROWS = 1, 8, 32, 64, 512
-_BITS = {"int8": 8, "int4": 4, "fp8": 8, "fp4": 4}
 _FLAGS = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true"
 _BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(LB|\w\w)?\s*:\s*((?:> ?)*)\{")
 
@@ -57,7 +58,7 @@ class Case:
     """
 
     chip: str
-    encoding: str
+    encoding: Encoding
     group: int
     rows: int
     way: str | None = None
@@ -79,8 +80,7 @@ def compile_case(case: Case) -> tuple[int, int, str]:
     def given(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
 
-    bits = _BITS[case.encoding]
-    dtype = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}.get(case.encoding, jnp.uint8)
+    bits = BITS[case.encoding]
     with compiling_for(device):
         jax.jit(
             lambda x, values, scale: quantized.linear(
@@ -88,7 +88,7 @@ def compile_case(case: Case) -> tuple[int, int, str]:
             )
         ).lower(
             given((case.rows, width), jnp.bfloat16),
-            given((out_features, width * bits // 8), dtype),
+            given((out_features, width * bits // 8), STORED[case.encoding]),
             given((out_features, width // case.group), jnp.bfloat16),
         ).compile()
         tiles = quantized._tiles(case.rows, SHAPE, bits)
@@ -126,7 +126,7 @@ def measure(case: Case) -> dict[str, Any]:
     from hfax.planning.chips import CHIPS as PUBLISHED
 
     bandwidth = PUBLISHED[case.chip].bandwidth / CORES.get(case.chip, 1)
-    memory_ns = columns * depth * _BITS[case.encoding] / 8 / bandwidth * 1e9
+    memory_ns = columns * depth * BITS[case.encoding] / 8 / bandwidth * 1e9
     cycles_ns = cycles / GIGAHERTZ[case.chip]
     bfloat16_ns = columns * depth * 2 / bandwidth * 1e9
     return {

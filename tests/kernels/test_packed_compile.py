@@ -9,14 +9,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hfax.kernels.encodings import BITS, columns_of
+from hfax.kernels.encodings import BITS, STORED, columns_of
 from hfax.kernels.experts import grouped_linear
 from hfax.kernels.quantized import QuantizedArray, linear
 from hfax.kernels.target import compiling_for
 from hfax.planning.devices import topology_devices
-
-CODES = {"int8": "int8", "fp8": "float8_e4m3fn"}
-
 
 over_shapes = pytest.mark.parametrize(
     ("lead", "rows"),
@@ -80,7 +77,7 @@ def check(topology, encoding, group, dtype, has_offset, lead, rows):
 
     of_groups = given((*lead, 512, 1024 // group), dtype)
     weight = QuantizedArray(
-        values=given((*lead, 512, 1024 * BITS[encoding] // 8), CODES.get(encoding, "uint8")),
+        values=given((*lead, 512, 1024 * BITS[encoding] // 8), STORED[encoding]),
         scale=of_groups,
         offset=of_groups if has_offset else None,
         encoding=encoding,

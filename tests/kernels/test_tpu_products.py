@@ -54,7 +54,7 @@ def made(bits, *shape):
 
 def product(x, packed, way, chip=None):
     parts = packed.values, packed.scale
-    how = {"way": way, "chip": chip and products.chip_of(chip), "interpret": True}
+    how = {"way": way, "chip": chip and products.abilities_of(chip), "interpret": True}
     return quantized.linear(x, *parts, encoding=packed.encoding, out_dtype=jnp.float32, **how)
 
 

@@ -22,7 +22,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from hfax.generation.decoding import LoopSpec, advance, start
 from hfax.generation.sampling_config import make_sampling_spec
 from hfax.kernels.constraints import cache_spec
-from hfax.kernels.encodings import BITS, padded_width
+from hfax.kernels.encodings import BITS, STORED, padded_width
 from hfax.kernels.quantized import QuantizedArray
 from hfax.kernels.target import compiler_options, compiling_for
 from hfax.kv_cache.dtypes import cache_dtype_of
@@ -127,13 +127,12 @@ def compile_programs(
             return on_devices(shape, dtype, spec)
         *rows, width = found.shape
         where = matrix_sharding(NamedSharding(mesh, spec), len(shape), found.is_transposed)
-        of_codes = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}.get(found.encoding, jnp.uint8)
 
         def part(columns: int, dtype: Any) -> Any:
             return jax.ShapeDtypeStruct((*rows, columns), dtype, sharding=where)
 
         return QuantizedArray(
-            values=part(found.num_columns * BITS[found.encoding] // 8, of_codes),
+            values=part(found.num_columns * BITS[found.encoding] // 8, jnp.dtype(STORED[found.encoding])),
             scale=part(found.num_columns // found.group, jnp.bfloat16),
             encoding=found.encoding,
             dtype=dtype,

@@ -33,8 +33,8 @@ _BIAS = {"float8_e4m3b11fnuz": 11, "float8_e4m3fn": 7}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Chip:
-    """What a TPU computes with.
+class Abilities:
+    """What a chip computes with.
 
     Args:
         has_int8: the matrix unit multiplies int8.
@@ -45,14 +45,14 @@ class Chip:
     float8: Literal["float8_e4m3b11fnuz", "float8_e4m3fn"]
 
 
-def chip_of(device_kind: str) -> Chip:
+def abilities_of(device_kind: str) -> Abilities:
     """The abilities of a chip, by JAX's name of it; of an unknown one those that all have had."""
     if device_kind.startswith("TPU7"):
-        return Chip(has_int8=False, float8="float8_e4m3fn")
-    return Chip(has_int8=device_kind.startswith(("TPU v5", "TPU v6")), float8="float8_e4m3b11fnuz")
+        return Abilities(has_int8=False, float8="float8_e4m3fn")
+    return Abilities(has_int8=device_kind.startswith(("TPU v5", "TPU v6")), float8="float8_e4m3b11fnuz")
 
 
-def way_of(rows: int, encoding: Encoding, group: int, chip: Chip) -> Way:
+def way_of(rows: int, encoding: Encoding, group: int, chip: Abilities) -> Way:
     """The fastest way to multiply so many rows.
 
     Args:
@@ -88,13 +88,13 @@ class Product:
     group: int
     rows: int
     depth: int
-    chip: Chip
+    chip: Abilities
 
     @property
     def height(self) -> int:
         """Rows of a block of results: of whole tiles, except a single one."""
         tile = 2 * _SUBLANES if self.way == "weights" else _SUBLANES
-        return 1 if self.rows == 1 and self.way != "weights" else -(-self.rows // tile) * tile
+        return 1 if self.rows == 1 and self.way != "weights" else _in_tiles(self.rows, tile)
 
     @property
     def _factor(self) -> float:
@@ -108,7 +108,7 @@ class Product:
     @property
     def sums_height(self) -> int:
         """Rows of a block of sums, which `finish` makes results."""
-        return self.height if self.way == "weights" else -(-self._parts * self._stride // _SUBLANES) * _SUBLANES
+        return self.height if self.way == "weights" else _in_tiles(self._parts * self._stride, _SUBLANES)
 
     @property
     def _unit(self) -> int:
@@ -155,7 +155,7 @@ class Product:
             factor, tile = factor * unit, 4 * _SUBLANES
         blocks, rows, width = x.shape
         # one operation over all rows of the result, since each costs about a microsecond: a copy of x for each part and digit
-        copy = np.arange(-(-self._parts * self._stride // tile) * tile // rows)[:, None, None]
+        copy = np.arange(_in_tiles(self._parts * self._stride, tile) // rows)[:, None, None]
         part, digit = np.divmod(copy, self._stride // rows)
         copies = x[:, None]
         if self.way == "digits":
@@ -282,6 +282,11 @@ class Product:
             part = scales.astype(jnp.bfloat16)
             found, scales = found + _dot(part, is_own, jnp.float32, axis=0), scales - part.astype(jnp.float32)
         return jnp.asarray(found)
+
+
+def _in_tiles(rows: int, tile: int) -> int:
+    """Rows of whole tiles."""
+    return -(-rows // tile) * tile
 
 
 def _fixed_point(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from hfax.kernels import target
 from hfax.kernels.encodings import BITS, Encoding
 from hfax.kernels.expert_tiles import in_tiles
-from hfax.kernels.tpu.products import LANES, Chip, Product, Way, chip_of, way_of
+from hfax.kernels.tpu.products import LANES, Abilities, Product, Way, abilities_of, way_of
 
 _MAX_ROWS = 1024
 """Rows of x that are multiplied at once."""
@@ -49,7 +49,7 @@ def linear(
     encoding: Encoding,
     out_dtype: Any,
     way: Way | None = None,
-    chip: Chip | None = None,
+    chip: Abilities | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """`x @ weight.T` with float32 accumulation, for shapes supported according to `fits`.
@@ -84,7 +84,7 @@ def _linear(
     out_dtype: Any,
     encoding: Encoding,
     way: Way,
-    chip: Chip,
+    chip: Abilities,
     interpret: bool,
 ) -> jax.Array:
     rows, width = x.shape
@@ -131,7 +131,7 @@ def experts_linear(
     *,
     encoding: Encoding,
     way: Way | None = None,
-    chip: Chip | None = None,
+    chip: Abilities | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Multiply each row by the transposed matrix of its expert; unused matrices are not read.
@@ -168,7 +168,7 @@ def _experts_linear(
     height: int,
     encoding: Encoding,
     way: Way,
-    chip: Chip,
+    chip: Abilities,
     interpret: bool,
 ) -> jax.Array:
     rows, width = x.shape
@@ -211,10 +211,10 @@ def _height(rows: int, num_experts: int) -> int:
     return _FEW if rows <= 2 * _FEW * num_experts else _MANY
 
 
-def _chip() -> Chip:
+def _chip() -> Abilities:
     """The chip that the current trace's program is for."""
     aim = target.current()
-    return chip_of("" if aim is None or aim.device is None else aim.device.device_kind)
+    return abilities_of("" if aim is None or aim.device is None else aim.device.device_kind)
 
 
 def _tiles(rows: int, shape: tuple[int, ...], bits: int) -> tuple[int, int] | None:
