@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from packed_weights import packed_array, packed_tensor
+from packed_weights import FORMATS, packed_array, packed_tensor
 
 from hfax.kernels.attention import Causal, Mask, attention, causal_positions
+from hfax.kernels.encodings import BITS, FP4_VALUES
 from hfax.kernels.gpu import attention as kernels
 from hfax.kernels.gpu import experts, flash, quantized
 from hfax.kernels.gpu.attention import fits, fits_step, prompt_attention, step_attention
+from hfax.kernels.gpu.codes import LIFT, as_float32, bias_of, exponent_of, number_bits
 from hfax.kernels.linear import linear
 from hfax.kernels.target import compiling_for
 from hfax.load.quantize import quantize
@@ -147,13 +149,35 @@ def test_packed_weights_by_the_triton_kernel(rows, shape, bits):
     np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("rows", [1, 17])
 @pytest.mark.parametrize(
-    "form", [("int4", 32, "float16", False), ("int4", 64, "float32", False), ("int8", 128, "float16", False)], ids=str
+    ("encoding", "at"),
+    [(encoding, at) for encoding, bits in BITS.items() for at in range(0, 32, bits)],
 )
-def test_stored_weights_by_the_triton_kernels(form, rows):
-    """Groups that share words."""
-    x = normal(rows, 512, dtype=jnp.bfloat16)
+def test_codes_are_the_bits_of_numbers(encoding, at):
+    """The compiled kernels take these bits as they are. Interpreted ones do not: XLA's CPU code takes subnormal numbers as 0."""
+    rng, bits = np.random.default_rng(0), BITS[encoding]
+    codes = np.arange(1 << bits, dtype=np.uint32)
+    others = rng.integers(0, 1 << 32, codes.shape, np.uint32) & ~np.uint32(((1 << bits) - 1) << at)
+    found = np.asarray(number_bits(jnp.asarray((others | codes << at).view(np.int32)), at, encoding))
+    got = found.view(np.float32).astype(np.float64) * 2.0 ** exponent_of(encoding, at) - bias_of(encoding)
+    if encoding in ("fp8", "fp4"):
+        table = codes.astype(np.uint8).view(jnp.float8_e4m3fn).astype(np.float64) if encoding == "fp8" else FP4_VALUES
+        is_number = np.isfinite(table)
+        np.testing.assert_array_equal(got[is_number], np.asarray(table)[is_number])
+    else:
+        order = codes.astype(np.uint8).view(np.int8) if encoding == "int8" else codes.astype(np.int8) - 8
+        np.testing.assert_array_equal(got, order)
+    lifted = np.asarray(as_float32(jnp.asarray(found), interpret=True), np.float64) * 2.0 ** (
+        exponent_of(encoding, at) - LIFT
+    )
+    np.testing.assert_array_equal(lifted - bias_of(encoding), got)
+
+
+@pytest.mark.parametrize("rows", [1, 17])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("form", [form for form in FORMATS if not form[3]], ids=str)
+def test_stored_weights_by_the_triton_kernels(form, dtype, rows):
+    x = normal(rows, 512, dtype=jnp.dtype(dtype))
     exact, chosen = np.asarray(x, np.float64), np.random.default_rng(2).integers(0, 3, rows)
     one, several = (packed_array(packed_tensor(*form, shape)) for shape in ((64, 512), (3, 64, 512)))
     assert quantized.fits(rows, one.shape, one.encoding, one.group)
@@ -201,7 +225,9 @@ def test_products_that_the_kernel_of_packed_weights_does_not_take():
     assert quantized.fits(32, (64, 256), "int4", 128)
     assert not quantized.fits(33, (64, 256), "int4", 128)
     assert quantized.fits(128, (64, 256), "int8", 128)
-    assert not quantized.fits(1, (64, 256), "int8", 64)
+    assert quantized.fits(1, (64, 256), "int8", 64)
+    assert not quantized.fits(1, (64, 256), "int8", 256)
+    assert not quantized.fits(1, (64, 192), "int8", 64)
     assert not quantized.fits(1, (72, 256), "int8", 128)
     with pytest.raises(ValueError, match="no kernel for 129 rows"):
         quantized.linear(
@@ -216,20 +242,24 @@ def test_products_that_the_kernel_of_packed_weights_does_not_take():
 TRIALS = {
     "step": (kernels, ["step_attention"], kernels.step_attention_works),
     "prompt": (flash, ["flash_attention"], flash.works),
-    "packed": (quantized, ["linear"], quantized.works),
-    "experts": (experts, ["grouped_linear", "grouped_linear_packed"], experts.works),
+    "experts": (experts, ["grouped_linear"], experts.works, None, jnp.dtype("float16")),
+    **{
+        f"{encoding} {name}": (module, [name], module.works, encoding, jnp.dtype("bfloat16"))
+        for encoding in BITS
+        for module, name in ((quantized, "linear"), (experts, "grouped_linear_packed"))
+    },
 }
 
 
 @pytest.mark.parametrize(
     ("kernel", "wrong", "works"),
     [(kernel, None, ON_GPU) for kernel in TRIALS]
-    + [(kernel, wrong, False) for kernel, (_, names, _) in TRIALS.items() for wrong in names]
+    + [(kernel, wrong, False) for kernel, (_, names, *_) in TRIALS.items() for wrong in names]
     + [(kernel, "", True) for kernel in TRIALS],
 )
 def test_kernels_are_tried_before_programs_use_them(monkeypatch, caplog, kernel, wrong, works):
     """Within a trace, as programs ask; a kernel that fails, as here without a GPU, or that gives other values is left out."""
-    module, names, trial = TRIALS[kernel]
+    module, names, trial, *arguments = TRIALS[kernel]
     for name in names if wrong is not None else ():
         factor, interpreted = 1.5 if name == wrong else 1, functools.partial(getattr(module, name), interpret=INTERPRET)
         monkeypatch.setattr(
@@ -238,7 +268,7 @@ def test_kernels_are_tried_before_programs_use_them(monkeypatch, caplog, kernel,
     found = []
     trial.cache_clear()
     try:
-        jax.jit(lambda x: found.append(trial()) or x)(1.0)
+        jax.jit(lambda x: found.append(trial(*arguments)) or x)(1.0)
     finally:
         trial.cache_clear()
     assert found == [works]

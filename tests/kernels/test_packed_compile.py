@@ -58,16 +58,30 @@ def test_kernels_of_long_prompts_compile_for_tpu(encoding, group, topology):
     ("encoding", "group", "dtype", "has_offset"),
     [
         ("int8", 128, "float32", False),
+        ("int8", 16, "float32", False),
         ("int4", 128, "float16", True),
         ("int4", 64, "float16", False),
         ("int4", 32, "float32", True),
+        ("fp8", 128, "float32", False),
+        ("fp8", 32, "bfloat16", False),
+        ("fp4", 32, "bfloat16", False),
+        ("fp4", 16, "float32", False),
     ],
 )
 def test_kernels_compile_for_gpu(machine, encoding, group, dtype, has_offset, lead, rows):
     check(machine, encoding, group, dtype, has_offset, lead, rows)
 
 
-def check(topology, encoding, group, dtype, has_offset, lead, rows):
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("gpu_compiler")
+@over_shapes
+@pytest.mark.parametrize("machine", ["a100-80gb:1", "b200:1"])
+@pytest.mark.parametrize(("encoding", "group"), [("int8", 128), ("int4", 32), ("fp8", 128), ("fp4", 16)])
+def test_kernels_for_float16_compile_for_gpu(machine, encoding, group, lead, rows):
+    check(machine, encoding, group, "float16", False, lead, rows, of_x="float16")
+
+
+def check(topology, encoding, group, dtype, has_offset, lead, rows, of_x="bfloat16"):
     """Compiles a product for the first of these devices, by the kernel."""
     device = topology_devices(topology)[0]
     mesh = Mesh(np.array([device]), ("tensor",))
@@ -83,7 +97,7 @@ def check(topology, encoding, group, dtype, has_offset, lead, rows):
         encoding=encoding,
         dtype=jnp.dtype("bfloat16"),
     )
-    x, experts = given((rows, 1024), "bfloat16"), given((rows,), "int32")
+    x, experts = given((rows, 1024), of_x), given((rows,), "int32")
     with compiling_for(device, mesh=mesh) as where:
         if lead:
             jax.jit(grouped_linear).lower(x, weight, experts).compile()

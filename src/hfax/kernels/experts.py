@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from hfax.kernels import target
 from hfax.kernels.cpu import calls, library
+from hfax.kernels.encodings import Encoding
 from hfax.kernels.quantized import QuantizedArray, aligned, group_sums
 from hfax.sharding.mesh import HEAD_AXES, batch_axes, expert_axes, size_of
 
@@ -136,7 +137,7 @@ def _on_one_device(
     if not is_transposed and _is_for_tpu(x, weight):
         target.choose("experts: grouped product kernel (Pallas)")
         return _on_tpu(x, weight, experts)
-    if (kernels := _gpu_kernels()) is not None and kernels.fits(x, weight, is_transposed=is_transposed):
+    if (kernels := _gpu_kernels(x, None)) is not None and kernels.fits(x, weight, is_transposed=is_transposed):
         target.choose("experts: Triton kernel, rows in tiles of one expert")
         return kernels.grouped_linear(x, weight, experts, is_transposed=is_transposed)
     if rows < num_experts:
@@ -180,19 +181,24 @@ def _on_tpu(x: jax.Array, weight: jax.Array, experts: jax.Array) -> jax.Array:
     return jnp.zeros_like(out).at[order].set(out)
 
 
-def _gpu_kernels() -> Any:
-    """The module of Triton kernels; None if the program is not for a GPU on which they work, or is differentiated."""
-    if target.is_differentiated() or (gpu := target.nvidia_gpu()) is None:
+def _gpu_kernels(x: jax.Array, encoding: Encoding | None) -> Any:
+    """The module of Triton kernels; None if the program is not for a GPU on which they work, or is differentiated.
+
+    Args:
+        x: the activations.
+        encoding: of packed weights.
+    """
+    if target.is_differentiated() or (gpu := target.nvidia_gpu()) is None or x.dtype not in (jnp.bfloat16, jnp.float16):
         return None
     from hfax.kernels.gpu import experts as kernels
 
-    return kernels if target.is_described(gpu) or kernels.works() else None
+    return kernels if target.is_described(gpu) or kernels.works(encoding, x.dtype) else None
 
 
 def _packed_by_pallas(x: jax.Array, weight: QuantizedArray, experts: jax.Array) -> jax.Array | None:
     """By a Pallas kernel, in float32; None if there is none for the target, or it does not support the shapes."""
     of_weight: dict[str, Any] = {"encoding": weight.encoding, "group": weight.group}
-    if (on_gpu := _gpu_kernels()) is not None and on_gpu.fits_packed(x, weight.shape, **of_weight):
+    if (on_gpu := _gpu_kernels(x, weight.encoding)) is not None and on_gpu.fits_packed(x, weight.shape, **of_weight):
         target.choose(f"experts: Triton kernel ({weight.encoding} weights)")
         out = on_gpu.grouped_linear_packed(x, weight.values, weight.scale, experts, encoding=weight.encoding)
     elif target.is_for("tpu") and not target.is_differentiated() and x.dtype == jnp.bfloat16:

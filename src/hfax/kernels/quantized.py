@@ -214,14 +214,18 @@ def without_batch_axes(spec: P | None, ndim: int) -> P:
 def _pallas_kernel(x: jax.Array, weight: QuantizedArray) -> tuple[Any, P, P] | None:
     """The target's module of kernels, and the shardings of activations and weight for it; None if it does not support this
     program or these shapes."""
-    if target.is_differentiated() or x.dtype != jnp.bfloat16 or weight.ndim != 2:
+    if target.is_differentiated() or weight.ndim != 2:
         return None
     if target.is_for("tpu"):
+        if x.dtype != jnp.bfloat16:
+            return None
         from hfax.kernels.tpu import quantized as kernels  # Pallas takes a second to import
     elif (gpu := target.nvidia_gpu()) is not None:
         from hfax.kernels.gpu import quantized as kernels
 
-        if not target.is_described(gpu) and not kernels.works():
+        if x.dtype not in (jnp.bfloat16, jnp.float16):
+            return None
+        if not target.is_described(gpu) and not kernels.works(weight.encoding, x.dtype):
             return None
     else:
         return None

@@ -16,9 +16,10 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from hfax.kernels.encodings import BITS, Encoding
+from hfax.kernels.encodings import Encoding
 from hfax.kernels.expert_tiles import in_tiles
-from hfax.kernels.gpu.quantized import GROUP, as_words, can_read, plane_of, unpacked
+from hfax.kernels.gpu.codes import UNIT, Arrangement, can_read, drawn
+from hfax.kernels.gpu.quantized import scaled_products
 from hfax.kernels.gpu.trial import agrees
 
 _FEW, _MANY = 16, 64
@@ -38,29 +39,37 @@ def fits(x: jax.Array, weight: jax.Array, *, is_transposed: bool = False) -> boo
 def fits_packed(x: jax.Array, shape: tuple[int, ...], encoding: Encoding, group: int) -> bool:
     """Whether `grouped_linear_packed` supports rows of this dtype and weights of this shape, [experts, out, in]."""
     is_half = x.dtype in (jnp.bfloat16, jnp.float16)
-    return is_half and can_read(encoding, group) and shape[1] % _FEW == 0 and math.prod(shape) < _MAX_ELEMENTS
+    is_whole = shape[1] % _FEW == 0 and shape[2] % UNIT == 0
+    return is_half and can_read(encoding, group) and is_whole and math.prod(shape) < _MAX_ELEMENTS
 
 
 @functools.cache
-def works() -> bool:
-    """Whether the kernels give the right values on this process's GPU; tested once, on small matrices."""
-    return agrees("of experts", _trial, 1e-2, "experts are multiplied by XLA's ragged product")
+def works(encoding: Encoding | None, dtype: Any) -> bool:
+    """Whether the kernels give the right values on this process's GPU; tested once, on small matrices.
+
+    Args:
+        encoding: of the weights; None: they are not packed.
+        dtype: of the activations.
+    """
+    trial = functools.partial(_trial, encoding, dtype)
+    return agrees(
+        f"of experts' {encoding or dtype.name} weights", trial, 1e-2, "experts are multiplied by XLA's ragged product"
+    )
 
 
-def _trial() -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((40, 256)), jnp.bfloat16)
-    experts = jnp.asarray(rng.integers(0, 3, 40), jnp.int32)
-    weight = jnp.asarray(rng.standard_normal((3, 64, 256)), jnp.bfloat16)
-    scale = jnp.asarray(rng.uniform(0.5, 1.0, (3, 64, 2)), jnp.bfloat16)
-    values = jnp.asarray(rng.integers(0, 255, (3, 64, 128)), jnp.uint8)
-    numbers = np.asarray(unpacked(values.reshape(192, 128), 4), np.float64).reshape(3, 64, 256)
-    numbers = numbers * np.repeat(np.asarray(scale, np.float64), GROUP, axis=2) / 8
-    exact, chosen = np.asarray(x, np.float64), np.asarray(experts)
-    got = grouped_linear(x, weight, experts), grouped_linear_packed(x, values, scale, experts, encoding="int4") / 8
-    matrices = np.asarray(weight, np.float64), numbers
-    expected = [np.einsum("ri,roi->ro", exact, matrix[chosen]) for matrix in matrices]
-    return np.concatenate([np.asarray(a) for a in got]), np.concatenate(expected)
+def _trial(encoding: Encoding | None, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    rng, shape, group = np.random.default_rng(0), (3, 64, 256), 32
+    x = jnp.asarray(rng.standard_normal((40, 256)), dtype)
+    chosen = jnp.asarray(rng.integers(0, 3, 40), jnp.int32)
+    if encoding is None:
+        weight = jnp.asarray(rng.standard_normal(shape), dtype)
+        got, exact = grouped_linear(x, weight, chosen), np.asarray(weight, np.float64)
+    else:
+        values, exact = drawn(rng, shape, encoding)
+        scale = jnp.asarray(rng.uniform(0.5, 1.0, (3, 64, 256 // group)), dtype)
+        got = grouped_linear_packed(x, values, scale, chosen, encoding=encoding)
+        exact = exact * np.repeat(np.asarray(scale, np.float64), group, axis=2)
+    return np.asarray(got), np.einsum("ri,roi->ro", np.asarray(x, np.float64), exact[np.asarray(chosen)])
 
 
 @functools.partial(jax.jit, static_argnames=("is_transposed", "interpret"))  # a kernel is traced once per shape
@@ -111,21 +120,17 @@ def grouped_linear_packed(
     Returns:
         [rows, out_features] float32.
     """
-    (num_experts, out_features, _), groups, bits = scale.shape, x.shape[1] // GROUP, BITS[encoding]
-    planes = 1 if bits == 8 else 4
-    lanes = GROUP // planes
-    flat = values.reshape(num_experts * out_features, -1)
-    words = flat.reshape(-1, groups, lanes) if bits == 8 else as_words(flat)
+    out_features, num_groups = scale.shape[1:]
+    arrangement = Arrangement(encoding=encoding, group=x.shape[1] // num_groups)
     columns = math.gcd(out_features, _COLUMNS)
+    arranged, *arrays = arrangement.operands(x, values, scale)
     specs = [
-        pl.BlockSpec((num_experts, columns, groups, lanes), lambda n, t: (0, n, 0, 0)),
-        pl.BlockSpec((num_experts, columns, groups, scale.shape[2] // groups), lambda n, t: (0, n, 0, 0)),
+        pl.BlockSpec((a.shape[0], columns, *a.shape[2:]), lambda n, t, rest=a.ndim - 2: (0, n, *[0] * rest))
+        for a in arrays
     ]
-    scales = scale.reshape(num_experts, out_features, groups, -1)
-    arrays = [words.reshape(num_experts, out_features, groups, lanes), scales]
-    kernel = functools.partial(_multiply_packed_tile, planes=planes)
-    shaped = x.reshape(x.shape[0], groups, planes, lanes)
-    return _by_tiles(kernel, shaped, experts, arrays, specs, out_features, columns, interpret, f"{encoding}_experts")
+    kernel = functools.partial(_multiply_packed_tile, arrangement=arrangement, interpret=interpret)
+    name = f"{encoding}_experts"
+    return _by_tiles(kernel, arranged, experts, arrays, specs, out_features, columns, interpret, name)
 
 
 def _by_tiles(
@@ -184,19 +189,26 @@ def _multiply_tile(
 
 
 def _multiply_packed_tile(
-    expert_ref: Any, used_ref: Any, x_ref: Any, weight_ref: Any, scale_ref: Any, out_ref: Any, *, planes: int
+    expert_ref: Any,
+    used_ref: Any,
+    x_ref: Any,
+    weight_ref: Any,
+    scale_ref: Any,
+    out_ref: Any,
+    *,
+    arrangement: Arrangement,
+    interpret: bool,
 ) -> None:
-    """A tile of rows with a block of its expert's packed matrix, a group at a time."""
-    expert, groups = expert_ref[...], x_ref.shape[1]
+    """A tile of rows with a block of its expert's packed matrix, a unit at a time."""
+    expert, units = expert_ref[...], x_ref.shape[1]
 
-    def add(group: Any, sums: jax.Array) -> jax.Array:
-        weight, own = weight_ref[expert, :, group, :], scale_ref.shape[3]
-        for scale in range(own):
-            part = jnp.zeros(out_ref.shape, jnp.float32)
-            for plane in range(scale * planes // own, (scale + 1) * planes // own):
-                numbers = plane_of(weight, plane, planes).astype(x_ref.dtype)
-                part += triton.dot(x_ref[:, group, plane, :], numbers, trans_b=True)
-            sums += part * scale_ref[expert, :, group, scale].astype(jnp.float32)[None]
-        return sums
+    def add(unit: Any, sums: jax.Array) -> jax.Array:
+        return sums + scaled_products(
+            lambda plane, part: x_ref[:, unit, plane, part, :],
+            lambda part: weight_ref[expert, :, unit, part, :],
+            lambda group: scale_ref[expert, :, unit, group],
+            arrangement,
+            interpret=interpret,
+        )
 
-    out_ref[...] = jax.lax.fori_loop(0, _steps(used_ref, groups), add, jnp.zeros(out_ref.shape, jnp.float32))
+    out_ref[...] = jax.lax.fori_loop(0, _steps(used_ref, units), add, jnp.zeros(out_ref.shape, jnp.float32))
