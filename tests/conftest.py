@@ -72,6 +72,18 @@ def gpu_compiler() -> None:
     """JAX's CUDA plugin: for claims about what XLA's GPU compiler makes of a program."""
 
 
+@pytest.fixture
+def gpu_assembler() -> None:
+    """NVIDIA's assembler and disassembler: for claims about the instructions of a kernel."""
+
+
+def _has_gpu_assembler() -> bool:
+    spec = importlib.util.find_spec("nvidia")
+    return spec is not None and any(
+        (Path(place) / "cu13" / "bin" / "nvdisasm").exists() for place in spec.submodule_search_locations or ()
+    )
+
+
 def _has_cpp_compiler() -> bool:
     from hfax.kernels.cpu import compiler
 
@@ -82,6 +94,7 @@ _AVAILABLE: dict[str, Callable[[], bool]] = {
     "cpu_kernels": _has_cpp_compiler,
     "tpu_compiler": lambda: importlib.util.find_spec("libtpu") is not None,  # its wheels are for Linux on x86-64
     "gpu_compiler": lambda: importlib.util.find_spec("jax_cuda13_plugin") is not None,
+    "gpu_assembler": _has_gpu_assembler,
 }
 """By fixture: whether this machine has the compiler that its tests are about."""
 
