@@ -22,9 +22,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-_DUMPED = tempfile.mkdtemp(prefix="hfax-gpu-schedules-")
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 --xla_dump_to={_DUMPED}"
+os.environ["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 --xla_dump_to={tempfile.mkdtemp(prefix='hfax-gpu-schedules-')}"
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +35,7 @@ from hfax.kernels.gpu.codes import UNIT
 from hfax.kernels.target import compiling_for
 from hfax.planning import devices
 
+_DUMPED = Path(os.environ["XLA_FLAGS"].partition("--xla_dump_to=")[2])
 SHAPE = 14336, 4096
 """The weight, [out, in]: the up projection of Llama-3-8B."""
 GPUS = {"a100": "sm_80", "l4": "sm_89", "h100": "sm_90a", "b200": "sm_100a"}
@@ -72,17 +72,19 @@ def assembly(gpu: str, form: str, rows: int) -> tuple[str, str]:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
 
     with compiling_for(device):
-        jax.jit(lambda x, values, scale: quantized.linear(x, values, scale, encoding=encoding, out_dtype=x.dtype)).lower(
+        jax.jit(
+            lambda x, values, scale: quantized.linear(x, values, scale, encoding=encoding, out_dtype=x.dtype)
+        ).lower(
             given((rows, width), jnp.bfloat16),
             given((out_features, width * BITS[encoding] // 8), STORED[encoding]),
             given((out_features, width // group), of_scale),
         ).compile()
-    (ptx,) = (path for path in Path(_DUMPED).glob("*.ptx") if f".entry {encoding}_linear(" in path.read_text())
-    cubin, found = Path(_DUMPED) / "kernel.cubin", tools()
+    (ptx,) = (path for path in _DUMPED.glob("*.ptx") if f".entry {encoding}_linear(" in path.read_text())
+    cubin, found = _DUMPED / "kernel.cubin", tools()
     command = [found["ptxas"], f"-arch={GPUS[gpu]}", "-v", "-o", cubin, ptx]
     report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     text = subprocess.run([found["nvdisasm"], "-c", cubin], check=True, capture_output=True, text=True).stdout
-    for path in Path(_DUMPED).iterdir():
+    for path in _DUMPED.iterdir():
         path.unlink()
     return text, report
 
@@ -96,7 +98,9 @@ def loop_of(text: str) -> Counter[str]:
         target = re.search(r"BRA(?:\.U)? (?:\S+, )?`\((\.L\w+)\)", line)
         if target is not None and labels[target.group(1)] < index:
             loops.append(range(labels[target.group(1)], index + 1))
-    body = (re.match(r"\s*/\*\w{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)", lines[index]) for index in max(loops, key=len))
+    body = (
+        re.match(r"\s*/\*\w{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)", lines[index]) for index in max(loops, key=len)
+    )
     return Counter(found.group(1) for found in body if found is not None)
 
 

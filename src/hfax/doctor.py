@@ -21,11 +21,21 @@ import transformers
 from transformers import PretrainedConfig
 
 from hfax.backends.jax.size_classes import size_classes_of
-from hfax.errors import HfaxError, UnsupportedModelError
+from hfax.errors import (
+    CheckpointAccessError,
+    CheckpointNotFoundError,
+    HfaxError,
+    InvalidInputError,
+    UnsupportedModelError,
+)
 from hfax.kernels.cpu import library
 from hfax.kernels.target import compiling_for
 from hfax.load.config import read_any_config
+from hfax.load.formats import method_of
+from hfax.load.packed import PackedLayout
 from hfax.load.skeleton import Skeleton
+from hfax.load.stored_weights import stored_weights
+from hfax.parallelism import weight_bytes
 from hfax.patches import registry
 from hfax.programs.program_cache import environment_parts
 from hfax.programs.program_files import program_folder
@@ -78,7 +88,10 @@ class Diagnosis:
         cpu_kernels: instruction set of hfax's C++ kernels and where their library is from, or why there are none; None if the
             default device is not a CPU, or the model does not generate.
         num_parameters: parameter count of the full model.
-        weight_bytes: size of the weights in the config's dtype, in bytes.
+        weight_bytes: size of the weights on the default device, in bytes; quantized ones count in the config's dtype if only the
+            config is at hand.
+        quantization: how the checkpoint's weights are quantized; None: they are not.
+        has_packed_size: whether `weight_bytes` counts quantized weights as they are packed.
         cache_bytes_per_token: KV cache size per token for one sequence, in bytes; None if the model does not generate.
         state_bytes: fixed-size state (windows, recurrent states) for one sequence, in bytes.
         operations_per_token: multiplications and additions in the matrix products of a decoding step, including attention over
@@ -104,6 +117,8 @@ class Diagnosis:
     cpu_kernels: str | None
     num_parameters: int
     weight_bytes: int
+    quantization: str | None
+    has_packed_size: bool
     cache_bytes_per_token: int | None
     state_bytes: int | None
     operations_per_token: int | None
@@ -180,6 +195,7 @@ def diagnose(
     checked = _check(config, type(skeleton.module).__name__, task) if check else None
     if checked is not None and checked != "agrees":
         look.problems.append(checked)
+    packed = _packed(model, config, skeleton)
     buffers = {name for name, _ in skeleton.module.named_buffers(remove_duplicate=False)}
     reasons = {p.name: p.why for p in registry.all_patches()}
     patches = {name: reasons.get(name, "") for name in sorted(traced.patches_used)}
@@ -198,7 +214,9 @@ def diagnose(
         lowerings=tuple(sorted(look.lowerings)),
         cpu_kernels=look.cpu_kernels,
         num_parameters=sum(t.numel() for name, t in skeleton.shapes.items() if name not in buffers),
-        weight_bytes=sum(t.numel() * t.element_size() for t in skeleton.shapes.values()),
+        weight_bytes=sum(weight_bytes(skeleton, packed).values()),
+        quantization=None if isinstance(model, PretrainedConfig) else method_of(config),
+        has_packed_size=packed is not None,
         cache_bytes_per_token=look.cache_bytes_per_token,
         state_bytes=look.state_bytes,
         operations_per_token=look.operations_per_token,
@@ -207,6 +225,19 @@ def diagnose(
         checked=checked,
         versions={"transformers": transformers.__version__, "jax": jax.__version__},
     )
+
+
+def _packed(
+    model: str | Path | PretrainedConfig, config: PretrainedConfig, skeleton: Skeleton
+) -> dict[str, PackedLayout] | None:
+    """How a quantized checkpoint's weights are packed here; None: it is not quantized, or has no files at hand."""
+    if isinstance(model, PretrainedConfig):
+        return None
+    try:
+        stored = stored_weights(str(model), config)
+    except (InvalidInputError, CheckpointNotFoundError, CheckpointAccessError):
+        return None
+    return None if stored is None else stored.layouts(skeleton, jax.default_backend())
 
 
 class _Look:

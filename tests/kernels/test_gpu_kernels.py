@@ -228,6 +228,11 @@ def test_products_that_the_kernel_of_packed_weights_does_not_take():
     assert quantized.fits(1, (64, 256), "int8", 64)
     assert not quantized.fits(1, (64, 256), "int8", 256)
     assert not quantized.fits(1, (64, 192), "int8", 64)
+    x = jnp.zeros(
+        (4, 3072), jnp.bfloat16
+    )  # gpt-oss-120b's experts have more codes than a 32-bit index counts, and fewer words
+    assert experts.fits_packed(x, (128, 5760, 3072), "fp4", 32)
+    assert not experts.fits_packed(x, (128, 5760, 3072), "fp8", 32)
     assert not quantized.fits(1, (72, 256), "int8", 128)
     with pytest.raises(ValueError, match="no kernel for 129 rows"):
         quantized.linear(

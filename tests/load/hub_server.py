@@ -97,6 +97,8 @@ def answer(handler: http.server.BaseHTTPRequestHandler, hub: Hub) -> None:
     revision = (parts[5] if len(parts) > 5 else "main") if is_api else parts[3]
     if revision not in ("main", repository.commit):
         return send(handler, 404, code="RevisionNotFound", message="Invalid rev id")
+    if is_api and len(parts) > 4 and parts[4] == "tree":
+        return send(handler, 200, tree_of(repository))
     if is_api:
         return send(handler, 200, model_info(name, repository))
     if repository.is_gated and not granted:
@@ -131,6 +133,14 @@ def take(handler: http.server.BaseHTTPRequestHandler, hub: Hub) -> None:
 def model_info(name: str, repository: Repository) -> bytes:
     siblings = [{"rfilename": file, "size": len(content)} for file, content in repository.files.items()]
     return json.dumps({"id": name, "modelId": name, "sha": repository.commit, "siblings": siblings}).encode()
+
+
+def tree_of(repository: Repository) -> bytes:
+    oids = {file: hashlib.sha1(content).hexdigest() for file, content in repository.files.items()}
+    files = repository.files.items()
+    return json.dumps(
+        [{"type": "file", "oid": oids[file], "size": len(content), "path": file} for file, content in files]
+    ).encode()
 
 
 def send_file(handler: http.server.BaseHTTPRequestHandler, hub: Hub, repository: Repository, file: str) -> None:

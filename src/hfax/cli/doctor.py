@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -98,6 +98,15 @@ def _number(count: float) -> str:
     return f"{count:.0f}"
 
 
+def _form(found: Any) -> str:
+    """The form of the weights whose size is told."""
+    if found.quantization is None:
+        return found.dtype
+    if found.has_packed_size:
+        return f"{found.quantization} and {found.dtype}"
+    return f"{found.dtype}; fewer as the checkpoint has them, in {found.quantization}"
+
+
 def _bytes(count: float) -> str:
     """A size in bytes with three digits: 6.29 MB."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -129,7 +138,7 @@ def as_text(found, verbose: bool, free: tuple[str, int] | None) -> str:  # noqa:
     """
     lines = [
         f"{found.class_name} ({found.model_type}): {found.verdict}",
-        f"  parameters       {_number(found.num_parameters)}, {_bytes(found.weight_bytes)} in {found.dtype}",
+        f"  parameters       {_number(found.num_parameters)}, {_bytes(found.weight_bytes)} in {_form(found)}",
     ]
     if free is not None:
         fits = (

@@ -76,9 +76,11 @@ def plan(
         if jax.config.jax_platforms is None:  # type: ignore[attr-defined]
             jax.config.update("jax_platforms", "cpu")  # no device is needed: plugins do not search for theirs
         from hfax.load.config import read_any_config
+        from hfax.load.stored_weights import stored_weights
         from hfax.planning.plan import ASSUMPTIONS, make_plans
 
         config = read_any_config(model, trust_remote_code)
+        stored = stored_weights(model, config) if quantization is None else None
         console = Console(stderr=True)
         if train is not None:
             _plan_training(
@@ -90,6 +92,8 @@ def plan(
                 batches,
                 context,
                 sizes,
+                None if quantization is None else quantization.value,
+                stored,
                 not no_compile,
                 json_file,
                 json_output,
@@ -105,6 +109,7 @@ def plan(
                 context=context,
                 prompt=prompt or None,
                 quantization=None if quantization is None else quantization.value,  # pyright: ignore[reportArgumentType]
+                stored=stored,
                 kv_cache_dtype=kv_cache_dtype,
                 mesh=sizes,
                 compiles=not no_compile,
@@ -141,6 +146,8 @@ def _plan_training(
     rows: list[int],
     length: int,
     mesh: Any,
+    quantization: Any,
+    stored: Any,
     compiles: bool,
     json_file: Path | None,
     json_output: bool,
@@ -159,6 +166,8 @@ def _plan_training(
                 rows=count,
                 length=length,
                 mesh=mesh,
+                quantization=quantization,
+                stored=stored,
                 compiles=compiles,
             )
     text = _as_json(plans, ASSUMPTIONS, json_file)

@@ -19,7 +19,7 @@ def answer(plans: Sequence[Plan]) -> str:
     """Which machines the model fits, and the smallest of them with its limit, in one or two sentences."""
     first = plans[0]
     cache = "" if first.kv_cache_dtype == "auto" else f" with {first.kv_cache_dtype} keys and values"
-    what = f"{first.model} in {first.quantization or first.dtype}{cache}, {first.context:,} tokens"
+    what = f"{first.model} in {first.quantization or first.stored or first.dtype}{cache}, {first.context:,} tokens"
     batches = sorted({plan.batch for plan in plans})
     rows = ("one sequence" if batches[0] == 1 else f"{batches[0]} sequences") + " at a time"
     asked = [plan for plan in plans if plan.batch == batches[0]]

@@ -25,12 +25,16 @@ class PackedLayout:
         group: columns that share a scale.
         shape: of the matrix, [..., out, in].
         is_transposed: the weight is the transpose, [..., in, out].
+        scale_bytes: of a scale.
+        offset_bytes: of an offset; 0: there are none.
     """
 
     encoding: Encoding
     group: int
     shape: tuple[int, ...]
     is_transposed: bool = False
+    scale_bytes: int = 2
+    offset_bytes: int = 0
 
     @property
     def num_columns(self) -> int:
@@ -61,9 +65,15 @@ class PackedTensor:
 
     @property
     def layout(self) -> PackedLayout:
-        """Its encoding, group, shape and orientation."""
-        group, shape = self.codes.shape[-1] // self.scale.shape[-1], tuple(self.codes.shape)
-        return PackedLayout(encoding=self.encoding, group=group, shape=shape, is_transposed=self.is_transposed)
+        """How it is packed."""
+        return PackedLayout(
+            encoding=self.encoding,
+            group=self.codes.shape[-1] // self.scale.shape[-1],
+            shape=tuple(self.codes.shape),
+            is_transposed=self.is_transposed,
+            scale_bytes=self.scale.element_size(),
+            offset_bytes=0 if self.offset is None else self.offset.element_size(),
+        )
 
     @property
     def shape(self) -> torch.Size:

@@ -202,9 +202,9 @@ def layouts(
 
 
 def bytes_of(layout: PackedLayout) -> int:
-    """Size of a quantized matrix, including scales of 16 bits, in bytes."""
+    """Size of a quantized matrix with its scales and offsets, in bytes."""
     numbers = math.prod(layout.shape[:-1]) * layout.num_columns
-    return numbers * BITS[layout.encoding] // 8 + numbers // layout.group * 2
+    return numbers * BITS[layout.encoding] // 8 + numbers // layout.group * (layout.scale_bytes + layout.offset_bytes)
 
 
 def restore(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+
+import jax
 
 from hfax.kernels.encodings import BITS, Encoding, columns_of
 from hfax.kernels.quantized import QuantizedArray
 from hfax.load.packed import PackedLayout
+from hfax.load.quantize import encoding_of
 
 _SUFFIXES = {"offset": "_offset", "columns": "_columns"}
 _SCALES: dict[str, tuple[Encoding | None, bool]] = {
@@ -61,24 +64,31 @@ def saved_parts(weights: Iterable[str], stored: Collection[str]) -> dict[str, Sa
 
 
 def saved_layouts(
-    weights: Mapping[str, tuple[int, ...]], stored: Collection[str], shape: Callable[[str], tuple[int, ...]]
+    weights: Mapping[str, tuple[int, ...]], arrays: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, PackedLayout]:
-    """How the quantized weights are packed, by name; "fp8" is given as "int8", which is packed alike.
+    """How the quantized weights are packed, by name.
 
     Args:
         weights: shapes of the model's weights.
-        stored: names of the stored arrays.
-        shape: of a stored array.
+        arrays: the stored arrays.
     """
     found: dict[str, PackedLayout] = {}
-    for name, parts in saved_parts(weights, stored).items():
+    for name, parts in saved_parts(weights, arrays).items():
         *lead, rows, width = weights[name]
         matrix = (*lead, width, rows) if parts.is_transposed else weights[name]
-        by_width: Encoding = "int8" if shape(name)[-1] == matrix[-1] else "int4"
-        encoding, groups = parts.encoding or by_width, shape(parts.names["scale"])[-1]
+        encoding = parts.encoding or encoding_of(arrays[name].dtype.name)
+        scale, offset = arrays[parts.names["scale"]], arrays.get(parts.names.get("offset", ""))
+        groups, stored = scale.shape[-1], arrays[name].shape[-1]
+        if encoding is None or not groups:
+            continue  # loading reports it
         columns = columns_of(matrix[-1], encoding)
-        if groups and BITS[encoding] * columns == 8 * shape(name)[-1]:  # else loading reports the shapes
+        if BITS[encoding] * columns == 8 * stored:  # else loading reports the shapes
             found[name] = PackedLayout(
-                encoding=encoding, group=columns // groups, shape=matrix, is_transposed=parts.is_transposed
+                encoding=encoding,
+                group=columns // groups,
+                shape=matrix,
+                is_transposed=parts.is_transposed,
+                scale_bytes=scale.dtype.itemsize,
+                offset_bytes=0 if offset is None else offset.dtype.itemsize,
             )
     return found

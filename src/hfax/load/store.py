@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
 
+import jax
 import numpy as np
 import torch
 from transformers import PretrainedConfig
@@ -58,6 +59,15 @@ class TensorStore:
     rules: Callable[[PretrainedConfig], list[WeightTransform]] | None = None
     assembled: Collection[str] = frozenset()
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def described(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the tensors whose dtype is known, by name."""
+        dtypes = {name: self.dtype(name) for name in self.names}
+        return {
+            name: jax.ShapeDtypeStruct(self.shape(name), str(dtype).removeprefix("torch."))
+            for name, dtype in dtypes.items()
+            if dtype is not None
+        }
 
     def with_weights(self, weights: Mapping[str, StoredWeight], *, without: Collection[str] = ()) -> TensorStore:
         """The store in which tensors that belong together are one weight each.

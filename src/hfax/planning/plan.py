@@ -21,8 +21,9 @@ from transformers import PretrainedConfig
 from hfax.errors import HfaxError, InvalidInputError, UnsupportedOptionError
 from hfax.kernels.constraints import cache_spec
 from hfax.kv_cache.dtypes import cache_dtype_of
-from hfax.load.quantize import Quantization
+from hfax.load.quantize import Quantization, Quantized
 from hfax.load.skeleton import Skeleton
+from hfax.load.stored_weights import StoredWeights
 from hfax.parallelism import plan_over
 from hfax.planning.chips import Chip, chip_of
 from hfax.planning.devices import devices_of
@@ -53,6 +54,7 @@ class Plan:
         num_devices: number of devices.
         mesh: recommended mesh sizes by axis; pass them to `from_pretrained(parallelism=…)`.
         dtype, quantization: of the weights.
+        stored: how the checkpoint's weights are quantized; None: they are not, or `quantization` says how they are rounded.
         kv_cache_dtype: of the cached keys and values, as for `generate`.
         batch: number of concurrent sequences.
         context: tokens per sequence, including the prompt.
@@ -80,6 +82,7 @@ class Plan:
     mesh: dict[str, int]
     dtype: str
     quantization: str | None
+    stored: str | None
     kv_cache_dtype: str
     batch: int
     context: int
@@ -109,6 +112,7 @@ class _Model:
     config: PretrainedConfig
     skeleton: Skeleton
     quantization: Quantization | None
+    stored: StoredWeights | None
     kv_cache_dtype: str
     caches: dict[int, dict[str, jax.ShapeDtypeStruct]]  # for one sequence, by capacity
     operations_per_token: float  # in products with the weights that a token uses
@@ -124,6 +128,7 @@ def make_plans(
     context: int = 8192,
     prompt: int | None = None,
     quantization: Quantization | None = None,
+    stored: StoredWeights | None = None,
     kv_cache_dtype: str = "auto",
     mesh: dict[str, int] | None = None,
     compiles: bool = True,
@@ -138,6 +143,7 @@ def make_plans(
         context: final tokens per sequence.
         prompt: prompt tokens per sequence; None: 512, or half of a shorter context.
         quantization: weight quantization.
+        stored: the weights of a quantized checkpoint, for `quantization=None`; None: all are in the config's dtype.
         kv_cache_dtype: of the cached keys and values, as for `generate`.
         mesh: mesh sizes by axis; None: the fastest by estimate.
         compiles: compile with the machine's compiler, if it is installed; otherwise only estimate.
@@ -154,14 +160,19 @@ def make_plans(
             "Change --batch, --context or --prompt.",
         )
     found = [(machine, chip_of(machine), *devices_of(machine, compiles)) for machine in machines]
-    model = _read(name, config, quantization, kv_cache_dtype, context)
+    model = _read(name, config, quantization, None if quantization else stored, kv_cache_dtype, context)
     for machine, chip, devices, problem in found:
         for batch in batches:
             yield _plan(model, machine, chip, devices, problem, batch, context, prompt, mesh, compiles)
 
 
 def _read(
-    name: str, config: PretrainedConfig, quantization: Quantization | None, kv_cache_dtype: str, context: int
+    name: str,
+    config: PretrainedConfig,
+    quantization: Quantization | None,
+    stored: StoredWeights | None,
+    kv_cache_dtype: str,
+    context: int,
 ) -> _Model:
     held = cache_dtype_of(kv_cache_dtype)
     of_cache = None if held is None else jnp.dtype(held)
@@ -191,6 +202,7 @@ def _read(
         config=config,
         skeleton=skeleton,
         quantization=quantization,
+        stored=stored,
         kv_cache_dtype=kv_cache_dtype,
         caches=caches,
         operations_per_token=operations_per_token(skeleton),
@@ -211,9 +223,11 @@ def _plan(
     compiles: bool,
 ) -> Plan:
     candidates = [mesh] if mesh else list(fitting_sizes(model.config, len(devices)))
+    quantized: Quantized = model.quantization
+    if model.stored is not None:
+        quantized = model.stored.layouts(model.skeleton, devices[0].platform)
     plans = [
-        (sizes, plan_over(model.skeleton, make_mesh(sizes, model.config, devices), model.quantization))
-        for sizes in candidates
+        (sizes, plan_over(model.skeleton, make_mesh(sizes, model.config, devices), quantized)) for sizes in candidates
     ]
     ranked = [(sizes, plan, _limits(model, chip, plan, batch, context, prompt)) for sizes, plan in plans]
     room = int(chip.memory_bytes * USABLE)
@@ -235,7 +249,7 @@ def _plan(
                 batch_size=batch,
                 prompt_length=prompt,
                 capacity=context,
-                quantization=model.quantization,
+                quantization=quantized,
                 kv_cache_dtype=model.kv_cache_dtype,
             )
         except HfaxError as error:
@@ -256,6 +270,7 @@ def _plan(
         mesh={name: size for name, size in sizes.items() if size > 1} or {TENSOR: 1},
         dtype=str(model.skeleton.module.dtype).removeprefix("torch."),
         quantization=model.quantization,
+        stored=None if model.stored is None else model.stored.method,
         kv_cache_dtype=model.kv_cache_dtype,
         batch=batch,
         context=context,

@@ -10,6 +10,7 @@ import dataclasses
 import re
 import time
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -26,7 +27,8 @@ from hfax.kernels.encodings import BITS, STORED, padded_width
 from hfax.kernels.quantized import QuantizedArray
 from hfax.kernels.target import compiler_options, compiling_for
 from hfax.kv_cache.dtypes import cache_dtype_of
-from hfax.load.quantize import Quantization, layouts, matrix_sharding, spec_of
+from hfax.load.packed import PackedLayout
+from hfax.load.quantize import Quantization, Quantized, layouts, matrix_sharding, spec_of
 from hfax.load.skeleton import Skeleton
 from hfax.parallelism import plan_over
 from hfax.planning.devices import topology_devices
@@ -105,7 +107,7 @@ def compile_programs(
     batch_size: int,
     prompt_length: int,
     capacity: int,
-    quantization: Quantization | None = None,
+    quantization: Quantized = None,
     kv_cache_dtype: str = "auto",
 ) -> list[CompiledProgram]:
     """Like `compile_for`, on a sharding plan's mesh, with devices such as those from `topology_devices`."""
@@ -120,28 +122,7 @@ def compile_programs(
         return jax.tree.map(lambda a: on_devices(a.shape, a.dtype, P()), tree)
 
     packed = layouts(skeleton.module, skeleton.shapes, skeleton.tied, quantization)
-
-    def weight(name: str, whole: jax.ShapeDtypeStruct) -> Any:
-        shape, dtype, spec = whole.shape, whole.dtype, plan.weights[name].spec
-        if (found := packed.get(name)) is None:
-            return on_devices(shape, dtype, spec)
-        *rows, width = found.shape
-        where = matrix_sharding(NamedSharding(mesh, spec), len(shape), found.is_transposed)
-
-        def part(columns: int, dtype: Any) -> Any:
-            return jax.ShapeDtypeStruct((*rows, columns), dtype, sharding=where)
-
-        return QuantizedArray(
-            values=part(found.num_columns * BITS[found.encoding] // 8, jnp.dtype(STORED[found.encoding])),
-            scale=part(found.num_columns // found.group, jnp.bfloat16),
-            encoding=found.encoding,
-            dtype=dtype,
-            width=padded_width(width, found.encoding),
-            is_transposed=found.is_transposed,
-            spec=spec_of(where),
-        )
-
-    params = {name: weight(name, whole) for name, whole in weights.items()}
+    params = described_weights(weights, plan, packed)
     sampling, values = make_sampling_spec(
         GenerationConfig(do_sample=False),
         vocab_size=config.get_text_config(decoder=True).vocab_size,
@@ -202,6 +183,45 @@ def compile_programs(
         for name in ("prefill", "decode")
     }
     return [_compile(program, options[program.name]) for program in lowered]  # libtpu crashes when two threads compile
+
+
+def described_weights(
+    weights: Mapping[str, jax.ShapeDtypeStruct], plan: ShardingPlan, packed: Mapping[str, PackedLayout]
+) -> dict[str, Any]:
+    """Weights without numbers, with their shardings.
+
+    Args:
+        weights: shapes and dtypes of the model's weights, by name.
+        plan: their sharding.
+        packed: how quantized ones are packed, by name.
+
+    Returns:
+        `jax.ShapeDtypeStruct`s, in a `QuantizedArray` for a quantized weight.
+    """
+
+    def described(name: str, whole: jax.ShapeDtypeStruct) -> Any:
+        where = NamedSharding(plan.mesh, plan.weights[name].spec)
+        if (found := packed.get(name)) is None:
+            return jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=where)
+        *rows, width = found.shape
+        groups, dtypes = found.num_columns // found.group, {2: jnp.bfloat16, 4: jnp.float32}
+        where = matrix_sharding(where, len(whole.shape), found.is_transposed)
+
+        def part(columns: int, dtype: Any) -> Any:
+            return jax.ShapeDtypeStruct((*rows, columns), dtype, sharding=where)
+
+        return QuantizedArray(
+            values=part(found.num_columns * BITS[found.encoding] // 8, jnp.dtype(STORED[found.encoding])),
+            scale=part(groups, dtypes[found.scale_bytes]),
+            offset=part(groups, dtypes[found.offset_bytes]) if found.offset_bytes else None,
+            encoding=found.encoding,
+            dtype=whole.dtype,
+            width=padded_width(width, found.encoding),
+            is_transposed=found.is_transposed,
+            spec=spec_of(where),
+        )
+
+    return {name: described(name, whole) for name, whole in weights.items()}
 
 
 @dataclasses.dataclass(frozen=True)

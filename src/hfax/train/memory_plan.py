@@ -18,12 +18,15 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from hfax.backends.jax.model import JaxModel
 from hfax.errors import HfaxError, InvalidInputError, UnsupportedOptionError
+from hfax.load.quantize import Quantization, Quantized, layouts
+from hfax.load.stored_weights import StoredWeights
 from hfax.lora.config import LoraConfig
 from hfax.parallelism import plan_over
 from hfax.planning.chips import Chip, chip_of
 from hfax.planning.devices import devices_of
 from hfax.planning.operations import operations_per_token
 from hfax.planning.plan import USABLE
+from hfax.planning.topology import described_weights
 from hfax.sharding.layout import Layout
 from hfax.sharding.mesh import FSDP, TENSOR, attention_heads, make_mesh
 from hfax.train.step import TrainStep
@@ -90,6 +93,8 @@ def make_train_plans(
     rows: int = 8,
     length: int = 2048,
     mesh: dict[str, int] | None = None,
+    quantization: Quantization | None = None,
+    stored: StoredWeights | None = None,
     compiles: bool = True,
 ) -> Iterator[TrainPlan]:
     """Plan training for each machine and kind.
@@ -102,6 +107,8 @@ def make_train_plans(
         rows: rows per step.
         length: row length, in tokens.
         mesh: mesh sizes by axis; None: fsdp over as many devices as divide the rows, tensor over the rest.
+        quantization: weight quantization, for "lora".
+        stored: the weights of a quantized checkpoint, for `quantization=None`; None: all are bfloat16.
         compiles: compile with the machine's compiler, if it is installed; otherwise only estimate.
 
     Raises:
@@ -114,10 +121,17 @@ def make_train_plans(
             "Training needs at least one row of at least two tokens, and is either full or lora.",
             "Change --batch, --context or --train.",
         )
+    if "full" in kinds and (quantization or stored):
+        raise UnsupportedOptionError(
+            "Full fine-tuning of quantized weights cannot be planned.",
+            "Codes of 8 and 4 bits have no gradients; adapters are trained over them.",
+            "Pass --train lora, or plan the checkpoint that is not quantized.",
+        )
     for machine in machines:
         chip, (devices, problem) = chip_of(machine), devices_of(machine, compiles)
         for kind in kinds:
-            yield _plan(name, config, machine, chip, devices, problem, kind, rows, length, mesh, compiles)
+            how = (kind, rows, length, mesh, quantization, stored, compiles)
+            yield _plan(name, config, machine, chip, devices, problem, *how)
 
 
 def _plan(
@@ -131,10 +145,12 @@ def _plan(
     rows: int,
     length: int,
     sizes: dict[str, int] | None,
+    quantization: Quantized,
+    stored: StoredWeights | None,
     compiles: bool,
 ) -> TrainPlan:
     sizes = sizes or _sizes(config, len(devices), rows)
-    model = _described(config, devices, sizes)
+    model = _described(config, devices, sizes, quantization, stored)
     if kind == "lora":
         model.params = model.adapters.describe("default", _LORA, model.params)
     step = TrainStep(model, optax.adamw(1e-4), remat=True)
@@ -194,7 +210,13 @@ def _sizes(config: PretrainedConfig, count: int, rows: int) -> dict[str, int]:
     return {FSDP: max(found), TENSOR: count // max(found)}
 
 
-def _described(config: PretrainedConfig, devices: list[Any], sizes: dict[str, int]) -> JaxModel:
+def _described(
+    config: PretrainedConfig,
+    devices: list[Any],
+    sizes: dict[str, int],
+    quantization: Quantized,
+    stored: StoredWeights | None,
+) -> JaxModel:
     """The abstract model on these devices, without weights."""
     from hfax.tracing.abstract import open_skeleton, without_weights
 
@@ -207,11 +229,11 @@ def _described(config: PretrainedConfig, devices: list[Any], sizes: dict[str, in
             "Plans are only for decoders that take token ids.",
             "Compile its step on the target machine: make_train_step(…).compile.",
         )
-    layout = Layout.of(plan_over(skeleton, make_mesh(sizes, config, devices))).described()
-    params: Any = {
-        name: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=layout.weight(name))
-        for name, shape in shapes.items()
-    }
+    if stored is not None:
+        quantization = stored.layouts(skeleton, devices[0].platform)
+    packed = layouts(module, skeleton.shapes, skeleton.tied, quantization)
+    plan = plan_over(skeleton, make_mesh(sizes, config, devices), packed)
+    layout, params = Layout.of(plan).described(), described_weights(shapes, plan, packed)
     return JaxModel(
         skeleton,
         params,

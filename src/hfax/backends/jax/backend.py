@@ -107,7 +107,7 @@ def _load(source: CheckpointSource, options: LoadOptions) -> JaxModel:
     store = find_weights(config, open_store(source))
     skeleton = _open_skeleton(config, options, source, store.float_dtype)
     stored = (
-        saved_layouts({n: tuple(t.shape) for n, t in skeleton.shapes.items()}, set(store.names), store.shape)
+        saved_layouts({n: tuple(t.shape) for n, t in skeleton.shapes.items()}, store.described())
         if is_own
         else stored_layouts(skeleton, store, default_device().platform)
     )
@@ -224,7 +224,7 @@ def load_saved(
     is_orbax = source.format == "orbax"
     store = OrbaxStore(source.weight_files[0]) if is_orbax else SafetensorsArrays(source.safetensors_files)
     shapes = {n: tuple(t.shape) for n, t in skeleton.shapes.items()}
-    layout = layout_of(skeleton, saved_layouts(shapes, set(store.arrays), lambda name: store.arrays[name].shape))
+    layout = layout_of(skeleton, saved_layouts(shapes, store.arrays))
     params, tied = load_arrays(skeleton, store, layout)
     return _finish(
         skeleton,

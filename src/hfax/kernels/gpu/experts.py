@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from hfax.kernels.encodings import Encoding
+from hfax.kernels.encodings import BITS, Encoding
 from hfax.kernels.expert_tiles import in_tiles
 from hfax.kernels.gpu.codes import UNIT, Arrangement, can_read, drawn
 from hfax.kernels.gpu.quantized import scaled_products
@@ -40,7 +40,8 @@ def fits_packed(x: jax.Array, shape: tuple[int, ...], encoding: Encoding, group:
     """Whether `grouped_linear_packed` supports rows of this dtype and weights of this shape, [experts, out, in]."""
     is_half = x.dtype in (jnp.bfloat16, jnp.float16)
     is_whole = shape[1] % _FEW == 0 and shape[2] % UNIT == 0
-    return is_half and can_read(encoding, group) and is_whole and math.prod(shape) < _MAX_ELEMENTS
+    words = math.prod(shape) // (1 if BITS[encoding] == 8 else 4)
+    return is_half and can_read(encoding, group) and is_whole and words < _MAX_ELEMENTS
 
 
 @functools.cache

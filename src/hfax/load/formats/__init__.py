@@ -90,12 +90,24 @@ def is_quantized_by_hfax(config: PretrainedConfig) -> bool:
     return isinstance(given, dict) and given.get("quant_method") == "hfax"
 
 
+def method_of(config: PretrainedConfig) -> str | None:
+    """The name of the method that a config says its weights are quantized with, "hfax" for hfax's own; None: they are not."""
+    if is_quantized_by_hfax(config):
+        return "hfax"
+    owner = next(_owners(config), None)
+    return None if owner is None else _method(_options_of(owner)) or "an unnamed method"
+
+
+def _options_of(owner: Any) -> dict[str, Any]:
+    given: Any = owner.quantization_config
+    return dict(given if isinstance(given, Mapping) else given.to_dict())
+
+
 def _take_options(config: PretrainedConfig) -> dict[str, Any] | None:
     """Removes `quantization_config` from a config and its parts; returns it, with a `quant_method` that has a reader."""
     taken: dict[str, Any] | None = None
     for owner in list(_owners(config)):
-        given: Any = owner.quantization_config
-        options = dict(given if isinstance(given, Mapping) else given.to_dict())
+        options = _options_of(owner)
         method = _method(options)
         if method not in _READERS:
             raise UnsupportedModelError(

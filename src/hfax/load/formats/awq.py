@@ -11,7 +11,16 @@ from typing import Any
 
 import torch
 
-from hfax.load.formats.parts import by_module, misfit, need, need_shape, packed_weight, refused, spread, width_of_groups
+from hfax.load.formats.parts import (
+    by_module,
+    misfit,
+    need,
+    need_shape,
+    packed_weight,
+    refused,
+    spread,
+    width_of_groups,
+)
 from hfax.load.formats.unpacking import from_words, signed
 from hfax.load.packed import PackedTensor, StoredWeight
 from hfax.load.store import TensorStore
@@ -96,4 +105,5 @@ def _weight(parts: tuple[str, ...], shape: tuple[int, int], size: int, codes: An
             offset=spread(offset, (1, size), shape) if offset.any() else None,
         )
 
-    return packed_weight(parts, "int4", shape, width_of_groups(size, shape[1]), read)
+    group = width_of_groups(size, shape[1])
+    return packed_weight(parts, "int4", shape, group, read, scale_bytes=2, has_offset=True)

@@ -46,6 +46,7 @@ def _eight_bits(store: TensorStore, module: str, parts: Mapping[str, str], names
         codes=lambda: store.read(weight),
         scale=lambda: store.read(scale).float() * 7.874015718698502e-3,  # 1 / 127, as in bitsandbytes
         block=(1, shape[1]),
+        scale_bytes=4,
     )
 
 

@@ -25,6 +25,7 @@ from hfax.load.formats.parts import (
     order_of,
     packed_weight,
     refused,
+    scale_bytes,
     scaled_codes,
     spread,
     width_of_groups,
@@ -134,6 +135,7 @@ def nvfp4(store: TensorStore, packed: str, scale: str, whole: str, *, divides: b
         codes=lambda: from_bytes(store.read(packed).contiguous().view(torch.uint8), 4),
         scale=scales,
         block=(1, 16),
+        scale_bytes=4,
     )
 
 
@@ -158,6 +160,7 @@ def _unpacked(store: TensorStore, module: str, parts: Mapping[str, str], scheme:
             codes=lambda: store.read(weight),
             scale=lambda: store.read(scale),
             block=shared,
+            scale_bytes=scale_bytes(store, scale),
         )
     need_shape(store, zero, store.shape(scale))
 
@@ -171,7 +174,9 @@ def _unpacked(store: TensorStore, module: str, parts: Mapping[str, str], scheme:
             offset=spread(offset, shared, shape),
         )
 
-    return packed_weight((weight, scale, zero), "int8", shape, width_of_groups(shared[1], shape[-1]), read)
+    group = width_of_groups(shared[1], shape[-1])
+    of_groups: Any = {"scale_bytes": scale_bytes(store, scale), "has_offset": True}
+    return packed_weight((weight, scale, zero), "int8", shape, group, read, **of_groups)
 
 
 def _pack_quantized(
@@ -208,7 +213,8 @@ def _pack_quantized(
         )
 
     names = tuple(parts[e] for e in _ENDINGS if e in parts)
-    return packed_weight(names, encoding, shape, width_of_groups(shared[1], width), read)
+    of_groups: Any = {"scale_bytes": scale_bytes(store, scale), "has_offset": zero is not None}
+    return packed_weight(names, encoding, shape, width_of_groups(shared[1], width), read, **of_groups)
 
 
 def _shape(

@@ -12,7 +12,17 @@ from typing import Any
 
 import torch
 
-from hfax.load.formats.parts import as_grid, as_scale, block_of, misfit, need_shape, refused, scaled_codes, spread
+from hfax.load.formats.parts import (
+    as_grid,
+    as_scale,
+    block_of,
+    misfit,
+    need_shape,
+    refused,
+    scale_bytes,
+    scaled_codes,
+    spread,
+)
 from hfax.load.formats.unpacking import from_bytes
 from hfax.load.packed import StoredWeight
 from hfax.load.store import TensorStore
@@ -74,6 +84,7 @@ def scaled_weight(
             codes=lambda: from_bytes(store.read(weight).contiguous().view(torch.uint8), 4),
             scale=lambda: store.read(scale),
             block=(1, _FP4_BLOCK),
+            scale_bytes=scale_bytes(store, scale),
         )
     shape = store.shape(weight)
     shared = block_of(store, scale, shape, block)
@@ -85,6 +96,7 @@ def scaled_weight(
             codes=lambda: store.read(weight),
             scale=lambda: store.read(scale),
             block=shared,
+            scale_bytes=scale_bytes(store, scale),
         )
 
     def read() -> torch.Tensor:

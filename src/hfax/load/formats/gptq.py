@@ -20,6 +20,7 @@ from hfax.load.formats.parts import (
     order_of,
     packed_weight,
     refused,
+    scale_bytes,
     spread,
     width_of_groups,
 )
@@ -92,7 +93,8 @@ def _weight(store: TensorStore, module: str, parts: Mapping[str, str], options: 
             columns=columns,
         )
 
-    return packed_weight(parts.values(), encoding, shape, width_of_groups(size, width), read)
+    of_groups: Any = {"scale_bytes": scale_bytes(store, scales), "has_offset": not options.get("sym", True)}
+    return packed_weight(parts.values(), encoding, shape, width_of_groups(size, width), read, **of_groups)
 
 
 def zeros_of(words: torch.Tensor, bits: int, rows: int, options: Mapping[str, Any], name: str) -> torch.Tensor:

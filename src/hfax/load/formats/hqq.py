@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hfax.load.formats.parts import by_module, misfit, need, need_shape, packed_weight, refused
+from hfax.load.formats.parts import by_module, misfit, need, need_shape, packed_weight, refused, scale_bytes
 from hfax.load.formats.unpacking import signed
 from hfax.load.packed import Encoding, PackedTensor, StoredWeight
 from hfax.load.store import TensorStore
@@ -86,4 +86,4 @@ def _weight(store: TensorStore, module: str, parts: Mapping[str, str]) -> Stored
             offset=offset if offset.any() else None,
         )
 
-    return packed_weight(names, encoding, shape, group, read)
+    return packed_weight(names, encoding, shape, group, read, scale_bytes=scale_bytes(store, scale), has_offset=True)

@@ -99,9 +99,17 @@ def spread(scale: torch.Tensor, block: tuple[int, int], shape: tuple[int, ...]) 
     return scale
 
 
+_EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+
+
+def scale_bytes(store: TensorStore, name: str) -> int:
+    """Bytes of a scale of this tensor as `as_scale` gives it."""
+    return 2 if store.dtype(name) in (*_EXPONENTS, torch.float16, torch.bfloat16) else 4
+
+
 def as_scale(tensor: torch.Tensor) -> torch.Tensor:
     """Scales as stored, in a dtype of `PackedTensor.scale`."""
-    if tensor.dtype in (torch.uint8, torch.float8_e8m0fnu):
+    if tensor.dtype in _EXPONENTS:
         return powers_of_two(tensor).to(torch.bfloat16)  # exact
     return tensor if tensor.dtype in _FLOATS else tensor.float()
 
@@ -170,6 +178,9 @@ def packed_weight(
     shape: tuple[int, ...],
     group: int,
     read: Callable[[], PackedTensor],
+    *,
+    scale_bytes: int,
+    has_offset: bool = False,
 ) -> StoredWeight:
     """A weight that is read as codes.
 
@@ -179,8 +190,13 @@ def packed_weight(
         shape: of the weight.
         group: columns that share a scale.
         read: reads it.
+        scale_bytes: of a scale.
+        has_offset: whether it may have offsets, which are float32.
     """
-    layout = PackedLayout(encoding=encoding, group=group, shape=shape)
+    offset_bytes = 4 if has_offset else 0
+    layout = PackedLayout(
+        encoding=encoding, group=group, shape=shape, scale_bytes=scale_bytes, offset_bytes=offset_bytes
+    )
     return StoredWeight(parts=tuple(parts), shape=shape, layout=layout, read=read)
 
 
@@ -192,6 +208,7 @@ def scaled_codes(
     codes: Callable[[], torch.Tensor],
     scale: Callable[[], torch.Tensor],
     block: tuple[int, int],
+    scale_bytes: int,
 ) -> StoredWeight:
     """A weight of codes times scales of blocks, without offsets.
 
@@ -202,10 +219,12 @@ def scaled_codes(
         codes: reads the codes, as `PackedTensor` has them.
         scale: reads the scales, one for each block, in any shape of `as_grid`.
         block: rows and columns that share a scale.
+        scale_bytes: of a scale as `as_scale` gives it.
     """
 
     def read() -> PackedTensor:
         spread_out = spread(as_grid(as_scale(scale()), shape), block, shape)
         return PackedTensor(encoding=encoding, codes=codes(), scale=spread_out)
 
-    return packed_weight(parts, encoding, shape, width_of_groups(block[1], shape[-1]), read)
+    group = width_of_groups(block[1], shape[-1])
+    return packed_weight(parts, encoding, shape, group, read, scale_bytes=scale_bytes)

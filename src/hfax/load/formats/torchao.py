@@ -13,7 +13,16 @@ from typing import Any
 
 import torch
 
-from hfax.load.formats.parts import as_grid, misfit, need_shape, packed_weight, refused, spread, width_of_groups
+from hfax.load.formats.parts import (
+    as_grid,
+    misfit,
+    need_shape,
+    packed_weight,
+    refused,
+    scale_bytes,
+    spread,
+    width_of_groups,
+)
 from hfax.load.packed import Encoding, PackedTensor, StoredWeight
 from hfax.load.store import TensorStore
 
@@ -82,7 +91,8 @@ def _weight(store: TensorStore, name: str, kind: str, fields: Mapping[str, Any],
         return PackedTensor(encoding=encoding, codes=store.read(parts["qdata"]), scale=scale, offset=offset)
 
     # what else is stored is of activations, which keep the model's dtype
-    return packed_weight(parts.values(), encoding, shape, width_of_groups(block[-1], shape[-1]), read)
+    of_groups: Any = {"scale_bytes": scale_bytes(store, parts["scale"]), "has_offset": "zero_point" in parts}
+    return packed_weight(parts.values(), encoding, shape, width_of_groups(block[-1], shape[-1]), read, **of_groups)
 
 
 def _block(name: str, fields: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[int, ...]:

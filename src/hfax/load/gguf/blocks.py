@@ -50,8 +50,10 @@ class _Format:
 
 def layout_of(kind: int, shape: tuple[int, ...]) -> PackedLayout | None:
     """How a tensor is packed; None if `unpack` returns numbers only."""
-    known = _FORMATS.get(kind)
-    return None if known is None else PackedLayout(encoding=known.encoding, group=known.group, shape=shape)
+    if kind not in _FORMATS:
+        return None
+    block = pack(kind, torch.zeros(1, TYPES[kind][2], dtype=torch.uint8))
+    return dataclasses.replace(block.layout, shape=shape)
 
 
 def check_type(kind: int, name: str) -> None:
