@@ -16,6 +16,9 @@ from hfax import AutoModelForTPU
 from hfax.errors import InvalidInputError
 from hfax.kernels.target import compiling_for
 from hfax.load import safetensors_file
+from hfax.parallelism import plan_over
+from hfax.sharding.mesh import make_mesh
+from hfax.tracing.abstract import open_skeleton
 
 SIZES = {
     "vocab_size": 128,
@@ -120,6 +123,20 @@ def test_a_model_without_a_plan_is_split_by_its_structure():
     assert weights["model.decoder.layers.1.fc2.bias"].spec == P(None)
     found = collectives(decode_text(model))
     assert len([1 for kind, _ in found if kind == "all-reduce"]) == 2 * 2 + 1
+
+
+def test_attention_is_split_however_many_experts_there_are():
+    """gpt-oss's plan names its embedding alone, and its attention is 1% of its weights."""
+    config = transformers.GptOssConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
+        num_key_value_heads=2, num_local_experts=256, num_experts_per_tok=2,
+    )  # fmt: skip
+    skeleton = open_skeleton(config)
+    attention = sum(t.numel() for name, t in skeleton.shapes.items() if "self_attn" in name)
+    assert attention < 0.01 * sum(t.numel() for t in skeleton.shapes.values())
+    weights = plan_over(skeleton, make_mesh({"tensor": 2}, config, jax.devices()[:2])).weights
+    assert weights["model.layers.1.self_attn.q_proj.weight"].spec == P(("tensor", "group"), None)
+    assert weights["model.layers.1.self_attn.o_proj.weight"].spec == P(None, ("tensor", "group"))
 
 
 def test_specs_by_name_and_a_mesh_of_ones_own():

@@ -12,7 +12,7 @@ import dataclasses
 import fnmatch
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hfax.errors import InvalidInputError
@@ -43,7 +43,7 @@ Roles = Callable[[], Mapping[str, Role]]
 
 _KEYS_AND_VALUES = re.compile(r"(^|[._])(k|v|key|value)(_?proj|_lin)?$")
 _MAX_UNPLANNED = 0.01
-"""Share of the weights that a model's own plan may omit before roles are inferred from the traced computation."""
+"""Share of the weights outside of experts that a model's own plan may omit before roles are inferred from the traced computation."""
 _MIN_FSDP = 1 << 10
 """Weights with fewer elements are not split over the axis "fsdp"."""
 
@@ -141,8 +141,7 @@ def make_plan(
     tables, experts = _tables(module), _experts(module)
     # some plans cover only the head, or omit large matrices
     known = {*tables, *experts, *(name for name in shapes if _style(own, name) is not None)}
-    unknown = sum(t.numel() for name, t in shapes.items() if t.ndim == 2 and name not in known)
-    is_enough = unknown <= _MAX_UNPLANNED * sum(t.numel() for t in shapes.values())
+    is_enough = _share_of_others(shapes, known, experts) <= _MAX_UNPLANNED
     shown = {} if is_enough or size_of(mesh, HEAD_AXES) == 1 else roles()
     given = _checked(given or {}, shapes, mesh)
     plans = {}
@@ -159,6 +158,15 @@ def make_plan(
         size = (num_bytes or {}).get(name, tensor.numel() * tensor.element_size())
         plans[name] = WeightPlan(name=name, shape=shape, num_bytes=size, spec=spec, why=why)
     return ShardingPlan(mesh=mesh, weights=plans)
+
+
+def _share_of_others(shapes: Mapping[str, torch.Tensor], known: Collection[str], experts: Collection[str]) -> float:
+    """The share of matrices that are not known. Experts do not count, since they would hide whole attention layers; nor do routers,
+    which stay on every device."""
+    counts = {shapes[name].shape[0] for name in experts}
+    dense = {name: t for name, t in shapes.items() if name not in experts}
+    others = (t for name, t in dense.items() if t.ndim == 2 and t.shape[0] not in counts and name not in known)
+    return sum(t.numel() for t in others) / max(1, sum(t.numel() for t in dense.values()))
 
 
 def _split(
