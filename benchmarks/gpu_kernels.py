@@ -23,7 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from hfax.bench import limits
+from hfax.kernels.encodings import BITS, STORED, Encoding
 from hfax.kernels.gpu import attention, experts, flash, quantized
+from hfax.kernels.quantized import QuantizedArray
 
 BYTES = 250 << 20
 """Of all operands of a program together: several times the largest cache of a GPU."""
@@ -32,6 +34,14 @@ MOST = 8
 
 LINEAR = {"up of 8B": (14336, 4096), "down of 8B": (4096, 14336), "down of 1B": (2048, 8192)}
 ROWS = (1, 8, 64, 128)
+FORMS: dict[str, tuple[Encoding, int]] = {
+    "int8": ("int8", 128),
+    "int4": ("int4", 128),
+    "fp8": ("fp8", 128),
+    "fp4": ("fp4", 32),
+    "fp4 in groups of 16": ("fp4", 16),
+}
+"""Encodings, and columns that share a scale."""
 
 
 def drawn(index: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
@@ -39,22 +49,17 @@ def drawn(index: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
     return jax.random.normal(jax.random.key(index), shape, dtype)
 
 
-def packed(index: int, bits: int, shape: tuple[int, ...], group: int = 128) -> tuple[jax.Array, jax.Array]:
-    """Random integers and scales in the format of `hfax.kernels.quantized.QuantizedArray`."""
-    key = jax.random.key(index)
-    if bits == 8:
-        values = jax.random.randint(key, shape, -127, 128, jnp.int8)
-    else:
-        values = jax.random.randint(key, (*shape[:-1], shape[-1] // 2), 0, 255, jnp.int32).astype(jnp.uint8)
-    return values, jax.random.uniform(key, (*shape[:-1], shape[-1] // group), jnp.bfloat16, 0.5, 1.0) * 0.02
-
-
-def numbers_of(values: jax.Array, scale: jax.Array, bits: int) -> jax.Array:
-    """The weight in bfloat16, as where no kernel fits."""
-    flat = values.reshape(-1, values.shape[-1])
-    numbers = quantized.unpacked(flat, bits).astype(jnp.bfloat16)
-    numbers = numbers.reshape(flat.shape[0], scale.shape[-1], -1) * scale.reshape(flat.shape[0], -1, 1)
-    return numbers.reshape(*values.shape[:-1], -1)
+def packed(index: int, form: str, shape: tuple[int, ...]) -> QuantizedArray:
+    """A weight with random codes and scales."""
+    encoding, group = FORMS[form]
+    key, stored = jax.random.key(index), (*shape[:-1], shape[-1] * BITS[encoding] // 8)
+    codes = jax.random.randint(key, stored, 0, 127 if encoding == "fp8" else 256, jnp.int32).astype(jnp.uint8)
+    return QuantizedArray(
+        values=jax.lax.bitcast_convert_type(codes, jnp.dtype(STORED[encoding])),
+        scale=jax.random.uniform(key, (*shape[:-1], shape[-1] // group), jnp.bfloat16, 0.5, 1.0) * 0.02,
+        encoding=encoding,
+        dtype=jnp.dtype("bfloat16"),
+    )
 
 
 class Operation:
@@ -72,7 +77,7 @@ class Operation:
     def __init__(
         self,
         name: str,
-        make: Callable[[int], tuple[jax.Array, ...]],
+        make: Callable[[int], tuple[Any, ...]],
         ways: dict[str, Callable[..., jax.Array]],
         *,
         reads: float,
@@ -98,36 +103,28 @@ def linear_operations(rows_of: tuple[int, ...]) -> Iterator[Operation]:
     """Products of a few rows with packed weights, beside bfloat16 ones."""
     for name, (out, width) in LINEAR.items():
         for rows in rows_of:
-            for bits in (16, 8, 4):
-                does = 2.0 * rows * out * width
-                if bits == 16:
-                    yield Operation(
-                        f"{name}, {rows} rows, bfloat16",
-                        lambda i, r=rows, o=out, w=width: (drawn(i, r, w), drawn(i + 1000, o, w)),
-                        {"xla": dot},
-                        reads=2.0 * out * width,
-                        does=does,
-                        reference=exact_dot,
-                    )
-                    continue
-                encoding = f"int{bits}"
+            does = 2.0 * rows * out * width
+            yield Operation(
+                f"{name}, {rows} rows, bfloat16",
+                lambda i, r=rows, o=out, w=width: (drawn(i, r, w), drawn(i + 1000, o, w)),
+                {"xla": dot},
+                reads=2.0 * out * width,
+                does=does,
+                reference=exact_dot,
+            )
+            for form, (encoding, group) in FORMS.items():
 
-                def own(x: jax.Array, values: jax.Array, scale: jax.Array, e: Any = encoding) -> jax.Array:
-                    return quantized.linear(x, values, scale, encoding=e, out_dtype=x.dtype)
+                def own(x: jax.Array, weight: QuantizedArray) -> jax.Array:
+                    return quantized.linear(x, weight.values, weight.scale, encoding=weight.encoding, out_dtype=x.dtype)
 
-                def unpacking(x: jax.Array, values: jax.Array, scale: jax.Array, b: int = bits) -> jax.Array:
-                    return dot(x, numbers_of(values, scale, b))
-
-                def exact(x: jax.Array, values: jax.Array, scale: jax.Array, b: int = bits) -> jax.Array:
-                    return exact_dot(x, numbers_of(values, scale, b))
-
+                has_kernel = quantized.fits(rows, (out, width), encoding, group)
                 yield Operation(
-                    f"{name}, {rows} rows, {encoding}",
-                    lambda i, r=rows, o=out, w=width, b=bits: (drawn(i, r, w), *packed(i, b, (o, w))),
-                    {"hfax": own, "xla": unpacking},
-                    reads=out * width * bits / 8 + 2 * out * width / 128,
+                    f"{name}, {rows} rows, {form}",
+                    lambda i, r=rows, o=out, w=width, f=form: (drawn(i, r, w), packed(i, f, (o, w))),
+                    ({"hfax": own} if has_kernel else {}) | {"xla": lambda x, weight: dot(x, weight.dequantize())},
+                    reads=out * width * (BITS[encoding] / 8 + 2 / group),
                     does=does,
-                    reference=exact,
+                    reference=lambda x, weight: exact_dot(x, weight.dequantize()),
                 )
 
 
@@ -215,28 +212,30 @@ def expert_operations() -> Iterator[Operation]:
             reference=by_gathering,
         )
 
-        def make_packed(i: int, r: int = rows) -> tuple[jax.Array, ...]:
-            x, _, chosen = make(i, r)
-            return x, *packed(i, 4, (num_experts, out, width)), chosen
+        for form in ("int4", "fp4"):
 
-        def own(x: jax.Array, values: jax.Array, scale: jax.Array, chosen: jax.Array) -> jax.Array:
-            return experts.grouped_linear_packed(x, values, scale, chosen, encoding="int4")
+            def make_packed(i: int, r: int = rows, f: str = form) -> tuple[Any, ...]:
+                x, _, chosen = make(i, r)
+                return x, packed(i, f, (num_experts, out, width)), chosen
 
-        yield Operation(
-            f"experts, {tokens} tokens, int4",
-            make_packed,
-            {"hfax": own},
-            reads=used * out * width * 0.5 * (1 + 4 / 128),
-            does=2.0 * rows * out * width,
-            reference=lambda x, v, s, c: by_gathering(x, numbers_of(v, s, 4), c),
-        )
+            def own(x: jax.Array, weight: QuantizedArray, chosen: jax.Array) -> jax.Array:
+                return experts.grouped_linear_packed(x, weight.values, weight.scale, chosen, encoding=weight.encoding)
+
+            yield Operation(
+                f"experts, {tokens} tokens, {form}",
+                make_packed,
+                {"hfax": own},
+                reads=used * out * width * (0.5 + 2 / FORMS[form][1]),
+                does=2.0 * rows * out * width,
+                reference=lambda x, weight, chosen: by_gathering(x, weight.dequantize(), chosen),
+            )
 
 
-def seconds_of(way: Callable[..., jax.Array], sets: list[tuple[jax.Array, ...]], rounds: int) -> float:
+def seconds_of(way: Callable[..., jax.Array], sets: list[tuple[Any, ...]], rounds: int) -> float:
     """The time that the GPU's kernels take for one call, in a program that makes one for each set of arrays."""
 
     @jax.jit
-    def program(sets: list[tuple[jax.Array, ...]]) -> list[jax.Array]:
+    def program(sets: list[tuple[Any, ...]]) -> list[jax.Array]:
         return [way(*arrays) for arrays in sets]
 
     jax.block_until_ready(program(sets))
@@ -255,7 +254,7 @@ def measure(operation: Operation, bandwidth: float, rate: float, rounds: int) ->
     row: dict[str, Any] = {"operation": operation.name}
     bound = row["bound_us"] = 1e6 * max(operation.reads / bandwidth, operation.does / rate)
     one = jax.jit(operation.make)(0)
-    count = max(2, min(MOST, -(-BYTES // sum(a.nbytes for a in one))))
+    count = max(2, min(MOST, -(-BYTES // sum(a.nbytes for a in jax.tree.leaves(one)))))
     expected = np.asarray(jax.jit(operation.reference)(*one), np.float32)
     make = jax.jit(operation.make)
     sets = [make(10 * index) for index in range(count)]

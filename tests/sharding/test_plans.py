@@ -139,6 +139,18 @@ def test_attention_is_split_however_many_experts_there_are():
     assert weights["model.layers.1.self_attn.o_proj.weight"].spec == P(None, ("tensor", "group"))
 
 
+def test_experts_with_biases_send_a_row_for_each_token():
+    """Their products were summed over devices, for each of a token's experts, before the biases were added."""
+    config = transformers.GptOssConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=4, pad_token_id=0,
+    )  # fmt: skip
+    sums = [size for kind, size in collectives(decode_text(AutoModelForTPU.from_config(config, parallelism={"tensor": 2})))
+            if kind == "all-reduce"]  # fmt: skip
+    assert len(sums) == 2 * 2 + 1
+    assert max(sums) == 2 * 64  # of the embedding table
+
+
 def test_specs_by_name_and_a_mesh_of_ones_own():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
     given = {"mesh": mesh, "*.q_proj.weight": P(None, "data"), "*layers.1.mlp.up_proj.weight": P()}

@@ -28,7 +28,7 @@ from hfax.kernels.quantized import QuantizedArray
 from hfax.kernels.target import compiler_options, compiling_for
 from hfax.kv_cache.dtypes import cache_dtype_of
 from hfax.load.packed import PackedLayout
-from hfax.load.quantize import Quantization, Quantized, layouts, matrix_sharding, spec_of
+from hfax.load.quantize import Quantized, layouts, matrix_sharding, spec_of
 from hfax.load.skeleton import Skeleton
 from hfax.parallelism import plan_over
 from hfax.planning.devices import topology_devices
@@ -75,7 +75,7 @@ def compile_for(
     batch_size: int = 1,
     prompt_length: int = 512,
     capacity: int = 2048,
-    quantization: Quantization | None = None,
+    quantization: Quantized = None,
     kv_cache_dtype: str = "auto",
 ) -> list[CompiledProgram]:
     """Compile both programs of greedy `generate`, tensor-parallel over all devices of a topology.
@@ -86,7 +86,7 @@ def compile_for(
         batch_size: number of concurrent sequences.
         prompt_length: prompt length, in tokens, including padding.
         capacity: cache capacity, in tokens.
-        quantization: weight quantization.
+        quantization: weight quantization, or how each packed weight is packed, by name.
         kv_cache_dtype: of the cached keys and values, as for `generate`.
 
     Raises:

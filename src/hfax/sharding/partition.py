@@ -43,7 +43,7 @@ Roles = Callable[[], Mapping[str, Role]]
 
 _KEYS_AND_VALUES = re.compile(r"(^|[._])(k|v|key|value)(_?proj|_lin)?$")
 _MAX_UNPLANNED = 0.01
-"""Share of the weights outside of experts that a model's own plan may omit before roles are inferred from the traced computation."""
+"""Share of the weights outside of experts that a model's own plan may omit before roles are inferred from the computation."""
 _MIN_FSDP = 1 << 10
 """Weights with fewer elements are not split over the axis "fsdp"."""
 

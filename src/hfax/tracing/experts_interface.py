@@ -30,18 +30,25 @@ def experts_forward(self: Any, hidden_states: Any, top_k_index: Any, top_k_weigh
     rows = hidden_states.repeat_interleave(k, dim=0)
     name = "gate_up_proj" if self.has_gate else "up_proj"
     # of experts that are split over devices, only the sum of a token's experts is sent: an axis of devices comes first until then
-    inner = _project(self, name, rows, chosen, is_summed=False)
+    inner = _with_bias(self, name, _product(self, name, rows, chosen, is_summed=False), chosen)
     inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-    out = _project(self, "down_proj", inner, chosen, is_summed=self.has_bias or self.has_post_expert_norm)
+    out = _product(self, "down_proj", inner, chosen, is_summed=self.has_post_expert_norm)
+    is_split = out.ndim > hidden_states.ndim
+    if not is_split:
+        out = _with_bias(self, "down_proj", out, chosen)
     if self.has_post_expert_norm:
         out = self.post_expert_norm(out)
-    out = (out * weights.unsqueeze(-1)).unflatten(-2, (tokens, k)).sum(dim=-2).to(hidden_states.dtype)
-    if out.ndim == hidden_states.ndim:
-        return out
-    return out._env.wrap(sum_over_devices(as_array(out), getattr(self, name).shape[0]))
+
+    def of_tokens(rows: Any) -> Any:
+        return (rows * weights.unsqueeze(-1)).unflatten(-2, (tokens, k)).sum(dim=-2).to(hidden_states.dtype)
+
+    if not is_split:
+        return of_tokens(out)
+    total = out._env.wrap(sum_over_devices(as_array(of_tokens(out)), getattr(self, name).shape[0]))
+    return total + of_tokens(self.down_proj_bias[chosen]) if self.has_bias else total
 
 
-def _project(module: Any, name: str, rows: Any, chosen: Any, *, is_summed: bool) -> Any:
+def _product(module: Any, name: str, rows: Any, chosen: Any, *, is_summed: bool) -> Any:
     weight = getattr(module, name)
     out = grouped_linear(
         as_array(rows),
@@ -50,5 +57,8 @@ def _project(module: Any, name: str, rows: Any, chosen: Any, *, is_summed: bool)
         is_transposed=module.is_transposed,
         is_summed=is_summed,
     )
-    out = rows._env.wrap(out)
-    return out + getattr(module, f"{name}_bias")[chosen] if module.has_bias else out
+    return rows._env.wrap(out)
+
+
+def _with_bias(module: Any, name: str, rows: Any, chosen: Any) -> Any:
+    return rows + getattr(module, f"{name}_bias")[chosen] if module.has_bias else rows
