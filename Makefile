@@ -143,7 +143,7 @@ build/gpu-compiler: | .venv/.test
 	rm -rf $@ $@.part
 	version=$$(.venv/bin/python -c "import importlib.metadata; print(importlib.metadata.version('jax'))") && \
 		$(PIP) install --no-deps --target $@.part jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version \
-			'nvidia-cuda-nvcc>=13,<14' 'nvidia-cuda-nvdisasm>=13,<14'
+			nvidia-cuda-nvcc==13.5.37 nvidia-cuda-nvdisasm==13.5.37
 	mv $@.part $@
 
 # torch_xla needs exactly the torch that it was built against, so it has an environment of its own (7 GB).

@@ -32,9 +32,8 @@ from hfax.kernels.cpu import library
 from hfax.kernels.target import compiling_for
 from hfax.load.config import read_any_config
 from hfax.load.formats import method_of
-from hfax.load.packed import PackedLayout
 from hfax.load.skeleton import Skeleton
-from hfax.load.stored_weights import stored_weights
+from hfax.load.stored_weights import StoredWeights, stored_weights
 from hfax.parallelism import weight_bytes
 from hfax.patches import registry
 from hfax.programs.program_cache import environment_parts
@@ -90,7 +89,7 @@ class Diagnosis:
         num_parameters: parameter count of the full model.
         weight_bytes: size of the weights on the default device, in bytes; quantized ones count in the config's dtype if only the
             config is at hand.
-        quantization: how the checkpoint's weights are quantized; None: they are not.
+        quantization: how the checkpoint's weights are quantized; None: they are not, or all are dequantized while they are loaded.
         has_packed_size: whether `weight_bytes` counts quantized weights as they are packed.
         cache_bytes_per_token: KV cache size per token for one sequence, in bytes; None if the model does not generate.
         state_bytes: fixed-size state (windows, recurrent states) for one sequence, in bytes.
@@ -161,10 +160,15 @@ def stored_programs(
 
 def _opened(
     model: str | Path | PretrainedConfig, task: str | None, trust_remote_code: bool
-) -> tuple[PretrainedConfig, Skeleton]:
-    config = read_any_config(model, trust_remote_code)
+) -> tuple[PretrainedConfig, Skeleton, StoredWeights | None]:
+    """The config, the structure, and the weights of a quantized checkpoint whose files are at hand."""
+    config, stored = read_any_config(model, trust_remote_code), None
+    if not isinstance(model, PretrainedConfig):
+        with contextlib.suppress(InvalidInputError, CheckpointNotFoundError, CheckpointAccessError):
+            stored = stored_weights(str(model), config)
     code_folder = str(model) if trust_remote_code and not isinstance(model, PretrainedConfig) else None
-    return config, open_skeleton(config, task=task, code_folder=code_folder)
+    dtype = None if stored is None else stored.float_dtype
+    return config, open_skeleton(config, task=task, stored_dtype=dtype, code_folder=code_folder), stored
 
 
 def diagnose(
@@ -188,14 +192,14 @@ def diagnose(
     Raises:
         HfaxError: the config was not found, or names no known class.
     """
-    config, skeleton = _opened(model, task, trust_remote_code)
+    config, skeleton, stored = _opened(model, task, trust_remote_code)
     traced, params = without_weights(skeleton)
     look = _Look(traced, params)
     look.run()
     checked = _check(config, type(skeleton.module).__name__, task) if check else None
     if checked is not None and checked != "agrees":
         look.problems.append(checked)
-    packed = _packed(model, config, skeleton)
+    packed = {} if stored is None else stored.layouts(skeleton, jax.default_backend())
     buffers = {name for name, _ in skeleton.module.named_buffers(remove_duplicate=False)}
     reasons = {p.name: p.why for p in registry.all_patches()}
     patches = {name: reasons.get(name, "") for name in sorted(traced.patches_used)}
@@ -215,8 +219,8 @@ def diagnose(
         cpu_kernels=look.cpu_kernels,
         num_parameters=sum(t.numel() for name, t in skeleton.shapes.items() if name not in buffers),
         weight_bytes=sum(weight_bytes(skeleton, packed).values()),
-        quantization=None if isinstance(model, PretrainedConfig) else method_of(config),
-        has_packed_size=packed is not None,
+        quantization=method_of(config) if stored is None else stored.method,
+        has_packed_size=bool(packed),
         cache_bytes_per_token=look.cache_bytes_per_token,
         state_bytes=look.state_bytes,
         operations_per_token=look.operations_per_token,
@@ -225,19 +229,6 @@ def diagnose(
         checked=checked,
         versions={"transformers": transformers.__version__, "jax": jax.__version__},
     )
-
-
-def _packed(
-    model: str | Path | PretrainedConfig, config: PretrainedConfig, skeleton: Skeleton
-) -> dict[str, PackedLayout] | None:
-    """How a quantized checkpoint's weights are packed here; None: it is not quantized, or has no files at hand."""
-    if isinstance(model, PretrainedConfig):
-        return None
-    try:
-        stored = stored_weights(str(model), config)
-    except (InvalidInputError, CheckpointNotFoundError, CheckpointAccessError):
-        return None
-    return None if stored is None else stored.layouts(skeleton, jax.default_backend())
 
 
 class _Look:

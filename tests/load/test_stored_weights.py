@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import transformers
+from gguf import GGMLQuantizationType as Type
+from gguf_files import write_demo_gguf
 from packers import fp8, plain_tensors, quantized, write
 from tiny_models import SIZES, random_model
 
-from hfax import diagnose
+from hfax import AutoModelForTPU, diagnose
 from hfax.cli.app import run
 from hfax.errors import InvalidInputError
 from hfax.load.config import read_any_config
@@ -93,6 +95,19 @@ def test_the_doctor_tells_packed_bytes(folders, capfd):
     ):
         assert run(["doctor", str(model)]) == 0
         assert words in capfd.readouterr().out
+
+
+def test_a_gguf_file_is_planned_by_its_blocks(capfd, tmp_path):
+    files = {
+        kind: write_demo_gguf(tmp_path / f"demo-{kind.name}.gguf", kind) for kind in (Type.BF16, Type.Q8_0, Type.Q4_0)
+    }
+    plain, eight, four = (planned(capfd, file, "--machines", "cpu:1")[0] for file in files.values())
+    assert (plain["stored"], eight["stored"], four["stored"]) == (None, "gguf", "gguf")
+    assert four["weight_bytes"] < eight["weight_bytes"] < plain["weight_bytes"]
+    assert diagnose(str(files[Type.Q8_0])).quantization == "gguf"
+    assert diagnose(str(files[Type.BF16])).quantization is None
+    loaded = AutoModelForTPU.from_pretrained(files[Type.Q8_0])
+    assert eight["weight_bytes"] == sum(array.nbytes for array in loaded.params.values())
 
 
 def test_of_a_repository_only_headers_are_read(folders, tmp_path):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import jax
+import torch
 from transformers import PretrainedConfig
 
 from hfax.errors import CheckpointNotFoundError, InvalidInputError
@@ -23,15 +24,21 @@ from hfax.load.weights import stored_layouts
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredWeights:
-    """The weights of a quantized checkpoint.
+    """The weights of a quantized checkpoint or a GGUF file.
 
     Args:
-        method: "fp8", "mxfp4", "gguf", …: the name of the quantization.
+        method: "fp8", "mxfp4", "gguf", …: the name of the quantization; None: all weights are numbers, or will be dequantized while
+            they are loaded.
         store: the checkpoint's tensors; those that hfax saved are arrays, by name.
     """
 
-    method: str
+    method: str | None
     store: TensorStore | Mapping[str, jax.ShapeDtypeStruct]
+
+    @property
+    def float_dtype(self) -> torch.dtype | None:
+        """The dtype that numbers are stored in, where it is the model's unless its config has one."""
+        return self.store.float_dtype if isinstance(self.store, TensorStore) else None
 
     def layouts(self, skeleton: Skeleton, platform: str) -> dict[str, PackedLayout]:
         """How the weights that stay packed on devices of a platform are packed, by name.
@@ -46,7 +53,7 @@ class StoredWeights:
 
 
 def stored_weights(model: str, config: PretrainedConfig) -> StoredWeights | None:
-    """The weights of a checkpoint that is quantized; None: it is not.
+    """The weights of a checkpoint that is quantized, or of a GGUF file; None for others.
 
     Args:
         model: a Hub id, a URL, a folder, a config.json, a GGUF file, or "demo".
@@ -73,12 +80,13 @@ def stored_weights(model: str, config: PretrainedConfig) -> StoredWeights | None
     store = open_store(source)
     if method == "hfax":
         return StoredWeights(method=method, store=store.described())
-    return StoredWeights(method=method, store=find_weights(copy.deepcopy(config), store))
+    store = find_weights(copy.deepcopy(config), store)
+    return StoredWeights(method=method if store.packed else None, store=store)
 
 
 def _on_the_hub(name: str) -> CheckpointSource:
     """The files of a Hub repository, of which only headers are read; those in the cache, if they are there."""
     try:
         return resolve_checkpoint(name, local_files_only=True)
-    except CheckpointNotFoundError:  # in the cache, or only partly
+    except CheckpointNotFoundError:  # not in the cache, or only in part
         return resolve_checkpoint(f"hf://{name}")

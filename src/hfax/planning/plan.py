@@ -176,7 +176,7 @@ def _read(
 ) -> _Model:
     held = cache_dtype_of(kv_cache_dtype)
     of_cache = None if held is None else jnp.dtype(held)
-    skeleton = open_skeleton(config)
+    skeleton = open_skeleton(config, stored_dtype=None if stored is None else stored.float_dtype)
     module = skeleton.module
     traced, params = without_weights(skeleton)
     if not module.can_generate() or traced.traits.is_encoder_decoder or traced.traits.main_input != "input_ids":

@@ -100,7 +100,8 @@ def linear(
 ) -> jax.Array:
     """`x @ weight.T` with float32 accumulation, for shapes supported according to `fits`.
 
-    The codes' numbers are multiplied exactly; each group's sum is scaled in float32.
+    The codes' numbers are multiplied exactly; each group's sum is scaled in float32. With one row, activations of 2**64 and more,
+    whose squares float32 does not have either, give infinities.
 
     Args:
         x: [rows, in_features] bfloat16 or float16.
@@ -153,7 +154,11 @@ def linear(
 
 
 def tiling_of(rows: int, out_features: int, units: int, bits: int) -> Tiling:
-    """How a product is divided into programs: what was fastest on an H200, or within 10% of it (docs/performance.md)."""
+    """How a product is divided into programs.
+
+    Of several rows, what was fastest on an H200, or within 10% of it; of one row, a tile of few instructions a weight
+    (docs/performance.md).
+    """
     if rows == 1:
         step = math.gcd(units, 8 if bits == 8 else 16)
         words = step * UNIT * bits // 32
