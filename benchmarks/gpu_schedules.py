@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_schedules.py --json-file benchmarks/results/gpu-schedules.json     # two minutes
 
-Needs hfax[plan-gpu], and NVIDIA's assembler and disassembler (`pip install nvidia-cuda-nvcc==13.5.37 nvidia-cuda-nvdisasm==13.5.37`).
+Needs hfax[plan-gpu] and NVIDIA's tools (`pip install nvidia-cuda-nvcc==13.5.37 nvidia-cuda-nvdisasm==13.5.37`).
 XLA's GPU compiler makes PTX of each kernel, which is assembled for the GPU. A kernel is a loop over columns of the weight; counted
 are the instructions of that loop. An SM issues four instructions a cycle, for 32 threads each: that and the clock give the least
 time of a weight's instructions, which is compared with the least time that memory needs for its code and its share of a scale.

@@ -72,14 +72,16 @@ def a_step(capacity=1024, width=64, dtype=jnp.bfloat16):
     return query, key, value, seen[:, None, None]
 
 
-def test_a_step_reads_what_it_sees():
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_a_step_reads_what_it_sees(has_sinks):
     query, key, value, mask = a_step()
-    expected, _ = attention(query, key, value, mask, scale=0.3)
+    sinks = 3 * normal(8) if has_sinks else None
+    expected, _ = attention(query, key, value, mask, scale=0.3, sinks=sinks)
     assert expected.dtype == query.dtype
     # what is not seen may be anything
     hidden = jnp.where(mask[:, :, 0, :, None], 0.0, jnp.inf).astype(key.dtype)
     far = jnp.arange(1024)[:, None] >= 896  # parts that have nothing to see are not even read
-    got = step_attention(query, key + jnp.where(far, hidden, 0), value, mask, scale=0.3, interpret=INTERPRET)
+    got = step_attention(query, key + jnp.where(far, hidden, 0), value, mask, sinks, scale=0.3, interpret=INTERPRET)
     assert got.dtype == query.dtype  # of several chunks, JAX's kernel gives float32
     np.testing.assert_allclose(got.astype(jnp.float32), expected.astype(jnp.float32), atol=2.0**-6)
 

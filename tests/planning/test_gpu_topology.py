@@ -1,5 +1,6 @@
 """Programs compiled by XLA's GPU compiler, for machines that are not there."""
 
+import dataclasses
 import functools
 
 import jax
@@ -14,9 +15,11 @@ from hfax import export
 from hfax.errors import BackendNotAvailableError, UnsupportedOptionError
 from hfax.kernels.gpu import flash, quantized
 from hfax.kernels.target import compiler_options
+from hfax.load.quantize import layouts
 from hfax.planning.devices import topology_devices
 from hfax.planning.plan import make_plans
 from hfax.planning.topology import compile_for
+from hfax.tracing.abstract import open_skeleton
 from hfax.train.memory_plan import make_train_plans
 
 pytestmark = [pytest.mark.gpu_compile, pytest.mark.usefixtures("gpu_compiler")]
@@ -74,6 +77,37 @@ def test_experts_have_a_kernel_and_send_what_a_token_gets(machine, quantization)
         assert program.temporary_bytes < (16 if rows == 1 else 300) * MB
         assert program.collective_bytes <= (2 * 2 + 2) * max(2, rows) * 2048 * 2
         assert (program.collectives.get("all-reduce", 0) > 0) == (machine != "h100:1")
+
+
+def stored(config, encoding, group, *, among):
+    """How weights of a published checkpoint are packed: those with names that end so."""
+    skeleton = open_skeleton(config)
+    found = layouts(skeleton.module, skeleton.shapes, skeleton.tied, "int8")
+    form = {"encoding": encoding, "group": group}
+    return {name: dataclasses.replace(layout, **form) for name, layout in found.items() if name.endswith(among)}
+
+
+def test_fp8_checkpoints_stay_packed():
+    packed = stored(LLAMA, "fp8", 128, among="proj.weight")
+    prefill, decode = compile_for(LLAMA, "h100:8", quantization=packed, **SIZES)
+    assert decode.kernels == {"fp8_linear": 7 * 2, "mha_forward": 2}
+    assert decode.temporary_bytes < 16 * MB
+    assert prefill.temporary_bytes < 300 * MB
+
+
+@pytest.mark.parametrize("machine", ["h100:1", "h100:8"])
+def test_gpt_oss_fits_its_machine(machine):
+    """Experts in MXFP4 with biases, attention with sinks that the model's own plan does not split."""
+    config = config_of("gpt-oss-120b", num_hidden_layers=2)
+    packed = stored(config, "fp4", 32, among="_proj")
+    prefill, decode = compile_for(config, machine, quantization=packed, **SIZES)
+    assert prefill.kernels == {"flash_attention": 2, "fp4_experts": 4}
+    assert decode.kernels == {"mha_forward": 1, "fp4_experts": 4}  # the other layer's window is short
+    assert decode.temporary_bytes < 16 * MB
+    assert prefill.temporary_bytes < 600 * MB
+    for program, rows in ((prefill, SIZES["prompt_length"]), (decode, 1)):
+        assert program.collective_bytes <= (2 * 2 + 2) * max(2, rows) * 2880 * 2
+        assert (program.collectives.get("all-reduce", 0) > 0) == (machine == "h100:8")
 
 
 def compiled(machine, function, *arguments, has_few_rows=True):

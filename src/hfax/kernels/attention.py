@@ -215,11 +215,12 @@ def _on_gpu(
         call = functools.partial(flash.flash_attention, **options)
         return _by_heads(call, query, key, value, causal.is_real, sinks)
     local = key.size // kv_shards * key.dtype.itemsize
-    fits_step = is_plain and kernels.fits_step(query, key, value, mask.array) and local >= kernels.MIN_CACHE_BYTES
-    if fits_step and not is_held and (is_described or kernels.step_attention_works()):
+    seen = mask.array if mask.array.dtype == jnp.bool_ else mask.array == 0  # a causal mask adds nothing to what is seen
+    can_step = softcap is None and kernels.fits_step(query, key, value, seen) and local >= kernels.MIN_CACHE_BYTES
+    if can_step and not is_held and (is_described or kernels.step_attention_works()):
         target.choose("attention: Triton kernel, reads the live part of the cache")
         call = functools.partial(kernels.step_attention, scale=scale)
-        return _by_heads(call, query, key, value, mask.array)
+        return _by_heads(call, query, key, value, seen, sinks)
     return None
 
 

@@ -73,7 +73,14 @@ def expected_by_xla(query: jax.Array, key: jax.Array, value: jax.Array, mask: ja
 
 
 def step_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, *, scale: float, interpret: bool = False
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array,
+    sinks: jax.Array | None = None,
+    *,
+    scale: float,
+    interpret: bool = False,
 ) -> jax.Array:
     """Attention of one query per sequence; chunks of the cache without visible keys are not read.
 
@@ -82,6 +89,7 @@ def step_attention(
         key: [batch, kv_heads, capacity, head_dim].
         value: as `key`.
         mask: [batch, 1, 1, capacity] bool; visible keys are contiguous.
+        sinks: [heads], the score of a key without a value; None: there is none.
         scale: multiplies the scores.
         interpret: run the kernel in interpret mode, for tests.
 
@@ -95,7 +103,7 @@ def step_attention(
     seen = mask[:, 0, 0]
     begin, end = jnp.argmax(seen, axis=1), capacity - jnp.argmax(seen[:, ::-1], axis=1)
     parts = next(n for n in range(min(_MAX_PARTS, capacity // _PART), 0, -1) if capacity % (n * _PART) == 0)
-    out = mqa(
+    out, (sums, largest) = mqa(
         query.reshape(batch * kv_heads, heads // kv_heads, width),
         key.reshape(batch * kv_heads, capacity, width),
         value.reshape(batch * kv_heads, capacity, width),
@@ -104,9 +112,14 @@ def step_attention(
         sm_scale=scale,
         block_k=_PART,
         k_splits=parts,
+        return_residuals=True,
         interpret=interpret,
     )
-    return out.reshape(batch, 1, heads, width).astype(query.dtype)
+    out = out.reshape(batch, 1, heads, width)
+    if sinks is not None:  # the share of the weights that the keys have
+        scores = (largest + jnp.log(sums)).reshape(batch, 1, heads)
+        out = out * jax.nn.sigmoid(scores - sinks.astype(jnp.float32))[..., None]
+    return out.astype(query.dtype)
 
 
 def prompt_attention(
