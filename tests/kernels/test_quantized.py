@@ -90,7 +90,9 @@ def test_a_stored_weight_keeps_its_numbers(form, permuted):
         ("int4", 64, 512, "gpu", 64),
         ("int4", 256, 512, "tpu", 128),
         ("int8", 128, 512, "gpu", 128),
-        ("fp4", 32, 512, "gpu", None),
+        ("fp4", 32, 512, "gpu", 32),
+        ("fp8", 512, 512, "gpu", 128),
+        ("int8", 8, 512, "gpu", None),
     ],
 )
 def test_weights_stay_packed_where_a_kernel_multiplies_with_them(encoding, group, width, platform, kept):
