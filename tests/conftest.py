@@ -10,14 +10,16 @@ Many tests read one tiny Llama: its fixtures, at the end, make it once for each 
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib.metadata
 import importlib.util
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,6 +53,20 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers of a run share the pr
 # A shell starts its background jobs with SIGINT ignored, and their children inherit it: the tests of Ctrl-C would wait for nothing.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_MAPPINGS = 20_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_mappings() -> Iterator[None]:
+    """Forget compiled programs before there are too many: each takes some five of the 65,530 mappings that Linux allows a process,
+    and loading one more ended a worker with a segmentation fault."""
+    yield
+    jax, maps = sys.modules.get("jax"), Path("/proc/self/maps")
+    if jax is not None and maps.exists() and maps.read_bytes().count(b"\n") > _MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
