@@ -215,7 +215,8 @@ def _on_gpu(
         call = functools.partial(flash.flash_attention, **options)
         return _by_heads(call, query, key, value, causal.is_real, sinks)
     local = key.size // kv_shards * key.dtype.itemsize
-    seen = mask.array if mask.array.dtype == jnp.bool_ else mask.array == 0  # a causal mask adds nothing to what is seen
+    # a causal mask of numbers has 0 where a key is seen
+    seen = mask.array if mask.array.dtype == jnp.bool_ else mask.array == 0
     can_step = softcap is None and kernels.fits_step(query, key, value, seen) and local >= kernels.MIN_CACHE_BYTES
     if can_step and not is_held and (is_described or kernels.step_attention_works()):
         target.choose("attention: Triton kernel, reads the live part of the cache")
