@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
 
-import jax
 import numpy as np
 import torch
 from transformers import PretrainedConfig
@@ -17,6 +17,9 @@ from hfax.load.packed import PackedLayout, PackedTensor, StoredWeight
 from hfax.load.pytorch_bin import read_pytorch_bin
 from hfax.load.safetensors_file import SafetensorsFile, as_torch
 from hfax.load.source import CheckpointSource
+
+if TYPE_CHECKING:
+    import jax
 
 
 def _no_packed(name: str) -> PackedTensor:
@@ -62,6 +65,8 @@ class TensorStore:
 
     def described(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the tensors whose dtype is known, by name."""
+        import jax  # the environment of torch_xla has none
+
         dtypes = {name: self.dtype(name) for name in self.names}
         return {
             name: jax.ShapeDtypeStruct(self.shape(name), str(dtype).removeprefix("torch."))
