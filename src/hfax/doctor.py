@@ -140,7 +140,8 @@ def stored_programs(
     Raises:
         HfaxError: the config was not found, or names no known class.
     """
-    traced, _ = without_weights(_opened(model, task, trust_remote_code)[1])
+    config = read_any_config(model, trust_remote_code)
+    traced, _ = without_weights(_skeleton(model, config, task, trust_remote_code))
     now = {**traced.key_parts, **environment_parts(jax.local_devices()[0])}
     found = []
     for record in read_records(program_folder()):
@@ -158,17 +159,26 @@ def stored_programs(
     return sorted(found, key=lambda program: -program.last_used_s)
 
 
-def _opened(
-    model: str | Path | PretrainedConfig, task: str | None, trust_remote_code: bool
-) -> tuple[PretrainedConfig, Skeleton, StoredWeights | None]:
-    """The config, the structure, and the weights of a quantized checkpoint whose files are at hand."""
-    config, stored = read_any_config(model, trust_remote_code), None
-    if not isinstance(model, PretrainedConfig):
-        with contextlib.suppress(InvalidInputError, CheckpointNotFoundError, CheckpointAccessError):
-            stored = stored_weights(str(model), config)
+def _skeleton(
+    model: str | Path | PretrainedConfig,
+    config: PretrainedConfig,
+    task: str | None,
+    trust_remote_code: bool,
+    stored: StoredWeights | None = None,
+) -> Skeleton:
     code_folder = str(model) if trust_remote_code and not isinstance(model, PretrainedConfig) else None
     dtype = None if stored is None else stored.float_dtype
-    return config, open_skeleton(config, task=task, stored_dtype=dtype, code_folder=code_folder), stored
+    return open_skeleton(config, task=task, stored_dtype=dtype, code_folder=code_folder)
+
+
+def _stored(model: str | Path | PretrainedConfig, config: PretrainedConfig) -> StoredWeights | None:
+    """The weights of a quantized checkpoint, if its files are at hand."""
+    if isinstance(model, PretrainedConfig):
+        return None
+    try:
+        return stored_weights(str(model), config)
+    except (InvalidInputError, CheckpointNotFoundError, CheckpointAccessError):
+        return None
 
 
 def diagnose(
@@ -192,7 +202,9 @@ def diagnose(
     Raises:
         HfaxError: the config was not found, or names no known class.
     """
-    config, skeleton, stored = _opened(model, task, trust_remote_code)
+    config = read_any_config(model, trust_remote_code)
+    stored = _stored(model, config)
+    skeleton = _skeleton(model, config, task, trust_remote_code, stored)
     traced, params = without_weights(skeleton)
     look = _Look(traced, params)
     look.run()

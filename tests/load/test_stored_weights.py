@@ -106,6 +106,7 @@ def test_a_gguf_file_is_planned_by_its_blocks(capfd, tmp_path):
     assert four["weight_bytes"] < eight["weight_bytes"] < plain["weight_bytes"]
     assert diagnose(str(files[Type.Q8_0])).quantization == "gguf"
     assert diagnose(str(files[Type.BF16])).quantization is None
+    assert run(["plan", str(files[Type.BF16]), "--no-compile", "--machines", "h100:1", "--train", "full"]) == 0
     loaded = AutoModelForTPU.from_pretrained(files[Type.Q8_0])
     assert eight["weight_bytes"] == sum(array.nbytes for array in loaded.params.values())
 

@@ -12,6 +12,9 @@ BITS: dict[Encoding, int] = {"int8": 8, "int4": 4, "fp8": 8, "fp4": 4}
 STORED: dict[Encoding, str] = {"int8": "int8", "int4": "uint8", "fp8": "float8_e4m3fn", "fp4": "uint8"}
 """The dtype of the array that holds the codes."""
 
+GROUPS = (128, 64, 32, 16)
+"""Columns that may share a scale in a packed weight of another library's checkpoint, as the kernels of all platforms read it."""
+
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The values of float4_e2m1fn, by code (OCP Microscaling Formats 1.0, table 5)."""
 

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from hfax.errors import CheckpointCorruptError, UnsupportedOptionError
-from hfax.kernels.encodings import Encoding, columns_of, padded_width, pays
+from hfax.kernels.encodings import GROUPS, Encoding, columns_of, padded_width, pays
 from hfax.kernels.quantized import QuantizedArray
 from hfax.load.codes import Quantization as Quantization
 from hfax.load.codes import bits_and_group, in_words, to_codes
@@ -29,8 +29,8 @@ from hfax.load.placement import place
 Quantized = Quantization | Mapping[str, PackedLayout] | None
 """What weights are quantized to, or how a checkpoint's own are packed, by name; None: not at all."""
 
-_GROUPS_OF_OTHERS = (128, 64, 32, 16)
-"""Group sizes of weights packed by others; a multiple is split into the largest that a kernel multiplies with."""
+_WITH_KERNELS = ("cpu", "tpu", "cuda", "gpu")
+"""Platforms with kernels for weights packed by others, in all of `GROUPS`; a multiple of a group is split."""
 
 
 def check_name(quantization: str | None) -> None:
@@ -146,22 +146,9 @@ def _kept_group(layout: PackedLayout, platform: str) -> int | None:
     width = layout.shape[-1]
     if width % layout.group or (BITS[layout.encoding] == 4 and not pays(width)):
         return None
-    return next(
-        (g for g in _GROUPS_OF_OTHERS if layout.group % g == 0 and _can_read(platform, layout.encoding, g)), None
-    )
-
-
-def _can_read(platform: str, encoding: Encoding, group: int) -> bool:
-    """Whether a kernel of the platform multiplies with codes in groups of this many columns."""
-    if platform == "cpu":
-        return True
-    if platform == "tpu":
-        from hfax.kernels.tpu.quantized import can_read  # Pallas takes a second to import
-    elif platform in ("cuda", "gpu"):
-        from hfax.kernels.gpu.quantized import can_read
-    else:
-        return False
-    return can_read(encoding, group)
+    if platform not in _WITH_KERNELS:
+        return None
+    return next((g for g in GROUPS if layout.group % g == 0), None)
 
 
 def splits_columns(where: Sharding, shape: tuple[int, ...]) -> bool:

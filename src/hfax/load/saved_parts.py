@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
 import jax
+import torch
 
 from hfax.kernels.encodings import BITS, Encoding, columns_of
 from hfax.kernels.quantized import QuantizedArray
@@ -64,18 +65,17 @@ def saved_parts(weights: Iterable[str], stored: Collection[str]) -> dict[str, Sa
 
 
 def saved_layouts(
-    weights: Mapping[str, tuple[int, ...]], arrays: Mapping[str, jax.ShapeDtypeStruct]
+    weights: Mapping[str, torch.Tensor], arrays: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, PackedLayout]:
     """How the quantized weights are packed, by name.
 
     Args:
-        weights: shapes of the model's weights.
+        weights: the model's weights, with or without numbers.
         arrays: the stored arrays.
     """
     found: dict[str, PackedLayout] = {}
     for name, parts in saved_parts(weights, arrays).items():
-        *lead, rows, width = weights[name]
-        matrix = (*lead, width, rows) if parts.is_transposed else weights[name]
+        matrix = tuple((weights[name].mT if parts.is_transposed else weights[name]).shape)
         encoding = parts.encoding or encoding_of(arrays[name].dtype.name)
         scale, offset = arrays[parts.names["scale"]], arrays.get(parts.names.get("offset", ""))
         groups, stored = scale.shape[-1], arrays[name].shape[-1]

@@ -48,7 +48,7 @@ class StoredWeights:
             platform: "cpu", "tpu" or "gpu".
         """
         if not isinstance(self.store, TensorStore):
-            return saved_layouts({name: tuple(tensor.shape) for name, tensor in skeleton.shapes.items()}, self.store)
+            return saved_layouts(skeleton.shapes, self.store)
         return stored_layouts(skeleton, self.store, platform)
 
 

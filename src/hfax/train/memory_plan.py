@@ -121,7 +121,7 @@ def make_train_plans(
             "Training needs at least one row of at least two tokens, and is either full or lora.",
             "Change --batch, --context or --train.",
         )
-    if "full" in kinds and (quantization or stored):
+    if "full" in kinds and (quantization or (stored is not None and stored.method)):
         raise UnsupportedOptionError(
             "Full fine-tuning of quantized weights cannot be planned.",
             "Codes of 8 and 4 bits have no gradients; adapters are trained over them.",

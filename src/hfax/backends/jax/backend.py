@@ -107,7 +107,7 @@ def _load(source: CheckpointSource, options: LoadOptions) -> JaxModel:
     store = find_weights(config, open_store(source))
     skeleton = _open_skeleton(config, options, source, store.float_dtype)
     stored = (
-        saved_layouts({n: tuple(t.shape) for n, t in skeleton.shapes.items()}, store.described())
+        saved_layouts(skeleton.shapes, store.described())
         if is_own
         else stored_layouts(skeleton, store, default_device().platform)
     )
@@ -223,8 +223,7 @@ def load_saved(
     skeleton = _open_skeleton(config, options, source)
     is_orbax = source.format == "orbax"
     store = OrbaxStore(source.weight_files[0]) if is_orbax else SafetensorsArrays(source.safetensors_files)
-    shapes = {n: tuple(t.shape) for n, t in skeleton.shapes.items()}
-    layout = layout_of(skeleton, saved_layouts(shapes, store.arrays))
+    layout = layout_of(skeleton, saved_layouts(skeleton.shapes, store.arrays))
     params, tied = load_arrays(skeleton, store, layout)
     return _finish(
         skeleton,

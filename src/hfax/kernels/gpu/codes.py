@@ -17,7 +17,6 @@ from hfax.kernels.encodings import BITS, FP4_VALUES, STORED, Encoding
 
 UNIT = 128
 """Columns of a step of the kernels."""
-_GROUPS = (128, 64, 32, 16)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,11 +78,6 @@ class Arrangement:
             words.reshape(*lead, -1, self.parts, self.lanes),
             scale.reshape(*lead, -1, UNIT // self.group),
         )
-
-
-def can_read(encoding: Encoding, group: int) -> bool:
-    """Whether the kernels multiply with weights in this format."""
-    return group in _GROUPS
 
 
 _FLOATS: dict[Encoding, tuple[int, int, int]] = {"fp8": (4, 0x87F00000, 120), "fp4": (6, 0x81C00000, 126)}

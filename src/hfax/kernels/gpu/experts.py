@@ -16,9 +16,9 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from hfax.kernels.encodings import BITS, Encoding
+from hfax.kernels.encodings import BITS, GROUPS, Encoding
 from hfax.kernels.expert_tiles import in_tiles
-from hfax.kernels.gpu.codes import UNIT, Arrangement, can_read, drawn
+from hfax.kernels.gpu.codes import UNIT, Arrangement, drawn
 from hfax.kernels.gpu.quantized import scaled_products
 from hfax.kernels.gpu.trial import agrees
 
@@ -41,7 +41,7 @@ def fits_packed(x: jax.Array, shape: tuple[int, ...], encoding: Encoding, group:
     is_half = x.dtype in (jnp.bfloat16, jnp.float16)
     is_whole = shape[1] % _FEW == 0 and shape[2] % UNIT == 0
     words = math.prod(shape) // (1 if BITS[encoding] == 8 else 4)
-    return is_half and can_read(encoding, group) and is_whole and words < _MAX_ELEMENTS
+    return is_half and group in GROUPS and is_whole and words < _MAX_ELEMENTS
 
 
 @functools.cache

@@ -17,8 +17,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from hfax.kernels.encodings import BITS, Encoding
-from hfax.kernels.gpu.codes import UNIT, Arrangement, can_read, drawn, numbers
+from hfax.kernels.encodings import BITS, GROUPS, Encoding
+from hfax.kernels.gpu.codes import UNIT, Arrangement, drawn, numbers
 from hfax.kernels.gpu.one_row import multiply_row, operands
 from hfax.kernels.gpu.trial import agrees
 
@@ -54,7 +54,7 @@ def fits(rows: int, shape: tuple[int, ...], encoding: Encoding, group: int) -> b
     return (
         0 < rows <= _MAX_ROWS[BITS[encoding]]
         and len(shape) == 2
-        and can_read(encoding, group)
+        and group in GROUPS
         and shape[0] % _MIN_DOT_ROWS == 0
         and shape[1] % UNIT == 0
     )

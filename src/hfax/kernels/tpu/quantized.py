@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from hfax.kernels import target
-from hfax.kernels.encodings import BITS, Encoding
+from hfax.kernels.encodings import BITS, GROUPS, Encoding
 from hfax.kernels.expert_tiles import in_tiles
 from hfax.kernels.tpu.products import LANES, Abilities, Product, Way, abilities_of, way_of
 
@@ -30,14 +30,9 @@ _FEW, _MANY = 8, 128
 _DEPTH_OF_MANY = 1024
 
 
-def can_read(encoding: Encoding, group: int) -> bool:
-    """Whether the kernels multiply with weights in this format."""
-    return group in (LANES, 64, 32, 16)
-
-
 def fits(rows: int, shape: tuple[int, ...], encoding: Encoding, group: int) -> bool:
     """Whether the kernel supports this number of rows and a weight of this shape, [out, in], on one device."""
-    can = len(shape) == 2 and can_read(encoding, group)
+    can = len(shape) == 2 and group in GROUPS
     return can and _tiles(rows, shape, BITS[encoding]) is not None
 
 
@@ -120,7 +115,7 @@ def _linear(
 
 def fits_experts(shape: tuple[int, ...], encoding: Encoding, group: int) -> bool:
     """Whether `experts_linear` supports matrices of this shape, [experts, out, in]."""
-    return len(shape) == 3 and can_read(encoding, group) and _tiles(1, shape[1:], BITS[encoding]) is not None
+    return len(shape) == 3 and group in GROUPS and _tiles(1, shape[1:], BITS[encoding]) is not None
 
 
 def experts_linear(
