@@ -1,4 +1,4 @@
-"""`hfax plan`: estimates which devices a model fits on, and its best-case speed there."""
+"""`hfax plan`: estimates which devices a model fits on, and its speed there."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def plan(
     json_output: model_options.JsonOption = False,
     verbose: model_options.VerboseOption = False,
 ) -> None:
-    """Estimate memory, mesh and best-case speed; for TPUs and GPUs with the real compilers. Loads no weights."""
+    """Estimate memory, mesh and speed; for TPUs and GPUs with the real compilers. Loads no weights."""
     with reporting(verbose):
         from hfax.load.source import reject_missing_path
         from hfax.planning.chips import chip_of, sizes_of
@@ -77,6 +77,7 @@ def plan(
             jax.config.update("jax_platforms", "cpu")  # no device is needed: plugins do not search for theirs
         from hfax.load.config import read_any_config
         from hfax.load.stored_weights import stored_weights
+        from hfax.planning import program_time
         from hfax.planning.plan import ASSUMPTIONS, make_plans
 
         config = read_any_config(model, trust_remote_code)
@@ -115,13 +116,14 @@ def plan(
                 compiles=not no_compile,
             ):
                 plans.append(each)
-        text = _as_json(plans, ASSUMPTIONS, json_file)
+        used = {program_time.ASSUMPTIONS if each.times else ASSUMPTIONS: None for each in plans}
+        text = _as_json(plans, assumptions := " ".join(used), json_file)
         if plot is not None:
             _draw(plans, plot)
         if json_output:
             typer.echo(text)
         else:
-            print_plans(plans, ASSUMPTIONS)
+            print_plans(plans, assumptions)
 
 
 def _names(text: str) -> list[str]:
@@ -153,6 +155,7 @@ def _plan_training(
     json_output: bool,
 ) -> None:
     """Print or write the plans for fine-tuning."""
+    from hfax.planning import program_time
     from hfax.train.memory_plan import ASSUMPTIONS, make_train_plans
 
     plans = []
@@ -170,7 +173,8 @@ def _plan_training(
                 stored=stored,
                 compiles=compiles,
             )
-    text = _as_json(plans, ASSUMPTIONS, json_file)
+    used = [ASSUMPTIONS, *([program_time.ASSUMPTIONS] if any(each.times for each in plans) else [])]
+    text = _as_json(plans, assumptions := " ".join(used), json_file)
     if json_output:
         typer.echo(text)
         return
@@ -180,7 +184,7 @@ def _plan_training(
 
     out = Console() if sys.stdout.isatty() else Console(width=FILE_WIDTH)
     table = Table(title=f"{model}: fine-tuning on rows of {length:,} tokens, GB per device", box=box.SIMPLE_HEAD)
-    for column in ("machine", "training", "mesh", "rows", "fits", "state+frozen+temp.", "of", "step s", "compile s"):
+    for column in ("machine", "training", "mesh", "rows", "fits", "state+frozen+temp.", "of", "step s", "of peak", "compile s"):
         table.add_column(column, justify="left" if column in ("machine", "training", "mesh", "fits") else "right")
     for p in plans:
         table.add_row(
@@ -192,12 +196,13 @@ def _plan_training(
             f"{p.state_bytes / 1e9:.2f}+{p.frozen_bytes / 1e9:.2f}+{p.temporary_bytes / 1e9:.2f}",
             f"{p.memory_bytes / 1e9:.1f}",
             "?" if p.step_s is None else f"{p.step_s:.2f}",
+            "?" if p.peak_share is None else f"{p.peak_share:.0%}",
             "-" if p.compile_s is None else f"{p.compile_s:.0f}",
         )
     out.print(table)
     for problem in dict.fromkeys(f"{p.machine} {p.kind}: {p.problem}" for p in plans if p.problem):
         out.print(problem, markup=False)
-    out.print(ASSUMPTIONS, markup=False)
+    out.print(assumptions, markup=False)
 
 
 def _draw(plans: list[Any], path: Path) -> None:
@@ -216,7 +221,7 @@ def _draw(plans: list[Any], path: Path) -> None:
         axes.plot([p.batch for p in own], [p.tokens_per_s for p in own], "o-", label=machine)
         off = [p for p in own if not p.fits]
         axes.plot([p.batch for p in off], [p.tokens_per_s for p in off], "x", color="black")
-    axes.set(xscale="log", yscale="log", xlabel="batch size", ylabel="tokens/s, best case")
+    axes.set(xscale="log", yscale="log", xlabel="batch size", ylabel="tokens/s")
     axes.set_title(f"{plans[0].model}, {plans[0].context:,} tokens (x: does not fit)")
     axes.legend()
     figure.savefig(path, dpi=150)

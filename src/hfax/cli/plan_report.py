@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hfax.planning.plan import Plan
+    from hfax.planning.program_time import ProgramTime
 
 FILE_WIDTH = 120
 """Table width in columns when stdout is not a terminal."""
@@ -31,9 +32,10 @@ def answer(plans: Sequence[Plan]) -> str:
             f"on each device, {best.memory_bytes / 1e9:.1f} GB are usable."
         )
     smallest = min(fitting, key=lambda plan: plan.num_devices * plan.memory_bytes)
-    speed = (
-        "" if smallest.tokens_per_s is None else f", where at most {smallest.tokens_per_s:,.0f} tokens/s can be written"
-    )
+    speed = ""
+    if smallest.tokens_per_s is not None:
+        how = "about" if smallest.times else "at most"
+        speed = f", where {how} {smallest.tokens_per_s:,.0f} tokens/s can be written"
     if len(asked) == 1:
         return f"{what}, {rows}: fits {smallest.machine}{speed}."
     return f"{what}, {rows}: fits {len(fitting)} of {len(asked)} machines. The smallest is {smallest.machine}{speed}."
@@ -50,13 +52,29 @@ def print_plans(plans: Sequence[Plan], assumptions: str) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=FILE_WIDTH)
     console.print(answer(plans), markup=False, highlight=False)
     console.print(_table(f"Memory of each device at {plans[0].context:,} tokens", _MEMORY, plans))
-    console.print(_table(f"Limits of speed, prompts of {plans[0].prompt:,} tokens", _SPEED, plans))
+    title = "Estimated speed" if any(plan.times for plan in plans) else "Limits of speed"
+    console.print(_table(f"{title}, prompts of {plans[0].prompt:,} tokens", _SPEED, plans))
+    if len(plans) == 1 and plans[0].times:
+        console.print(_spent(plans[0].times["decode"]), markup=False, highlight=False)
     for problem in dict.fromkeys(f"{plan.machine}: {plan.problem}" for plan in plans if plan.problem):
         console.print(problem, markup=False)
     notes = [assumptions]
     if all(plan.temporary_bytes is None for plan in plans):
         notes.insert(0, "Nothing was compiled: temporaries and collectives are not included.")
     console.print(" ".join(notes), markup=False)
+
+
+def _spent(step: ProgramTime) -> str:
+    """What a decoding step's time is spent on, in a sentence."""
+    shares = [f"{seconds * 1e3:.2f} ms of {name}" for name, seconds in step.shares.items() if seconds]
+    parts = [f"{name} {seconds * 1e3:.2f}" for name, seconds in list(step.parts.items())[:_NUM_PARTS]]
+    return (
+        f"A decoding step takes {step.seconds * 1e3:.2f} ms: {', '.join(shares)}; {step.num_launches:,} launches. "
+        f"Its longest parts, in ms: {', '.join(parts)}."
+    )
+
+
+_NUM_PARTS = 6
 
 
 def _table(title: str, columns: Sequence[_Column], plans: Sequence[Plan]) -> Any:

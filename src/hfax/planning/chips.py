@@ -30,6 +30,23 @@ class Chip:
     source: str
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Links:
+    """How the devices of a machine are connected.
+
+    Args:
+        bandwidth: bytes per second that a device sends to others of its TPU slice or of its host.
+        sizes: sizes of a TPU slice; empty for GPUs, which a switch connects.
+        per_host: devices that are connected so.
+        network: bytes per second that a device sends to other hosts.
+    """
+
+    bandwidth: float
+    sizes: tuple[int, ...]
+    per_host: int
+    network: float
+
+
 _GOOGLE = "Google's documentation of Cloud TPU"
 _NVIDIA = "NVIDIA's data sheet; dense operations, NVLink"
 _NVIDIA_PCIE = "NVIDIA's data sheet; dense operations, PCI Express 4.0 x16"
@@ -63,6 +80,12 @@ _NUM_SIZES = {"v5e": (2, 2), "v6e": (2, 2), "v5p": (3, 3), "tpu7x": (3, 3)}
 """How many sizes a topology has."""
 _DEVICES_OF_A_CHIP = {"tpu7x": 2}
 """If there are several."""
+_NUM_LINKS = {"v5e": 4, "v6e": 4, "v5p": 6, "tpu7x": 6}
+"""Links of a chip to its neighbours, two in each dimension."""
+_RING = {"v5e": 16, "v6e": 16, "v5p": 4, "tpu7x": 4}
+"""From how many chips on a dimension is closed to a ring."""
+_NETWORK = {"a100": 25e9, "h100": 50e9, "h200": 50e9, "b200": 50e9, "l4": 12.5e9, "rtx4090": 12.5e9}
+"""One network adapter for a GPU: of 200 Gb/s in a DGX A100, 400 in later ones (NVIDIA's data sheets); 100 for PCI Express cards."""
 _ALIASES = {"a100-80gb": "a100", "h100-80gb": "h100"}
 
 
@@ -145,3 +168,27 @@ def num_devices(name: str) -> int:
         InvalidInputError: the sizes are invalid.
     """
     return math.prod(sizes_of(name)) * _DEVICES_OF_A_CHIP.get(kind_of(name), 1)
+
+
+def links_of(name: str) -> Links:
+    """The links of a machine's devices.
+
+    A chip at the corner of a TPU slice has a neighbour on one side of each dimension, unless that is closed to a ring.
+
+    Raises:
+        InvalidInputError: an unknown chip, or an invalid count.
+    """
+    chip, kind, sizes = chip_of(name), kind_of(name), sizes_of(name)
+    if kind not in TPUS:
+        per_host = sizes[-1]
+        return Links(
+            bandwidth=chip.interconnect, sizes=(), per_host=per_host, network=_NETWORK.get(kind, chip.interconnect)
+        )
+    used = sum(0 if size == 1 else 2 if size >= _RING[kind] else 1 for size in sizes)
+    count = num_devices(name)
+    return Links(
+        bandwidth=chip.interconnect * max(used, 1) / _NUM_LINKS[kind],
+        sizes=(*sizes, *([_DEVICES_OF_A_CHIP[kind]] if kind in _DEVICES_OF_A_CHIP else [])),
+        per_host=count,
+        network=0.0,
+    )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import PretrainedConfig
+
 from hfax.load.quantize import weights_to_quantize
 from hfax.load.skeleton import Skeleton
-from hfax.sharding.mesh import num_experts
+from hfax.sharding.mesh import attention_heads, num_experts
 
 
 def used_numbers(skeleton: Skeleton) -> dict[str, float]:
@@ -22,3 +24,11 @@ def used_numbers(skeleton: Skeleton) -> dict[str, float]:
 def operations_per_token(skeleton: Skeleton) -> float:
     """Operations per token of a forward pass: two per multiplied value; attention is not counted."""
     return 2 * sum(used_numbers(skeleton).values())
+
+
+def attention_per_pair(config: PretrainedConfig, layers: int) -> float:
+    """Operations for each pair of a query and a key in `layers` layers: two products over all heads."""
+    text: Any = config.get_text_config(decoder=True)
+    heads, _ = attention_heads(config)
+    width = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
+    return 4.0 * layers * (heads or 0) * width

@@ -1,9 +1,9 @@
-"""Inference plans for absent hardware: memory needs and best-case speed.
+"""Inference plans for absent hardware: memory needs and estimated speed.
 
 Turns a config, a machine ("v5e:2x4", "h100:8") and a request shape into a `Plan`: the best mesh, bytes per device, the largest
-batch and context that fit, and speed limits from published chip figures. Weights and cache are counted from the model's structure
-and the sharding plan; for TPUs and GPUs both programs are compiled with the real compiler, which reports temporaries and
-communication. The devices are not needed.
+batch and context that fit, and estimated times. Weights and cache are counted from the model's structure and the sharding plan; for
+TPUs and GPUs both programs are compiled with the real compiler, which reports temporaries, and whose instructions are timed
+(`hfax.planning.program_time`). Without compiling, times are limits from published chip figures. The devices are not needed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from hfax.load.stored_weights import StoredWeights
 from hfax.parallelism import plan_over
 from hfax.planning.chips import Chip, chip_of
 from hfax.planning.devices import devices_of
-from hfax.planning.operations import operations_per_token, used_numbers
-from hfax.sharding.mesh import DATA, EXPERT, HEAD_AXES, TENSOR, attention_heads, fitting_sizes, make_mesh, size_of
+from hfax.planning.operations import attention_per_pair, operations_per_token, used_numbers
+from hfax.planning.program_time import ProgramTime, estimate
+from hfax.sharding.mesh import DATA, EXPERT, HEAD_AXES, TENSOR, fitting_sizes, make_mesh, size_of
 from hfax.sharding.partition import ShardingPlan
 from hfax.tracing.abstract import open_skeleton, without_weights
 
 ASSUMPTIONS = (
-    "Times are limits: memory is read at the chip's published bandwidth, matrices multiply at its published bfloat16 peak, "
+    "Times of what was not compiled are limits: memory is read at the chip's published bandwidth, matrices multiply at its published bfloat16 peak, "
     "messages take 1 microsecond each plus transfer at the published interconnect bandwidth, and nothing overlaps. A decoding "
     "step reads every weight it uses once and every sequence's whole cache at full context; for experts, the average number "
     "that its tokens select. 6% of a chip's memory is reserved for the runtime."
@@ -65,10 +66,12 @@ class Plan:
         fits: whether everything fits.
         longest_context: longest context that fits with this batch; 0 if none does.
         largest_batch: largest batch that fits with this context.
-        prefill_s: best-case time to first token, in seconds; None if the chip's speed is not published.
-        tokens_per_s: best-case throughput over all sequences; None if the chip's speed is not published.
-        limited_by: bottleneck of a decoding step: "weights", "cache", "operations" or "communication"; "" if the chip's speed is
-            not published.
+        prefill_s: time to first token of all sequences, in seconds: estimated from the compiled program, or the best case if nothing
+            was compiled; None if the chip's speed is not published.
+        tokens_per_s: throughput over all sequences, likewise.
+        limited_by: bottleneck of a decoding step: "weights", "cache", "operations", "communication" or "launches"; "" if the chip's
+            speed is not published.
+        times: per program, what its time is spent on; empty if nothing was compiled.
         collectives: per program, count of each kind of collective in the compiled HLO.
         collective_bytes: per program, bytes that a device receives from others in one step.
         collectives_per_layer: collectives per layer in the decode program.
@@ -97,6 +100,7 @@ class Plan:
     prefill_s: float | None
     tokens_per_s: float | None
     limited_by: str
+    times: dict[str, ProgramTime]
     collectives: dict[str, dict[str, int]]
     collective_bytes: dict[str, int]
     collectives_per_layer: float | None
@@ -193,10 +197,6 @@ def _read(
             params,
             {"input_ids": ids, "attention_mask": ids},
         )
-    text: Any = config.get_text_config(decoder=True)
-    heads, _ = attention_heads(config)
-    width = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
-    layers = sum(1 for n in caches[context] if n.endswith(".keys"))
     return _Model(
         name=name,
         config=config,
@@ -206,7 +206,7 @@ def _read(
         kv_cache_dtype=kv_cache_dtype,
         caches=caches,
         operations_per_token=operations_per_token(skeleton),
-        attention_per_token=4.0 * layers * (heads or 0) * width,
+        attention_per_token=attention_per_pair(config, sum(1 for n in caches[context] if n.endswith(".keys"))),
     )
 
 
@@ -260,8 +260,13 @@ def _plan(
     weights, cache = plan.bytes_per_device, _cache_bytes(model, plan, batch, context)
     left = room - weights - (temporaries or 0)
     communication = {p.name: p.collective_bytes for p in programs}
+    times = {p.name: estimate(p.hlo, machine, is_loop=p.name == "decode") for p in programs}
     if programs:
-        limits = _limits(model, chip, plan, batch, context, prompt, {p.name: p for p in programs})
+        limits = _Limits(
+            prefill_s=times["prefill"].seconds,
+            tokens_per_s=batch / times["decode"].seconds,
+            limited_by=_bottleneck(times["decode"], weights=_read_bytes(model, plan, _rows(plan, batch)), cache=cache),
+        )
     layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     return Plan(
         model=model.name,
@@ -285,6 +290,7 @@ def _plan(
         prefill_s=limits.prefill_s,
         tokens_per_s=limits.tokens_per_s,
         limited_by=limits.limited_by,
+        times=times,
         collectives={p.name: p.collectives for p in programs},
         collective_bytes=communication,
         collectives_per_layer=sum(programs[1].collectives.values()) / layers if programs and layers else None,
@@ -300,19 +306,24 @@ class _Limits:
     limited_by: str = ""
 
 
-def _limits(
-    model: _Model,
-    chip: Chip,
-    plan: ShardingPlan,
-    batch: int,
-    context: int,
-    prompt: int,
-    programs: dict[str, Any] | None = None,
-) -> _Limits:
+def _bottleneck(step: ProgramTime, *, weights: float, cache: float) -> str:
+    """What a compiled step spends most of its time on."""
+    if step.limited_by == "memory":
+        return "weights" if weights >= cache else "cache"
+    return step.limited_by
+
+
+def _rows(plan: ShardingPlan, batch: int) -> int:
+    """Sequences of a device."""
+    return -(-batch // plan.mesh.shape[DATA])
+
+
+def _limits(model: _Model, chip: Chip, plan: ShardingPlan, batch: int, context: int, prompt: int) -> _Limits:
+    """The best case by arithmetic alone."""
     if not chip.bandwidth:
         return _Limits()
     mesh = plan.mesh
-    rows = -(-batch // mesh.shape[DATA])  # sequences per device
+    rows = _rows(plan, batch)
     parts = size_of(mesh, HEAD_AXES) * mesh.shape[EXPERT]
     weights = _read_bytes(model, plan, rows) / chip.bandwidth
     cache = _cache_bytes(model, plan, batch, context) / chip.bandwidth
@@ -320,18 +331,13 @@ def _limits(
     operations = rows * per_token / parts / chip.operations
     work = prompt * (model.operations_per_token + model.attention_per_token * prompt / 2)
     prefill = rows * work / parts / chip.operations
-    if programs is None:
-        hidden = model.config.get_text_config(decoder=True).hidden_size
-        layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 1)
-        messages = 2 * layers if parts > 1 else 0
-        step, first = rows * hidden * 2 * messages, rows * prompt * hidden * 2 * messages
-        counts = {"decode": messages, "prefill": messages}
-    else:
-        step, first = programs["decode"].collective_bytes, programs["prefill"].collective_bytes
-        counts = {name: sum(p.collectives.values()) for name, p in programs.items()}
+    hidden = model.config.get_text_config(decoder=True).hidden_size
+    layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 1)
+    messages = 2 * layers if parts > 1 else 0
+    step, first = rows * hidden * 2 * messages, rows * prompt * hidden * 2 * messages
     share = 2 * (parts - 1) / parts  # of a ring all-reduce
-    communication = share * step / chip.interconnect + counts["decode"] * _MESSAGE_S
-    prefill += share * first / chip.interconnect + counts["prefill"] * _MESSAGE_S
+    communication = share * step / chip.interconnect + messages * _MESSAGE_S
+    prefill += share * first / chip.interconnect + messages * _MESSAGE_S
     terms = {"weights": weights, "cache": cache, "operations": operations, "communication": communication}
     seconds = max(weights + cache, operations) + communication
     return _Limits(prefill_s=prefill, tokens_per_s=batch / seconds, limited_by=max(terms, key=lambda t: terms[t]))

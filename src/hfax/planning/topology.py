@@ -7,15 +7,14 @@ reports. Requires the compiler (`hfax[tpu]`, `hfax[plan-gpu]`) but no device.
 from __future__ import annotations
 
 import dataclasses
-import re
+import functools
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from transformers import GenerationConfig, PretrainedConfig
@@ -32,6 +31,7 @@ from hfax.load.quantize import Quantized, layouts, matrix_sharding, spec_of
 from hfax.load.skeleton import Skeleton
 from hfax.parallelism import plan_over
 from hfax.planning.devices import topology_devices
+from hfax.planning.hlo import Instruction, Program, collective_kind, kernel_name, parse
 from hfax.sharding.mesh import batch_axes, make_mesh
 from hfax.sharding.partition import ShardingPlan
 from hfax.tracing.abstract import open_skeleton, without_weights
@@ -66,6 +66,11 @@ class CompiledProgram:
     collective_bytes: int
     chosen: tuple[str, ...]
     text: str = dataclasses.field(repr=False)
+
+    @functools.cached_property
+    def hlo(self) -> Program:
+        """The instructions of the text."""
+        return parse(self.text)
 
 
 def compile_for(
@@ -252,67 +257,43 @@ def _compile(program: _Lowered, options: dict[str, str | bool]) -> CompiledProgr
     compiled = program.lowered.compile(compiler_options=options or None)
     seconds = time.perf_counter() - begin
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    names = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-    collectives = {n: len(re.findall(rf" {n}(?:-start)?\(", text)) for n in names}
+    parsed = parse(text)
+    collectives = [each for each in parsed.instructions() if collective_kind(each)]
     return CompiledProgram(
         name=program.name,
         trace_seconds=program.trace_seconds,
         compile_seconds=seconds,
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
-        kernels=_kernels(text),
-        large_copies=tuple(_large_copies(text)),
-        collectives={n: c for n, c in collectives.items() if c},
-        collective_bytes=sum(_result_bytes(line) for line in text.splitlines() if _COLLECTIVE.search(line)),
+        kernels=dict(Counter(filter(None, map(kernel_name, parsed.instructions())))),
+        large_copies=tuple(_large_copies(parsed)),
+        collectives=dict(Counter(filter(None, map(collective_kind, collectives)))),
+        collective_bytes=sum(max(array.num_bytes for array in each.arrays) for each in collectives),
         chosen=program.chosen,
         text=text,
     )
 
 
-_TRITON = "__gpu$xla.gpu.triton"
+_LARGE = 1 << 20
 
 
-def _kernels(text: str) -> dict[str, int]:
-    """How often each Pallas kernel is called."""
-    names = []
-    for line in text.splitlines():
-        if 'custom_call_target="tpu_custom_call"' in line:
-            names.append(line.partition(" = ")[0].strip().removeprefix("ROOT ").lstrip("%").rstrip(".0123456789"))
-        elif _TRITON in line and (found := re.search(r'[{,] ?name = "([^"]+)"', line)) is not None:
-            names.append(found.group(1))
-    return dict(Counter(names))
-
-
-_COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
-
-
-def _result_bytes(line: str) -> int:
-    """Size of the largest array that an instruction produces, in bytes."""
-    result = line.partition(" = ")[2].partition("(%")[0]
-    shapes = re.findall(r"\b(\w+)\[([\d,]*)\]", result)
-    sizes = [
-        _BYTES[kind] * int(np.prod([int(n) for n in dims.split(",") if n])) for kind, dims in shapes if kind in _BYTES
-    ]
-    return max(sizes, default=0)
-
-
-_BYTES = {"bf16": 2, "f32": 4, "s32": 4, "u32": 4, "s8": 1, "u8": 1, "pred": 1, "f16": 2}
-
-
-def _large_copies(text: str) -> list[str]:
-    """HLO instructions that copy 1 MiB or more within main memory."""
-    found = []
-    # S(1) is on-chip memory (VMEM): results produced there, and prefetch copies into it
-    in_fast_memory = set(re.findall(r"^\s*(?:ROOT )?%?([\w.-]+) = [^(]*\{[^}]*S\(1\)[^}]*\} ", text, re.MULTILINE))
-    for line in text.splitlines():
-        match = re.match(r"\s*(?:ROOT )?%?([\w.-]*copy[\w.-]*) = \(?(\w+)\[([\d,]*)\]", line)
-        source = re.search(r" copy\(%?([\w.-]+)\)", line)
-        if source is not None and source.group(1) in in_fast_memory:
+def _large_copies(program: Program) -> Iterator[str]:
+    """The instructions that copy 1 MiB or more within main memory."""
+    for computation, each in program.walk():
+        if not is_copy(program, each) or each.arrays[0].is_on_chip or each.arrays[0].num_bytes < _LARGE:
             continue
-        if match and match.group(2) in _BYTES and " copy-done(" not in line:
-            size = _BYTES[match.group(2)] * int(
-                np.prod([int(n) for n in match.group(3).split(",") if n], dtype=np.int64)
-            )
-            if size >= 1 << 20 and "S(1)" not in line:
-                found.append(f"{match.group(1)}: {match.group(2)}[{match.group(3)}]")
-    return found
+        source = computation.by_name.get(each.operands[0])
+        if source is None or not any(array.is_on_chip for array in source.arrays):
+            copy = each.arrays[0]
+            yield f"{each.name}: {copy.dtype}[{','.join(map(str, copy.shape))}]"
+
+
+_MOVES = frozenset({"parameter", "copy", "transpose", "bitcast", "reshape"})
+
+
+def is_copy(program: Program, instruction: Instruction) -> bool:
+    """Whether an instruction does nothing but copy an array, perhaps to another layout."""
+    if instruction.opcode == "fusion":
+        inside = {each.opcode for each in program.computations[instruction.called["calls"][0]].instructions}
+        return inside <= _MOVES and bool(inside & {"copy", "transpose"})
+    return instruction.opcode in ("copy", "copy-start")

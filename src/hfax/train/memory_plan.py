@@ -24,8 +24,10 @@ from hfax.lora.config import LoraConfig
 from hfax.parallelism import plan_over
 from hfax.planning.chips import Chip, chip_of
 from hfax.planning.devices import devices_of
-from hfax.planning.operations import operations_per_token
+from hfax.planning.hlo import parse
+from hfax.planning.operations import attention_per_pair, operations_per_token
 from hfax.planning.plan import USABLE
+from hfax.planning.program_time import ProgramTime, estimate
 from hfax.planning.topology import described_weights
 from hfax.sharding.layout import Layout
 from hfax.sharding.mesh import FSDP, TENSOR, attention_heads, make_mesh
@@ -34,9 +36,9 @@ from hfax.train.step import TrainStep
 Kind = Literal["full", "lora"]
 ASSUMPTIONS = (
     "Training uses AdamW and recomputes each layer in the backward pass. Trained weights, gradients and both Adam moments are "
-    "float32, split over the mesh; frozen weights and computation are bfloat16. The step time is a lower bound: the matrix "
-    "products of the forward pass, the recomputation and the backward pass at the chip's published peak. 6% of a chip's memory "
-    "is reserved for the runtime."
+    "float32, split over the mesh; frozen weights and computation are bfloat16. The time of a step that was not compiled is a lower "
+    "bound: the matrix products of the forward pass, the recomputation and the backward pass at the chip's published peak. 6% of a "
+    "chip's memory is reserved for the runtime."
 )
 _LORA = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
 
@@ -60,7 +62,9 @@ class TrainPlan:
             lower bound.
         memory_bytes: usable memory, in bytes per device, without the runtime's reserve.
         fits: whether everything fits.
-        step_s: lower bound on the step time, in seconds.
+        step_s: step time in seconds: estimated from the compiled step, or a lower bound if nothing was compiled.
+        peak_share: share of the devices' published operations that the model's own are in this time, without the recomputation.
+        times: what the time is spent on; None if nothing was compiled.
         compile_s: TPU compile time, in seconds; None: not compiled.
         problem: why the step was not compiled (if the estimate does not fit, it is skipped, because compiling is slow), or the
             compiler's message if it does not fit; "": none.
@@ -80,6 +84,8 @@ class TrainPlan:
     memory_bytes: int
     fits: bool
     step_s: float | None
+    peak_share: float | None
+    times: ProgramTime | None
     compile_s: float | None
     problem: str
 
@@ -157,7 +163,7 @@ def _plan(
     state = step.described_state()
     state_bytes, trained = _bytes(state), sum(a.size for a in state.params.values())
     frozen_bytes = _bytes({n: a for n, a in model.params.items() if n not in set(step.trainable)})
-    temporary, compile_s = _arithmetic(model, state, rows, length), None
+    temporary, compile_s, times = _arithmetic(model, state, rows, length), None, None
     room = int(chip.memory_bytes * USABLE)
     is_compiled = compiles and not problem
     is_hopeless = state_bytes + frozen_bytes + temporary > room
@@ -171,12 +177,19 @@ def _plan(
             memory: Any = compiled.memory_analysis()
             beside = memory.output_size_in_bytes - memory.alias_size_in_bytes
             temporary, compile_s = memory.temp_size_in_bytes + beside, time.perf_counter() - begin
+            times = estimate(parse(compiled.as_text()), machine)
         except HfaxError as error:
             problem = error.why
         except jax.errors.JaxRuntimeError as error:  # raised when the program does not fit
             problem = str(error).splitlines()[0]
     doubts = is_compiled and compile_s is None
-    operations = rows * length * (3 * operations_per_token(model.skeleton) + 2 * trained)
+    layers = config.get_text_config(decoder=True).num_hidden_layers
+    products = operations_per_token(model.skeleton)
+    attention = attention_per_pair(config, layers) * length / 2  # causal
+    # a backward pass has the products again for gradients of activations, those of trained weights, and twice the attention
+    own = rows * length * (2 * products + min(2 * trained, products) + 3 * attention)
+    recomputed, peak = rows * length * (products + attention), len(devices) * chip.operations
+    step_s = times.seconds if times is not None else (own + recomputed) / peak if peak else None
     return TrainPlan(
         model=name,
         machine=machine,
@@ -191,7 +204,9 @@ def _plan(
         temporary_bytes=temporary,
         memory_bytes=room,
         fits=not doubts and state_bytes + frozen_bytes + temporary <= room,
-        step_s=operations / len(devices) / chip.operations if chip.operations else None,
+        step_s=step_s,
+        peak_share=None if step_s is None else own / step_s / peak,
+        times=times,
         compile_s=compile_s,
         problem=problem,
     )
