@@ -40,13 +40,14 @@ _FAMILIES = (
     "ctc",
     "images",
     "indexers",
+    "latents",
     "norms",
     "packed_images",
     "steps",
     "windows",
     "torch_xla",
 )
-_OF_JAX = ("ops", "attention", "control_flow", "ctc", "images", "norms", "windows")
+_OF_JAX = ("ops", "attention", "control_flow", "ctc", "images", "latents", "norms", "windows")
 """The modules that import JAX; loaded only for the JAX backend."""
 
 _lock = threading.RLock()

@@ -31,7 +31,7 @@ from hfax.load.quantize import Quantized, layouts, matrix_sharding, spec_of
 from hfax.load.skeleton import Skeleton
 from hfax.parallelism import plan_over
 from hfax.planning.devices import topology_devices
-from hfax.planning.hlo import Instruction, Program, collective_kind, kernel_name, parse
+from hfax.planning.hlo import Program, collective_kind, kernel_name, parse
 from hfax.sharding.mesh import batch_axes, make_mesh
 from hfax.sharding.partition import ShardingPlan
 from hfax.tracing.abstract import open_skeleton, without_weights
@@ -280,20 +280,9 @@ _LARGE = 1 << 20
 def _large_copies(program: Program) -> Iterator[str]:
     """The instructions that copy 1 MiB or more within main memory."""
     for computation, each in program.walk():
-        if not is_copy(program, each) or each.arrays[0].is_on_chip or each.arrays[0].num_bytes < _LARGE:
+        is_copy = each.opcode in ("copy", "copy-start") or (each.opcode == "fusion" and "copy" in each.name)
+        if not is_copy or each.arrays[0].is_on_chip or each.arrays[0].num_bytes < _LARGE:
             continue
-        source = computation.by_name.get(each.operands[0])
-        if source is None or not any(array.is_on_chip for array in source.arrays):
-            copy = each.arrays[0]
+        copy, source = each.arrays[0], computation.by_name.get(each.operands[0])
+        if each.opcode == "fusion" or source is None or not any(array.is_on_chip for array in source.arrays):
             yield f"{each.name}: {copy.dtype}[{','.join(map(str, copy.shape))}]"
-
-
-_MOVES = frozenset({"parameter", "copy", "transpose", "bitcast", "reshape"})
-
-
-def is_copy(program: Program, instruction: Instruction) -> bool:
-    """Whether an instruction does nothing but copy an array, perhaps to another layout."""
-    if instruction.opcode == "fusion":
-        inside = {each.opcode for each in program.computations[instruction.called["calls"][0]].instructions}
-        return inside <= _MOVES and bool(inside & {"copy", "transpose"})
-    return instruction.opcode in ("copy", "copy-start")

@@ -92,7 +92,11 @@ def adapted(
         make = _embedding if isinstance(layer, torch.nn.Embedding) else _linear
         return make(layer, layer.forward, arrays, environment, dropout)
 
-    with forwards_replaced((layer, run(layer, arrays)) for layer, arrays in layers):
+    def marked(forward: Callable[..., Any]) -> Callable[..., Any]:
+        forward.has_adapter = True  # type: ignore[attr-defined]
+        return forward
+
+    with forwards_replaced((layer, marked(run(layer, arrays))) for layer, arrays in layers):
         yield
 
 

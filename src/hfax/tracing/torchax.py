@@ -28,6 +28,7 @@ from hfax.kernels import paged, precision, target
 from hfax.kernels import pool as pools
 from hfax.kernels.cache_numbers import FP8, to_cache
 from hfax.kernels.cache_write import cache_write
+from hfax.kernels.latents import Latents, queries_of_latents, values_of_latents
 from hfax.patches import masks, registry
 from hfax.patches.control_flow import applying_functions, collecting_checks
 from hfax.patches.packed_images import Segments
@@ -509,6 +510,13 @@ def _attention_forward(
     **kwargs: Any,
 ) -> tuple[Any, Any]:
     """transformers' attention interface: [batch, heads, length, dim] in, [batch, length, heads, dim] and probabilities out."""
+    if (latents := key.latents) is not None:
+        if not latents.is_expanded(query.shape[2]):
+            scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+            options = {"dropout": dropout, "is_causal": is_causal, "position_bias": position_bias, "softcap": softcap}
+            kwargs |= {**options, "scaling": scaling, "s_aux": s_aux}
+            return _attention_over_latents(module, query, latents, attention_mask, **kwargs)
+        key, value = latents.expand()
     if s_aux is None:  # some modules pass sinks as an argument, under either name, others as an attribute
         s_aux = kwargs.get("sinks", getattr(module, "sinks", None))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -566,6 +574,19 @@ def _attention_forward(
         return _times(out, of_values), probabilities
 
     return call_jax(compute, query, key, value, attention_mask, position_bias, s_aux)
+
+
+def _attention_over_latents(
+    module: torch.nn.Module, query: Any, latents: Latents, attention_mask: Any, **kwargs: Any
+) -> tuple[Any, Any]:
+    """`_attention_forward` without expanding keys and values."""
+    target.choose("attention: over latents, not expanded")
+    sizes = {"nope": latents.nope, "width": latents.width}
+    query = call_jax(functools.partial(queries_of_latents, **sizes), query, latents.weight)
+    keys = torch.cat((latents.compressed, latents.rotated), dim=-1)
+    values = latents.compressed.view(latents.compressed.shape)
+    out, probabilities = _attention_forward(module, query, keys, values, attention_mask, **kwargs)
+    return call_jax(functools.partial(values_of_latents, **sizes), out, latents.weight), probabilities
 
 
 def _attention_within_segments(

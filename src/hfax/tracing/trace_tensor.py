@@ -32,6 +32,7 @@ from hfax.tracing import host_reads
 
 if TYPE_CHECKING:
     from hfax.kernels.paged import Pages
+    from hfax.kernels.latents import Latents
     from hfax.kernels.pool import Pool
     from hfax.patches.masks import MaskStructure
 
@@ -98,6 +99,8 @@ class TraceTensor(torchax.tensor.Tensor):
         """Of keys: what the cache, its pages or its pool holds is to be multiplied by, keys and values; None: it is not scaled."""
         self.unscaled: jax.Array | None = None
         """The cache's own numbers in the dtype of these keys or values, if they are scaled."""
+        self.latents: Latents | None = None
+        """What these keys, and the values beside them, are made of; they are not expanded yet."""
         self.pool: Pool | None = None
         """The pool of pages that these keys were written to; attention reads it instead of them."""
 
@@ -122,7 +125,7 @@ class TraceTensor(torchax.tensor.Tensor):
     def _elem(self, array: Array) -> None:
         self._array, self._host, self._quantized = array, None, None
         self._sum = self.at_least = self.at_most = None  # they were the old value's
-        self.pages = self.held = self.pool = self.scales = self.unscaled = None
+        self.pages = self.held = self.pool = self.scales = self.unscaled = self.latents = None
 
     @property
     def quantized(self) -> QuantizedArray | None:

@@ -1,0 +1,271 @@
+"""What compiled programs of large models may move, send and keep, and what they do: `python benchmarks/budgets.py --markdown docs/budgets.md`.
+
+For models, accelerators and one or eight devices of each, prefill and decoding are compiled as `hfax plan` does, for the mesh that it
+chooses, with two layers of each kind (they are alike). A program is over its budget if
+
+- it copies a weight, or for each token a part of the cache (1 MiB or more) in main memory,
+- it gathers more than a MiB in a loop: a weight,
+- a device receives more than 5% above what is necessary: for each token two vectors a layer, one of the embeddings and one number for
+  the best logit,
+- its temporaries are more than 5% of the whole model's arguments, and more than 64 MB.
+
+Needs hfax[tpu] and hfax[plan-gpu], and no device. Ten minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+from shapes.published import config_of
+
+from hfax.parallelism import plan_over
+from hfax.planning.chips import num_devices
+from hfax.planning.devices import topology_devices
+from hfax.planning.hlo import Computation, Instruction, Program, collective_kind
+from hfax.planning.plan import make_plans
+from hfax.planning.topology import CompiledProgram, compile_programs
+from hfax.sharding.mesh import make_mesh
+from hfax.sharding.partition import ShardingPlan
+from hfax.tracing.abstract import open_skeleton
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-3-8b": {},
+    "llama-3-70b": {},
+    "qwen3-30b-a3b": {},
+    "gemma-3-12b": {"layer_types": ["sliding_attention", "full_attention"]},
+    "deepseek-v3": {"first_k_dense_replace": 1},
+    "qwen2.5-vl-7b": {},
+}
+"""Models, and what two layers of them need beside their number."""
+MACHINES = ("v5e:1x1", "v5e:2x4", "v6e:1x1", "v6e:2x4", "tpu7x:1x1x1", "tpu7x:2x2x1", "h100:1", "h100:8", "b200:1", "b200:8")
+BATCH, PROMPT, CONTEXT = 1, 512, 8192
+MB = 1e6
+_LARGE = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """A program beside its budget.
+
+    Args:
+        model, machine, mesh, program: what was compiled.
+        received_bytes: what a device receives in a step, or from a prompt; of two layers.
+        necessary_bytes: what it has to receive.
+        temporary_bytes: temporaries of a device.
+        allowed_bytes: temporaries that the budget allows.
+        kernels: number of calls of each Pallas kernel.
+        excesses: why it is over its budget, with the instruction and the line of modelling code.
+    """
+
+    model: str
+    machine: str
+    mesh: dict[str, int]
+    program: str
+    received_bytes: int
+    necessary_bytes: int
+    temporary_bytes: int
+    allowed_bytes: int
+    kernels: dict[str, int]
+    excesses: tuple[str, ...]
+
+
+def check(model: str, machine: str) -> list[Row]:
+    """Both programs of a model on a machine; none if its two layers do not fit.
+
+    Args:
+        model: of `MODELS`.
+        machine: as for `hfax plan`.
+    """
+    whole, config = config_of(model), _two_layers(model)
+    if model == "deepseek-v3" and num_devices(machine) == 1:
+        config.n_routed_experts //= 8
+    (arithmetic,) = make_plans(model, config, [machine], batches=[BATCH], context=CONTEXT, prompt=PROMPT, compiles=False)
+    skeleton = open_skeleton(config)
+    plan = plan_over(skeleton, make_mesh(arithmetic.mesh, config, topology_devices(machine)))
+    try:
+        programs = compile_programs(skeleton, plan, batch_size=BATCH, prompt_length=PROMPT, capacity=CONTEXT)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            return []
+        raise
+    text = whole.get_text_config(decoder=True)
+    added = (text.num_hidden_layers - 2) * _layer_bytes(plan)
+    rows = []
+    for program in programs:
+        tokens = BATCH * (1 if program.name == "decode" else PROMPT)
+        several = plan.mesh.size > 1
+        # the compilers send at least two rows; embeddings once more, and the best logit's value and place
+        necessary = several * int((2 * 2 + 1) * max(2, tokens) * text.hidden_size * 2 + 2 * 8 * BATCH)
+        allowed = max(int(0.05 * (program.argument_bytes + added)), int(64 * MB))
+        rows.append(
+            Row(
+                model=model,
+                machine=machine,
+                mesh=arithmetic.mesh,
+                program=program.name,
+                received_bytes=program.collective_bytes,
+                necessary_bytes=necessary,
+                temporary_bytes=program.temporary_bytes,
+                allowed_bytes=allowed,
+                kernels=program.kernels,
+                excesses=tuple(_excesses(program, necessary, allowed)),
+            )
+        )
+    return rows
+
+
+def _two_layers(model: str) -> Any:
+    """The model's config, with two layers."""
+    config = config_of(model)
+    text: Any = config.get_text_config(decoder=True)
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:2]
+    for name, value in {"num_hidden_layers": 2, **MODELS[model]}.items():
+        setattr(text, name, value)
+    return config
+
+
+def _layer_bytes(plan: ShardingPlan) -> int:
+    """Bytes of the last of two layers, on a device."""
+    return sum(w.bytes_per_device(plan.mesh) for name, w in plan.weights.items() if ".layers.1." in f".{name}")
+
+
+def _excesses(program: CompiledProgram, necessary: int, allowed: int) -> Iterator[str]:
+    hlo = program.hlo
+    loops = {name: (outer, i) for outer, i in hlo.walk() if i.opcode == "while" for name in i.called["body"]}
+    for computation, each in hlo.walk():
+        where = f"{each.name} ({each.scope or '?'}, {hlo.source(each) or '?'})"
+        if each.opcode.endswith("-done"):
+            continue
+        size = max((a.num_bytes for a in each.arrays if not a.is_on_chip), default=0)
+        if size >= _LARGE and _is_copy(hlo, each) and (kept := _kept(computation, each, loops)) is not None:
+            # a cache is brought to the layout of a loop once a call
+            if computation.name in loops or "cache" not in kept:
+                yield f"copies {size / MB:.1f} MB of {kept}: {where}"
+        if collective_kind(each) == "all-gather" and computation.name in loops and size >= _LARGE:
+            yield f"gathers {size / MB:.1f} MB for each token: {where}"
+    if program.collective_bytes > 1.05 * necessary:
+        sent = [i for i in hlo.instructions() if collective_kind(i)]
+        largest = max(sent, key=lambda i: i.num_bytes)
+        yield (
+            f"receives {program.collective_bytes / MB:.2f} MB, {necessary / MB:.2f} are necessary; most by {largest.name} "
+            f"({largest.scope}, {hlo.source(largest)})"
+        )
+    if program.temporary_bytes > allowed:
+        made = [(c, i) for c, i in hlo.walk() if i.opcode in ("fusion", "copy", "custom-call", "dot", "convolution")]
+        _, largest = max(made, key=lambda found: sum(a.num_bytes for a in found[1].arrays if not a.is_on_chip))
+        yield (
+            f"has {program.temporary_bytes / MB:.1f} MB of temporaries, {allowed / MB:.1f} are allowed; the largest result is "
+            f"{largest.num_bytes / MB:.1f} MB of {largest.name} ({largest.scope}, {hlo.source(largest)})"
+        )
+
+
+_MOVES = frozenset({"parameter", "copy", "transpose", "bitcast", "reshape"})
+
+
+def _is_copy(program: Program, instruction: Instruction) -> bool:
+    """Whether an instruction does nothing but copy an array, perhaps to another layout, from and to main memory."""
+    if instruction.opcode == "fusion":
+        inside = {each.opcode for each in program.computations[instruction.called["calls"][0]].instructions}
+        return inside <= _MOVES and bool(inside & {"copy", "transpose"})
+    return instruction.opcode == "copy" or (
+        instruction.opcode == "copy-start" and not any(array.is_on_chip for array in instruction.arrays[:2])
+    )
+
+
+_VIEWS = ("bitcast", "get-tuple-element", "reshape", "optimization-barrier")
+
+
+def _kept(
+    computation: Computation, copy: Instruction, loops: Mapping[str, tuple[Computation, Instruction]]
+) -> str | None:
+    """The name of the argument that is copied, perhaps as a part of a loop's state; None: what is copied was computed."""
+    name, place = copy.operands[0], 0
+    while (source := computation.by_name.get(name)) is not None and source.operands:
+        if source.opcode not in (*_VIEWS, "tuple"):
+            return None
+        if source.opcode == "get-tuple-element":
+            place = int(source.attribute(r"index=(\d+)") or 0)
+        name = source.operands[place if source.opcode == "tuple" else 0]
+    if source is None or source.opcode != "parameter":
+        return None
+    if computation.name not in loops:
+        return source.scope or source.name
+    outer, loop = loops[computation.name]
+    state = outer.by_name[loop.operands[0]]
+    given = state.operands[place] if state.opcode == "tuple" else state.name
+    return _kept(outer, dataclasses.replace(copy, operands=(given,)), loops) or f"a loop's state, {given}"
+
+
+def markdown(rows: list[Row], missing: list[str]) -> str:
+    """The table for the docs."""
+    lines = [
+        "# Budgets of compiled programs",
+        "",
+        "Made by `python benchmarks/budgets.py --markdown docs/budgets.md`: programs of a prompt of 512 tokens and of decoding with a",
+        "cache of 8,192, batch 1, bfloat16, compiled by libtpu and XLA's GPU compiler for machines that are not there. Layers are alike, so",
+        "two of each model are compiled; of DeepSeek-V3, one device has the eighth of a layer's experts. No program copies a weight, or the",
+        "cache for each token, or gathers a weight for each token; a program that does, that",
+        " receives more than 5% above what it has to, or whose temporaries are more than 64 MB and 5% of the whole model's arguments,",
+        "fails `make test-tpu_compile` or `make test-gpu_compile`, with the instruction and the line of modelling code.",
+        "",
+        "MB a device: received of two layers and necessary, temporaries and allowed. Kernels are Pallas kernels; other products are XLA's.",
+        "",
+        "| model | machine | mesh | program | received | temporaries | kernels |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        mesh = ", ".join(f"{name} {size}" for name, size in row.mesh.items())
+        kernels = ", ".join(f"{count} {name}" for name, count in row.kernels.items()) or "none"
+        over = "".join(f"; over: {text}" for text in row.excesses)
+        lines.append(
+            f"| {row.model} | {row.machine} | {mesh} | {row.program} | {row.received_bytes / MB:.2f} of "
+            f"{row.necessary_bytes / MB:.2f} | {row.temporary_bytes / MB:.1f} of {row.allowed_bytes / MB:.0f} | {kernels}{over} |"
+        )
+    if missing:
+        lines += ["", "Two layers do not fit: " + ", ".join(missing) + "."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Compile, print and write; 1 when a program is over its budget."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--machines", nargs="+", default=list(MACHINES))
+    parser.add_argument("--json-file", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    options = parser.parse_args()
+    rows: list[Row] = []
+    missing: list[str] = []
+    for model in options.models:
+        for machine in options.machines:
+            found = check(model, machine)
+            rows += found
+            if not found:
+                missing.append(f"{model} on {machine}")
+                print(f"{model} {machine}: does not fit", flush=True)
+            for row in found:
+                print(
+                    f"{model} {machine} {row.mesh} {row.program}: receives {row.received_bytes / MB:.2f} of "
+                    f"{row.necessary_bytes / MB:.2f} MB, temporaries {row.temporary_bytes / MB:.1f} of {row.allowed_bytes / MB:.0f} MB, "
+                    f"kernels {row.kernels}" + "".join(f"\n  OVER: {text}" for text in row.excesses),
+                    flush=True,
+                )
+    if options.json_file:
+        options.json_file.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+    if options.markdown:
+        options.markdown.write_text(markdown(rows, missing))
+    return int(any(row.excesses for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
