@@ -70,7 +70,13 @@ def saved(kind, folder):
     return model
 
 
-OPTIONS = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "output_scores": True, "return_dict_in_generate": True}
+OPTIONS = {
+    "max_new_tokens": 8,
+    "do_sample": False,
+    "eos_token_id": None,
+    "output_scores": True,
+    "return_dict_in_generate": True,
+}
 OWN = ("deepseek_v3", "deepseek_v32")
 OTHERS = (
     *("glm4_moe_lite", "longcat_flash", "minicpm3", "youtu", "axk1", "axk2", "glm_moe_dsa", "hy_v4", "dots3_note"),

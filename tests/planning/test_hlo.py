@@ -10,7 +10,7 @@ from jax.sharding import SingleDeviceSharding
 from hfax.planning import hlo
 from hfax.planning.devices import topology_devices
 
-TEXT = '''\
+TEXT = """\
 HloModule jit_step, is_scheduled=true
 
 FileNames
@@ -58,7 +58,7 @@ ENTRY %main (arg.0: bf16[8,16], arg.1: f32[16]) -> bf16[8] {
   %loop = (s32[], bf16[8,16]{1,0}) while(%start), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"3"}}
   ROOT %fusion.1 = bf16[8]{0:T(1024)(128)(2,1)S(1)} fusion(%arg.0, %arg.1), kind=kLoop, calls=%fused, metadata={op_name="jit(step)/while/body/model/layers.3/mlp/up_proj/dot_general" stack_frame_id=2}
 }
-'''  # noqa: E501
+"""  # noqa: E501
 
 
 def test_instructions_of_a_program():
@@ -85,7 +85,8 @@ def test_instructions_of_a_program():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bits"), [("bf16", 16), ("f8e4m3fn", 8), ("s4", 4), ("pred", 8), ("f32", 32), ("token", 0), ("f4e2m1fn", 4)]
+    ("dtype", "bits"),
+    [("bf16", 16), ("f8e4m3fn", 8), ("s4", 4), ("pred", 8), ("f32", 32), ("token", 0), ("f4e2m1fn", 4)],
 )
 def test_bits_of_a_dtype(dtype, bits):
     assert hlo.bits_of(dtype) == bits

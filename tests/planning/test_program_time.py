@@ -14,7 +14,9 @@ BANDWIDTH, PEAK = V5E.bandwidth * _TPU.bandwidth, V5E.operations * _TPU.operatio
 def timed(*lines, machine="v5e:1x1", others="", is_loop=False):
     """The estimate of an entry computation of these lines."""
     body = "\n".join(f"  {line}" for line in lines)
-    return estimate(hlo.parse(f"HloModule m\n\n{others}\nENTRY %main () -> f32[] {{\n{body}\n}}\n"), machine, is_loop=is_loop)
+    return estimate(
+        hlo.parse(f"HloModule m\n\n{others}\nENTRY %main () -> f32[] {{\n{body}\n}}\n"), machine, is_loop=is_loop
+    )
 
 
 WEIGHT = "%w = bf16[1024,1024]{1,0} parameter(0)"
@@ -231,7 +233,14 @@ def test_parts_of_a_model():
 
 @pytest.mark.parametrize(
     ("machine", "share"),
-    [("v5e:2x2", 2 / 4), ("v5e:1x1", 1 / 4), ("v6e:16x16", 1.0), ("v5p:4x4x4", 1.0), ("v5p:2x2x1", 2 / 6), ("h100:8", 1.0)],
+    [
+        ("v5e:2x2", 2 / 4),
+        ("v5e:1x1", 1 / 4),
+        ("v6e:16x16", 1.0),
+        ("v5p:4x4x4", 1.0),
+        ("v5p:2x2x1", 2 / 6),
+        ("h100:8", 1.0),
+    ],
 )
 def test_links_of_a_corner(machine, share):
     chip = CHIPS[machine.partition(":")[0]]

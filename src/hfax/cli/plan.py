@@ -184,7 +184,18 @@ def _plan_training(
 
     out = Console() if sys.stdout.isatty() else Console(width=FILE_WIDTH)
     table = Table(title=f"{model}: fine-tuning on rows of {length:,} tokens, GB per device", box=box.SIMPLE_HEAD)
-    for column in ("machine", "training", "mesh", "rows", "fits", "state+frozen+temp.", "of", "step s", "of peak", "compile s"):
+    for column in (
+        "machine",
+        "training",
+        "mesh",
+        "rows",
+        "fits",
+        "state+frozen+temp.",
+        "of",
+        "step s",
+        "of peak",
+        "compile s",
+    ):
         table.add_column(column, justify="left" if column in ("machine", "training", "mesh", "fits") else "right")
     for p in plans:
         table.add_row(

@@ -1,8 +1,8 @@
 """Attention over latents: keys and values that are products of one cached vector for all heads, without expanding them.
 
-In multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1) a token's keys and values of all heads are
-a matrix times its latent, `k = U_k c` and `v = U_v c`. Since `q · (U_k c) = (U_k^T q) · c`, a few queries are multiplied with the matrix
-instead of all cached tokens: the latents are the keys, and the values, of one head that all queries share.
+In multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1) a token's keys and values of all heads
+are a matrix times its latent, `k = U_k c` and `v = U_v c`. Since `q · (U_k c) = (U_k^T q) · c`, a few queries are multiplied with
+the matrix instead of all cached tokens: the latents are the keys, and the values, of one head that all queries share.
 """
 
 from __future__ import annotations

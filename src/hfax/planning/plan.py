@@ -34,9 +34,9 @@ from hfax.sharding.partition import ShardingPlan
 from hfax.tracing.abstract import open_skeleton, without_weights
 
 ASSUMPTIONS = (
-    "Times of what was not compiled are limits: memory is read at the chip's published bandwidth, matrices multiply at its published bfloat16 peak, "
-    "messages take 1 microsecond each plus transfer at the published interconnect bandwidth, and nothing overlaps. A decoding "
-    "step reads every weight it uses once and every sequence's whole cache at full context; for experts, the average number "
+    "Times of what was not compiled are limits: memory is read at the chip's published bandwidth, matrices multiply at its "
+    "published bfloat16 peak, messages take 1 microsecond each plus transfer at the published interconnect bandwidth, and nothing "
+    "overlaps. A decoding step reads every weight it uses once and every sequence's whole cache at full context; for experts, the average number "
     "that its tokens select. 6% of a chip's memory is reserved for the runtime."
 )
 USABLE = 0.94
@@ -66,8 +66,8 @@ class Plan:
         fits: whether everything fits.
         longest_context: longest context that fits with this batch; 0 if none does.
         largest_batch: largest batch that fits with this context.
-        prefill_s: time to first token of all sequences, in seconds: estimated from the compiled program, or the best case if nothing
-            was compiled; None if the chip's speed is not published.
+        prefill_s: time to first token of all sequences, in seconds: estimated from the compiled program, or the best case if
+            nothing was compiled; None if the chip's speed is not published.
         tokens_per_s: throughput over all sequences, likewise.
         limited_by: bottleneck of a decoding step: "weights", "cache", "operations", "communication" or "launches"; "" if the chip's
             speed is not published.

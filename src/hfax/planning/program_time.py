@@ -10,17 +10,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from hfax.kernels.encodings import BITS
 from hfax.planning.chips import Chip, Links, chip_of, links_of
 from hfax.planning.hlo import Array, Computation, Instruction, Program, bits_of, collective_kind, kernel_name
 
-NAMES = ("memory", "operations", "communication", "launches")
+NAMES: tuple[str, ...] = ("memory", "operations", "communication", "launches")
 ASSUMPTIONS = (
-    "Times are estimated from the compiled programs: each instruction takes the longer of its memory traffic and its operations, and "
-    "its launch; collectives take their bytes on a ring and their latency. Of the published figures, programs reach 86% of the "
+    "Times are estimated from the compiled programs: each instruction takes the longer of its memory traffic and its operations, "
+    "and its launch; collectives take their bytes on a ring and their latency. Of the published figures, programs reach 86% of the "
     "bandwidth, 80% of the operations and 88% of the links on TPUs, and 75%, 77% and 80% on GPUs. A decoding step reads every "
     "sequence's whole cache at full context. The host's own time and sampling with options are not in it."
 )
@@ -38,13 +37,13 @@ class _Reached:
 
 
 _TPU = _Reached(bandwidth=0.86, operations=0.8, links=0.88, launch_s=1e-6, latency_s=1e-6)
-"""Bandwidth: Ragged Paged Attention on TPU7x (arXiv:2604.15464), whose prefill, all counted, reaches 73% of the operations. Links: a
-published microbenchmark of TPU7x (sglang-jax, 86 to 92%). A launch: libtpu's own estimate for a fusion of one vector, 1,800 cycles.
-A hop: "How to Scale Your Model" (jax-ml.github.io/scaling-book)."""
+"""Bandwidth: Ragged Paged Attention on TPU7x (arXiv:2604.15464), whose prefill, all counted, reaches 73% of the operations.
+Links: a published microbenchmark of TPU7x (sglang-jax, 86 to 92%). A launch: libtpu's own estimate for a fusion of one vector,
+1,800 cycles. A hop: "How to Scale Your Model" (jax-ml.github.io/scaling-book)."""
 _GPU = _Reached(bandwidth=0.75, operations=0.77, links=0.8, launch_s=1.5e-6, latency_s=8e-6)
-"""Measured on an H200 (docs/performance.md): products with weights read 3.5 of 4.8 TB/s in a decoding step, 4.4 at most; large products
-reach 722 to 798 of 989 Tflop/s; small kernels take about 1.7 microseconds each. With the same share of an A100's bandwidth, a step has
-the time that gpt-fast's README gives. Links and a message are assumed."""
+"""Measured on an H200 (docs/performance.md): products with weights read 3.5 of 4.8 TB/s in a decoding step, 4.4 at most; large
+products reach 722 to 798 of 989 Tflop/s; small kernels take about 1.7 microseconds each. With the same share of an A100's bandwidth,
+a step has the time that gpt-fast's README gives. Links and a message are assumed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +96,7 @@ def estimate(program: Program, machine: str, *, is_loop: bool = False) -> Progra
     return ProgramTime(
         seconds=sum(timeline.shares.values()),
         shares=timeline.shares,
-        parts=dict(timeline.parts.most_common()),
+        parts=dict(sorted(timeline.parts.items(), key=lambda part: -part[1])),
         num_bytes=timeline.num_bytes,
         operations=timeline.operations,
         sent_bytes=timeline.sent_bytes,
@@ -123,7 +122,19 @@ _FREE = frozenset(
     }
 )
 _LAUNCHED = frozenset(
-    {"fusion", "custom-call", "copy", "reduce", "dot", "convolution", "sort", "scatter", "gather", "transpose", "select-and-scatter"}
+    {
+        "fusion",
+        "custom-call",
+        "copy",
+        "reduce",
+        "dot",
+        "convolution",
+        "sort",
+        "scatter",
+        "gather",
+        "transpose",
+        "select-and-scatter",
+    }
 )
 _COPIES = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start")
 
@@ -139,8 +150,8 @@ class _Timeline:
         self._copies: dict[str, float] = {}  # seconds left of each, in the order of their start
         self._messages: dict[str, float] = {}  # when each arrives
         self._now, self._links_free = 0.0, 0.0
-        self.shares = dict.fromkeys(NAMES, 0.0)
-        self.parts: Counter[str] = Counter()
+        self.shares: dict[str, float] = dict.fromkeys(NAMES, 0.0)
+        self.parts: dict[str, float] = {}
         self.num_bytes = self.operations = self.sent_bytes = 0.0
         self.num_launches = 0
 
@@ -186,11 +197,15 @@ class _Timeline:
             is_launch = opcode in _LAUNCHED
             launch = self._reached.launch_s if is_launch else 0.0
             self.num_launches += is_launch
-            self.parts[part_of(instruction)] += max(memory, operations) + launch
+            self._count(instruction, max(memory, operations) + launch)
             self._spend("memory" if memory > operations else "operations", max(memory, operations), memory)
             self._spend("launches", launch)
             for inner in _collectives_inside(self._program, instruction):
                 self._send(*inner)
+
+    def _count(self, instruction: Instruction, seconds: float) -> None:
+        part = part_of(instruction)
+        self.parts[part] = self.parts.get(part, 0.0) + seconds
 
     def _spend(self, name: str, seconds: float, memory: float = 0.0) -> None:
         """Let time pass, `memory` seconds of which the instruction itself occupies the memory; copies take the rest."""
@@ -215,7 +230,7 @@ class _Timeline:
         seconds, sent = message(computation, instruction, self._links, self._reached)
         self.sent_bytes += sent
         self.num_launches += 1
-        self.parts[part_of(instruction)] += seconds
+        self._count(instruction, seconds)
         self._links_free = max(self._now, self._links_free) + seconds
         if instruction.opcode.endswith("-start"):
             self._messages[instruction.name] = self._links_free
@@ -251,10 +266,8 @@ def part_of(instruction: Instruction) -> str:
 _NOT_MODULES = ("shard_map", "while", "body", "cond", "closed_call", "checkpoint", "rematted_computation", "jit")
 
 
-def message(
-    computation: Computation, instruction: Instruction, links: Links, reached: _Reached
-) -> tuple[float, float]:
-    """Seconds of a collective, and the bytes that a device sends, on a ring; over several hosts, on one in each and one of hosts."""
+def message(computation: Computation, instruction: Instruction, links: Links, reached: _Reached) -> tuple[float, float]:
+    """Seconds of a collective, and the bytes that a device sends: on a ring, or on one in each host and one of hosts."""
     kind, size = collective_kind(instruction), _group_size(instruction)
     if size == 1:
         return 0.0, 0.0
@@ -322,7 +335,9 @@ def cost_of(program: Program, computation: Computation, instruction: Instruction
         case "dynamic-slice" | "slice" | "gather":
             return Cost(2 * _in_memory(instruction.arrays))
         case "dynamic-update-slice" | "scatter":
-            return Cost(2 * _in_memory(operands[min(1 if instruction.opcode.startswith("d") else 2, len(operands) - 1)].arrays))
+            return Cost(
+                2 * _in_memory(operands[min(1 if instruction.opcode.startswith("d") else 2, len(operands) - 1)].arrays)
+            )
         case "dot" | "convolution":
             return Cost(whole + _in_memory(instruction.arrays), _product(computation, instruction))
     return Cost(whole + _in_memory(instruction.arrays))
@@ -418,8 +433,14 @@ def _depth_of_convolution(instruction: Instruction, kernel: Array) -> int:
     """
     window = re.search(r"window=\{([^}]*)\}", instruction.attributes)
     fields = dict(part.split("=") for part in window.group(1).split()) if window else {}
-    sizes, pads, dilations = (fields[name].split("x") if name in fields else [] for name in ("size", "pad", "lhs_dilate"))
-    spread = {axis for axis, (size, pad) in enumerate(zip(sizes, pads, strict=False)) if pad == f"{int(size) - 1}_{int(size) - 1}"}
+    sizes, pads, dilations = (
+        fields[name].split("x") if name in fields else [] for name in ("size", "pad", "lhs_dilate")
+    )
+    spread = {
+        axis
+        for axis, (size, pad) in enumerate(zip(sizes, pads, strict=False))
+        if pad == f"{int(size) - 1}_{int(size) - 1}"
+    }
     spread |= {axis for axis, dilation in enumerate(dilations) if dilation != "1"}
     labels = instruction.attribute(r"dim_labels=\w+_(\w+)->\w+") or ""
     return math.prod(

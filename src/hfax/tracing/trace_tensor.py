@@ -31,8 +31,8 @@ from hfax.load.host_arrays import to_numpy
 from hfax.tracing import host_reads
 
 if TYPE_CHECKING:
-    from hfax.kernels.paged import Pages
     from hfax.kernels.latents import Latents
+    from hfax.kernels.paged import Pages
     from hfax.kernels.pool import Pool
     from hfax.patches.masks import MaskStructure
 

@@ -36,9 +36,9 @@ from hfax.train.step import TrainStep
 Kind = Literal["full", "lora"]
 ASSUMPTIONS = (
     "Training uses AdamW and recomputes each layer in the backward pass. Trained weights, gradients and both Adam moments are "
-    "float32, split over the mesh; frozen weights and computation are bfloat16. The time of a step that was not compiled is a lower "
-    "bound: the matrix products of the forward pass, the recomputation and the backward pass at the chip's published peak. 6% of a "
-    "chip's memory is reserved for the runtime."
+    "float32, split over the mesh; frozen weights and computation are bfloat16. The time of a step that was not compiled is a "
+    "lower bound: the matrix products of the forward pass, the recomputation and the backward pass at the chip's published peak. "
+    "6% of a chip's memory is reserved for the runtime."
 )
 _LORA = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
 
@@ -177,7 +177,7 @@ def _plan(
             memory: Any = compiled.memory_analysis()
             beside = memory.output_size_in_bytes - memory.alias_size_in_bytes
             temporary, compile_s = memory.temp_size_in_bytes + beside, time.perf_counter() - begin
-            times = estimate(parse(compiled.as_text()), machine)
+            times = estimate(parse(compiled.as_text() or ""), machine)
         except HfaxError as error:
             problem = error.why
         except jax.errors.JaxRuntimeError as error:  # raised when the program does not fit
