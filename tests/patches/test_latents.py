@@ -51,6 +51,20 @@ def test_products_with_latents_are_those_with_expanded_keys_and_values(given):
         np.testing.assert_allclose(found, jnp.einsum("bhqk,bhkd->bqhd", shares, values), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_products_of_half_precision_are_added_up_in_float32(given, dtype):
+    sizes = {"nope": NOPE, "width": WIDTH}
+    query, weight = given["query"].astype(dtype), given["weight"].astype(dtype)
+    found = queries_of_latents(query, weight, **sizes)
+    exact = queries_of_latents(query.astype(jnp.float32), weight.astype(jnp.float32), **sizes)
+    assert found.dtype == dtype
+    np.testing.assert_allclose(found.astype(jnp.float32), exact, rtol=float(jnp.finfo(dtype).eps), atol=1e-6)
+    weighted = jnp.broadcast_to(given["latents"][:, :, :HEADS].astype(dtype), (2, 3, HEADS, RANK))
+    values = values_of_latents(weighted, weight, **sizes)
+    exact = values_of_latents(weighted.astype(jnp.float32), weight.astype(jnp.float32), **sizes)
+    np.testing.assert_allclose(values.astype(jnp.float32), exact, rtol=float(jnp.finfo(dtype).eps), atol=1e-6)
+
+
 @pytest.mark.parametrize(("num_queries", "is_expanded"), [(1, False), (128, False), (256, True), (8192, True)])
 def test_many_queries_are_cheaper_with_expanded_keys(num_queries, is_expanded):
     """DeepSeek V3's sizes: a pair costs 768 operations more, a token 131,072 to expand."""

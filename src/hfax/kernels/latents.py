@@ -64,8 +64,8 @@ def queries_of_latents(query: jax.Array, weight: jax.Array, *, nope: int, width:
         [batch, heads, queries, rank + rotary].
     """
     of_keys, _ = _of_heads(weight, nope, width)
-    product = jnp.einsum("bhqn,hnr->bhqr", query[..., :nope], of_keys, preferred_element_type=jnp.float32)
-    return jnp.concatenate([product.astype(query.dtype), query[..., nope:]], axis=-1)
+    product = _product_by_heads(query[..., :nope].transpose(1, 0, 2, 3), of_keys).transpose(1, 0, 2, 3)
+    return jnp.concatenate([product, query[..., nope:]], axis=-1)
 
 
 def values_of_latents(out: jax.Array, weight: jax.Array, *, nope: int, width: int) -> jax.Array:
@@ -81,5 +81,16 @@ def values_of_latents(out: jax.Array, weight: jax.Array, *, nope: int, width: in
         [batch, queries, heads, width].
     """
     _, of_values = _of_heads(weight, nope, width)
-    product = jnp.einsum("bqhr,hwr->bqhw", out, of_values, preferred_element_type=jnp.float32)
-    return product.astype(out.dtype)
+    return _product_by_heads(out.transpose(2, 0, 1, 3), of_values.transpose(0, 2, 1)).transpose(1, 2, 0, 3)
+
+
+def _product_by_heads(x: jax.Array, matrices: jax.Array) -> jax.Array:
+    """[heads, .., .., out] of [heads, .., .., in] and [heads, in, out], added up in float32.
+
+    Heads come first, and rows are one dimension: XLA:CPU has other forms of this product not for bfloat16 with a float32 result.
+    """
+    heads, *rows, width = x.shape
+    product = jax.lax.dot_general(
+        x.reshape(heads, -1, width), matrices, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
+    )
+    return product.astype(x.dtype).reshape(heads, *rows, -1)

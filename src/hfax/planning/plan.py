@@ -36,8 +36,8 @@ from hfax.tracing.abstract import open_skeleton, without_weights
 ASSUMPTIONS = (
     "Times of what was not compiled are limits: memory is read at the chip's published bandwidth, matrices multiply at its "
     "published bfloat16 peak, messages take 1 microsecond each plus transfer at the published interconnect bandwidth, and nothing "
-    "overlaps. A decoding step reads every weight it uses once and every sequence's whole cache at full context; for experts, the average number "
-    "that its tokens select. 6% of a chip's memory is reserved for the runtime."
+    "overlaps. A decoding step reads every weight it uses once and every sequence's whole cache at full context; for experts, the "
+    "average number that its tokens select. 6% of a chip's memory is reserved for the runtime."
 )
 USABLE = 0.94
 """Usable share of a chip's memory; the rest is reserved for the runtime."""

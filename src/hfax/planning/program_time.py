@@ -42,8 +42,8 @@ Links: a published microbenchmark of TPU7x (sglang-jax, 86 to 92%). A launch: li
 1,800 cycles. A hop: "How to Scale Your Model" (jax-ml.github.io/scaling-book)."""
 _GPU = _Reached(bandwidth=0.75, operations=0.77, links=0.8, launch_s=1.5e-6, latency_s=8e-6)
 """Measured on an H200 (docs/performance.md): products with weights read 3.5 of 4.8 TB/s in a decoding step, 4.4 at most; large
-products reach 722 to 798 of 989 Tflop/s; small kernels take about 1.7 microseconds each. With the same share of an A100's bandwidth,
-a step has the time that gpt-fast's README gives. Links and a message are assumed."""
+products reach 722 to 798 of 989 Tflop/s; small kernels take about 1.7 microseconds each. With the same share of an A100's
+bandwidth, a step has the time that gpt-fast's README gives. Links and a message are assumed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
