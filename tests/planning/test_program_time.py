@@ -245,3 +245,20 @@ def test_parts_of_a_model():
 def test_links_of_a_corner(machine, share):
     chip = CHIPS[machine.partition(":")[0]]
     assert links_of(machine).bandwidth == pytest.approx(share * chip.interconnect)
+
+
+def test_a_device_reads_the_experts_that_tokens_choose():
+    """Of 8 choices among 64 experts, a device with 16 of them reads 1.88 on average; its rows are padded to tiles."""
+    lines = [
+        "%t = s32[8]{0} parameter(0)",
+        "%u = s32[1]{0} parameter(1)",
+        "%x = bf16[128,256]{1,0} parameter(2)",
+        "%v = bf16[16,512,256]{2,1,0} parameter(3)",
+    ]
+    program = hlo.parse(
+        "HloModule m\n\nENTRY %main () -> f32[] {\n"
+        + "\n".join(f"  {line}" for line in [*lines, triton("grouped_linear", "f32[128,512]", "%t, %u, %x, %v")])
+        + "\n}\n"
+    )
+    found = estimate(program, "h100:4", num_experts=64).num_bytes - 128 * (256 * 2 + 512 * 4) - 9 * 4
+    assert found == pytest.approx(16 * (1 - (63 / 64) ** 8) * 512 * 256 * 2)

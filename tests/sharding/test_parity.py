@@ -43,6 +43,21 @@ CONFIGS = {
         sliding_window=8,
         layer_types=["sliding_attention", "full_attention"],
     ),
+    "latents": transformers.DeepseekV3Config(
+        **TEXT,
+        num_key_value_heads=8,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        first_k_dense_replace=1,
+        moe_intermediate_size=32,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+    ),
     "state_space": transformers.MambaConfig(
         vocab_size=128,
         hidden_size=64,
@@ -117,6 +132,7 @@ ON_EVERY_CHANGE = {
     ("biased_experts", "expert 4, data 2"),
     ("state_space", "tensor 2"),
     ("encoder_decoder", "fsdp 2, tensor 2, data 2"),
+    ("latents", "tensor 4"),
     ("learned_positions", "tensor 8"),
 }
 """Every kind of model and every mesh; the sweep runs all pairs."""

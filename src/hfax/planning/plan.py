@@ -29,7 +29,7 @@ from hfax.planning.chips import Chip, chip_of
 from hfax.planning.devices import devices_of
 from hfax.planning.operations import attention_per_pair, operations_per_token, used_numbers
 from hfax.planning.program_time import ProgramTime, estimate
-from hfax.sharding.mesh import DATA, EXPERT, HEAD_AXES, TENSOR, fitting_sizes, make_mesh, size_of
+from hfax.sharding.mesh import DATA, EXPERT, HEAD_AXES, TENSOR, fitting_sizes, make_mesh, num_experts, size_of
 from hfax.sharding.partition import ShardingPlan
 from hfax.tracing.abstract import open_skeleton, without_weights
 
@@ -260,7 +260,8 @@ def _plan(
     weights, cache = plan.bytes_per_device, _cache_bytes(model, plan, batch, context)
     left = room - weights - (temporaries or 0)
     communication = {p.name: p.collective_bytes for p in programs}
-    times = {p.name: estimate(p.hlo, machine, is_loop=p.name == "decode") for p in programs}
+    experts = num_experts(model.config) or None
+    times = {p.name: estimate(p.hlo, machine, is_loop=p.name == "decode", num_experts=experts) for p in programs}
     if programs:
         limits = _Limits(
             prefill_s=times["prefill"].seconds,

@@ -74,18 +74,20 @@ class ProgramTime:
         return max(self.shares, key=lambda name: self.shares[name])
 
 
-def estimate(program: Program, machine: str, *, is_loop: bool = False) -> ProgramTime:
+def estimate(program: Program, machine: str, *, is_loop: bool = False, num_experts: int | None = None) -> ProgramTime:
     """The time of a program on a machine.
 
     Args:
         program: compiled for this machine. Its loops of unknown length count once.
         machine: as in `hfax.planning.chips.chip_of`, such as "v5e:2x4".
         is_loop: the program is a loop of unknown length, such as decoding: one pass of it is estimated, and nothing outside.
+        num_experts: experts of a layer, over all devices, of which each token chooses some as good as at random; None: as many as a
+            device has.
 
     Raises:
         InvalidInputError: an unknown machine.
     """
-    timeline = _Timeline(program, chip_of(machine), links_of(machine))
+    timeline = _Timeline(program, chip_of(machine), links_of(machine), num_experts)
     if is_loop:
         loop = next(i for _, i in program.walk() if i.opcode == "while" and _trips(i) is None)
         for name in (*loop.called["body"], *loop.called["condition"]):
@@ -142,8 +144,8 @@ _COPIES = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-s
 class _Timeline:
     """Runs computations and adds up seconds."""
 
-    def __init__(self, program: Program, chip: Chip, links: Links) -> None:
-        self._program, self._chip, self._links = program, chip, links
+    def __init__(self, program: Program, chip: Chip, links: Links, num_experts: int | None) -> None:
+        self._program, self._chip, self._links, self._num_experts = program, chip, links, num_experts
         self._reached = _TPU if links.sizes else _GPU
         self._bandwidth = chip.bandwidth * self._reached.bandwidth
         self._peak = chip.operations * self._reached.operations
@@ -191,7 +193,7 @@ class _Timeline:
         elif collective_kind(instruction) is not None:
             self._send(computation, instruction)
         else:
-            cost = cost_of(self._program, computation, instruction)
+            cost = cost_of(self._program, computation, instruction, self._num_experts)
             memory, operations = cost.num_bytes / self._bandwidth, cost.operations / self._peak
             self.num_bytes, self.operations = self.num_bytes + cost.num_bytes, self.operations + cost.operations
             is_launch = opcode in _LAUNCHED
@@ -239,7 +241,7 @@ class _Timeline:
 
     def _run_longest(self, names: Sequence[str]) -> None:
         """Of a conditional, the branch that takes longest."""
-        times = {name: _Timeline(self._program, self._chip, self._links) for name in names}
+        times = {name: _Timeline(self._program, self._chip, self._links, self._num_experts) for name in names}
         for name, timeline in times.items():
             timeline.run(self._program.computations[name])
             timeline.finish()
@@ -317,8 +319,10 @@ def _collectives_inside(program: Program, instruction: Instruction) -> Iterator[
                 yield from _collectives_inside(program, each)
 
 
-def cost_of(program: Program, computation: Computation, instruction: Instruction) -> Cost:
-    """The bytes and operations of an instruction that runs by itself."""
+def cost_of(
+    program: Program, computation: Computation, instruction: Instruction, num_experts: int | None = None
+) -> Cost:
+    """The bytes and operations of an instruction that runs by itself; `num_experts` as for `estimate`."""
     operands = [computation.by_name[name] for name in instruction.operands if name in computation.by_name]
     if instruction.opcode == "fusion":
         inner = program.computations[instruction.called["calls"][0]]
@@ -329,7 +333,7 @@ def cost_of(program: Program, computation: Computation, instruction: Instruction
         )
         return Cost(read + _written_bytes(inner, inner.root, instruction), _products(program, inner))
     if instruction.opcode == "custom-call" and (kernel := kernel_name(instruction)) is not None:
-        return _kernel_cost(kernel, instruction, operands)
+        return _kernel_cost(kernel, instruction, operands, num_experts)
     whole = sum(_in_memory(operand.arrays) for operand in operands)
     match instruction.opcode:
         case "dynamic-slice" | "slice" | "gather":
@@ -450,7 +454,9 @@ def _depth_of_convolution(instruction: Instruction, kernel: Array) -> int:
     )
 
 
-def _kernel_cost(kernel: str, instruction: Instruction, operands: Sequence[Instruction]) -> Cost:
+def _kernel_cost(
+    kernel: str, instruction: Instruction, operands: Sequence[Instruction], num_experts: int | None
+) -> Cost:
     """A Pallas kernel's bytes and operations, from its name and the shapes that it takes and gives."""
     arrays, out = [operand.arrays[0] for operand in operands], instruction.arrays[0]
     moved = float(_in_memory(arrays) + _in_memory(instruction.arrays))
@@ -464,7 +470,9 @@ def _kernel_cost(kernel: str, instruction: Instruction, operands: Sequence[Instr
         weight = max((a for a in arrays if len(a.shape) >= 3), key=lambda a: a.num_bytes)
         experts, rows = weight.shape[0], out.size / out.shape[-1]
         scales = sum(a.num_bytes for a in arrays if a is not weight and len(a.shape) > 1 and a.shape[0] == experts)
-        unread = (1 - 1 / experts) ** rows  # each row's expert is as good as drawn
+        tiles = arrays[0]  # on GPU, the expert of each tile of rows, padded
+        choices = tiles.size if tiles.dtype == "s32" and len(tiles.shape) == 1 and tiles.size > 1 else rows
+        unread = (1 - 1 / (num_experts or experts)) ** choices
         numbers = weight.num_bytes * 8 / (bits or bits_of(weight.dtype))
         return Cost(moved - unread * (weight.num_bytes + scales), 2.0 * rows * numbers / experts)
     if kernel.endswith("_linear") and bits is not None:

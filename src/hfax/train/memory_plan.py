@@ -30,7 +30,7 @@ from hfax.planning.plan import USABLE
 from hfax.planning.program_time import ProgramTime, estimate
 from hfax.planning.topology import described_weights
 from hfax.sharding.layout import Layout
-from hfax.sharding.mesh import FSDP, TENSOR, attention_heads, make_mesh
+from hfax.sharding.mesh import FSDP, TENSOR, attention_heads, make_mesh, num_experts
 from hfax.train.step import TrainStep
 
 Kind = Literal["full", "lora"]
@@ -177,7 +177,7 @@ def _plan(
             memory: Any = compiled.memory_analysis()
             beside = memory.output_size_in_bytes - memory.alias_size_in_bytes
             temporary, compile_s = memory.temp_size_in_bytes + beside, time.perf_counter() - begin
-            times = estimate(parse(compiled.as_text() or ""), machine)
+            times = estimate(parse(compiled.as_text() or ""), machine, num_experts=num_experts(config) or None)
         except HfaxError as error:
             problem = error.why
         except jax.errors.JaxRuntimeError as error:  # raised when the program does not fit
