@@ -176,6 +176,30 @@ def test_an_asynchronous_collective_runs_beside_other_instructions():
     assert beside.seconds == pytest.approx(copies.seconds)
 
 
+ASYNC = """
+%sum_of (s0: bf16[1024,1024]) -> bf16[1024,1024] {
+  %s0 = bf16[1024,1024]{1,0} parameter(0)
+  ROOT %all = bf16[1024,1024]{1,0} all-reduce(%s0), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%sum
+}
+
+%copied (c0: bf16[1024,1024]) -> bf16[1024,1024] {
+  %c0 = bf16[1024,1024]{1,0} parameter(0)
+  ROOT %copy = bf16[1024,1024]{1,0} copy(%c0)
+}, execution_thread="sparsecore"
+"""
+
+
+@pytest.mark.parametrize(("kind", "called"), [("async", "calls=%sum_of"), ("call", "to_apply=%copied")])
+def test_a_computation_beside_others(kind, called):
+    start = f"%s = ((bf16[1024,1024]{{1,0}}), bf16[1024,1024]{{1,0}}, u32[]) {kind}-start(%w), {called}"
+    done = f"ROOT %e = bf16[1024,1024]{{1,0}} {kind}-done(%s)"
+    work = ["%y = bf16[1024,1024]{1,0} copy(%w)"] * 20
+    alone = timed(WEIGHT, start, done, machine="h100:8", others=ASYNC)
+    beside = timed(WEIGHT, start, *work, done, machine="h100:8", others=ASYNC)
+    assert alone.seconds > 0
+    assert beside.seconds == pytest.approx(timed(WEIGHT, *work, machine="h100:8").seconds)
+
+
 def triton(name, result, operands):
     return f'ROOT %k = {result}{{1,0}} custom-call({operands}), custom_call_target="__gpu$xla.gpu.triton", backend_config={{debug = false, name = "{name}"}}'  # noqa: E501
 

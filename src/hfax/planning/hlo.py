@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import PurePath
 
+ASYNCHRONOUS = ("async-start", "call-start")
+"""Opcodes that run a computation beside others."""
 BITS = {"pred": 8, "token": 0, "opaque": 0}
 _DIGITS = re.compile(r"\d+")
 _ON_CHIP = re.compile(r"S\((\d+)\)")
@@ -140,7 +142,7 @@ class Program:
         found = self.computations[computation or self.entry]
         for instruction in found.instructions:
             yield found, instruction
-            if instruction.opcode in ("while", "conditional", "call", "async-start"):
+            if instruction.opcode in ("while", "conditional", "call", *ASYNCHRONOUS):
                 for names in instruction.called.values():
                     for name in names:
                         yield from self.walk(name)
@@ -197,7 +199,7 @@ def parse(text: str) -> Program:
             assert head is not None
             name, found = head.group(1), []
             entry = name if line.startswith("ENTRY") else entry
-        elif line == "}" and name:  # other lines that start so end a kernel's metadata
+        elif name and (line == "}" or line.startswith("}, execution_thread=")):  # others end a kernel's metadata
             computations[name] = Computation(name, tuple(found))
             name = ""
         elif name and (instruction := _instruction(line)) is not None:

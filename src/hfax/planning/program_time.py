@@ -14,7 +14,16 @@ from collections.abc import Iterator, Sequence
 
 from hfax.kernels.encodings import BITS
 from hfax.planning.chips import Chip, Links, chip_of, links_of
-from hfax.planning.hlo import Array, Computation, Instruction, Program, bits_of, collective_kind, kernel_name
+from hfax.planning.hlo import (
+    ASYNCHRONOUS,
+    Array,
+    Computation,
+    Instruction,
+    Program,
+    bits_of,
+    collective_kind,
+    kernel_name,
+)
 
 NAMES: tuple[str, ...] = ("memory", "operations", "communication", "launches")
 ASSUMPTIONS = (
@@ -150,7 +159,7 @@ class _Timeline:
         self._bandwidth = chip.bandwidth * self._reached.bandwidth
         self._peak = chip.operations * self._reached.operations
         self._copies: dict[str, float] = {}  # seconds left of each, in the order of their start
-        self._messages: dict[str, float] = {}  # when each arrives
+        self._ends: dict[str, tuple[float, str]] = {}  # when what runs beside ends, and what it is
         self._now, self._links_free = 0.0, 0.0
         self.shares: dict[str, float] = dict.fromkeys(NAMES, 0.0)
         self.parts: dict[str, float] = {}
@@ -165,7 +174,8 @@ class _Timeline:
     def finish(self) -> None:
         """Wait for everything that still runs."""
         self._spend("memory", sum(self._copies.values()))
-        self._spend("communication", max((self._now, *self._messages.values())) - self._now)
+        for end, name in sorted(self._ends.values()):
+            self._spend(name, end - self._now)
 
     def _add(self, computation: Computation, instruction: Instruction) -> None:
         opcode = instruction.opcode
@@ -175,9 +185,11 @@ class _Timeline:
         if opcode == "while":
             for _ in range(_trips(instruction) or 1):
                 self.run(self._program.computations[instruction.called["body"][0]])
-        elif opcode in ("call", "async-start"):
-            for name in (*instruction.called.get("to_apply", ()), *instruction.called.get("calls", ())):
+        elif opcode == "call":
+            for name in instruction.called["to_apply"]:
                 self.run(self._program.computations[name])
+        elif opcode in ASYNCHRONOUS:
+            self._run_beside(instruction)
         elif opcode == "conditional":
             self._run_longest([name for names in instruction.called.values() for name in names])
         elif opcode in _COPIES:
@@ -185,13 +197,17 @@ class _Timeline:
             size, ends = min(a.num_bytes for a in both), sum(not a.is_on_chip for a in both)
             self._copies[instruction.name] = ends * size / self._bandwidth
             self.num_bytes += ends * size
-        elif opcode.endswith("-done") or opcode == "async-update":
-            if started in self._messages:
-                self._spend("communication", self._messages.pop(started) - self._now)
+        elif opcode == "async-update":
+            self._ends[instruction.name] = self._ends.pop(started)
+        elif opcode.endswith("-done"):
+            if started in self._ends:
+                end, name = self._ends.pop(started)
+                self._spend(name, end - self._now)
             else:
                 self._wait_for_copy(started)
         elif collective_kind(instruction) is not None:
-            self._send(computation, instruction)
+            is_start = instruction.opcode.endswith("-start")
+            self._send(computation, instruction, start=instruction.name if is_start else None)
         else:
             cost = cost_of(self._program, computation, instruction, self._num_experts)
             memory, operations = cost.num_bytes / self._bandwidth, cost.operations / self._peak
@@ -228,16 +244,30 @@ class _Timeline:
             self._spend("memory", sum(self._copies[each] for each in before))
             del self._copies[name]
 
-    def _send(self, computation: Computation, instruction: Instruction) -> None:
+    def _send(self, computation: Computation, instruction: Instruction, *, start: str | None = None) -> None:
+        """A collective; `start`: the instruction that its end refers to, if it runs beside others."""
         seconds, sent = message(computation, instruction, self._links, self._reached)
         self.sent_bytes += sent
         self.num_launches += 1
         self._count(instruction, seconds)
         self._links_free = max(self._now, self._links_free) + seconds
-        if instruction.opcode.endswith("-start"):
-            self._messages[instruction.name] = self._links_free
+        if start is not None:
+            self._ends[start] = self._links_free, "communication"
         else:
             self._spend("communication", self._links_free - self._now)
+
+    def _run_beside(self, instruction: Instruction) -> None:
+        """A collective, or what another core of the chip computes."""
+        for name in (*instruction.called.get("to_apply", ()), *instruction.called.get("calls", ())):
+            computation = self._program.computations[name]
+            for each in computation.instructions:
+                if collective_kind(each) is not None:
+                    self._send(computation, each, start=instruction.name)
+                    return
+            timeline = _Timeline(self._program, self._chip, self._links, self._num_experts)
+            timeline.run(computation)
+            timeline.finish()
+            self._ends[instruction.name] = self._now + sum(timeline.shares.values()), "memory"
 
     def _run_longest(self, names: Sequence[str]) -> None:
         """Of a conditional, the branch that takes longest."""
