@@ -31,7 +31,7 @@ H200 = "hfax on an H200, 2026-11-26, results/gpu-h200.json"
 GPT_FAST = "gpt-fast's README: A100 limited to 330 W, prompts of 5 tokens, 200 new ones"
 SGLANG = "sglang-jax's benchmark of 2025-09-12, mean time between tokens"
 LATENCY = "memory: small matrices reach less of the bandwidth, and sums over A100s in a cube mesh take longer than one message"
-SERVER = "launches and memory: a server's host, sampling and attention over all slots"
+SERVER = "no term of it: the server's host, a few ms a step; and memory, its attention over 64 sequences"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
