@@ -58,7 +58,7 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
             x.astype(dtype),
             weight.astype(dtype),
             (((x.ndim - 1,), (1,)), ((), ())),
-            preferred_element_type=target.product_dtype(dtype, is_added=bias is not None),
+            preferred_element_type=target.product_dtype(dtype, is_added=bias is not None, is_forward=True),
         )
         if bias is not None:
             return (out + bias.astype(out.dtype)).astype(dtype)

@@ -92,20 +92,22 @@ def head_shards() -> tuple[int, int]:
     return size_of(devices, HEAD_AXES), size_of(devices, TENSOR)
 
 
-def product_dtype(dtype: jnp.dtype, *, is_added: bool = False) -> jnp.dtype:
+def product_dtype(dtype: jnp.dtype, *, is_added: bool = False, is_forward: bool = False) -> jnp.dtype:
     """The dtype in which XLA returns a matrix product of arrays of `dtype`: float32 for half precision.
 
     On GPU it is `dtype`: the product is added up in float32 and rounded as it is written, where a float32 result would be written,
-    read and rounded by a kernel of its own. Over several GPUs what is added up over devices is rounded before, as libtpu does by
-    itself; XLA's GPU compiler would send float32, which takes twice the time.
+    read and rounded by a kernel of its own. Over several GPUs what is added up over devices is rounded before; XLA's GPU compiler
+    would send float32, which takes twice the time. Over several TPUs that of a forward pass is rounded before, too: libtpu adds up
+    routed and shared experts by one sum only if both have the same dtype.
 
     Args:
         dtype: of the operands.
         is_added: something is added before the result is rounded; on one GPU it then is float32.
+        is_forward: it is a layer's product in a pass that is not differentiated.
     """
-    if dtype not in (jnp.bfloat16, jnp.float16) or (is_for("gpu") and not (is_added and _is_one_device())):
-        return dtype
-    return jnp.dtype(jnp.float32)
+    is_half, is_one = dtype in (jnp.bfloat16, jnp.float16), _is_one_device()
+    is_rounded = not (is_added and is_one) if is_for("gpu") else is_for("tpu") and is_forward and not is_one
+    return jnp.dtype(jnp.float32) if is_half and not is_rounded else dtype
 
 
 def _is_one_device() -> bool:
