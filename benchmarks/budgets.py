@@ -1,6 +1,6 @@
 """What compiled programs of large models may copy, send and keep, and what they do.
 
-    python benchmarks/budgets.py --markdown docs/budgets.md      # ten minutes
+    python benchmarks/budgets.py --json-file benchmarks/results/budgets.json --markdown docs/budgets.md      # ten minutes
 
 For models, accelerators and one or eight devices of each, prefill and decoding are compiled as `hfax plan` does, for the mesh that
 it chooses, with two layers (they are alike). A program is over its budget if
@@ -227,13 +227,13 @@ _INTRODUCTION = """\
 
 Made by `python benchmarks/budgets.py --markdown docs/budgets.md`: programs of a prompt of 512 tokens and of decoding with a
 cache of 8,192 tokens, batch 1, bfloat16, compiled by libtpu and by XLA's GPU compiler for machines that are not there. Layers
-are alike, so two of each model are compiled; of DeepSeek-V3, one device has an eighth of a layer's experts. Of the vision-
-language model it is the language model.
+are alike, so two of each model are compiled; of DeepSeek-V3, one device has an eighth of a layer's experts. Of the
+vision-language model it is the language model.
 
 A program is over its budget if it copies a weight, or a part of the cache for each token; if it gathers a weight for each
 token; if a device receives more than 5% above what it has to; or if its temporaries are more than 64 MB and more than 5% of its
-arguments (of decoding those of two layers, of a prompt those of the whole model). Then `make test-tpu_compile` or `make test-
-gpu_compile` fails, with the instruction and the line of modelling code. None is.
+arguments (of decoding those of two layers, of a prompt those of the whole model). Then `make test-tpu_compile` or `make
+test-gpu_compile` fails, with the instruction and the line of modelling code. None is.
 
 MB a device: received by two layers, of what is necessary; temporaries, of what is allowed. Kernels are Pallas kernels; all
 other products are XLA's.
