@@ -122,9 +122,6 @@ class Cost:
     num_bytes: float = 0.0
     operations: float = 0.0
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.num_bytes + other.num_bytes, self.operations + other.operations)
-
 
 _FREE = frozenset(
     {
