@@ -36,6 +36,11 @@ def test_a_product_takes_the_longer_of_its_bytes_and_its_operations():
     assert many.limited_by == "operations"
 
 
+def test_a_loop_that_the_compiler_unrolled_is_one_pass():
+    lines = WEIGHT, "ROOT %y = bf16[1024,1024]{1,0} copy(%w)"
+    assert timed(*lines, is_loop=True) == timed(*lines)
+
+
 def test_float32_at_the_highest_precision_takes_six_products():
     lines = ["%w = f32[512,512]{1,0} parameter(0)", "%x = f32[512,512]{1,0} parameter(1)"]
     plain = timed(*lines, f"ROOT %y = f32[512,512]{{1,0}} {DOT}")
