@@ -43,6 +43,11 @@ def test_bytes_are_those_of_the_arithmetic():
     assert plan.tokens_per_s > 2 / step
 
 
+def test_a_context_of_two_tokens_is_planned():
+    plan = one(SMALL, "v5e:1x1", context=2)
+    assert (plan.prompt, plan.fits) == (1, True)
+
+
 def test_keys_and_values_of_8_bits_take_half_as_much():
     plain, rounded = (one(LLAMA_8B, "v5e:2x4", context=8192, kv_cache_dtype=name) for name in ("auto", "fp8"))
     assert rounded.cache_bytes == plain.cache_bytes / 2

@@ -189,7 +189,7 @@ def _read(
             "Plans are only for decoders that take token ids.",
             "Use hfax doctor to count other models' weights and operations.",
         )
-    ids = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    ids = jax.ShapeDtypeStruct((1, min(8, context)), jnp.int32)
     caches: dict[int, dict[str, jax.ShapeDtypeStruct]] = {}
     for capacity in sorted({256, context}):
         _, caches[capacity] = jax.eval_shape(
