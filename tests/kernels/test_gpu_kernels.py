@@ -16,9 +16,7 @@ from packed_weights import FORMATS, packed_array, packed_tensor
 
 from hfax.kernels.attention import Causal, Mask, attention, causal_positions
 from hfax.kernels.encodings import BITS, FP4_VALUES
-from hfax.kernels.gpu import attention as kernels
-from hfax.kernels.gpu import experts, flash, quantized
-from hfax.kernels.gpu.attention import fits, fits_step, prompt_attention, step_attention
+from hfax.kernels.gpu import cudnn, decode, experts, flash, quantized
 from hfax.kernels.gpu.codes import LIFT, as_float32, bias_of, exponent_of, number_bits
 from hfax.kernels.linear import linear
 from hfax.kernels.target import compiling_for
@@ -54,52 +52,100 @@ def test_prompts(window, padding):
         is_real = (jnp.arange(length)[None] >= jnp.array(padding)[:, None]).astype(jnp.int32)
         mask, rows = mask & (is_real[:, None, None, :] != 0), is_real[:, :, None, None]
     expected, _ = attention(query, key, value, mask, scale=0.3)
-    got = prompt_attention(query, key, value, is_real, scale=0.3, window=window, implementation="xla")
+    got = cudnn.prompt_attention(query, key, value, is_real, scale=0.3, window=window, implementation="xla")
     np.testing.assert_allclose(got * rows, expected * rows, atol=1e-5)
 
 
 def test_what_cudnn_takes():
     half = [normal(1, 4, 8, 64, dtype=jnp.bfloat16)] * 3
-    assert fits(*half)
-    assert not fits(*[array.astype(jnp.float32) for array in half])
-    assert not fits(half[0][:, :, :1], *half[1:])  # a decoding step
-    assert not fits(*[normal(1, 4, 8, 256, dtype=jnp.bfloat16)] * 3)
+    assert cudnn.fits(*half)
+    assert not cudnn.fits(*[array.astype(jnp.float32) for array in half])
+    assert not cudnn.fits(half[0][:, :, :1], *half[1:])  # a decoding step
+    assert not cudnn.fits(*[normal(1, 4, 8, 256, dtype=jnp.bfloat16)] * 3)
 
 
-def a_step(capacity=1024, width=64, dtype=jnp.bfloat16):
-    query, key, value = (normal(3, n, m, width, seed=n, dtype=dtype) for n, m in ((8, 1), (2, capacity), (2, capacity)))
-    seen = (jnp.arange(capacity) >= jnp.array([[0], [5], [700]])) & (jnp.arange(capacity) < 801)
-    return query, key, value, seen[:, None, None]
-
-
-@pytest.mark.parametrize("has_sinks", [False, True])
-def test_a_step_reads_what_it_sees(has_sinks):
-    query, key, value, mask = a_step()
-    sinks = 3 * normal(8) if has_sinks else None
-    expected, _ = attention(query, key, value, mask, scale=0.3, sinks=sinks)
-    assert expected.dtype == query.dtype
-    # what is not seen may be anything
-    hidden = jnp.where(mask[:, :, 0, :, None], 0.0, jnp.inf).astype(key.dtype)
-    far = jnp.arange(1024)[:, None] >= 896  # parts that have nothing to see are not even read
-    got = step_attention(query, key + jnp.where(far, hidden, 0), value, mask, sinks, scale=0.3, interpret=INTERPRET)
-    assert got.dtype == query.dtype  # of several chunks, JAX's kernel gives float32
-    np.testing.assert_allclose(got.astype(jnp.float32), expected.astype(jnp.float32), atol=2.0**-6)
-
-
-def test_the_steps_that_the_triton_kernel_takes():
-    long = a_step(capacity=32768)
-    assert fits_step(*long)
-    assert not fits_step(*a_step(capacity=32768 + 64))
-    assert not fits_step(*a_step(capacity=32768, width=96))
-    assert not fits_step(*a_step(capacity=32768, dtype=jnp.float32))
-    assert not fits_step(long[0], *long[1:3], jnp.zeros(long[3].shape))
-
-
-def test_the_triton_kernel_lowers_for_a_gpu():
-    arguments = a_step(capacity=4096, width=128)
-    lowered = (
-        jax.jit(functools.partial(step_attention, scale=0.3)).trace(*arguments).lower(lowering_platforms=("cuda",))
+def a_step(batch=3, heads=8, kv_heads=2, tokens=1, capacity=1024, widths=(64, 64), dtype="bfloat16", cache_dtype=None):
+    """A query, a cache of which each sequence has filled another part after its padding, and the mask."""
+    query = normal(batch, heads, tokens, widths[0], dtype=jnp.dtype(dtype))
+    key, value = (normal(batch, kv_heads, capacity, n, seed=n).astype(cache_dtype or dtype) for n in widths)
+    last = (
+        jnp.linspace(capacity - 2, capacity // 9, batch).astype(int)[:, None, None]
+        - tokens
+        + jnp.arange(tokens)[:, None]
     )
+    first = jnp.linspace(0, capacity // 10, batch).astype(int)[:, None, None]
+    keys = jnp.arange(capacity)
+    return query, key, value, ((keys >= first) & (keys <= last))[:, None]
+
+
+@pytest.mark.parametrize("is_contiguous", [True, False])
+@pytest.mark.parametrize(
+    ("step", "softcap", "has_sinks"),
+    [
+        ({}, None, False),
+        ({"capacity": 130}, None, True),  # one program reads all keys
+        ({"capacity": 2000}, 5.0, True),
+        ({"heads": 6, "widths": (80, 80), "tokens": 3}, None, False),
+        ({"heads": 8, "kv_heads": 8, "widths": (192, 128), "tokens": 16, "capacity": 700}, None, True),
+        ({"heads": 71, "kv_heads": 1, "dtype": "float16", "tokens": 5}, None, False),
+        ({"dtype": "float32", "tokens": 2}, None, False),
+        ({"cache_dtype": "float8_e4m3fn", "capacity": 700}, None, False),
+        ({"cache_dtype": "float8_e4m3fn", "dtype": "float32", "capacity": 100}, 3.0, True),
+    ],
+    ids=str,
+)
+def test_a_step_reads_the_keys_that_it_sees(step, softcap, has_sinks, is_contiguous):
+    query, key, value, mask = a_step(**step)
+    if not is_contiguous:  # as in a ring of the last tokens
+        mask = mask & (jnp.arange(mask.shape[3]) % 7 != 3)
+    sinks = 3 * normal(query.shape[1]) if has_sinks else None
+    exact = [array.astype(jnp.float32) for array in (query, key, value)]
+    expected, _ = attention(*exact, mask, scale=0.3, softcap=softcap, sinks=sinks)
+    options = {"scale": 0.3, "softcap": softcap, "is_contiguous": is_contiguous, "interpret": INTERPRET}
+    assert decode.fits(query, key, value)
+    got = decode.cache_attention(query, key, value, mask, sinks, **options)
+    assert got.dtype == query.dtype
+    tolerance = 1e-5 if query.dtype == jnp.float32 else 2.0**-6
+    np.testing.assert_allclose(got.astype(jnp.float32), expected, atol=tolerance)
+
+
+def test_keys_before_and_after_those_that_are_seen_are_not_read():
+    query, key, value, _ = a_step()
+    places = jnp.arange(1024)
+    mask = jnp.broadcast_to((places >= 130) & (places < 400), (3, 1, 1, 1024))
+    expected, _ = attention(*(array.astype(jnp.float32) for array in (query, key, value)), mask, scale=0.3)
+    is_read = ((places >= 128) & (places < 448))[:, None]  # in blocks of 64
+    key, value = (jnp.where(is_read, array, jnp.nan) for array in (key, value))
+    got = decode.cache_attention(query, key, value, mask, scale=0.3, interpret=INTERPRET)
+    np.testing.assert_allclose(got.astype(jnp.float32), expected, atol=2.0**-6)
+
+
+def test_a_token_that_sees_nothing():
+    query, key, value, mask = a_step(capacity=100)
+    got = decode.cache_attention(
+        query, key, value, mask & (jnp.arange(3) != 1)[:, None, None, None], scale=0.3, interpret=INTERPRET
+    )
+    assert not got[1].any()
+    assert got[0].any()
+
+
+def test_the_caches_that_the_kernel_of_steps_takes():
+    query, key, value, _ = a_step(batch=1)
+    assert decode.fits(query, key, value)
+    assert decode.fits(query, *(array.astype("float8_e4m3fn") for array in (key, value)))
+    assert not decode.fits(query, key.astype(jnp.float32), value)
+    assert not decode.fits(
+        query.astype(jnp.float64) if jax.config.jax_enable_x64 else query.astype(jnp.int32), key, value
+    )
+    assert not decode.fits(*a_step(batch=1, widths=(320, 64))[:3])
+    assert not decode.fits(*a_step(batch=1, heads=129, kv_heads=1)[:3])
+    many = jax.ShapeDtypeStruct((1 << 14, 2, 1024, 64), jnp.bfloat16)
+    assert not decode.fits(query, many, many)
+
+
+def test_the_kernel_of_steps_lowers_for_a_gpu():
+    step = functools.partial(decode.cache_attention, scale=0.3)
+    lowered = jax.jit(step).trace(*a_step(capacity=4096)).lower(lowering_platforms=("cuda",))
     assert "xla.gpu.triton" in lowered.as_text()
 
 
@@ -247,7 +293,16 @@ def test_products_that_the_kernel_of_packed_weights_does_not_take():
 
 
 TRIALS = {
-    "step": (kernels, ["step_attention"], kernels.step_attention_works),
+    **{
+        f"step {cache}": (
+            decode,
+            ["cache_attention", "pages_attention"],
+            decode.works,
+            jnp.dtype("bfloat16"),
+            jnp.dtype(cache),
+        )
+        for cache in ("bfloat16", "float8_e4m3fn")
+    },
     "prompt": (flash, ["flash_attention"], flash.works),
     "experts": (experts, ["grouped_linear"], experts.works, None, jnp.dtype("float16")),
     **{

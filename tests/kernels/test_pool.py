@@ -12,6 +12,7 @@ import pytest
 from hfax.kernels import pool, target
 from hfax.kernels.attention import attention
 from hfax.kernels.cpu import library
+from hfax.kernels.gpu import decode
 from hfax.kernels.rows import Rows
 
 PAGE, HEADS, KV_HEADS, WIDTH = 16, 8, 2, 32
@@ -87,6 +88,11 @@ def run(case: Case, kind: str, dtype: str, held: str | None = None, **options):
 
     def step(arrays, rows, key, value, queries):
         written = pool.pool_of(arrays, rows).with_rows(key, value)
+        if kind == "triton":
+            pages = written.key_pages, written.value_pages
+            return pool.arrays_of(written), decode.pages_attention(queries[0], *pages, rows, **options, interpret=True)[
+                None
+            ]
         return pool.arrays_of(written), pool.attend(queries, written, **options)
 
     def all_of(parts, end, count):
@@ -138,12 +144,12 @@ def test_each_token_attends_to_its_own_sequence_in_the_kernel(case, options):
 
 
 @pytest.mark.parametrize(("case", "options"), list(cases_and_options()))
-@pytest.mark.parametrize("kind", ["gathered", "joint"])
+@pytest.mark.parametrize("kind", ["gathered", "joint", "triton"])
 def test_each_token_attends_to_its_own_sequence(kind, case, options):
     check_each_sequence(kind, case, options)
 
 
-@pytest.mark.parametrize("kind", ["kernel", "gathered"])
+@pytest.mark.parametrize("kind", ["kernel", "gathered", "triton"])
 def test_bfloat16(kind):
     """Without a compiler, both are plain JAX."""
     out, expected, _ = run(CASES["parts of prompts between decoding"], kind, "bfloat16", scale=0.2)
@@ -152,7 +158,7 @@ def test_bfloat16(kind):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["kernel", "gathered", "joint"])
+@pytest.mark.parametrize("kind", ["kernel", "gathered", "joint", "triton"])
 def test_pages_of_float8(kind, dtype):
     case = CASES["parts of prompts between decoding"]
     out, expected, where = run(case, kind, dtype, "float8_e4m3fn", scale=0.2)

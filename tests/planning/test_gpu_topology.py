@@ -13,7 +13,8 @@ from published import config_of
 
 from hfax import export
 from hfax.errors import BackendNotAvailableError, UnsupportedOptionError
-from hfax.kernels.gpu import flash, quantized
+from hfax.kernels.gpu import decode, flash, quantized
+from hfax.kernels.rows import Rows
 from hfax.kernels.target import compiler_options
 from hfax.load.quantize import layouts
 from hfax.planning.devices import topology_devices
@@ -26,7 +27,7 @@ pytestmark = [pytest.mark.gpu_compile, pytest.mark.usefixtures("gpu_compiler")]
 
 LLAMA = config_of("llama-3-8b", num_hidden_layers=2)
 EXPERTS = config_of("qwen3-30b-a3b", num_hidden_layers=2)
-SIZES = {"prompt_length": 2048, "capacity": 65536}
+SIZES = {"prompt_length": 2048, "capacity": 8192}
 MB = 1 << 20
 
 
@@ -47,7 +48,7 @@ MB = 1 << 20
 def test_programs_read_weights_once_and_send_activations_alone(machine, batch_size):
     prefill, decode = compile_for(LLAMA, machine, batch_size=batch_size, **SIZES)
     assert prefill.kernels == {"flash_attention": 2}
-    assert decode.kernels == {"mha_forward": 2}
+    assert decode.kernels == {"decode_attention": 2}
     assert prefill.large_copies == decode.large_copies == ()
     assert decode.temporary_bytes < 16 * MB
     # two of each layer, one of the embeddings, one of the best logits
@@ -63,7 +64,7 @@ def test_programs_read_weights_once_and_send_activations_alone(machine, batch_si
 )
 def test_packed_weights_are_not_written_as_numbers_for_each_token(machine, quantization):
     _, decode = compile_for(LLAMA, machine, quantization=quantization, **SIZES)
-    assert decode.kernels == {f"{quantization}_linear": 7 * 2 + 1, "mha_forward": 2}
+    assert decode.kernels == {f"{quantization}_linear": 7 * 2 + 1, "decode_attention": 2}
     assert decode.temporary_bytes < 16 * MB
     assert not [way for way in decode.chosen if "made numbers" in way]
 
@@ -90,7 +91,7 @@ def stored(config, encoding, group, *, among):
 def test_fp8_checkpoints_stay_packed():
     packed = stored(LLAMA, "fp8", 128, among="proj.weight")
     prefill, decode = compile_for(LLAMA, "h100:8", quantization=packed, **SIZES)
-    assert decode.kernels == {"fp8_linear": 7 * 2, "mha_forward": 2}
+    assert decode.kernels == {"fp8_linear": 7 * 2, "decode_attention": 2}
     assert decode.temporary_bytes < 16 * MB
     assert prefill.temporary_bytes < 300 * MB
 
@@ -102,7 +103,7 @@ def test_gpt_oss_fits_its_machine(machine):
     packed = stored(config, "fp4", 32, among="_proj")
     prefill, decode = compile_for(config, machine, quantization=packed, **SIZES)
     assert prefill.kernels == {"flash_attention": 2, "fp4_experts": 4}
-    assert decode.kernels == {"mha_forward": 1, "fp4_experts": 4}  # the other layer's window is short
+    assert decode.kernels == {"decode_attention": 2, "fp4_experts": 4}
     assert decode.temporary_bytes < 16 * MB
     assert prefill.temporary_bytes < 600 * MB
     for program, rows in ((prefill, SIZES["prompt_length"]), (decode, 1)):
@@ -150,6 +151,52 @@ def test_the_kernel_of_prompts_compiles_for_each_generation(machine, width, opti
     query, key = (((1, heads, 500, width), jnp.bfloat16) for heads in (4, 2))
     program = compiled(machine, attend, query, key, key, ((1, 500), jnp.int32), ((4,), jnp.float32))
     assert "xla.gpu.triton" in program.as_text()
+
+
+@pytest.mark.parametrize("machine", ["a100:1", "l4:1", "h100:1", "b200:1"])
+@pytest.mark.parametrize(
+    ("widths", "dtype", "cache_dtype", "tokens"),
+    [
+        ((64, 64), "bfloat16", "bfloat16", 1),
+        ((80, 80), "bfloat16", "bfloat16", 1),
+        ((128, 128), "bfloat16", "float8_e4m3fn", 1),
+        ((192, 128), "float16", "float16", 8),
+        ((256, 256), "bfloat16", "bfloat16", 16),
+        ((256, 256), "float32", "float32", 4),
+    ],
+    ids=str,
+)
+def test_the_kernel_of_steps_compiles_for_each_generation(machine, widths, dtype, cache_dtype, tokens):
+    attend = functools.partial(decode.cache_attention, scale=0.1, softcap=30.0)
+    caches = [((2, 2, 3000, n), jnp.dtype(cache_dtype)) for n in widths]
+    seen = (2, 1, tokens, 3000), jnp.bool_
+    program = compiled(
+        machine, attend, ((2, 8, tokens, widths[0]), jnp.dtype(dtype)), *caches, seen, ((8,), jnp.float32)
+    )
+    assert "xla.gpu.triton" in program.as_text()
+    assert program.memory_analysis().temp_size_in_bytes < 4 * MB
+
+
+@pytest.mark.parametrize("machine", ["a100:1", "l4:1", "h100:1", "b200:1"])
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "cache_dtype"),
+    [
+        (8, "bfloat16", "bfloat16"),
+        (512, "bfloat16", "bfloat16"),
+        (64, "bfloat16", "float8_e4m3fn"),
+        (512, "float32", "float32"),
+    ],
+)
+def test_the_kernel_of_pages_compiles_for_each_generation(machine, tokens, dtype, cache_dtype):
+    def attend(query, keys, values, starts, lengths, tables):
+        rows = Rows(starts=starts, lengths=lengths, tables=tables, count=lengths[:1])
+        return decode.pages_attention(query, keys, values, rows, scale=0.1, window=1000)
+
+    pages = (1000, 8, 32, 128), jnp.dtype(cache_dtype)
+    sequences = [(shape, jnp.int32) for shape in ((33,), (32,), (32, 256))]
+    program = compiled(machine, attend, ((32, tokens, 128), jnp.dtype(dtype)), pages, pages, *sequences)
+    assert "xla.gpu.triton" in program.as_text()
+    assert program.memory_analysis().temp_size_in_bytes < 20 * MB
 
 
 def test_a_plan_is_compiled():

@@ -231,7 +231,7 @@ def triton(name, result, operands):
             2 * 128 * 256,
         ),
         (
-            triton("mha_forward", "bf16[8,64]", "%x, %v"),
+            triton("decode_attention", "bf16[8,64]", "%x, %v"),
             ["%x = bf16[8,64]{1,0} parameter(0)", "%v = bf16[8,4096,64]{2,1,0} parameter(1)"],
             2 * 8 * 64 * (1 + 1 + 4096),
             0,

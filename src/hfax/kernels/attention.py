@@ -31,7 +31,7 @@ _MAX_MASK_BYTES = 64 << 20
 """Maximum size of a mask for the C++ kernel."""
 _QUERY_BLOCK, _KEY_BLOCK = 256, 512
 _KERNEL_QUERIES = 16
-"""Maximum number of queries for the C++ kernel on a long cache."""
+"""Maximum number of queries for the kernels of decoding steps, on CPU and GPU."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,11 +56,18 @@ class Mask:
         block: the mask by blocks: maps array indices of queries, [n], and of keys, [m], to [batch | 1, 1, n, m] bool; None if
             only the array is known. If blocks are used, the array is never computed.
         causal: structural description of the mask, if kernels support it directly.
+        seen: the same as bool, if the array is not and was made from it.
     """
 
     array: jax.Array
     block: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     causal: Causal | None = None
+    seen: jax.Array | None = None
+
+    @property
+    def truth(self) -> jax.Array | None:
+        """The mask as bool; None if only numbers are known."""
+        return self.array if self.array.dtype == jnp.bool_ else self.seen
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,7 +144,7 @@ def attention(
         on_tpu = _on_tpu(query, key, value, given.causal, pages, scale=scale, softcap=softcap)
         if on_tpu is not None:
             return on_tpu, probabilities
-    on_gpu = _on_gpu(query, key, value, given, scale=scale, softcap=softcap, sinks=sinks, is_held=held is not None)
+    on_gpu = _on_gpu(query, key, value, given, scale=scale, softcap=softcap, sinks=sinks, held=held)
     if on_gpu is not None:
         return on_gpu, probabilities
     if _has_kernel(query, *(held or (key, value)), given.array):
@@ -194,35 +201,41 @@ def _on_gpu(
     scale: float,
     softcap: float | None,
     sinks: jax.Array | None,
-    is_held: bool,
+    held: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array | None:
     """By cuDNN or a Triton kernel; None if none supports these shapes, or the program is not for an NVIDIA GPU."""
-    if (gpu := target.nvidia_gpu()) is None or (causal := mask.causal) is None:
+    if (gpu := target.nvidia_gpu()) is None:
         return None
-    from hfax.kernels.gpu import attention as kernels
-    from hfax.kernels.gpu import flash
+    from hfax.kernels.gpu import cudnn, decode, flash
 
-    is_described, is_plain = target.is_described(gpu), softcap is None and sinks is None
-    if not is_described and is_plain and kernels.fits(query, key, value):
+    is_described, is_plain, causal = target.is_described(gpu), softcap is None and sinks is None, mask.causal
+    if causal is not None and not is_described and is_plain and cudnn.fits(query, key, value):
         target.choose("attention: cuDNN, prompts")
-        return kernels.prompt_attention(query, key, value, causal.is_real, scale=scale, window=causal.window)
+        return cudnn.prompt_attention(query, key, value, causal.is_real, scale=scale, window=causal.window)
     shards, kv_shards = target.head_shards()
     if target.is_differentiated() or query.shape[1] % shards or key.shape[1] % kv_shards:
         return None
-    if flash.fits(query, key, value) and (is_described or flash.works()):
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap}
+    if causal is not None and flash.fits(query, key, value) and (is_described or flash.works()):
         target.choose("attention: Triton kernel, prompts")
-        options: dict[str, Any] = {"scale": scale, "window": causal.window, "softcap": softcap}
-        call = functools.partial(flash.flash_attention, **options)
+        call = functools.partial(flash.flash_attention, window=causal.window, **options)
         return _by_heads(call, query, key, value, causal.is_real, sinks)
-    local = key.size // kv_shards * key.dtype.itemsize
-    # a causal mask of numbers has 0 where a key is seen
-    seen = mask.array if mask.array.dtype == jnp.bool_ else mask.array == 0
-    can_step = softcap is None and kernels.fits_step(query, key, value, seen) and local >= kernels.MIN_CACHE_BYTES
-    if can_step and not is_held and (is_described or kernels.step_attention_works()):
-        target.choose("attention: Triton kernel, reads the live part of the cache")
-        call = functools.partial(kernels.step_attention, scale=scale)
+    key, value = held or (key, value)
+    if (seen := mask.truth) is None or not _is_step(query, key, seen) or not decode.fits(query, key, value):
+        return None
+    if is_described or decode.works(query.dtype, key.dtype):
+        target.choose("attention: Triton kernel, reads the keys that are seen")
+        seen = jnp.broadcast_to(seen, (query.shape[0], *seen.shape[1:]))
+        call = functools.partial(decode.cache_attention, is_contiguous=causal is not None, **options)
         return _by_heads(call, query, key, value, seen, sinks)
     return None
+
+
+def _is_step(query: jax.Array, key: jax.Array, seen: jax.Array) -> bool:
+    """Whether a few queries attend to a cache, by a mask that all heads share."""
+    (batch, _, queries, _), keys = query.shape, key.shape[2]
+    shapes = (batch, 1, queries, keys), (1, 1, queries, keys)
+    return queries <= _KERNEL_QUERIES and queries < keys and seen.shape in shapes
 
 
 def _by_heads(

@@ -4,7 +4,7 @@ The tokens of a step are packed sequence by sequence: [1, heads, tokens, head_di
 page table of each sequence. Two formats:
 
 - `SplitPool`, everywhere: separate keys and values, [pages, kv_heads, page_size, head_dim]. On CPU a C++ kernel writes and reads
-  it; elsewhere a scatter, and a loop over pages up to the longest sequence.
+  it, on GPU a Triton kernel reads it; elsewhere a scatter, and a loop over pages up to the longest sequence.
 - `JointPool`, on TPU for a head dimension of 128: [pages, page_size, 2 * kv_heads, head_dim], interleaved keys and values of all
   heads, as read by JAX's ragged paged attention kernel, if it takes so many heads.
 
@@ -14,7 +14,9 @@ Page 0 is a dummy page to which padding is written. `hfax.engine` assigns pages 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +28,7 @@ from hfax.kernels.cache_numbers import FP8, to_cache
 from hfax.kernels.cpu import calls, library
 from hfax.kernels.online_softmax import OnlineSoftmax
 from hfax.kernels.rows import Rows
-from hfax.sharding.mesh import TENSOR, size_of
+from hfax.sharding.mesh import HEAD_AXES, TENSOR, size_of
 
 _JOINT_WIDTH = 128
 _KERNEL_PAGE = 64
@@ -72,6 +74,8 @@ class SplitPool:
                 query[0], self.key_pages, self.value_pages, rows.starts, rows.lengths, rows.tables, **options
             )
             return out[None]
+        if (on_gpu := _on_gpu(query[0], self.key_pages, self.value_pages, self.rows, **options)) is not None:
+            return on_gpu[None]
         target.choose("attention: live pages of the pool, gathered one after the other")
         return _attend_by_pages(query[0], self.key_pages, self.value_pages, self.rows, **options)[None]
 
@@ -202,6 +206,29 @@ def attend(
 def _has_kernel(pages: jax.Array) -> bool:
     fits = pages.dtype in (jnp.bfloat16, jnp.float32, FP8) and pages.shape[2] <= _KERNEL_PAGE
     return fits and library.may_be_called()
+
+
+def _on_gpu(
+    query: jax.Array, keys: jax.Array, values: jax.Array, rows: Rows, *, sinks: jax.Array | None, **options: Any
+) -> jax.Array | None:
+    """`_attend_by_pages` by a Triton kernel; None if it does not support these, or the program is not for an NVIDIA GPU."""
+    shards, kv_shards = target.head_shards()
+    if (gpu := target.nvidia_gpu()) is None or query.shape[0] % shards or keys.shape[1] % kv_shards:
+        return None
+    from hfax.kernels.gpu import decode
+
+    if not decode.fits(query, keys, values) or not (target.is_described(gpu) or decode.works(query.dtype, keys.dtype)):
+        return None
+    target.choose("attention: Triton kernel, reads live pages of the pool")
+    call = functools.partial(decode.pages_attention, **options)
+    if (mesh := target.mesh()) is None:
+        return call(query, keys, values, rows, sinks)
+    pages = P(None, TENSOR, None, None)
+    specs = (P(HEAD_AXES, None, None), pages, pages, P(), None if sinks is None else P(HEAD_AXES))
+    out = P(None, HEAD_AXES, None)
+    return jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)(
+        query, keys, values, rows, sinks
+    )
 
 
 def _places(rows: Rows, count: int, page_size: int) -> tuple[jax.Array, jax.Array]:

@@ -30,6 +30,7 @@ class MaskStructure:
         window: tokens that each query sees, itself included; None: all before it. Only if `is_causal`.
         padding: [batch, length], nonzero for real tokens; None: no padding. Only if `is_causal`.
         block: a function from query and key indices to their part of the mask, for blockwise attention; None: there is none.
+        seen: the mask of truth values that an additive one was made from; None: it is one itself.
         all_real: a traced scalar: no token is padding, where transformers would then skip the mask; None: it never would.
     """
 
@@ -37,6 +38,7 @@ class MaskStructure:
     window: int | None = None
     padding: Any = None
     block: Callable[[Any, Any], Any] | None = None
+    seen: Any = None
     all_real: Any = None
 
 
@@ -211,7 +213,7 @@ def additive_mask(dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
     lowest = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=mask.device)
     added: Any = torch.where(mask, torch.zeros_like(lowest), lowest)
     # valid as long as nothing else is added; a block would be one of truth values
-    added.mask_structure = dataclasses.replace(structure_of(mask), block=None, all_real=None)
+    added.mask_structure = dataclasses.replace(structure_of(mask), block=None, seen=mask, all_real=None)
     return added
 
 

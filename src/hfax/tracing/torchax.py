@@ -549,7 +549,7 @@ def _attention_forward(
     num_queries, num_keys = query.shape[2], key.shape[2]
     scale = (query.shape[-1] ** -0.5 if scaling is None else scaling) * of_keys
 
-    def compute(query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, bias: Any, sinks: Any) -> Any:
+    def compute(query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, seen: Any, bias: Any, sinks: Any) -> Any:
         if mask is None and causal and num_queries > 1:
             mask = attention_math.causal_mask(num_queries, num_keys)
         elif mask is not None:
@@ -557,6 +557,7 @@ def _attention_forward(
                 array=mask,
                 block=None if block is None else functools.partial(_call_torch, block),
                 causal=causal_mask,
+                seen=seen,
             )
         out, probabilities = attention_math.attention(
             query,
@@ -573,7 +574,7 @@ def _attention_forward(
         )
         return _times(out, of_values), probabilities
 
-    return call_jax(compute, query, key, value, attention_mask, position_bias, s_aux)
+    return call_jax(compute, query, key, value, attention_mask, structure.seen, position_bias, s_aux)
 
 
 def _attention_over_latents(

@@ -15,12 +15,11 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from hfax.kernels.gpu.attention import drawn, expected_by_xla
-from hfax.kernels.gpu.trial import agrees
+from hfax.kernels.gpu.trial import agrees, drawn, expected_by_xla
 
 _MAX_WIDTH = 256
-_MASKED = -1e30
-_LOG2_E = 1.4426950408889634
+MASKED = -1e30
+LOG2_E = 1.4426950408889634
 
 
 def fits(query: jax.Array, key: jax.Array, value: jax.Array) -> bool:
@@ -85,7 +84,7 @@ def flash_attention(
     rows, columns = min(rows, _power(length)), min(columns, _power(length))
     query, key, value = (jnp.pad(a, ((0, 0), (0, 0), (0, -length % rows), (0, 0))) for a in (query, key, value))
     whole = query.shape[2]
-    sinks = jnp.full((heads,), _MASKED, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
+    sinks = jnp.full((heads,), MASKED, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     options = {"scale": scale, "window": window, "softcap": softcap, "rows": rows, "columns": columns}
     out = pl.pallas_call(
         functools.partial(_attend, **options),
@@ -140,27 +139,27 @@ def _attend(
         part, places = pl.ds(block * columns, columns), block * columns + jnp.arange(columns)
         scores = triton.dot(query, key_ref[part, :], trans_b=True) * scale
         if softcap is not None:
-            scores = softcap * _tanh(scores / softcap)
+            scores = softcap * tanh(scores / softcap)
         seen = (places[None, :] <= at[:, None]) & (places >= padding)[None, :]
         if window is not None:
             seen = seen & (places[None, :] > at[:, None] - window)
-        scores = jnp.where(seen, scores * _LOG2_E, _MASKED)
+        scores = jnp.where(seen, scores * LOG2_E, MASKED)
         larger = jnp.maximum(most, scores.max(axis=1))
         shares, kept = jnp.exp2(scores - larger[:, None]), jnp.exp2(most - larger)
         value = value_ref[part, :]
         sums = sums * kept[:, None] + triton.dot(shares.astype(value.dtype), value)
         return sums, total * kept + shares.sum(axis=1), larger
 
-    sink = jnp.maximum(sinks_ref[...] * _LOG2_E, _MASKED)
+    sink = jnp.maximum(sinks_ref[...] * LOG2_E, MASKED)
     most = jnp.full((rows,), 0.0) + sink
-    state = (jnp.zeros((rows, value_ref.shape[1]), jnp.float32), (most > _MASKED).astype(jnp.float32), most)
+    state = (jnp.zeros((rows, value_ref.shape[1]), jnp.float32), (most > MASKED).astype(jnp.float32), most)
     first = padding if window is None else jnp.maximum(padding, begin - window + 1)
     last = (begin + rows + columns - 1) // columns
     sums, total, _ = jax.lax.fori_loop(jnp.maximum(first, 0) // columns, last, add, state)
     out_ref[...] = (sums / jnp.maximum(total, 1e-30)[:, None]).astype(out_ref.dtype)
 
 
-def _tanh(x: jax.Array) -> jax.Array:
+def tanh(x: jax.Array) -> jax.Array:
     """tanh by one exponential; Triton's own needs a library of NVIDIA."""
-    small = jnp.exp2(-2 * _LOG2_E * jnp.abs(x))
+    small = jnp.exp2(-2 * LOG2_E * jnp.abs(x))
     return jnp.sign(x) * (1 - small) / (1 + small)
