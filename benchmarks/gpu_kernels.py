@@ -24,7 +24,7 @@ import numpy as np
 
 from hfax.bench import limits
 from hfax.kernels.encodings import BITS, STORED, Encoding
-from hfax.kernels.gpu import attention, experts, flash, quantized
+from hfax.kernels.gpu import cudnn, decode, experts, flash, quantized
 from hfax.kernels.quantized import QuantizedArray
 
 BYTES = 250 << 20
@@ -157,7 +157,7 @@ def attention_operations() -> Iterator[Operation]:
             ),
             {
                 "hfax": functools.partial(flash.flash_attention, scale=scale),
-                "cudnn": functools.partial(attention.prompt_attention, is_real=None, scale=scale, window=None),
+                "cudnn": functools.partial(cudnn.prompt_attention, is_real=None, scale=scale, window=None),
                 "xla": causal,
             },
             reads=2.0 * batch * length * width * (2 * heads + 2 * kv_heads),
@@ -174,7 +174,7 @@ def attention_operations() -> Iterator[Operation]:
         yield Operation(
             f"step {batch} x {seen} of {capacity}",
             step,
-            {"hfax": functools.partial(attention.step_attention, scale=scale), "xla": plain_attention},
+            {"hfax": functools.partial(decode.cache_attention, scale=scale, is_contiguous=True), "xla": plain_attention},
             reads=2.0 * 2 * batch * kv_heads * seen * width,
             does=4.0 * batch * heads * seen * width,
             reference=lambda q, k, v, m: plain_attention(*(a.astype(jnp.float32) for a in (q, k, v)), m),

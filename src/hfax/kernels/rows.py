@@ -27,7 +27,9 @@ class Rows:
 
     def sequences(self, num_rows: int) -> jax.Array:
         """[num_rows] int32: the sequence of each row; the last one for padding."""
-        found = jnp.searchsorted(self.starts, jnp.arange(num_rows, dtype=jnp.int32), side="right") - 1
+        index = jnp.arange(num_rows, dtype=jnp.int32)
+        # one small operation; a binary search would be a loop of several
+        found = jnp.searchsorted(self.starts, index, side="right", method="compare_all") - 1
         return jnp.clip(found, 0, self.lengths.shape[0] - 1).astype(jnp.int32)
 
     def positions(self, num_rows: int) -> jax.Array:

@@ -187,7 +187,7 @@ def pages_attention(
     used = rows.starts[1:] - rows.starts[:-1]
     after = jnp.cumsum(-(-used // size))
     tile = jnp.arange(min(tokens, tokens // size + min(sequences, tokens)))
-    of = jnp.minimum(jnp.searchsorted(after, tile, side="right"), sequences - 1)
+    of = jnp.minimum(jnp.searchsorted(after, tile, side="right", method="compare_all"), sequences - 1)
     done = (tile - (after[of] - -(-used[of] // size))) * size
     count = jnp.clip(used[of] - done, 0, size)
     return _attend_by_tiles(

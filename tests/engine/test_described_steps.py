@@ -1,4 +1,4 @@
-"""The engine's step, compiled by the real TPU compiler for chips that are not there."""
+"""The engine's step, compiled by the real compilers for TPUs and GPUs that are not there."""
 
 from __future__ import annotations
 
@@ -44,9 +44,26 @@ def test_heads_that_the_ragged_kernel_does_not_take_are_gathered():
     assert any("gathered" in way for way in where.chosen)
 
 
+@pytest.mark.gpu_compile
+@pytest.mark.usefixtures("gpu_compiler")
+@pytest.mark.parametrize("topology", ["h100:1", "h100:4", "a100:4"])
+@pytest.mark.parametrize(
+    ("num_rows", "dtype"), [(16, "bfloat16"), (512, "bfloat16"), (16, "float8_e4m3fn"), (16, "float32")]
+)
+def test_a_step_reads_the_pool_by_the_triton_kernel_and_copies_none_of_it(topology, num_rows, dtype):
+    config = tiny_llama_config(**TPU_SIZES | {"dtype": "float32" if dtype == "float32" else "bfloat16"})
+    where, compiled, pool_bytes = compiled_step(config, topology, num_rows, dtype)
+    assert any("reads live pages of the pool" in way for way in where.chosen)
+    assert compiled.as_text().count("decode_attention") >= 2
+    stats = compiled.memory_analysis()
+    assert stats.alias_size_in_bytes >= pool_bytes
+    assert stats.temp_size_in_bytes < pool_bytes / 4
+
+
 def compiled_step(config, topology, num_rows, dtype):
-    """A step over the heads of several chips: what was chosen for it, the program, and the bytes of a chip's pool."""
+    """A step over the heads of several devices: what was chosen for it, the program, and the bytes of a device's pool."""
     devices = topology_devices(topology)
+    platform = devices[0].platform
     skeleton = open_skeleton(config)
     plan = plan_over(skeleton, make_mesh({"tensor": len(devices)}, config, devices))
     model, weights = without_weights(skeleton)
@@ -56,7 +73,9 @@ def compiled_step(config, topology, num_rows, dtype):
 
     params = {name: there(w.shape, w.dtype, plan.weights[name].spec) for name, w in weights.items()}
     shape = (1, config.num_key_value_heads, 8, 128)
-    shapes = pool.pool_shapes(256, 128, shape, shape, jnp.dtype(dtype), tpu_shards=len(devices))
+    shards = len(devices) if platform == "tpu" else None
+    num_pages, page_size = (256, 128) if shards else (4096, 32)
+    shapes = pool.pool_shapes(num_pages, page_size, shape, shape, jnp.dtype(dtype), tpu_shards=shards)
     pools = {
         f"layers.{layer}.{name}": there(shape, dtype, pool.pool_spec(plan.mesh, name, shape))
         for layer in range(2)
@@ -65,7 +84,7 @@ def compiled_step(config, topology, num_rows, dtype):
     counts = {"starts": (17,), "lengths": (16,), "tables": (16, 16), "count": (1,)}
     rows = Rows(**{name: there(shape, jnp.int32, P()) for name, shape in counts.items()})
     tokens, wanted = there((num_rows,), jnp.int32, P()), there((16,), jnp.int32, P())
-    with target.compiling_for("tpu", mesh=plan.mesh) as where:
+    with target.compiling_for(devices[0], mesh=plan.mesh) as where:
         lowered = jax.jit(model.run_rows, donate_argnums=1).lower(params, pools, tokens, rows, wanted)
     pool_bytes = sum(np.prod(p.shape) * p.dtype.itemsize for p in pools.values()) // len(devices)
     return where, lowered.compile(), pool_bytes
