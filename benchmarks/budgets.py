@@ -7,8 +7,8 @@ it chooses, with two layers (they are alike). A program is over its budget if
 
 - it copies a weight, or for each token a part of the cache (1 MiB or more) in main memory,
 - it gathers more than a MiB in a loop: a weight,
-- a device receives more than 5% above what is necessary: of each token two vectors a layer, its embedding and two numbers that tell
-  the best logit,
+- a device receives more than 5% above what is necessary: of each token, and of each patch of an image, two vectors a layer, its
+  embedding and two numbers that tell the best logit,
 - its temporaries are more than 64 MB and more than 5% of its arguments: of decoding those of two layers, of a prompt those of all.
 
 Needs hfax[tpu] and hfax[plan-gpu], and no device.
@@ -29,15 +29,17 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 from shapes.published import config_of
 
+from hfax.load.skeleton import Skeleton
 from hfax.parallelism import plan_over
 from hfax.planning.chips import num_devices
 from hfax.planning.devices import topology_devices
 from hfax.planning.hlo import Computation, Instruction, Program, collective_kind
+from hfax.planning.image_prompts import image_prompt
 from hfax.planning.plan import make_plans
 from hfax.planning.topology import CompiledProgram, compile_programs
 from hfax.sharding.mesh import make_mesh
 from hfax.sharding.partition import ShardingPlan
-from hfax.tracing.abstract import open_skeleton
+from hfax.tracing.abstract import open_skeleton, without_weights
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama-3-8b": {},
@@ -48,6 +50,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2.5-vl-7b": {},
 }
 """Models, and what two layers of them need beside their number."""
+IMAGES = {"qwen2.5-vl-7b": (448, 448)}
+"""Height and width of the image in a prompt, for models whose prompts have one."""
 MACHINES = (
     "v5e:1x1",
     "v5e:2x4",
@@ -106,8 +110,9 @@ def check(model: str, machine: str) -> list[Row]:
     )
     skeleton = open_skeleton(config)
     plan = plan_over(skeleton, make_mesh(arithmetic.mesh, config, topology_devices(machine)))
+    sizes: dict[str, Any] = {"batch_size": BATCH, "prompt_length": PROMPT, "capacity": CONTEXT}
     try:
-        programs = compile_programs(skeleton, plan, batch_size=BATCH, prompt_length=PROMPT, capacity=CONTEXT)
+        programs = compile_programs(skeleton, plan, **sizes, image_size=IMAGES.get(model))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             return []
@@ -120,6 +125,8 @@ def check(model: str, machine: str) -> list[Row]:
         several = plan.mesh.size > 1
         # the compilers send at least two rows; embeddings once more, and the best logit's value and place
         necessary = several * int((2 * 2 + 1) * max(2, tokens) * text.hidden_size * 2 + 2 * 8 * BATCH)
+        if program.name == "prefill" and model in IMAGES:
+            necessary += several * _bytes_of_image(skeleton, IMAGES[model])
         arguments = program.argument_bytes + (0 if program.name == "decode" else added)
         allowed = max(int(0.05 * arguments), int(64 * MB))
         rows.append(
@@ -147,7 +154,18 @@ def _two_layers(model: str) -> Any:
         text.layer_types = text.layer_types[:2]
     for name, value in {"num_hidden_layers": 2, **MODELS[model]}.items():
         setattr(text, name, value)
+    if model in IMAGES:  # a layer within windows, and one of the whole image
+        config.vision_config.depth, config.vision_config.fullatt_block_indexes = 2, [1]
     return config
+
+
+def _bytes_of_image(skeleton: Skeleton, size: tuple[int, int]) -> int:
+    """What a device has to receive from two layers that read an image, and what merges its patches."""
+    shapes, _ = image_prompt(*without_weights(skeleton), batch=BATCH, length=PROMPT, size=size)
+    config: Any = skeleton.module.config
+    patches, vision = shapes["pixel_values"].shape[0], config.vision_config
+    merged = patches // vision.spatial_merge_size**2 * config.get_text_config(decoder=True).hidden_size
+    return 2 * (2 * 2 * patches * vision.hidden_size + merged)
 
 
 def _layer_bytes(plan: ShardingPlan) -> int:
@@ -227,8 +245,8 @@ _INTRODUCTION = """\
 
 Made by `python benchmarks/budgets.py --markdown docs/budgets.md`: programs of a prompt of 512 tokens and of decoding with a
 cache of 8,192 tokens, batch 1, bfloat16, compiled by libtpu and by XLA's GPU compiler for machines that are not there. Layers
-are alike, so two of each model are compiled; of DeepSeek-V3, one device has an eighth of a layer's experts. Of the
-vision-language model it is the language model.
+are alike, so two of each model are compiled; of DeepSeek-V3, one device has an eighth of a layer's experts. The prompt of
+Qwen2.5-VL has an image of 448 x 448 pixels, which two layers of its vision encoder read.
 
 A program is over its budget if it copies a weight, or a part of the cache for each token; if it gathers a weight for each
 token; if a device receives more than 5% above what it has to; or if its temporaries are more than 64 MB and more than 5% of its

@@ -24,7 +24,7 @@ import numpy as np
 
 from hfax.bench import limits
 from hfax.kernels.encodings import BITS, STORED, Encoding
-from hfax.kernels.gpu import cudnn, decode, experts, flash, quantized
+from hfax.kernels.gpu import cudnn, experts, flash, quantized, ranges
 from hfax.kernels.quantized import QuantizedArray
 
 BYTES = 250 << 20
@@ -174,7 +174,10 @@ def attention_operations() -> Iterator[Operation]:
         yield Operation(
             f"step {batch} x {seen} of {capacity}",
             step,
-            {"hfax": functools.partial(decode.cache_attention, scale=scale, is_contiguous=True), "xla": plain_attention},
+            {
+                "hfax": functools.partial(ranges.cache_attention, scale=scale, is_contiguous=True),
+                "xla": plain_attention,
+            },
             reads=2.0 * 2 * batch * kv_heads * seen * width,
             does=4.0 * batch * heads * seen * width,
             reference=lambda q, k, v, m: plain_attention(*(a.astype(jnp.float32) for a in (q, k, v)), m),

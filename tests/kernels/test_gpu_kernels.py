@@ -16,7 +16,7 @@ from packed_weights import FORMATS, packed_array, packed_tensor
 
 from hfax.kernels.attention import Causal, Mask, attention, causal_positions
 from hfax.kernels.encodings import BITS, FP4_VALUES
-from hfax.kernels.gpu import cudnn, decode, experts, flash, quantized
+from hfax.kernels.gpu import cudnn, ranges, experts, flash, quantized
 from hfax.kernels.gpu.codes import LIFT, as_float32, bias_of, exponent_of, number_bits
 from hfax.kernels.linear import linear
 from hfax.kernels.target import compiling_for
@@ -102,8 +102,8 @@ def test_a_step_reads_the_keys_that_it_sees(step, softcap, has_sinks, is_contigu
     exact = [array.astype(jnp.float32) for array in (query, key, value)]
     expected, _ = attention(*exact, mask, scale=0.3, softcap=softcap, sinks=sinks)
     options = {"scale": 0.3, "softcap": softcap, "is_contiguous": is_contiguous, "interpret": INTERPRET}
-    assert decode.fits(query, key, value)
-    got = decode.cache_attention(query, key, value, mask, sinks, **options)
+    assert ranges.fits(query, key, value)
+    got = ranges.cache_attention(query, key, value, mask, sinks, **options)
     assert got.dtype == query.dtype
     tolerance = 1e-5 if query.dtype == jnp.float32 else 2.0**-6
     np.testing.assert_allclose(got.astype(jnp.float32), expected, atol=tolerance)
@@ -116,13 +116,13 @@ def test_keys_before_and_after_those_that_are_seen_are_not_read():
     expected, _ = attention(*(array.astype(jnp.float32) for array in (query, key, value)), mask, scale=0.3)
     is_read = ((places >= 128) & (places < 448))[:, None]  # in blocks of 64
     key, value = (jnp.where(is_read, array, jnp.nan) for array in (key, value))
-    got = decode.cache_attention(query, key, value, mask, scale=0.3, interpret=INTERPRET)
+    got = ranges.cache_attention(query, key, value, mask, scale=0.3, interpret=INTERPRET)
     np.testing.assert_allclose(got.astype(jnp.float32), expected, atol=2.0**-6)
 
 
 def test_a_token_that_sees_nothing():
     query, key, value, mask = a_step(capacity=100)
-    got = decode.cache_attention(
+    got = ranges.cache_attention(
         query, key, value, mask & (jnp.arange(3) != 1)[:, None, None, None], scale=0.3, interpret=INTERPRET
     )
     assert not got[1].any()
@@ -131,20 +131,20 @@ def test_a_token_that_sees_nothing():
 
 def test_the_caches_that_the_kernel_of_steps_takes():
     query, key, value, _ = a_step(batch=1)
-    assert decode.fits(query, key, value)
-    assert decode.fits(query, *(array.astype("float8_e4m3fn") for array in (key, value)))
-    assert not decode.fits(query, key.astype(jnp.float32), value)
-    assert not decode.fits(
+    assert ranges.fits(query, key, value)
+    assert ranges.fits(query, *(array.astype("float8_e4m3fn") for array in (key, value)))
+    assert not ranges.fits(query, key.astype(jnp.float32), value)
+    assert not ranges.fits(
         query.astype(jnp.float64) if jax.config.jax_enable_x64 else query.astype(jnp.int32), key, value
     )
-    assert not decode.fits(*a_step(batch=1, widths=(320, 64))[:3])
-    assert not decode.fits(*a_step(batch=1, heads=129, kv_heads=1)[:3])
+    assert not ranges.fits(*a_step(batch=1, widths=(320, 64))[:3])
+    assert not ranges.fits(*a_step(batch=1, heads=129, kv_heads=1)[:3])
     many = jax.ShapeDtypeStruct((1 << 14, 2, 1024, 64), jnp.bfloat16)
-    assert not decode.fits(query, many, many)
+    assert not ranges.fits(query, many, many)
 
 
 def test_the_kernel_of_steps_lowers_for_a_gpu():
-    step = functools.partial(decode.cache_attention, scale=0.3)
+    step = functools.partial(ranges.cache_attention, scale=0.3)
     lowered = jax.jit(step).trace(*a_step(capacity=4096)).lower(lowering_platforms=("cuda",))
     assert "xla.gpu.triton" in lowered.as_text()
 
@@ -295,9 +295,9 @@ def test_products_that_the_kernel_of_packed_weights_does_not_take():
 TRIALS = {
     **{
         f"step {cache}": (
-            decode,
+            ranges,
             ["cache_attention", "pages_attention"],
-            decode.works,
+            ranges.works,
             jnp.dtype("bfloat16"),
             jnp.dtype(cache),
         )

@@ -12,7 +12,7 @@ import pytest
 from hfax.kernels import pool, target
 from hfax.kernels.attention import attention
 from hfax.kernels.cpu import library
-from hfax.kernels.gpu import decode
+from hfax.kernels.gpu import ranges
 from hfax.kernels.rows import Rows
 
 PAGE, HEADS, KV_HEADS, WIDTH = 16, 8, 2, 32
@@ -90,7 +90,7 @@ def run(case: Case, kind: str, dtype: str, held: str | None = None, **options):
         written = pool.pool_of(arrays, rows).with_rows(key, value)
         if kind == "triton":
             pages = written.key_pages, written.value_pages
-            return pool.arrays_of(written), decode.pages_attention(queries[0], *pages, rows, **options, interpret=True)[
+            return pool.arrays_of(written), ranges.pages_attention(queries[0], *pages, rows, **options, interpret=True)[
                 None
             ]
         return pool.arrays_of(written), pool.attend(queries, written, **options)

@@ -13,7 +13,7 @@ from published import config_of
 
 from hfax import export
 from hfax.errors import BackendNotAvailableError, UnsupportedOptionError
-from hfax.kernels.gpu import decode, flash, quantized
+from hfax.kernels.gpu import ranges, flash, quantized
 from hfax.kernels.rows import Rows
 from hfax.kernels.target import compiler_options
 from hfax.load.quantize import layouts
@@ -167,7 +167,7 @@ def test_the_kernel_of_prompts_compiles_for_each_generation(machine, width, opti
     ids=str,
 )
 def test_the_kernel_of_steps_compiles_for_each_generation(machine, widths, dtype, cache_dtype, tokens):
-    attend = functools.partial(decode.cache_attention, scale=0.1, softcap=30.0)
+    attend = functools.partial(ranges.cache_attention, scale=0.1, softcap=30.0)
     caches = [((2, 2, 3000, n), jnp.dtype(cache_dtype)) for n in widths]
     seen = (2, 1, tokens, 3000), jnp.bool_
     program = compiled(
@@ -190,7 +190,7 @@ def test_the_kernel_of_steps_compiles_for_each_generation(machine, widths, dtype
 def test_the_kernel_of_pages_compiles_for_each_generation(machine, tokens, dtype, cache_dtype):
     def attend(query, keys, values, starts, lengths, tables):
         rows = Rows(starts=starts, lengths=lengths, tables=tables, count=lengths[:1])
-        return decode.pages_attention(query, keys, values, rows, scale=0.1, window=1000)
+        return ranges.pages_attention(query, keys, values, rows, scale=0.1, window=1000)
 
     pages = (1000, 8, 32, 128), jnp.dtype(cache_dtype)
     sequences = [(shape, jnp.int32) for shape in ((33,), (32,), (32, 256))]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from hfax.errors import InvalidInputError
 
 AXES = ("data", "fsdp", "expert", "tensor")
@@ -22,6 +24,24 @@ def positive_numbers(option: str, text: str) -> list[int]:
             f"Pass, for example, {option} 1,8.",
         )
     return [int(part) for part in parts]
+
+
+def pixels(option: str, text: str | None) -> tuple[int, int] | None:
+    """Parse a height and a width such as "1024x768"; None if empty.
+
+    Raises:
+        InvalidInputError: the text is malformed.
+    """
+    if not text:
+        return None
+    found = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text)
+    if found is None:
+        raise InvalidInputError(
+            f"{option} {text!r} is not the size of an image.",
+            "The option takes a height and a width in pixels, each below 100,000.",
+            f"Pass, for example, {option} 1024x768.",
+        )
+    return int(found[1]), int(found[2])
 
 
 def mesh_sizes(option: str, text: str | None) -> dict[str, int] | None:

@@ -13,9 +13,9 @@ import typer
 from hfax.cli import model_options
 from hfax.cli.error_display import reporting
 from hfax.cli.generation_options import kv_cache_dtype_option
-from hfax.cli.option_types import mesh_sizes, positive_numbers
+from hfax.cli.option_types import mesh_sizes, pixels, positive_numbers
 from hfax.cli.plan_report import FILE_WIDTH, print_plans
-from hfax.errors import InvalidInputError
+from hfax.errors import InvalidInputError, UnsupportedOptionError
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -42,6 +42,12 @@ def plan(
     prompt: Annotated[
         int, typer.Option(help="Prompt length in tokens; 0: 512, or half of a short context.", min=0)
     ] = 0,
+    image_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HEIGHTxWIDTH", help="Plan prompts with an image of this size in pixels, such as 1024x768."
+        ),
+    ] = None,
     quantization: model_options.QuantizationOption = None,
     kv_cache_dtype: Annotated[str, kv_cache_dtype_option(None)] = "auto",
     mesh: Annotated[
@@ -66,6 +72,7 @@ def plan(
         from hfax.planning.chips import chip_of, sizes_of
 
         batches, sizes = positive_numbers("--batch", batch), mesh_sizes("--mesh", mesh)
+        image = pixels("--image-size", image_size)
         for name in _names(machines):
             chip_of(name)
             sizes_of(name)
@@ -84,6 +91,12 @@ def plan(
         stored = stored_weights(model, config) if quantization is None else None
         console = Console(stderr=True)
         if train is not None:
+            if image is not None:
+                raise UnsupportedOptionError(
+                    "Fine-tuning cannot be planned with images.",
+                    "Plans of training have rows of tokens alone.",
+                    "Leave out --image-size or --train.",
+                )
             _plan_training(
                 console,
                 model,
@@ -109,6 +122,7 @@ def plan(
                 batches=batches,
                 context=context,
                 prompt=prompt or None,
+                image_size=image,
                 quantization=None if quantization is None else quantization.value,  # pyright: ignore[reportArgumentType]
                 stored=stored,
                 kv_cache_dtype=kv_cache_dtype,

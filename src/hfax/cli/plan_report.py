@@ -53,7 +53,8 @@ def print_plans(plans: Sequence[Plan], assumptions: str) -> None:
     console.print(answer(plans), markup=False, highlight=False)
     console.print(_table(f"Memory of each device at {plans[0].context:,} tokens", _MEMORY, plans))
     title = "Estimated speed" if any(plan.times for plan in plans) else "Limits of speed"
-    console.print(_table(f"{title}, prompts of {plans[0].prompt:,} tokens", _SPEED, plans))
+    image = "" if (size := plans[0].image_size) is None else f" with an image of {size[0]} x {size[1]} pixels"
+    console.print(_table(f"{title}, prompts of {plans[0].prompt:,} tokens{image}", _SPEED, plans))
     if len(plans) == 1 and plans[0].times:
         console.print(_spent(plans[0].times["decode"]), markup=False, highlight=False)
     for problem in dict.fromkeys(f"{plan.machine}: {plan.problem}" for plan in plans if plan.problem):

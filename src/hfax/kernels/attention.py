@@ -48,6 +48,27 @@ class Causal:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Segments:
+    """A mask of packed tokens: each attends to those of its own segment.
+
+    Args:
+        ids: [tokens] int, number of each token's segment. The tokens of a segment follow each other.
+        longest: tokens that a segment has at most.
+    """
+
+    ids: jax.Array
+    longest: int
+
+    def ranges(self) -> tuple[jax.Array, jax.Array]:
+        """Each token's first key and the one after its last, [tokens] int32 each."""
+        count = self.ids.shape[0]
+        place, is_new = jnp.arange(count, dtype=jnp.int32), self.ids[1:] != self.ids[:-1]
+        starts = jnp.where(jnp.concatenate([jnp.ones(1, jnp.bool_), is_new]), place, 0)
+        ends = jnp.where(jnp.concatenate([is_new, jnp.ones(1, jnp.bool_)]), place + 1, count)
+        return jax.lax.cummax(starts), jax.lax.cummin(ends, reverse=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Mask:
     """Which keys each query attends to.
 
@@ -56,12 +77,14 @@ class Mask:
         block: the mask by blocks: maps array indices of queries, [n], and of keys, [m], to [batch | 1, 1, n, m] bool; None if
             only the array is known. If blocks are used, the array is never computed.
         causal: structural description of the mask, if kernels support it directly.
+        segments: likewise for the mask of packed tokens, one row of [batch].
         seen: the same as bool, if the array is not and was made from it.
     """
 
     array: jax.Array
     block: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     causal: Causal | None = None
+    segments: Segments | None = None
     seen: jax.Array | None = None
 
     @property
@@ -140,8 +163,8 @@ def attention(
         return calls.prompt_attention(query, key, value, seen, scale, softcap, by_token), probabilities
     if given is None:
         return out, probabilities
-    if given.causal is not None and sinks is None and target.is_for("tpu"):
-        on_tpu = _on_tpu(query, key, value, given.causal, pages, scale=scale, softcap=softcap)
+    if sinks is None and target.is_for("tpu"):
+        on_tpu = _on_tpu(query, key, value, given, pages, scale=scale, softcap=softcap)
         if on_tpu is not None:
             return on_tpu, probabilities
     on_gpu = _on_gpu(query, key, value, given, scale=scale, softcap=softcap, sinks=sinks, held=held)
@@ -165,7 +188,7 @@ def _on_tpu(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    mask: Causal,
+    mask: Mask,
     pages: Pages | None,
     *,
     scale: float,
@@ -174,10 +197,16 @@ def _on_tpu(
     """By a Pallas kernel; None if none supports these shapes."""
     from hfax.kernels.tpu import attention as kernels  # Pallas for TPU takes a second to import
 
-    options: dict[str, Any] = {"scale": scale, "window": mask.window, "softcap": softcap, "mesh": target.mesh()}
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "mesh": target.mesh()}
     shards, kv_shards = target.head_shards()
     if query.shape[1] % shards or key.shape[1] % kv_shards:
         return None
+    if mask.segments is not None and kernels.can_splash_segments(query, key, value):
+        target.choose("attention: splash kernel (Pallas), packed images")
+        return kernels.segment_attention(query, key, value, mask.segments.ids, longest=mask.segments.longest, **options)
+    if (causal := mask.causal) is None:
+        return None
+    options["window"] = causal.window
     if isinstance(pages, JointPages) and query.shape[2] == 1 and pages.pages.dtype in (query.dtype, FP8):
         target.choose("attention: ragged paged kernel (Pallas)")
         return kernels.ragged_attention(query, pages, **options)
@@ -187,7 +216,7 @@ def _on_tpu(
         return kernels.paged_attention(query, pages, **options)
     if pages is None and kernels.can_splash(query, key, value):
         target.choose("attention: splash kernel (Pallas)")
-        is_real = jnp.ones((query.shape[0], query.shape[2]), jnp.int32) if mask.is_real is None else mask.is_real
+        is_real = jnp.ones((query.shape[0], query.shape[2]), jnp.int32) if causal.is_real is None else causal.is_real
         return kernels.splash_attention(query, key, value, is_real, **options)
     return None
 
@@ -206,7 +235,7 @@ def _on_gpu(
     """By cuDNN or a Triton kernel; None if none supports these shapes, or the program is not for an NVIDIA GPU."""
     if (gpu := target.nvidia_gpu()) is None:
         return None
-    from hfax.kernels.gpu import cudnn, decode, flash
+    from hfax.kernels.gpu import cudnn, ranges, flash
 
     is_described, is_plain, causal = target.is_described(gpu), softcap is None and sinks is None, mask.causal
     if causal is not None and not is_described and is_plain and cudnn.fits(query, key, value):
@@ -216,17 +245,24 @@ def _on_gpu(
     if target.is_differentiated() or query.shape[1] % shards or key.shape[1] % kv_shards:
         return None
     options: dict[str, Any] = {"scale": scale, "softcap": softcap}
+    if mask.segments is not None and query.shape[2] == key.shape[2] and ranges.fits(query, key, value):
+        if not is_described and not ranges.works(query.dtype, key.dtype):
+            return None
+        target.choose("attention: Triton kernel, packed images")
+        is_local = mask.segments.longest < key.shape[2]
+        call = functools.partial(ranges.segment_attention, is_local=is_local, **options)
+        return _by_heads(call, query, key, value, jnp.stack(mask.segments.ranges())[None], sinks)
     if causal is not None and flash.fits(query, key, value) and (is_described or flash.works()):
         target.choose("attention: Triton kernel, prompts")
         call = functools.partial(flash.flash_attention, window=causal.window, **options)
         return _by_heads(call, query, key, value, causal.is_real, sinks)
     key, value = held or (key, value)
-    if (seen := mask.truth) is None or not _is_step(query, key, seen) or not decode.fits(query, key, value):
+    if (seen := mask.truth) is None or not _is_step(query, key, seen) or not ranges.fits(query, key, value):
         return None
-    if is_described or decode.works(query.dtype, key.dtype):
+    if is_described or ranges.works(query.dtype, key.dtype):
         target.choose("attention: Triton kernel, reads the keys that are seen")
         seen = jnp.broadcast_to(seen, (query.shape[0], *seen.shape[1:]))
-        call = functools.partial(decode.cache_attention, is_contiguous=causal is not None, **options)
+        call = functools.partial(ranges.cache_attention, is_contiguous=causal is not None, **options)
         return _by_heads(call, query, key, value, seen, sinks)
     return None
 

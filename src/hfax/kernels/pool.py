@@ -215,12 +215,12 @@ def _on_gpu(
     shards, kv_shards = target.head_shards()
     if (gpu := target.nvidia_gpu()) is None or query.shape[0] % shards or keys.shape[1] % kv_shards:
         return None
-    from hfax.kernels.gpu import decode
+    from hfax.kernels.gpu import ranges
 
-    if not decode.fits(query, keys, values) or not (target.is_described(gpu) or decode.works(query.dtype, keys.dtype)):
+    if not ranges.fits(query, keys, values) or not (target.is_described(gpu) or ranges.works(query.dtype, keys.dtype)):
         return None
     target.choose("attention: Triton kernel, reads live pages of the pool")
-    call = functools.partial(decode.pages_attention, **options)
+    call = functools.partial(ranges.pages_attention, **options)
     if (mesh := target.mesh()) is None:
         return call(query, keys, values, rows, sinks)
     pages = P(None, TENSOR, None, None)

@@ -22,6 +22,19 @@ _local = threading.local()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Segments:
+    """Segments of packed tokens.
+
+    Args:
+        ids: number of each token's segment, [tokens] int. The tokens of a segment follow each other.
+        longest: tokens that a segment has at most.
+    """
+
+    ids: Any
+    longest: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MaskStructure:
     """What is known about a mask besides its values, so that attention can do without them.
 
@@ -30,6 +43,7 @@ class MaskStructure:
         window: tokens that each query sees, itself included; None: all before it. Only if `is_causal`.
         padding: [batch, length], nonzero for real tokens; None: no padding. Only if `is_causal`.
         block: a function from query and key indices to their part of the mask, for blockwise attention; None: there is none.
+        segments: each token attends to those of its own segment, and nothing else; None: otherwise.
         seen: the mask of truth values that an additive one was made from; None: it is one itself.
         all_real: a traced scalar: no token is padding, where transformers would then skip the mask; None: it never would.
     """
@@ -38,6 +52,7 @@ class MaskStructure:
     window: int | None = None
     padding: Any = None
     block: Callable[[Any, Any], Any] | None = None
+    segments: Segments | None = None
     seen: Any = None
     all_real: Any = None
 
@@ -82,7 +97,7 @@ ATTENTION_NAME = AttentionName("hfax", "sdpa")
 ADDITIVE_NAME = AttentionName("hfax_additive", "eager")
 """The same attention with additive masks of 0 and minus infinity, for modelling code that extends masks with floats."""
 PACKED_NAME = "hfax_flash_packed"
-"""The same attention within the `Segments` of packed images."""
+"""The same attention within the segments of packed images."""
 
 
 def structure_of(mask: Any) -> MaskStructure:

@@ -17,45 +17,45 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, vision_utils
 
-from hfax.patches.masks import PACKED_NAME, MaskStructure
+from hfax.patches.masks import PACKED_NAME, MaskStructure, Segments
 from hfax.patches.patch import ForwardPatch, FunctionPatch, Patch
 
 
-class Segments:
+class PackedSegments:
     """Attention within segments, in place of their cumulative lengths or of their lengths.
 
     Modelling code can only pass it on to attention.
 
     Args:
-        ids: the segment of each token, [tokens] int.
+        segments: of the tokens.
     """
 
-    def __init__(self, ids: torch.Tensor) -> None:
-        self._ids = ids
+    def __init__(self, segments: Segments) -> None:
+        self._segments = segments
         self.is_used = False
 
     def __len__(self) -> int:
         """The number of tokens."""
-        return len(self._ids)
+        return len(self._segments.ids)
 
-    def __getitem__(self, index: slice) -> Segments:
+    def __getitem__(self, index: slice) -> PackedSegments:
         """The beginnings or ends of the segments."""
         return self
 
-    def __sub__(self, other: Segments) -> Segments:
+    def __sub__(self, other: PackedSegments) -> PackedSegments:
         """The lengths of the segments."""
         return self
 
     def mask(self) -> torch.Tensor:
         """The tokens that each token attends to, [1, 1, tokens, tokens] bool, with its structure."""
-        self.is_used = True
+        self.is_used, ids = True, self._segments.ids
 
         def block(queries: Any, keys: Any) -> Any:
-            return (self._ids[queries][:, None] == self._ids[keys])[None, None]
+            return (ids[queries][:, None] == ids[keys])[None, None]
 
-        places = torch.arange(len(self), device=self._ids.device)
+        places = torch.arange(len(ids), device=ids.device)
         mask: Any = block(places, places)
-        mask.mask_structure = MaskStructure(block=block)
+        mask.mask_structure = MaskStructure(block=block, segments=self._segments)
         return mask
 
 
@@ -73,7 +73,7 @@ class PackedGrids:
 
     def __init__(self, grids: torch.Tensor, num_patches: torch.Tensor) -> None:
         self.values, self._num_patches = grids, num_patches
-        self.segments: list[Segments] = []
+        self.segments: list[PackedSegments] = []
 
     def prod(self, dim: int) -> torch.Tensor:
         """The patches of the images, which stand for one, [1] int."""
@@ -99,9 +99,14 @@ class PackedGrids:
         grids = self.values.long() // torch.tensor([1, merge, merge], device=self.values.device)
         return self._places(self.num_patches // merge**2, grids, 1)
 
-    def within(self, ids: torch.Tensor) -> Segments:
-        """Attention within segments of these numbers, [patches] int."""
-        found = Segments(ids)
+    def within(self, ids: torch.Tensor, longest: int | None = None) -> PackedSegments:
+        """Attention within segments of these numbers, [patches] int, which follow each other.
+
+        Args:
+            ids: number of each patch's segment.
+            longest: patches that a segment has at most; None: all.
+        """
+        found = PackedSegments(Segments(ids=ids, longest=longest or len(ids)))
         self.segments.append(found)
         return found
 
@@ -174,24 +179,24 @@ def _position_ids(
     return torch.stack([*([places.frame] if include_temporal else []), places.row, places.column], -1)
 
 
-def _cu_seqlens(grids: PackedGrids, merge_temporal: bool = False, kwargs: Any = None) -> Segments:
+def _cu_seqlens(grids: PackedGrids, merge_temporal: bool = False, kwargs: Any = None) -> PackedSegments:
     places = grids.places()
     return grids.within(places.image if merge_temporal else places.frame_of_all)
 
 
 def _attention_seqlens(
     grids: PackedGrids, config: Any, merge_temporal: bool = False, kwargs: Any = None
-) -> tuple[Segments, int]:
+) -> tuple[PackedSegments, int]:
     return _cu_seqlens(grids, merge_temporal), grids.num_patches
 
 
-def _max_seqlen(segments: Segments, config: Any, kwargs: Any = None, kwarg_name: str = "max_seqlen") -> int:
+def _max_seqlen(segments: PackedSegments, config: Any, kwargs: Any = None, kwarg_name: str = "max_seqlen") -> int:
     return len(segments)
 
 
 def _window_index(
     grids: PackedGrids, spatial_merge_size: int, window_size: int, patch_size: int, kwargs: Any = None
-) -> tuple[torch.Tensor, Segments]:
+) -> tuple[torch.Tensor, PackedSegments]:
     side = window_size // spatial_merge_size // patch_size
     places = grids.merged_places(spatial_merge_size)
     top, left = places.row // side * side, places.column // side * side
@@ -199,7 +204,8 @@ def _window_index(
     first = places.start + top * places.columns + left * height  # where the window begins, in the order of windows
     place = first + (places.row - top) * width + places.column - left
     index = torch.zeros_like(place).scatter(0, place, torch.arange(len(place), device=place.device))
-    return index, grids.within(first[index].repeat_interleave(spatial_merge_size**2))
+    ids = first[index].repeat_interleave(spatial_merge_size**2)
+    return index, grids.within(ids, (side * spatial_merge_size) ** 2)
 
 
 def _interpolation(
@@ -233,10 +239,10 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
     "get_vision_interpolation_indices_and_weights": _interpolation,
     "image_size_to_num_patches": _num_tiles,
 }
-"""Names of functions of transformers mapped to those for `PackedGrids`, `Segments` and `PackedFeatures`."""
+"""Names of functions of transformers mapped to those for `PackedGrids`, `PackedSegments` and `PackedFeatures`."""
 
 
-_PACKED = (PackedGrids, Segments, PackedFeatures)
+_PACKED = (PackedGrids, PackedSegments, PackedFeatures)
 
 
 def _for_packed(compute: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

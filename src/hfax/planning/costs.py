@@ -157,17 +157,27 @@ def _depth_of_convolution(instruction: Instruction, kernel: Array) -> int:
     )
 
 
+def _share_of_pairs(kernel: str, arrays: Sequence[Array]) -> float:
+    """The share of pairs of queries and keys that attention of prompts multiplies: half of them if it is causal."""
+    if "splash" not in kernel:
+        return 1.0 if kernel == "segment_attention" else 0.5
+    blocks = next((a.shape for a in arrays if a.dtype == "s8" and len(a.shape) == 3), (1, 1, 1))
+    if blocks[2] < blocks[1]:  # those of a row that a window touches
+        return blocks[2] / blocks[1]
+    has_positions = sum(a.dtype == "s32" for a in arrays) > 2
+    return 0.5 if has_positions else 1.0
+
+
 def _kernel_cost(
     kernel: str, instruction: Instruction, operands: Sequence[Instruction], num_experts: int | None
 ) -> Cost:
     """A Pallas kernel's bytes and operations, from its name and the shapes that it takes and gives."""
     arrays, out = [operand.arrays[0] for operand in operands], instruction.arrays[0]
     moved = float(_in_memory(arrays) + _in_memory(instruction.arrays))
-    if "flash_attention" in kernel or "splash" in kernel:
-        # causal: two products with half of all pairs of queries and keys
+    if "flash_attention" in kernel or "splash" in kernel or kernel == "segment_attention":
         query = max((a for a in arrays if len(a.shape) >= 3), key=lambda a: a.size)
         keys = max(a.shape[-2] for a in arrays if len(a.shape) >= 3 and a.shape[-1] == query.shape[-1])
-        return Cost(moved, 4.0 * query.size * keys / 2)
+        return Cost(moved, 4.0 * query.size * keys * _share_of_pairs(kernel, arrays))  # two products
     bits = BITS.get(kernel.partition("_")[0])  # pyright: ignore[reportArgumentType]
     if kernel.endswith("_experts") or "gmm" in kernel or "grouped_linear" in kernel:
         weight = max((a for a in arrays if len(a.shape) >= 3), key=lambda a: a.num_bytes)

@@ -27,6 +27,7 @@ from hfax.load.stored_weights import StoredWeights
 from hfax.parallelism import plan_over
 from hfax.planning.chips import Chip, chip_of
 from hfax.planning.devices import devices_of
+from hfax.planning.image_prompts import image_prompt
 from hfax.planning.operations import attention_per_pair, operations_per_token, used_numbers
 from hfax.planning.program_time import ProgramTime, estimate
 from hfax.sharding.mesh import DATA, EXPERT, HEAD_AXES, TENSOR, fitting_sizes, make_mesh, num_experts, size_of
@@ -60,6 +61,7 @@ class Plan:
         batch: number of concurrent sequences.
         context: tokens per sequence, including the prompt.
         prompt: tokens per prompt.
+        image_size: height and width in pixels of the image in each prompt; None: there is none.
         weight_bytes, cache_bytes: bytes per device.
         temporary_bytes: bytes per device, the larger of both programs as reported by the compiler; None if not compiled.
         memory_bytes: usable memory per device, without the runtime's reserve.
@@ -90,6 +92,7 @@ class Plan:
     batch: int
     context: int
     prompt: int
+    image_size: tuple[int, int] | None
     weight_bytes: int
     cache_bytes: int
     temporary_bytes: int | None
@@ -131,6 +134,7 @@ def make_plans(
     batches: Sequence[int] = (1,),
     context: int = 8192,
     prompt: int | None = None,
+    image_size: tuple[int, int] | None = None,
     quantization: Quantization | None = None,
     stored: StoredWeights | None = None,
     kv_cache_dtype: str = "auto",
@@ -145,7 +149,8 @@ def make_plans(
         machines: TPU topologies ("v5e:2x4"), or GPU kinds with a count ("h100:8") or hosts and a count ("h100:2x8").
         batches: batch sizes to plan for.
         context: final tokens per sequence.
-        prompt: prompt tokens per sequence; None: 512, or half of a shorter context.
+        prompt: prompt tokens per sequence, those of an image included; None: 512, or half of a shorter context.
+        image_size: height and width in pixels of an image in each prompt; None: there is none.
         quantization: weight quantization.
         stored: the weights of a quantized checkpoint, for `quantization=None`; None: all are in the config's dtype.
         kv_cache_dtype: of the cached keys and values, as for `generate`.
@@ -153,8 +158,9 @@ def make_plans(
         compiles: compile with the machine's compiler, if it is installed; otherwise only estimate.
 
     Raises:
-        UnsupportedOptionError: the model does not generate from token ids alone.
-        InvalidInputError: an unknown machine, or an impossible shape.
+        UnsupportedOptionError: the model does not generate from token ids, or takes no images, or in a layout that is not planned; or
+            images are to be planned without compiling.
+        InvalidInputError: an unknown machine, or an impossible shape; the prompt is too short for the image.
     """
     prompt = min(512, context // 2) if prompt is None else prompt
     if not 0 < prompt < context or min(batches, default=0) < 1:
@@ -163,11 +169,19 @@ def make_plans(
             "A plan needs at least one sequence, and a prompt shorter than the context.",
             "Change --batch, --context or --prompt.",
         )
+    if image_size is not None and not compiles:
+        raise UnsupportedOptionError(
+            "Prompts with images cannot be planned without compiling.",
+            "By arithmetic alone a plan knows the language model, not what reads the images.",
+            "Leave out --no-compile, or --image-size.",
+        )
     found = [(machine, chip_of(machine), *devices_of(machine, compiles)) for machine in machines]
     model = _read(name, config, quantization, None if quantization else stored, kv_cache_dtype, context)
+    if image_size is not None:  # an error now rather than in each plan
+        image_prompt(*without_weights(model.skeleton), batch=1, length=prompt, size=image_size)
     for machine, chip, devices, problem in found:
         for batch in batches:
-            yield _plan(model, machine, chip, devices, problem, batch, context, prompt, mesh, compiles)
+            yield _plan(model, machine, chip, devices, problem, batch, context, prompt, image_size, mesh, compiles)
 
 
 def _read(
@@ -219,6 +233,7 @@ def _plan(
     batch: int,
     context: int,
     prompt: int,
+    image_size: tuple[int, int] | None,
     mesh: dict[str, int] | None,
     compiles: bool,
 ) -> Plan:
@@ -249,6 +264,7 @@ def _plan(
                 batch_size=batch,
                 prompt_length=prompt,
                 capacity=context,
+                image_size=image_size,
                 quantization=quantized,
                 kv_cache_dtype=model.kv_cache_dtype,
             )
@@ -262,6 +278,8 @@ def _plan(
     communication = {p.name: p.collective_bytes for p in programs}
     experts = num_experts(model.config) or None
     times = {p.name: estimate(p.hlo, machine, is_loop=p.name == "decode", num_experts=experts) for p in programs}
+    if image_size is not None:  # arithmetic does not know what reads the images
+        limits = dataclasses.replace(limits, prefill_s=None)
     if programs:
         limits = _Limits(
             prefill_s=times["prefill"].seconds,
@@ -281,6 +299,7 @@ def _plan(
         batch=batch,
         context=context,
         prompt=prompt,
+        image_size=image_size,
         weight_bytes=weights,
         cache_bytes=cache,
         temporary_bytes=temporaries,

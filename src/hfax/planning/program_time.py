@@ -89,7 +89,7 @@ def estimate(program: Program, machine: str, *, is_loop: bool = False, num_exper
         InvalidInputError: an unknown machine.
     """
     timeline = _Timeline(program, chip_of(machine), links_of(machine), num_experts)
-    loops = (i for _, i in program.walk() if i.opcode == "while" and _trips(i) is None)
+    loops = (i for _, i in program.walk() if i.opcode == "while" and _trips(program, i) is None)
     loop = next(loops, None) if is_loop else None
     for name in (program.entry,) if loop is None else (*loop.called["body"], *loop.called["condition"]):
         timeline.run(program.computations[name])
@@ -162,7 +162,7 @@ class _Timeline:
         if opcode in _FREE or instruction.attribute(r'custom_call_target="(ConcatBitcast|AssumeGather\w+)"'):
             return
         if opcode == "while":
-            for _ in range(_trips(instruction) or 1):
+            for _ in range(_trips(self._program, instruction) or 1):
                 self.run(self._program.computations[instruction.called["body"][0]])
         elif opcode == "call":
             for name in instruction.called["to_apply"]:
@@ -259,10 +259,22 @@ class _Timeline:
             self.run(self._program.computations[longest])
 
 
-def _trips(loop: Instruction) -> int | None:
-    """How often a loop's body runs; None if the compiler does not know."""
-    found = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"\}')
-    return None if found is None else int(found)
+def _trips(program: Program, loop: Instruction) -> int | None:
+    """How often a loop's body runs; None if it depends on values.
+
+    XLA's GPU compiler says it. In a TPU's program the condition compares a counter, which starts at 0, with a constant.
+    """
+    if (found := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"\}')) is not None:
+        return int(found)
+    condition = program.computations[loop.called["condition"][0]]
+    last = condition.root
+    if last.opcode != "compare" or "direction=LT" not in last.attributes:
+        return None
+    limit = condition.by_name.get(last.operands[1])
+    if limit is None or limit.opcode != "constant" or limit.arrays[0].shape:
+        return None
+    value = re.match(r"\d+", limit.attributes)
+    return None if value is None else int(value.group())
 
 
 def part_of(instruction: Instruction) -> str:

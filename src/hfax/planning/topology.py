@@ -32,6 +32,7 @@ from hfax.load.skeleton import Skeleton
 from hfax.parallelism import plan_over
 from hfax.planning.devices import topology_devices
 from hfax.planning.hlo import Program, collective_kind, kernel_name, parse
+from hfax.planning.image_prompts import image_prompt
 from hfax.sharding.mesh import batch_axes, make_mesh
 from hfax.sharding.partition import ShardingPlan
 from hfax.tracing.abstract import open_skeleton, without_weights
@@ -80,6 +81,7 @@ def compile_for(
     batch_size: int = 1,
     prompt_length: int = 512,
     capacity: int = 2048,
+    image_size: tuple[int, int] | None = None,
     quantization: Quantized = None,
     kv_cache_dtype: str = "auto",
 ) -> list[CompiledProgram]:
@@ -91,17 +93,20 @@ def compile_for(
         batch_size: number of concurrent sequences.
         prompt_length: prompt length, in tokens, including padding.
         capacity: cache capacity, in tokens.
+        image_size: height and width in pixels of an image in each prompt; None: there is none.
         quantization: weight quantization, or how each packed weight is packed, by name.
         kv_cache_dtype: of the cached keys and values, as for `generate`.
 
     Raises:
         BackendNotAvailableError: the compiler is not installed, or the topology is unknown.
-        InvalidInputError: the number of heads is not divisible by the number of devices.
+        InvalidInputError: the number of heads is not divisible by the number of devices, or the prompt is too short for the image.
+        UnsupportedOptionError: the model takes no images, or in a layout that is not planned.
     """
     devices = topology_devices(topology)
     skeleton = open_skeleton(config)
     plan = plan_over(skeleton, make_mesh({"tensor": len(devices)}, config, devices), quantization)
-    sizes = {"batch_size": batch_size, "prompt_length": prompt_length, "capacity": capacity}
+    sizes: dict[str, Any] = {"batch_size": batch_size, "prompt_length": prompt_length, "capacity": capacity}
+    sizes |= {"image_size": image_size}
     return compile_programs(skeleton, plan, **sizes, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
 
 
@@ -112,6 +117,7 @@ def compile_programs(
     batch_size: int,
     prompt_length: int,
     capacity: int,
+    image_size: tuple[int, int] | None = None,
     quantization: Quantized = None,
     kv_cache_dtype: str = "auto",
 ) -> list[CompiledProgram]:
@@ -135,8 +141,10 @@ def compile_programs(
         max_new_tokens=capacity - prompt_length,
     )
     ids = jax.ShapeDtypeStruct((batch_size, prompt_length), jnp.int32)
-    rows = P(batch_axes(mesh, batch_size))
-    inputs = {name: on_devices(ids.shape, ids.dtype, rows) for name in ("input_ids", "attention_mask")}
+    prompts, static = {"input_ids": ids, "attention_mask": ids}, {}
+    if image_size is not None:
+        prompts, static = image_prompt(model, weights, batch=batch_size, length=prompt_length, size=image_size)
+    inputs = {name: on_devices(a.shape, a.dtype, P(batch_axes(mesh, a.shape[0]))) for name, a in prompts.items()}
     request = everywhere(
         {
             "seed": jax.ShapeDtypeStruct((), jnp.uint32),
@@ -163,7 +171,7 @@ def compile_programs(
         return everywhere | {"cache": split}
 
     def run_prompt(params: Any, inputs: Any, request: Any) -> Any:
-        state = start(model, spec, params, inputs, {}, request)
+        state = start(model, spec, params, inputs, static, request)
         return {name: value for name, value in state.items() if name != "checks"}
 
     def run_loop(params: Any, state: Any, request: Any, limit: Any) -> Any:

@@ -31,7 +31,7 @@ from hfax.kernels.cache_write import cache_write
 from hfax.kernels.latents import Latents, queries_of_latents, values_of_latents
 from hfax.patches import masks, registry
 from hfax.patches.control_flow import applying_functions, collecting_checks
-from hfax.patches.packed_images import Segments
+from hfax.patches.packed_images import PackedSegments
 from hfax.patches.patch import forwards_replaced
 from hfax.tracing.adapters import adapted, onto_parameters, split_adapters
 from hfax.tracing.geometry import HostArray
@@ -522,8 +522,10 @@ def _attention_forward(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not causal and (all_real := masks.structure_of(attention_mask).all_real) is not None:
         attention_mask = attention_mask | all_real
-    structure, causal_mask = masks.structure_of(attention_mask), None
+    structure, causal_mask, segments = masks.structure_of(attention_mask), None, None
     block = structure.block
+    if (within := structure.segments) is not None:
+        segments = attention_math.Segments(ids=unwrap(within.ids), longest=within.longest)
     if structure.is_causal:
         causal_mask = attention_math.Causal(window=structure.window, is_real=unwrap(structure.padding))
     if (pool := key.pool) is not None:
@@ -549,7 +551,7 @@ def _attention_forward(
     num_queries, num_keys = query.shape[2], key.shape[2]
     scale = (query.shape[-1] ** -0.5 if scaling is None else scaling) * of_keys
 
-    def compute(query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, seen: Any, bias: Any, sinks: Any) -> Any:
+    def compute(query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, bias: Any, sinks: Any) -> Any:
         if mask is None and causal and num_queries > 1:
             mask = attention_math.causal_mask(num_queries, num_keys)
         elif mask is not None:
@@ -557,7 +559,8 @@ def _attention_forward(
                 array=mask,
                 block=None if block is None else functools.partial(_call_torch, block),
                 causal=causal_mask,
-                seen=seen,
+                segments=segments,
+                seen=unwrap(structure.seen),
             )
         out, probabilities = attention_math.attention(
             query,
@@ -574,7 +577,7 @@ def _attention_forward(
         )
         return _times(out, of_values), probabilities
 
-    return call_jax(compute, query, key, value, attention_mask, structure.seen, position_bias, s_aux)
+    return call_jax(compute, query, key, value, attention_mask, position_bias, s_aux)
 
 
 def _attention_over_latents(
@@ -597,11 +600,11 @@ def _attention_within_segments(
     value: Any,
     attention_mask: Any,
     *,
-    cu_seq_lens_q: Segments,
+    cu_seq_lens_q: PackedSegments,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
     """`_attention_forward` for the patches of packed images."""
-    if attention_mask is not None or not isinstance(cu_seq_lens_q, Segments):
+    if attention_mask is not None or not isinstance(cu_seq_lens_q, PackedSegments):
         raise TypeError(f"{type(module).__name__} does not attend within the segments of packed images alone.")
     return _attention_forward(module, query, key, value, cu_seq_lens_q.mask(), **kwargs)
 

@@ -73,25 +73,91 @@ def splash_attention(
         shape = (length, length)
         one = splash_masks.CausalMask(shape) if window is None else splash_masks.LocalMask(shape, (window - 1, 0), 0)
         block = next(b for b in (_BLOCK, 256, _LANES) if length % b == 0)
-        kernel = splash.make_splash_mha(
-            splash_masks.MultiHeadMask([one] * query.shape[1]),
-            head_shards=1,
-            q_seq_shards=1,
-            attn_logits_soft_cap=softcap,
-            block_sizes=_block_sizes(block),
-            interpret=interpret,
-        )
-        scaled = (query.astype(jnp.float32) * scale).astype(query.dtype)
-        segments = is_real.astype(jnp.int32)
-        out: Any = jax.vmap(lambda q, k, v, s: kernel(q, k, v, segment_ids=splash.SegmentIds(q=s, kv=s)))(
-            scaled, key, value, segments
-        )
-        return out.swapaxes(1, 2).astype(query.dtype)
+        options = {"scale": scale, "softcap": softcap, "block": block, "interpret": interpret}
+        return _splash(query, key, value, is_real.astype(jnp.int32), one, **options)
 
     rows = _rows(mesh, query.shape[0])
     kv = P(rows, TENSOR, None, None)
     specs = (P(rows, HEAD_AXES, None, None), kv, kv, P(rows, None))
     return _on_devices(local, mesh, specs, P(rows, None, HEAD_AXES, None))(query, key, value, is_real)
+
+
+def can_splash_segments(query: jax.Array, key: jax.Array, value: jax.Array) -> bool:
+    """Whether `segment_attention` supports these shapes, [1, heads, tokens, head_dim]."""
+    same = query.shape[2] == key.shape[2] and value.shape[3] == key.shape[3] == query.shape[3]
+    return same and query.shape[0] == 1 and query.shape[2] >= _LANES
+
+
+def segment_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: jax.Array,
+    *,
+    scale: float,
+    longest: int,
+    softcap: float | None,
+    mesh: jax.sharding.Mesh | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention of packed tokens, each to those of its own segment; lengths and head dimensions are padded to multiples of 128.
+
+    Args:
+        query: [1, heads, tokens, head_dim].
+        key: [1, kv_heads, tokens, head_dim].
+        value: as `key`.
+        segments: [tokens] int, number of each token's segment, from 0. The tokens of a segment follow each other.
+        scale: multiplies the scores.
+        longest: tokens that a segment has at most; blocks that are farther apart are not multiplied.
+        softcap: as in `hfax.kernels.attention`.
+        mesh: as for `splash_attention`.
+        interpret: run the kernel in interpret mode.
+
+    Returns:
+        [1, tokens, heads, head_dim].
+    """
+    tokens, width = query.shape[2:]
+    block = _LANES if longest <= _LANES else min(_BLOCK, -(-tokens // _LANES) * _LANES)
+    padded = [(0, 0), (0, 0), (0, -tokens % block), (0, -width % _LANES)]
+    shape = (tokens + padded[2][1],) * 2
+    one = splash_masks.FullMask(shape) if longest >= tokens else splash_masks.LocalMask(shape, (longest - 1,) * 2, 0)
+    options = {"scale": scale, "softcap": softcap, "block": block, "interpret": interpret}
+
+    def local(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array) -> jax.Array:
+        return _splash(query, key, value, segments, one, **options)
+
+    heads, kv = P(None, HEAD_AXES, None, None), P(None, TENSOR, None, None)
+    call = _on_devices(local, mesh, (heads, kv, kv, P(None, None)), P(None, None, HEAD_AXES, None))
+    ids = jnp.pad(segments.astype(jnp.int32), padded[2], constant_values=-1)[None]
+    return call(*(jnp.pad(array, padded) for array in (query, key, value)), ids)[:, :tokens, :, :width]
+
+
+def _splash(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: jax.Array,
+    mask: splash_masks.Mask,
+    *,
+    scale: float,
+    softcap: float | None,
+    block: int,
+    interpret: bool,
+) -> jax.Array:
+    """Splash attention on one device under a mask of all heads, within segments, [batch, length] int32."""
+    kernel = splash.make_splash_mha(
+        splash_masks.MultiHeadMask([mask] * query.shape[1]),
+        head_shards=1,
+        q_seq_shards=1,
+        attn_logits_soft_cap=softcap,
+        block_sizes=_block_sizes(block),
+        interpret=interpret,
+    )
+    scaled = (query.astype(jnp.float32) * scale).astype(query.dtype)
+    out: Any = jax.vmap(lambda q, k, v, s: kernel(q, k, v, segment_ids=splash.SegmentIds(q=s, kv=s)))(
+        scaled, key, value, segments
+    )
+    return out.swapaxes(1, 2).astype(query.dtype)
 
 
 def ragged_attention(

@@ -1,11 +1,10 @@
-"""Attention of new tokens to a KV cache on NVIDIA GPUs, by a Triton kernel that reads only the keys that are seen.
+"""Attention of tokens to a range of keys each, on NVIDIA GPUs, by a Triton kernel that reads only the keys in the ranges.
 
-The keys of a sequence are divided among several programs, whose results are combined afterwards, as in Flash-Decoding
-(https://crfm.stanford.edu/2023/10/12/flashdecoding.html): there are too few sequences and heads to occupy a GPU. How much is read
-follows from how long a sequence is, not from its cache's capacity. The heads that share keys, and several tokens of a sequence,
-are the rows of one matrix product.
-
-A cache is contiguous, or in pages that are found through each sequence's page table, as in vLLM (https://arxiv.org/abs/2309.06180).
+The ranges are what decoding steps see of a KV cache, which is contiguous or in pages that are found through each sequence's page table,
+as in vLLM (https://arxiv.org/abs/2309.06180); and the segments of packed images. The keys of a sequence are divided among several
+programs if there are too few sequences and heads to occupy a GPU, and their results are combined afterwards, as in Flash-Decoding
+(https://crfm.stanford.edu/2023/10/12/flashdecoding.html). The heads that share keys, and several tokens of a sequence, are the rows
+of one matrix product.
 """
 
 from __future__ import annotations
@@ -124,30 +123,48 @@ def cache_attention(
     Returns:
         [batch, tokens, heads, value_dim] in the query's dtype; 0 for tokens that see nothing.
     """
-    batch, heads, tokens, width = query.shape
+    batch, _, tokens, _ = query.shape
     seen = jnp.broadcast_to(mask[:, 0], (batch, tokens, key.shape[2])).reshape(batch * tokens, -1)
     begins = jnp.argmax(seen, axis=1)
     ends = jnp.where(seen.any(axis=1), key.shape[2] - jnp.argmax(seen[:, ::-1], axis=1), 0)
-    size = _tokens_of_tile(heads // key.shape[1], _FEW_ROWS)
-    each = -(-tokens // size)
-    of_sequence = jnp.repeat(jnp.arange(batch), each)
-    first = jnp.tile(jnp.arange(each) * size, batch)
-    tiles = first + of_sequence * tokens, jnp.minimum(size, tokens - first), of_sequence
-    out = _attend_by_tiles(
-        query.swapaxes(1, 2).reshape(batch * tokens, heads, width),
-        key,
-        value,
-        sinks,
-        (begins, ends),
-        tiles,
-        mask=None if is_contiguous else seen,
-        size=size,
-        num_keys=key.shape[2],
-        scale=scale,
-        softcap=softcap,
-        interpret=interpret,
-    )
-    return out.reshape(batch, tokens, heads, -1)
+    options = {"scale": scale, "softcap": softcap, "interpret": interpret}
+    mask = None if is_contiguous else seen
+    return _attend_by_row(query, key, value, sinks, (begins, ends), mask, rows=_FEW_ROWS, **options)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "softcap", "is_local", "interpret"))
+def segment_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    ranges: jax.Array,
+    sinks: jax.Array | None = None,
+    *,
+    scale: float,
+    is_local: bool,
+    softcap: float | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention of packed tokens, each to those of its own segment.
+
+    Args:
+        query: [batch, heads, tokens, head_dim].
+        key: [batch, kv_heads, tokens, head_dim], which `fits` supports.
+        value: [batch, kv_heads, tokens, value_dim].
+        ranges: of each token the first key that it sees, and the one after the last: [batch | 1, 2, tokens] int32.
+        sinks: as for `cache_attention`.
+        scale: likewise.
+        is_local: the segments are short, as the windows of an image are; it names the kernel.
+        softcap: likewise.
+        interpret: likewise.
+
+    Returns:
+        [batch, tokens, heads, value_dim] in the query's dtype.
+    """
+    begins, ends = jnp.broadcast_to(ranges, (query.shape[0], *ranges.shape[1:])).swapaxes(0, 1).reshape(2, -1)
+    name = "window_attention" if is_local else "segment_attention"
+    options = {"scale": scale, "softcap": softcap, "interpret": interpret, "name": name}
+    return _attend_by_row(query, key, value, sinks, (begins, ends), rows=_MANY_ROWS, **options)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "softcap", "window", "interpret"))
@@ -198,12 +215,52 @@ def pages_attention(
         (begins, positions + 1),
         (jnp.where(count > 0, rows.starts[of] + done, 0), count, of),
         tables=rows.tables,
+        name="paged_attention",
         size=size,
         num_keys=pages * key_pages.shape[2],
         scale=scale,
         softcap=softcap,
         interpret=interpret,
     )
+
+
+def _attend_by_row(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    sinks: jax.Array | None,
+    seen: tuple[jax.Array, jax.Array],
+    mask: jax.Array | None = None,
+    *,
+    rows: int,
+    **options: Any,
+) -> jax.Array:
+    """`_attend_by_tiles` of arrays with as many tokens in each row, [batch, heads, tokens, head_dim].
+
+    Args:
+        query: as for `cache_attention`.
+        key: likewise.
+        value: likewise.
+        sinks: likewise.
+        seen: of each token of all rows, as for `_attend_by_tiles`.
+        mask: likewise.
+        rows: of a tile, about.
+        **options: of `_attend_by_tiles`.
+
+    Returns:
+        [batch, tokens, heads, value_dim].
+    """
+    batch, heads, tokens, width = query.shape
+    size = _tokens_of_tile(heads // key.shape[1], rows)
+    each = -(-tokens // size)
+    of_row = jnp.repeat(jnp.arange(batch), each)
+    first = jnp.tile(jnp.arange(each) * size, batch)
+    tiles = first + of_row * tokens, jnp.minimum(size, tokens - first), of_row
+    packed = query.swapaxes(1, 2).reshape(batch * tokens, heads, width)
+    out = _attend_by_tiles(
+        packed, key, value, sinks, seen, tiles, mask=mask, size=size, num_keys=key.shape[2], **options
+    )
+    return out.reshape(batch, tokens, heads, -1)
 
 
 def _tokens_of_tile(group: int, rows: int) -> int:
@@ -226,6 +283,7 @@ def _attend_by_tiles(
     *,
     mask: jax.Array | None = None,
     tables: jax.Array | None = None,
+    name: str = "decode_attention",
     size: int,
     num_keys: int,
     scale: float,
@@ -243,6 +301,7 @@ def _attend_by_tiles(
         tiles: of each tile its first token, how many it has, and their sequence; [tiles] each.
         mask: [tokens, keys] bool, which of these keys are seen; None: all.
         tables: [sequences, pages], or None.
+        name: of the kernel, in programs.
         size: tokens of a tile at most.
         num_keys: of a sequence at most.
         scale: as for `cache_attention`.
@@ -288,7 +347,7 @@ def _attend_by_tiles(
         out_specs=[_whole(shape) for shape, _ in results],
         compiler_params=triton.CompilerParams(num_warps=4 if rows <= _MANY_ROWS else 8, num_stages=2),
         interpret=interpret,
-        name="decode_attention",
+        name=name,
     )(*(array.astype(jnp.int32) for array in tiles), *given)
     return out[0] if parts == 1 else _combined(*out, sinks).astype(query.dtype)
 
