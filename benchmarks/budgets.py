@@ -160,12 +160,12 @@ def _two_layers(model: str) -> Any:
 
 
 def _bytes_of_image(skeleton: Skeleton, size: tuple[int, int]) -> int:
-    """What a device has to receive from two layers that read an image, and what merges its patches."""
+    """What a device has to receive to sort an image's patches into windows, from two layers that read them, and to merge them."""
     shapes, _ = image_prompt(*without_weights(skeleton), batch=BATCH, length=PROMPT, size=size)
     config: Any = skeleton.module.config
     patches, vision = shapes["pixel_values"].shape[0], config.vision_config
     merged = patches // vision.spatial_merge_size**2 * config.get_text_config(decoder=True).hidden_size
-    return 2 * (2 * 2 * patches * vision.hidden_size + merged)
+    return 2 * ((2 * 2 + 1) * patches * vision.hidden_size + merged)
 
 
 def _layer_bytes(plan: ShardingPlan) -> int:

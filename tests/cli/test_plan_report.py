@@ -12,8 +12,8 @@ from hfax.planning.program_time import ProgramTime
 
 PLAN = Plan(
     model="llama", machine="v6e:1x1", num_devices=1, mesh={"tensor": 1}, dtype="bfloat16", quantization=None, stored=None,
-    kv_cache_dtype="auto", batch=1, context=8192,
-    prompt=512, image_size=None, weight_bytes=16_000_000_000, cache_bytes=1_000_000_000, temporary_bytes=None, memory_bytes=32_000_000_000,
+    kv_cache_dtype="auto", batch=1, context=8192, image_size=None,
+    prompt=512, weight_bytes=16_000_000_000, cache_bytes=1_000_000_000, temporary_bytes=None, memory_bytes=32_000_000_000,
     fits=True, longest_context=100_000, largest_batch=15, prefill_s=0.0084, tokens_per_s=102.4, limited_by="weights",
     times={}, collectives={}, collective_bytes={}, collectives_per_layer=None, compile_s=None, problem="",
 )  # fmt: skip

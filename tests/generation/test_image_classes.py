@@ -16,9 +16,10 @@ import hfax
 from hfax.generation.image_classes import image_padding
 from hfax.matrix.case import draw_weights
 from hfax.patches.images import _in_size_classes
+from hfax.patches.masks import structure_of
 from hfax.patches.packed_images import (
     PackedGrids,
-    Segments,
+    PackedSegments,
     _attention_seqlens,
     _cu_seqlens,
     _interpolation,
@@ -239,9 +240,12 @@ def _ids_of(cumulative: torch.Tensor) -> list[int]:
     return [i for i, length in enumerate(lengths) for _ in range(length)]
 
 
-def _same_segments(segments: Segments, cumulative: torch.Tensor) -> None:
-    _, found = np.unique(segments._ids.numpy(), return_inverse=True)
-    assert found.tolist() == _ids_of(cumulative)
+def _same_segments(packed: PackedSegments, cumulative: torch.Tensor) -> None:
+    segments = structure_of(packed.mask()).segments
+    assert segments is not None
+    _, found = np.unique(segments.ids.numpy(), return_inverse=True)
+    assert found.tolist() == _ids_of(cumulative)  # in order: the tokens of a segment follow each other
+    assert (cumulative[1:] - cumulative[:-1]).max() <= segments.longest
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -14,9 +14,9 @@ import pytest
 import torch
 from packed_weights import FORMATS, packed_array, packed_tensor
 
-from hfax.kernels.attention import Causal, Mask, attention, causal_positions
+from hfax.kernels.attention import Causal, Mask, Segments, attention, causal_positions
 from hfax.kernels.encodings import BITS, FP4_VALUES
-from hfax.kernels.gpu import cudnn, ranges, experts, flash, quantized
+from hfax.kernels.gpu import cudnn, experts, flash, quantized, ranges
 from hfax.kernels.gpu.codes import LIFT, as_float32, bias_of, exponent_of, number_bits
 from hfax.kernels.linear import linear
 from hfax.kernels.target import compiling_for
@@ -117,6 +117,18 @@ def test_keys_before_and_after_those_that_are_seen_are_not_read():
     is_read = ((places >= 128) & (places < 448))[:, None]  # in blocks of 64
     key, value = (jnp.where(is_read, array, jnp.nan) for array in (key, value))
     got = ranges.cache_attention(query, key, value, mask, scale=0.3, interpret=INTERPRET)
+    np.testing.assert_allclose(got.astype(jnp.float32), expected, atol=2.0**-6)
+
+
+@pytest.mark.parametrize("lengths", [[200, 57, 300], [64] * 9, [5, 1, 1, 90]], ids=str)
+@pytest.mark.parametrize("width", [64, 80])
+def test_segments_of_packed_images(lengths, width):
+    ids = jnp.repeat(jnp.arange(len(lengths)) * 3, jnp.array(lengths))
+    query, key, value = (normal(1, n, len(ids), width, seed=n, dtype=jnp.bfloat16) for n in (4, 2, 2))
+    exact = [array.astype(jnp.float32) for array in (query, key, value)]
+    expected, _ = attention(*exact, (ids[:, None] == ids)[None, None], scale=0.1)
+    seen = jnp.stack(Segments(ids=ids, longest=max(lengths)).ranges())[None]
+    got = ranges.segment_attention(query, key, value, seen, scale=0.1, is_local=False, interpret=INTERPRET)
     np.testing.assert_allclose(got.astype(jnp.float32), expected, atol=2.0**-6)
 
 
@@ -363,6 +375,29 @@ def test_the_target_decides_not_this_machine(device, has_kernel):
     with compiling_for(device) as where:
         jax.eval_shape(lambda q: attention(q, q, q, mask, scale=1.0)[0], query)
     assert ("attention: Triton kernel, prompts" in where.chosen) == has_kernel
+
+
+@pytest.mark.parametrize(
+    ("mask", "way"),
+    [
+        ({"causal": Causal(window=None, is_real=None)}, "reads the keys that are seen"),
+        ({}, "reads the keys that are seen"),  # a ring of the last tokens
+        ({"numbers": True}, None),
+        ({"numbers": True, "seen": True}, "reads the keys that are seen"),
+        ({"heads": 2}, None),
+    ],
+    ids=str,
+)
+def test_steps_that_have_a_kernel(mask, way):
+    query, key = normal(1, 2, 3, 16, dtype=jnp.bfloat16), normal(1, 2, 40, 16, dtype=jnp.bfloat16)
+    seen = jnp.ones((1, mask.pop("heads", 1), 3, 40), jnp.bool_)
+    array = jnp.where(seen, 0.0, -1e30) if mask.pop("numbers", False) else seen
+    given = Mask(array=array, **mask | ({"seen": seen} if "seen" in mask else {}))
+    with compiling_for(DESCRIBED) as where:
+        jax.eval_shape(lambda q, k: attention(q, k, k, given, scale=1.0)[0], query, key)
+    assert [text for text in where.chosen if "Triton" in text] == (
+        [] if way is None else [f"attention: Triton kernel, {way}"]
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])

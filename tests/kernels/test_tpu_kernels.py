@@ -13,7 +13,13 @@ from hfax.kernels import paged
 from hfax.kernels.attention import attention, causal_positions
 from hfax.kernels.expert_tiles import in_tiles
 from hfax.kernels.target import compiling_for
-from hfax.kernels.tpu.attention import paged_attention, ragged_attention, splash_attention
+from hfax.kernels.tpu.attention import (
+    can_splash_segments,
+    paged_attention,
+    ragged_attention,
+    segment_attention,
+    splash_attention,
+)
 from hfax.kernels.tpu.experts import grouped_linear
 from hfax.tracing.traced_model import TracedModel
 
@@ -46,6 +52,19 @@ def test_splash_attention_interpreted(window, softcap):
     expected, _ = attention(query, key, value, mask, scale=0.1, softcap=softcap)
     got = splash_attention(query, key, value, is_real, scale=0.1, window=window, softcap=softcap, interpret=True)
     np.testing.assert_allclose(got * is_real[:, :, None, None], expected * is_real[:, :, None, None], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "longest"), [([200, 57, 300], 557), ([64] * 9, 64), ([40, 64, 30, 64, 64], 64), ([150, 150, 3], 150)]
+)
+def test_segments_by_splash_attention_interpreted(lengths, longest):
+    ids = jnp.repeat(jnp.arange(len(lengths)) * 3, jnp.array(lengths))
+    tokens = len(ids)
+    query, key, value = (normal(1, heads, tokens, 80, seed=heads) for heads in (4, 2, 2))
+    expected, _ = attention(query, key, value, (ids[:, None] == ids)[None, None], scale=0.1)
+    assert can_splash_segments(query, key, value)
+    got = segment_attention(query, key, value, ids, scale=0.1, longest=longest, softcap=None, interpret=True)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("softcap", [None, 4.0])

@@ -13,7 +13,7 @@ from published import config_of
 
 from hfax import export
 from hfax.errors import BackendNotAvailableError, UnsupportedOptionError
-from hfax.kernels.gpu import ranges, flash, quantized
+from hfax.kernels.gpu import flash, quantized, ranges
 from hfax.kernels.rows import Rows
 from hfax.kernels.target import compiler_options
 from hfax.load.quantize import layouts

@@ -231,6 +231,12 @@ def triton(name, result, operands):
             2 * 128 * 256,
         ),
         (
+            triton("segment_attention", "bf16[1,512,8,64]", "%q, %k0, %v0"),
+            [f"%{name} = bf16[1,{heads},512,64]{{1,0}} parameter(0)" for name, heads in (("q", 8), ("k0", 2), ("v0", 2))],
+            2 * (8 + 8 + 2 + 2) * 512 * 64,
+            4 * 8 * 512 * 512 * 64,
+        ),
+        (
             triton("decode_attention", "bf16[8,64]", "%x, %v"),
             ["%x = bf16[8,64]{1,0} parameter(0)", "%v = bf16[8,4096,64]{2,1,0} parameter(1)"],
             2 * 8 * 64 * (1 + 1 + 4096),
@@ -291,3 +297,50 @@ def test_a_device_reads_the_experts_that_tokens_choose():
     )
     found = estimate(program, "h100:4", num_experts=64).num_bytes - 128 * (256 * 2 + 512 * 4) - 9 * 4
     assert found == pytest.approx(16 * (1 - (63 / 64) ** 8) * 512 * 256 * 2)
+
+
+TPU_LOOP = """
+%body (s: (s32[], bf16[1024,1024])) -> (s32[], bf16[1024,1024]) {
+  %s = (s32[], bf16[1024,1024]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %b = bf16[1024,1024]{1,0} get-tuple-element(%s), index=1
+  %c = bf16[1024,1024]{1,0} copy(%b)
+  ROOT %n = (s32[], bf16[1024,1024]{1,0}) tuple(%i, %c)
+}
+
+%cond (r: (s32[], bf16[1024,1024])) -> pred[] {
+  %r = (s32[], bf16[1024,1024]{1,0}) parameter(0)
+  %at = s32[] get-tuple-element(%r), index=0
+  %limit = s32[] constant(24)
+  %less = pred[] compare(%at, %limit), direction=LT
+  ROOT %more = pred[] LAST
+}
+"""
+
+
+@pytest.mark.parametrize(("last", "trips"), [("compare(%at, %limit), direction=LT", 24), ("and(%less, %less)", 1)])
+def test_trips_of_a_loop_that_does_not_say_them(last, trips):
+    time = timed(
+        WEIGHT,
+        "%zero = s32[] constant(0)",
+        "%init = (s32[], bf16[1024,1024]{1,0}) tuple(%zero, %w)",
+        "ROOT %l = (s32[], bf16[1024,1024]{1,0}) while(%init), condition=%cond, body=%body",
+        others=TPU_LOOP.replace("LAST", last),
+    )
+    assert time.num_bytes == trips * 4 * MIB
+
+
+@pytest.mark.parametrize(
+    ("blocks", "has_positions", "share"), [((1, 12, 12), True, 0.5), ((1, 12, 12), False, 1), ((1, 12, 3), True, 0.25)]
+)
+def test_the_pairs_of_splash_attention(blocks, has_positions, share):
+    """Of a causal mask half, of no mask all, of windows those of the blocks that they touch."""
+    given = {"n": f"s8[{','.join(map(str, blocks))}]", "m": "s8[1,12,12]"}
+    given |= dict.fromkeys(("q", "k0", "v0"), "bf16[4,1536,128]") | {"a": "s32[1536,128]", "b": "s32[8,1536]"}
+    given |= {"p": "s32[1536,128]"} if has_positions else {}
+    lines = [f"%{name} = {shape}{{0}} parameter(0)" for name, shape in given.items()]
+    kernel = (
+        f"ROOT %splash_mha_fwd.3 = bf16[4,1536,128]{{2,1,0}} custom-call({', '.join('%' + name for name in given)}), "
+        'custom_call_target="tpu_custom_call"'
+    )
+    assert timed(*lines, kernel).operations == pytest.approx(share * 4 * 4 * 1536 * 1536 * 128)

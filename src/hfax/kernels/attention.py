@@ -235,7 +235,7 @@ def _on_gpu(
     """By cuDNN or a Triton kernel; None if none supports these shapes, or the program is not for an NVIDIA GPU."""
     if (gpu := target.nvidia_gpu()) is None:
         return None
-    from hfax.kernels.gpu import cudnn, ranges, flash
+    from hfax.kernels.gpu import cudnn, flash, ranges
 
     is_described, is_plain, causal = target.is_described(gpu), softcap is None and sinks is None, mask.causal
     if causal is not None and not is_described and is_plain and cudnn.fits(query, key, value):

@@ -158,7 +158,7 @@ def make_plans(
         compiles: compile with the machine's compiler, if it is installed; otherwise only estimate.
 
     Raises:
-        UnsupportedOptionError: the model does not generate from token ids, or takes no images, or in a layout that is not planned; or
+        UnsupportedOptionError: the model does not generate from token ids; it takes no images, or in a layout that is not planned;
             images are to be planned without compiling.
         InvalidInputError: an unknown machine, or an impossible shape; the prompt is too short for the image.
     """

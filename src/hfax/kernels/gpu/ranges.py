@@ -1,10 +1,10 @@
 """Attention of tokens to a range of keys each, on NVIDIA GPUs, by a Triton kernel that reads only the keys in the ranges.
 
-The ranges are what decoding steps see of a KV cache, which is contiguous or in pages that are found through each sequence's page table,
-as in vLLM (https://arxiv.org/abs/2309.06180); and the segments of packed images. The keys of a sequence are divided among several
-programs if there are too few sequences and heads to occupy a GPU, and their results are combined afterwards, as in Flash-Decoding
-(https://crfm.stanford.edu/2023/10/12/flashdecoding.html). The heads that share keys, and several tokens of a sequence, are the rows
-of one matrix product.
+The ranges are what decoding steps see of a KV cache, which is contiguous or in pages that are found through each sequence's page
+table, as in vLLM (https://arxiv.org/abs/2309.06180); and the segments of packed images. The keys of a sequence are divided among
+several programs if there are too few sequences and heads to occupy a GPU, and their results are combined afterwards, as in
+Flash-Decoding (https://crfm.stanford.edu/2023/10/12/flashdecoding.html). The heads that share keys, and several tokens of a
+sequence, are the rows of one matrix product.
 """
 
 from __future__ import annotations
