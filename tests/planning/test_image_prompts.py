@@ -10,6 +10,7 @@ import transformers
 from prompts_with_images import inputs_with_images, models
 
 import hfax
+from hfax.cli.app import run
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.matrix.case import draw_weights
 from hfax.planning.image_prompts import image_prompt
@@ -82,3 +83,21 @@ def test_what_cannot_be_planned() -> None:
     packed = hfax.shrink_config(transformers.Qwen2VLConfig())
     with pytest.raises(InvalidInputError, match=r"does not fit a prompt of 64 tokens[\s\S]*at least \d+ tokens"):
         planned(packed, batch=1, length=64, size=(2000, 2000))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--image-size", "1024"], "--image-size '1024' is not the size of an image."),
+        (["--image-size", "0x64"], "--image-size '0x64' is not the size of an image."),
+        (["--image-size", "64x64", "--train", "full"], "Fine-tuning cannot be planned with images."),
+        (["--image-size", "64x64", "--no-compile"], "Prompts with images cannot be planned without compiling."),
+        (["--image-size", "64x64"], "LlamaForCausalLM takes no images."),
+    ],
+    ids=str,
+)
+def test_the_option(tmp_path: Path, capfd, options: list[str], said: str) -> None:
+    config = hfax.shrink_config(transformers.LlamaConfig(architectures=["LlamaForCausalLM"]))
+    config.save_pretrained(tmp_path)
+    assert run(["plan", str(tmp_path / "config.json"), "--machines", "cpu:1", "--context", "64", *options]) == 1
+    assert said in " ".join(capfd.readouterr().err.split())
