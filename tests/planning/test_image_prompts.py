@@ -78,7 +78,7 @@ def test_what_cannot_be_planned() -> None:
     with pytest.raises(UnsupportedOptionError, match="without compiling"):
         list(make_plans("llama", text, ["h100:1"], context=64, image_size=(64, 64), compiles=False))
     tiles = hfax.shrink_config(transformers.LlavaNextConfig())
-    with pytest.raises(UnsupportedOptionError, match="It takes them as pixel_values, image_sizes"):
+    with pytest.raises(UnsupportedOptionError, match=r"It takes pixel_values, image_sizes\."):
         planned(tiles, batch=1, length=64, size=(64, 64))
     packed = hfax.shrink_config(transformers.Qwen2VLConfig())
     with pytest.raises(InvalidInputError, match=r"does not fit a prompt of 64 tokens[\s\S]*at least \d+ tokens"):

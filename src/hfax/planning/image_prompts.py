@@ -8,10 +8,19 @@ from typing import Any
 
 import jax
 import numpy as np
+import torch
 
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.generation.image_classes import image_padding
-from hfax.synthetic.images import feature_counts, image_inputs, image_number, image_size, image_token, vision_config
+from hfax.synthetic.images import (
+    SIZES,
+    feature_counts,
+    image_inputs,
+    image_number,
+    image_size,
+    image_token,
+    vision_config,
+)
 from hfax.tracing import geometry
 from hfax.tracing.traced_model import TracedModel
 
@@ -41,9 +50,8 @@ def image_prompt(
         InvalidInputError: the model reads images of another size, or the image's tokens do not fit the prompt.
     """
     module = traced.module
-    images, count = _images(traced, params, size)
+    images, count, token = _images(traced, params, size)
     arrays = {name: np.repeat(array[None], batch, 0).reshape(-1, *array.shape[1:]) for name, array in images.items()}
-    token = image_token(module.config)
     ids = np.zeros((batch, length), np.int32)
     ids[:, length - 1 - count : length - 1] = token
     padding = image_padding(module, ids, arrays)
@@ -71,8 +79,8 @@ def image_prompt(
 
 def _images(
     traced: TracedModel, params: Mapping[str, jax.ShapeDtypeStruct], size: tuple[int, int]
-) -> tuple[dict[str, np.ndarray], int]:
-    """One image's arrays by name, and the number of its tokens."""
+) -> tuple[dict[str, np.ndarray], int, int]:
+    """One image's arrays by name, the number of its tokens, and their id."""
     module: Any = traced.module
     names, config = inspect.signature(module.forward).parameters, vision_config(module.config)
     if "pixel_values" not in names:
@@ -81,17 +89,20 @@ def _images(
             "Its forward has no pixel_values.",
             "Plan without the size of an image.",
         )
-    if _GRID in names:
-        side = image_number(config, "patch_size", default=14)
-        side *= image_number(config, "spatial_merge_size", "merge_size", "merge_kernel_size", default=2)
-        height, width = (max(1, round(pixels / side)) for pixels in size)
-        found = image_inputs(module, ((height, width), (height, width)))
-    else:
-        found = image_inputs(module)
-    if found.keys() - {"pixel_values", _GRID} or (_GRID not in found and found["pixel_values"].ndim != 4):
+    side = image_number(config, "patch_size", default=14)
+    side *= image_number(config, "spatial_merge_size", "merge_size", "merge_kernel_size", default=2)
+    height, width = (max(1, round(pixels / side)) for pixels in size)
+    try:
+        token = image_token(module.config)
+        found = image_inputs(module, ((height, width), (height, width)) if _GRID in names else SIZES)
+    except NotImplementedError:
+        token, found = None, {"another layout": torch.zeros(0)}
+    is_known = not found.keys() - {"pixel_values", _GRID} and (_GRID in found or found["pixel_values"].ndim == 4)
+    if token is None or not is_known:
         raise UnsupportedOptionError(
             f"Prompts of {type(module).__name__} are not planned with images.",
-            f"It takes them as {', '.join(found)}. Plans know packed patches with their grids, and whole images of one size.",
+            f"It takes {', '.join(found)}. Plans know packed patches with their grids and whole images of one size, where features "
+            "replace tokens of the prompt.",
             "Plan without the size of an image.",
         )
     if _GRID not in found and size != (own := image_size(config)):
@@ -102,9 +113,7 @@ def _images(
         )
     images = {name: np.asarray(array[: len(array) // 2]) for name, array in found.items()}
     if _GRID in images:
-        return {
-            name: images[name].astype(np.int32) if name == _GRID else images[name] for name in images
-        }, height * width
+        return images | {_GRID: images[_GRID].astype(np.int32)}, height * width, token
     counts: list[int] = []
 
     def read(params: Any, arrays: Any) -> None:
@@ -112,11 +121,11 @@ def _images(
 
     both = found["pixel_values"]
     jax.eval_shape(read, dict(params), {"pixel_values": jax.ShapeDtypeStruct(tuple(both.shape), np.float32)})
-    return images, counts[0]
+    return images, counts[0], token
 
 
 def _takes_packed(
-    traced: TracedModel, params: Mapping[str, jax.ShapeDtypeStruct], ids: np.ndarray, arrays: Mapping[str, np.ndarray]
+    traced: TracedModel, params: Mapping[str, Any], ids: np.ndarray, arrays: Mapping[str, np.ndarray]
 ) -> bool:
     text = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": np.zeros_like(ids)}
     return traced.takes_packed_images(params, {**text, **arrays})

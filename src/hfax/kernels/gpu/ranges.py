@@ -128,8 +128,8 @@ def cache_attention(
     begins = jnp.argmax(seen, axis=1)
     ends = jnp.where(seen.any(axis=1), key.shape[2] - jnp.argmax(seen[:, ::-1], axis=1), 0)
     options = {"scale": scale, "softcap": softcap, "interpret": interpret}
-    mask = None if is_contiguous else seen
-    return _attend_by_row(query, key, value, sinks, (begins, ends), mask, rows=_FEW_ROWS, **options)
+    seen = None if is_contiguous else seen
+    return _attend_by_row(query, key, value, sinks, (begins, ends), seen, rows=_FEW_ROWS, **options)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "softcap", "is_local", "interpret"))
@@ -349,7 +349,10 @@ def _attend_by_tiles(
         interpret=interpret,
         name=name,
     )(*(array.astype(jnp.int32) for array in tiles), *given)
-    return out[0] if parts == 1 else _combined(*out, sinks).astype(query.dtype)
+    if parts == 1:
+        return out[0]
+    sums, totals, most = out
+    return _combined(sums, totals, most, sinks).astype(query.dtype)
 
 
 def _whole(shape: Sequence[int]) -> pl.BlockSpec:
@@ -373,7 +376,7 @@ def _attend(
     query_ref: Any,
     key_ref: Any,
     value_ref: Any,
-    *results: Any,
+    *rest: Any,
     has_mask: bool,
     has_tables: bool,
     rows: int,
@@ -385,9 +388,10 @@ def _attend(
     interpret: bool,
 ) -> None:
     """A part of the keys of one head, for a tile of tokens."""
-    mask_ref, *results = results if has_mask else (None, *results)
-    table_ref, *results = results if has_tables else (None, *results)
-    sinks_ref, *results = results if parts == 1 else (None, *results)
+    results = list(rest)
+    mask_ref = results.pop(0) if has_mask else None
+    table_ref = results.pop(0) if has_tables else None
+    sinks_ref = results.pop(0) if parts == 1 else None
     kv_head, sequence, dtype = pl.program_id(1), sequence_ref[...], query_ref.dtype
     index = jnp.arange(rows)
     token, head = index // _power(group), index % _power(group)

@@ -119,8 +119,9 @@ def segment_attention(
     tokens, width = query.shape[2:]
     block = _LANES if longest <= _LANES else min(_BLOCK, -(-tokens // _LANES) * _LANES)
     padded = [(0, 0), (0, 0), (0, -tokens % block), (0, -width % _LANES)]
-    shape = (tokens + padded[2][1],) * 2
-    one = splash_masks.FullMask(shape) if longest >= tokens else splash_masks.LocalMask(shape, (longest - 1,) * 2, 0)
+    whole, near = tokens + padded[2][1], longest - 1
+    shape = (whole, whole)
+    one = splash_masks.FullMask(shape) if longest >= tokens else splash_masks.LocalMask(shape, (near, near), 0)
     options = {"scale": scale, "softcap": softcap, "block": block, "interpret": interpret}
 
     def local(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array) -> jax.Array:
