@@ -54,7 +54,7 @@ def test_a_step_reads_the_pool_by_the_triton_kernel_and_copies_none_of_it(topolo
     config = tiny_llama_config(**TPU_SIZES | {"dtype": "float32" if dtype == "float32" else "bfloat16"})
     where, compiled, pool_bytes = compiled_step(config, topology, num_rows, dtype)
     assert any("reads live pages of the pool" in way for way in where.chosen)
-    assert compiled.as_text().count("decode_attention") >= 2
+    assert compiled.as_text().count("paged_attention") >= 2
     stats = compiled.memory_analysis()
     assert stats.alias_size_in_bytes >= pool_bytes
     assert stats.temp_size_in_bytes < pool_bytes / 4
