@@ -355,8 +355,7 @@ def _shares_image_sizes(traced: TracedModel, params: dict[str, Any]) -> bool | N
         arrays, rest = example_inputs(traced, params)
     except NotImplementedError:
         return None
-    ids = arrays["input_ids"]
-    given = {"input_ids": ids, "attention_mask": ids, "position_ids": ids, "pixel_values": arrays["pixel_values"]}
+    given = {name: arrays[name] for name in ("input_ids", "pixel_values")}
     grid = jax.ShapeDtypeStruct(rest["image_grid_thw"].array.shape, jnp.int32)
     return traced.takes_packed_images(params, {**given, "image_grid_thw": grid})
 

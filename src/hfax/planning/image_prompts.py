@@ -30,7 +30,7 @@ _TEXT = 2
 
 
 def image_prompt(
-    traced: TracedModel, params: Mapping[str, jax.ShapeDtypeStruct], *, batch: int, length: int, size: tuple[int, int]
+    traced: TracedModel, params: Mapping[str, Any], *, batch: int, length: int, size: tuple[int, int]
 ) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, Any]]:
     """Inputs of the prefill program for prompts with one image each, as `generate` passes them.
 
@@ -55,8 +55,9 @@ def image_prompt(
     ids = np.zeros((batch, length), np.int32)
     ids[:, length - 1 - count : length - 1] = token
     padding = image_padding(module, ids, arrays)
-    if padding is not None and _GRID in arrays and not _takes_packed(traced, params, ids, padding.arrays):
-        padding = None
+    if padding is not None and _GRID in arrays:
+        is_shared = traced.takes_packed_images(params, {"input_ids": ids, **padding.arrays})
+        padding = padding if is_shared else None
     before = 0 if padding is None else len(padding.tokens)
     if count + before + _TEXT > length:
         raise InvalidInputError(
@@ -122,10 +123,3 @@ def _images(
     both = found["pixel_values"]
     jax.eval_shape(read, dict(params), {"pixel_values": jax.ShapeDtypeStruct(tuple(both.shape), np.float32)})
     return images, counts[0], token
-
-
-def _takes_packed(
-    traced: TracedModel, params: Mapping[str, Any], ids: np.ndarray, arrays: Mapping[str, np.ndarray]
-) -> bool:
-    text = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": np.zeros_like(ids)}
-    return traced.takes_packed_images(params, {**text, **arrays})

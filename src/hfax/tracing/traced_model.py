@@ -155,8 +155,11 @@ class TracedModel:
 
         Args:
             params: the weights, or their shapes.
-            inputs: `input_ids`, packed patches and their grids by name; only names and shapes matter.
+            inputs: `input_ids`, packed patches and their grids by name; only names and shapes matter. A mask and positions of
+                the ids are added.
         """
+        ids = inputs["input_ids"]
+        inputs = {"attention_mask": ids, "position_ids": ids, **inputs}
         if (key := frozenset(inputs)) not in self._packs_images:
             found: list[bool] = []
 

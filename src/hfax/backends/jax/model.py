@@ -599,9 +599,7 @@ class JaxModel(AdapterMethods, BaseModel):
         return other
 
     def _takes_packed_images(self, inputs: Mapping[str, np.ndarray]) -> bool:
-        ids = inputs["input_ids"]
-        text = {"attention_mask": np.ones_like(ids), "position_ids": np.zeros_like(ids)}
-        return self._traced.takes_packed_images(self.params, {**text, **inputs})
+        return self._traced.takes_packed_images(self.params, inputs)
 
     def _own_weights(self) -> dict[str, jax.Array]:
         """The weights without the arrays of an active adapter."""

@@ -81,7 +81,7 @@ def flash_attention(
     query, key, value = (_as_powers_of_two(array) for array in (query, key, value))
     width, depth = query.shape[3], value.shape[3]
     rows, columns = (128, 64) if max(width, depth) <= 128 else (64, 32)
-    rows, columns = min(rows, _power(length)), min(columns, _power(length))
+    rows, columns = min(rows, power(length, 16)), min(columns, power(length, 16))
     query, key, value = (jnp.pad(a, ((0, 0), (0, 0), (0, -length % rows), (0, 0))) for a in (query, key, value))
     whole = query.shape[2]
     sinks = jnp.full((heads,), MASKED, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
@@ -105,14 +105,14 @@ def flash_attention(
     return out[:, :length, :, :value_dim]
 
 
-def _power(size: int) -> int:
-    """The smallest power of two from 16 up that is no smaller than `size`."""
-    return max(16, 1 << (size - 1).bit_length())
+def power(size: int, least: int = 1) -> int:
+    """The smallest power of two that is no smaller than `size` and `least`, itself one."""
+    return max(least, 1 << (size - 1).bit_length())
 
 
 def _as_powers_of_two(array: jax.Array) -> jax.Array:
     """The array with its last axis padded with zeros to a power of two, which Triton requires."""
-    return jnp.pad(array, ((0, 0), (0, 0), (0, 0), (0, _power(array.shape[3]) - array.shape[3])))
+    return jnp.pad(array, ((0, 0), (0, 0), (0, 0), (0, power(array.shape[3], 16) - array.shape[3])))
 
 
 def _attend(

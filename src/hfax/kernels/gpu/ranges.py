@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton
 
 from hfax.kernels.cache_numbers import FP8
 from hfax.kernels.gpu.codes import numbers
-from hfax.kernels.gpu.flash import LOG2_E, MASKED, tanh
+from hfax.kernels.gpu.flash import LOG2_E, MASKED, power, tanh
 from hfax.kernels.gpu.trial import agrees, drawn, expected_by_xla
 from hfax.kernels.rows import Rows
 
@@ -52,7 +52,7 @@ def fits(query: jax.Array, key: jax.Array, value: jax.Array) -> bool:
         and key.dtype == value.dtype
         and key.dtype in (query.dtype, FP8)
         and heads % kv_heads == 0
-        and _power(heads // kv_heads) <= _MAX_GROUP
+        and power(heads // kv_heads) <= _MAX_GROUP
         and max(key.shape[-1], value.shape[-1]) <= _MAX_WIDTH
         and max(key.size, value.size) < _MAX_NUMBERS
     )
@@ -265,12 +265,7 @@ def _attend_by_row(
 
 def _tokens_of_tile(group: int, rows: int) -> int:
     """Tokens of a tile with about so many rows: one for each token and each of the heads that share keys."""
-    return max(1, rows // _power(group))
-
-
-def _power(size: int) -> int:
-    """The smallest power of two that is no smaller than `size`."""
-    return 1 << (size - 1).bit_length()
+    return max(1, rows // power(group))
 
 
 def _attend_by_tiles(
@@ -314,14 +309,16 @@ def _attend_by_tiles(
     (tokens, heads, width), (_, kv_heads, _, value_dim) = query.shape, value.shape
     group, num_tiles = heads // kv_heads, tiles[0].shape[0]
     parts = max(1, min(_PROGRAMS // (num_tiles * kv_heads), num_keys // _MIN_KEYS))
-    rows = size * _power(group)
-    is_wide = max(width, value_dim) > 128 or key.dtype == jnp.float32
+    rows = size * power(group)
+    is_wide = max(width, value_dim) > 128 or query.dtype == jnp.float32
     if key.dtype == FP8:  # no GPU before compute capability 8.9 converts them
         key, value = (jax.lax.bitcast_convert_type(array, jnp.int8) for array in (key, value))
     sinks = jnp.full((heads,), MASKED, jnp.float32) if sinks is None else sinks.astype(jnp.float32) * LOG2_E
     given = [*(array.astype(jnp.int32) for array in seen), query, key, value]
-    if (places := mask if tables is None else tables) is not None:
-        given.append(places.astype(jnp.int8 if tables is None else jnp.int32))
+    if mask is not None:
+        given.append(mask.astype(jnp.int8))
+    if tables is not None:
+        given.append(tables.astype(jnp.int32))
     if parts == 1:
         given.append(sinks)
         results = [((tokens, heads, value_dim), query.dtype)]
@@ -361,10 +358,24 @@ def _whole(shape: Sequence[int]) -> pl.BlockSpec:
 
 def _combined(sums: jax.Array, totals: jax.Array, most: jax.Array, sinks: jax.Array) -> jax.Array:
     """The result of parts, whose sums are relative to each part's largest score: [tokens, heads, value_dim] float32."""
-    largest = jnp.maximum(most.max(axis=0), sinks)
+    largest = most.max(axis=0)
     kept = jnp.exp2(most - largest)
-    total = (totals * kept).sum(axis=0) + jnp.where(sinks > MASKED, jnp.exp2(sinks - largest), 0)
-    return (sums * kept[..., None]).sum(axis=0) / jnp.maximum(total, 1e-30)[..., None]
+    return _normalized((sums * kept[..., None]).sum(axis=0), (totals * kept).sum(axis=0), largest, sinks)
+
+
+def _normalized(sums: jax.Array, total: jax.Array, most: jax.Array, sink: jax.Array) -> jax.Array:
+    """Sums over keys as averages, with the sinks' share; 0 where nothing is seen.
+
+    Args:
+        sums: [..., value_dim], of the values, relative to `most`.
+        total: [...], of the shares, likewise.
+        most: [...], the largest score, as a power of two.
+        sink: [...], the sink's score likewise; `MASKED`: there is none.
+    """
+    largest = jnp.maximum(most, sink)
+    kept = jnp.exp2(most - largest)
+    total = total * kept + jnp.where(sink > MASKED, jnp.exp2(sink - largest), 0)
+    return sums * kept[..., None] / jnp.maximum(total, 1e-30)[..., None]
 
 
 def _attend(
@@ -394,31 +405,31 @@ def _attend(
     sinks_ref = results.pop(0) if parts == 1 else None
     kv_head, sequence, dtype = pl.program_id(1), sequence_ref[...], query_ref.dtype
     index = jnp.arange(rows)
-    token, head = index // _power(group), index % _power(group)
+    token, head = index // power(group), index % power(group)
     # rows without a token or a head repeat the first one
     is_real, is_used = (token < count_ref[...]) & (head < group), jnp.full((rows,), count_ref[...] > 0)
     token, head = first_ref[...] + jnp.where(is_real, token, 0), kv_head * group + jnp.where(is_real, head, 0)
     begin, end = begin_ref[token], jnp.where(is_used, end_ref[token], 0)
     precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
-    lanes, depth = (jnp.arange(max(16, _power(ref.shape[3]))) for ref in (key_ref, value_ref))
+    lanes, depth = (jnp.arange(power(ref.shape[3], 16)) for ref in (key_ref, value_ref))
     is_column = jnp.broadcast_to((lanes < key_ref.shape[3])[None, :], (rows, lanes.shape[0]))
     query = triton.load(query_ref.at[token[:, None], head[:, None], lanes[None, :]], mask=is_column, other=0)
 
-    def loaded(ref: Any, places: jax.Array, columns: jax.Array, last: jax.Array) -> jax.Array:
-        is_there = (places < last)[:, None] & (columns < ref.shape[3])[None, :]
+    def loaded(ref: Any, places: jax.Array, lanes: jax.Array) -> jax.Array:
+        is_there = (places < high)[:, None] & (lanes < ref.shape[3])[None, :]
         if table_ref is None:
-            at = ref.at[sequence, kv_head, places[:, None], columns[None, :]]
+            at = ref.at[sequence, kv_head, places[:, None], lanes[None, :]]
         else:
-            page = triton.load(table_ref.at[sequence, places // ref.shape[2]], mask=places < last, other=0)
-            at = ref.at[page[:, None], kv_head, (places % ref.shape[2])[:, None], columns[None, :]]
+            page = triton.load(table_ref.at[sequence, places // ref.shape[2]], mask=places < high, other=0)
+            at = ref.at[page[:, None], kv_head, (places % ref.shape[2])[:, None], lanes[None, :]]
         found = triton.load(at, mask=is_there, other=0)
         return numbers(found, 0, "fp8", dtype, interpret=interpret) if found.dtype == jnp.int8 else found
 
     def add(block: Any, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         sums, total, most = state
         places = block * columns + jnp.arange(columns)
-        scores = triton.dot(query, loaded(key_ref, places, lanes, high), trans_b=True, precision=precision) * scale
+        scores = triton.dot(query, loaded(key_ref, places, lanes), trans_b=True, precision=precision) * scale
         if softcap is not None:
             scores = softcap * tanh(scores / softcap)
         seen = (places[None, :] >= begin[:, None]) & (places[None, :] < end[:, None])
@@ -428,7 +439,7 @@ def _attend(
         scores = jnp.where(seen, scores * LOG2_E, MASKED)
         larger = jnp.maximum(most, scores.max(axis=1))
         shares, kept = jnp.where(seen, jnp.exp2(scores - larger[:, None]), 0), jnp.exp2(most - larger)
-        value = loaded(value_ref, places, depth, high)
+        value = loaded(value_ref, places, depth)
         sums = sums * kept[:, None] + triton.dot(shares.astype(dtype), value, precision=precision)
         return sums, total * kept + shares.sum(axis=1), larger
 
@@ -443,11 +454,7 @@ def _attend(
 
     of_result = is_used[:, None] & (depth < value_ref.shape[3])[None, :]
     if sinks_ref is not None:
-        sink = sinks_ref[head]
-        largest = jnp.maximum(most, sink)
-        kept = jnp.exp2(most - largest)
-        total = total * kept + jnp.where(sink > MASKED, jnp.exp2(sink - largest), 0)
-        result = (sums * kept[:, None] / jnp.maximum(total, 1e-30)[:, None]).astype(dtype)
+        result = _normalized(sums, total, most, sinks_ref[head]).astype(dtype)
         triton.store(results[0].at[token[:, None], head[:, None], depth[None, :]], result, mask=of_result)
         return
     part = pl.program_id(2)
