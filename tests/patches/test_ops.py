@@ -1,11 +1,15 @@
 """hfax's lowerings of single operations against torch's."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
-from hfax.patches.ops import embedding_bag, interpolate, linear
+from hfax.patches.ops import convolution, embedding_bag, interpolate, linear, masked_scatter
+from hfax.tracing import torchax as tracing
 
 
 @pytest.mark.parametrize("rows", [(1,), (1, 1), (2, 3), (7,)])
@@ -149,3 +153,71 @@ def test_cross_entropy_and_its_gradient_are_torchs(shape, options, of_probabilit
     np.testing.assert_allclose(run(logits.detach().numpy()), expected.detach().numpy(), atol=1e-6)
     gradient = jax.grad(lambda x: run(x).sum())(logits.detach().numpy())
     np.testing.assert_allclose(gradient, logits.grad.numpy(), atol=1e-6)
+
+
+_SCATTERS = {  # shapes of the numbers, of the mask and of the source
+    "numbers": ((2, 3, 4), (2, 3, 4), (30,)),
+    "rows": ((2, 5, 4), (2, 5, 1), (11, 4)),
+    "rows of rows": ((3, 2, 4), (3, 1, 1), (3, 8)),
+    "of all rows": ((2, 5, 4), (5, 1), (40,)),
+    "a source in parts of rows": ((2, 5, 4), (2, 5, 1), (43,)),
+    "all or nothing": ((2, 3), (1, 1), (6,)),
+    "a larger mask": ((4,), (5, 4), (20,)),
+}
+
+
+@pytest.mark.parametrize("shapes", _SCATTERS.values(), ids=_SCATTERS)
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_masked_scatter_and_its_gradients_are_torchs(shapes: tuple[tuple[int, ...], ...], share: float) -> None:
+    rng = np.random.default_rng(1)
+    x, source = (rng.standard_normal(shape, dtype=np.float32) for shape in (shapes[0], shapes[2]))
+    mask = rng.random(shapes[1]) < share
+    theirs = [torch.from_numpy(a).requires_grad_() for a in (x, source)]
+    expected = theirs[0].expand(np.broadcast_shapes(*shapes[:2])).masked_scatter(torch.from_numpy(mask), theirs[1])
+    weights = rng.standard_normal(tuple(expected.shape), dtype=np.float32)
+    (expected * torch.from_numpy(weights)).sum().backward()
+
+    def total(x: jax.Array, source: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out = masked_scatter(x, jnp.asarray(mask), source)
+        return (out * weights).sum(), out
+
+    gradients, out = jax.grad(total, argnums=(0, 1), has_aux=True)(jnp.asarray(x), jnp.asarray(source))
+    np.testing.assert_array_equal(out, expected.detach().numpy())
+    for ours, tensor in zip(gradients, theirs, strict=True):
+        np.testing.assert_allclose(ours, tensor.grad.numpy(), atol=1e-6)
+
+
+def test_features_among_embeddings_are_placed_by_rows() -> None:
+    """A mask that modelling code has expanded over the width of embeddings counts tokens, not numbers."""
+
+    def place(embeddings: Any, mask: Any, features: Any) -> Any:
+        return embeddings.masked_scatter(mask.unsqueeze(-1).expand_as(embeddings).to(embeddings.device), features)
+
+    rng = np.random.default_rng(2)
+    given = rng.standard_normal((2, 7, 6)), rng.random((2, 7)) < 0.4, rng.standard_normal((14, 6))
+
+    def call(*arrays: jax.Array) -> Any:
+        wrapped = [tracing.wrap(a) for a in arrays]
+        return tracing.call_module(torch.nn.Identity(), {}, lambda _: tracing.unwrap(place(*wrapped)))
+
+    arrays = [jnp.asarray(a.astype(np.float32) if a.dtype == np.float64 else a) for a in given]
+    expected = place(*(torch.from_numpy(np.array(a)) for a in arrays)).numpy()
+    np.testing.assert_array_equal(jax.jit(call)(*arrays), expected)
+    sums = [e for e in jax.make_jaxpr(call)(*arrays).jaxpr.eqns if e.primitive.name in ("cumsum", "pjit", "jit")]
+    assert "i32[14] = cumsum" in str(sums)
+    assert "i32[84]" not in str(sums)
+
+
+@pytest.mark.parametrize("kernel", [(5,), (3, 4), (2, 3, 3)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_convolution_with_a_single_place_is_a_product(kernel: tuple[int, ...], has_bias: bool) -> None:
+    rng = np.random.default_rng(3)
+    x, weight = (rng.standard_normal((n, 3, *kernel), dtype=np.float32) for n in (4, 6))
+    bias = rng.standard_normal(6, dtype=np.float32) if has_bias else None
+    axes = len(kernel)
+    function = getattr(torch.nn.functional, f"conv{axes}d")
+    tensors = [None if a is None else torch.from_numpy(a) for a in (x, weight, bias)]
+    arrays = [None if a is None else jnp.asarray(a) for a in (x, weight, bias)]
+    options = ([1] * axes, [0] * axes, [1] * axes, False, [0] * axes, 1)
+    np.testing.assert_allclose(convolution(*arrays, *options), function(*tensors, stride=kernel), atol=1e-5)
+    assert "conv" not in str(jax.make_jaxpr(lambda *a: convolution(*a, None, *options))(*arrays[:2]))

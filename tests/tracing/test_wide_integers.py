@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from hfax.errors import InvalidInputError, UnsupportedModelError
+from hfax.tracing import bounds
 from hfax.tracing import torchax as tracing
-from hfax.tracing.wide_integers import limits
+from hfax.tracing.trace_tensor import TraceTensor
 
 _IDS = np.array([[250, 3, 77, 254, 9, 1], [1, 2, 251, 4, 5, 255]])
 _PRIME = 5754853343
@@ -151,11 +152,65 @@ def test_a_tensor_that_is_written_to_forgets_its_bounds() -> None:
         scalar = ids[0, 0] + 0
         scalar.at_least, scalar.at_most = 0, 1  # type: ignore[attr-defined]
         scalar += 5
-        seen.append(limits(scalar))
+        seen.append(bounds.of(scalar))
         return scalar
 
     _traced(function, _IDS)
     assert seen == [(-(1 << 31), (1 << 31) - 1)]
+
+
+_BOUNDED = {
+    "kept": lambda a, b: a.unsqueeze(0).expand(3, -1, -1).transpose(0, 1)[:, 1:].reshape(-1).flip(0),
+    "looked up": lambda a, b: torch.gather(a, 1, torch.zeros_like(a)).index_select(0, torch.tensor([1, 0])),
+    "sums": lambda a, b: torch.add(a - b, b, alpha=3),
+    "difference": lambda a, b: torch.sub(a, b, alpha=-2),
+    "product": lambda a, b: a * b * -3,
+    "quotient": lambda a, b: a // (b.abs() + 1).clamp(max=5),
+    "quotient of any sign": lambda a, b: torch.div(b, -3, rounding_mode="trunc") + b // 4,
+    "remainder": lambda a, b: torch.stack([a % 7, b % 7, b % -7, torch.fmod(b, 7)]),
+    "clamped": lambda a, b: torch.cat([a.clamp(max=3), b.clamp(-2, 5), b.clamp(min=1), a.clamp(5, 2)]),
+    "clamped by tensors": lambda a, b: torch.maximum(torch.minimum(a, b), b - 1).clamp(min=b),
+    "largest": lambda a, b: torch.stack([a.max(1).values, b.min(1).values, torch.max(a, b)[:, 0], a.amin(1)]),
+    "bits": lambda a, b: b & 12,
+    "chosen": lambda a, b: torch.where(a > 3, a, b),
+    "sum": lambda a, b: torch.stack([a.sum(1), b.sum(-1), b.cumsum(1)[:, -1]]),
+    "truths": lambda a, b: (a > b).sum(0),
+}
+
+
+@pytest.mark.parametrize("function", _BOUNDED.values(), ids=_BOUNDED)
+def test_bounds_hold(function: Callable[..., Any]) -> None:
+    rng = np.random.default_rng(0)
+    seen: list[tuple[int | None, int | None]] = []
+
+    def bounded(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        result = function(a.clamp(0, 9), b.clamp(-8, 6))
+        if isinstance(result, TraceTensor):
+            seen.append(bounds.known(result))
+        return result
+
+    for _ in range(20):
+        numbers = rng.integers(-12, 12, (2, 2, 4))
+        expected = bounded(*map(torch.from_numpy, numbers)).numpy()
+        seen.clear()
+        np.testing.assert_array_equal(_traced(bounded, *numbers), expected)
+        ((low, high),) = seen
+        assert low is not None
+        assert high is not None
+        assert low <= expected.min() <= expected.max() <= high
+
+
+def test_products_of_bounded_numbers_have_32_bits() -> None:
+    found: list[torch.dtype] = []
+
+    def area(grids: torch.Tensor) -> torch.Tensor:
+        sides = grids.clamp(0, 20000)
+        result = sides[:, 0] * sides[:, 1]
+        found.append(result.is_wide)  # type: ignore[attr-defined]
+        return result
+
+    np.testing.assert_array_equal(_traced(area, np.array([[20000, 20000], [3, 4]])), [400000000, 12])
+    assert found == [False]
 
 
 def test_ids_that_do_not_fit_are_refused(hfax_llama: Any) -> None:

@@ -287,11 +287,41 @@ def convolution(
     output_padding: Any,
     groups: int,
 ) -> jax.Array:
-    """torch's `aten.convolution`; over a mesh, a grouped convolution is replicated on every device."""
+    """torch's `aten.convolution`.
+
+    One with a single place, as those that embed a patch each, is a matrix product. Over a mesh, a grouped convolution is replicated
+    on every device.
+    """
     from torchax.ops.jaten import _aten_convolution
 
+    if not transposed and groups == 1 and not any(padding) and input.shape[2:] == weight.shape[2:] and input.ndim > 2:
+        out = linear(input.reshape(len(input), -1), weight.reshape(len(weight), -1), bias)
+        return out.reshape(*out.shape, *(1 for _ in input.shape[2:]))
     out = _aten_convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
     return out if groups == 1 else split_by_rows(out)
+
+
+def masked_scatter(input: jax.Array, mask: jax.Array, source: jax.Array) -> jax.Array:
+    """torch's `masked_scatter`: numbers of `source`, in order, where the mask is set.
+
+    Args:
+        input: of any shape.
+        mask: bool, of a shape that broadcasts with that of `input`. Where its last axes have one entry, rows are replaced as a whole.
+        source: of any shape; has at least as many numbers as are replaced, which is not checked.
+    """
+    shape = jnp.broadcast_shapes(input.shape, mask.shape)
+    mask = mask.reshape((1,) * (len(shape) - mask.ndim) + mask.shape)
+    whole = len(shape)
+    while whole and mask.shape[whole - 1] == 1:
+        whole -= 1
+    width = math.prod(shape[whole:])
+    if not width or source.size < width:
+        return jnp.broadcast_to(input, shape)
+    is_set = jnp.broadcast_to(mask.reshape(mask.shape[:whole]), shape[:whole])
+    place = jnp.cumsum(is_set.reshape(-1), dtype=jnp.int32).reshape(is_set.shape) - 1
+    rows = source.reshape(-1)[: source.size // width * width].reshape(-1, *shape[whole:])
+    is_set = is_set.reshape(*is_set.shape, *(1 for _ in shape[whole:]))
+    return jnp.where(is_set, jnp.take(rows, place, axis=0, mode="clip").astype(input.dtype), input)
 
 
 @functools.lru_cache(maxsize=64)
@@ -337,10 +367,19 @@ PATCHES: list[Patch] = [
         lower=embedding_bag,
     ),
     OpPatch(
-        name="grouped-convolution",
-        why="XLA (jaxlib 0.10) computes wrong numbers where it splits one of several groups by its outputs",
+        name="convolution",
+        why=(
+            "XLA (jaxlib 0.10) computes wrong numbers where it splits one of several groups by its outputs, and libtpu takes seconds "
+            "to compile the embedding of patches of video"
+        ),
         ops=("aten.convolution",),
         lower=convolution,
+    ),
+    OpPatch(
+        name="masked-scatter",
+        why="torchax counts and gathers single numbers: for features among embeddings, a million instead of some hundred rows",
+        ops=("aten.masked_scatter",),
+        lower=masked_scatter,
     ),
     OpPatch(
         name="linear",

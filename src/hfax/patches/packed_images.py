@@ -92,11 +92,11 @@ class PackedGrids:
         Args:
             merge: side of the blocks of patches that follow each other.
         """
-        return self._places(self.num_patches, self.values.long(), merge)
+        return self._places(self.num_patches, self._known, merge)
 
     def merged_places(self, merge: int) -> Places:
         """The image, frame, row and column of each block of merged patches, whose grids are smaller by `merge`."""
-        grids = self.values.long() // torch.tensor([1, merge, merge], device=self.values.device)
+        grids = self._known // torch.tensor([1, merge, merge], device=self.values.device)
         return self._places(self.num_patches // merge**2, grids, 1)
 
     def within(self, ids: torch.Tensor, longest: int | None = None) -> PackedSegments:
@@ -110,14 +110,20 @@ class PackedGrids:
         self.segments.append(found)
         return found
 
+    @property
+    def _known(self) -> torch.Tensor:
+        """The grids with bounds, which keep their products within 32 bits."""
+        return self.values.long().clamp(0, self.num_patches)
+
     def _places(self, count: int, grids: torch.Tensor, merge: int) -> Places:
         place = torch.arange(count, device=grids.device)
-        sizes = grids.prod(1)
-        ends, frames = sizes.cumsum(0), grids[:, 0]
+        frames, areas = grids[:, 0], (grids[:, 1] * grids[:, 2]).clamp(max=count)
+        sizes = (frames * areas).clamp(max=count)
+        ends = sizes.cumsum(0).clamp(max=count)
         image = (place[:, None] >= ends[None]).sum(1)
-        rows, columns = grids[image, 1], grids[image, 2]
+        rows, columns, area = grids[image, 1], grids[image, 2], areas[image]
         before = (ends - sizes)[image]
-        frame, inside = (place - before) // (rows * columns), (place - before) % (rows * columns)
+        frame, inside = (place - before) // area, (place - before) % area
         block, in_block = inside // merge**2, inside % merge**2
         return Places(
             image=image,
@@ -127,7 +133,7 @@ class PackedGrids:
             column=block % (columns // merge) * merge + in_block % merge,
             rows=rows,
             columns=columns,
-            start=before + frame * rows * columns,
+            start=before + frame * area,
         )
 
 

@@ -20,7 +20,7 @@ import torchax.tensor
 from torchax.ops import mappings
 
 from hfax.kernels.target import may_be_differentiated
-from hfax.tracing import indexing, wide_integers
+from hfax.tracing import bounds, indexing, wide_integers
 from hfax.tracing.constants import TOO_LARGE, is_host, run_on_host, to_host
 from hfax.tracing.host_reads import read
 from hfax.tracing.lowerings import LOWERINGS, REFUSED
@@ -58,7 +58,7 @@ from hfax.tracing.trace_tensor import (
     is_in_64_bits,
     known_range,
 )
-from hfax.tracing.views import VIEW_OPS, keeps_order, link_views, with_torch_strides
+from hfax.tracing.views import VIEW_OPS, keeps_order, link_views, unexpanded, with_torch_strides
 
 OperatorNotFound = torchax.tensor.OperatorNotFound
 VALUE_ERRORS = (
@@ -92,7 +92,7 @@ class TraceEnvironment(torchax.tensor.Environment):
         if func is torch.ops.aten.scalar_tensor.default:  # from `where`, in the dtype of its other operand
             kwargs = {**kwargs, "dtype": torch.int64}
         with self._in_64_bits(name_of(func)):
-            return wide_integers.settled(name_of(func), args, self._carry_out(func, args, kwargs))
+            return wide_integers.settled(name_of(func), self._carry_out(func, args, kwargs))
 
     @contextlib.contextmanager
     def _in_64_bits(self, name: str) -> Iterator[None]:
@@ -245,7 +245,7 @@ class TraceEnvironment(torchax.tensor.Environment):
         if not tensor.is_contiguous():
             result = with_torch_strides(lambda t: t.to(dtype), (tensor,), {}, result)
         if dtype in (torch.int64, torch.int32):
-            result.at_least, result.at_most = wide_integers.known_limits(tensor)
+            result.at_least, result.at_most = bounds.known(tensor)
         return result
 
     def _clone(self, tensor: TraceTensor) -> TraceTensor:
@@ -314,6 +314,7 @@ class TraceEnvironment(torchax.tensor.Environment):
         if isinstance(tensor, TraceTensor) and indexing.is_basic(static):
             result = with_torch_strides(lambda t: t[static], (tensor,), {}, result, is_linked_later=True)
             result.is_view_of(tensor, *indexing.make_reader(static))
+        bounds.note(result, "__getitem__", (tensor,), {})
         return result
 
     def set_item(self, tensor: TraceTensor, index: Any, value: Any) -> None:
@@ -361,12 +362,14 @@ class TraceEnvironment(torchax.tensor.Environment):
         if name == "repeat_interleave" and (repeated := self._repeated(*args, **kwargs)) is not None:
             return repeated
         if func is torch.randint and "high" in kwargs:  # torchax's lowering takes bounds and size by their place
-            bounds = (*args, *(kwargs[n] for n in ("low", "high", "size") if n in kwargs))
-            args, kwargs = bounds, {n: v for n, v in kwargs.items() if n not in ("low", "high", "size")}
+            limits = (*args, *(kwargs[n] for n in ("low", "high", "size") if n in kwargs))
+            args, kwargs = limits, {n: v for n, v in kwargs.items() if n not in ("low", "high", "size")}
         if func is torch.Tensor.new_tensor:
             return self._construct(torch.tensor, args[1:], {"dtype": args[0].dtype, **kwargs, "device": None})
         if name in REFUSED and (reason := REFUSED[name](*args, **kwargs)):
             raise NotImplementedError(f"{name} has no lowering for this call: {reason}")
+        if name == "masked_scatter":
+            args = (args[0], unexpanded(args[1]), *args[2:])
         if name in RESHAPED_IN_PLACE and isinstance(func, torch._ops.OpOverload):
             args[0]._elem = as_array(self.dispatch(functional_form(func, name), (), args, kwargs))
             return args[0]
@@ -407,10 +410,9 @@ class TraceEnvironment(torchax.tensor.Environment):
             result = with_torch_strides(func, args, kwargs, result, is_linked_later=is_view)
         if is_view:
             link_views(result, name, op.func if op.is_jax_function else self._as_function(func), args, kwargs)
+        bounds.note(result, name, args, kwargs)
         if name in ("add", "sub", "rsub"):
             note_sum(result, name, args)
-        if name in ("max", "min") and len(args) == 1 and not kwargs:
-            result.at_least, result.at_most = wide_integers.known_limits(args[0])
         for target in written_tensors(func, args, kwargs):
             target.wrote()
         return result

@@ -78,6 +78,14 @@ def link_views(result: Any, name: str, lowering: Callable[..., Any], args: Any, 
         view.is_view_of(base, forward, write_back(name, rest))
 
 
+def unexpanded(tensor: Any) -> Any:
+    """The tensor with the axes that `expand` has made cut to one entry, which it can be broadcast from."""
+    if not isinstance(tensor, TraceTensor) or tensor.host is not None or 0 not in tensor.stride():
+        return tensor
+    strides = tensor.stride()
+    return TraceTensor(tensor.jax()[tuple(slice(None) if s else slice(0, 1) for s in strides)], tensor._env)
+
+
 def link_host_view(view: TraceTensor, inputs: list[TraceTensor]) -> None:
     """Record that a constant shares an argument's storage, in case a traced value is written there later."""
     plain = view.host

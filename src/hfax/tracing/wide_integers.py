@@ -9,7 +9,6 @@ position, a float). Sums and differences of 32-bit integers are assumed to fit.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,15 +17,9 @@ import jax.numpy as jnp
 import torch
 
 from hfax.errors import UnsupportedModelError, running_line
+from hfax.tracing import bounds
 from hfax.tracing.trace_tensor import TraceTensor
 
-_LOW, _HIGH = -(1 << 31), (1 << 31) - 1
-_SMALL = {
-    torch.bool: (0, 1),
-    torch.uint8: (0, 255),
-    torch.int8: (-128, 127),
-    torch.int16: (-(1 << 15), (1 << 15) - 1),
-}
 _PRODUCTS = frozenset({"mul", "multiply"})
 _GROWING = frozenset(
     {"pow", "float_power", "square", "prod", "cumprod", "__lshift__", "bitwise_left_shift", "ldexp", "tensordot"}
@@ -35,7 +28,6 @@ _GROWING = frozenset(
     *("addmm", "baddbmm", "addbmm", "addmv", "addr", "addcmul"),
 }
 """Operations with results far larger than their operands; sums are excluded."""
-_REMAINDERS = frozenset({"remainder", "fmod", "__mod__"})
 _POSITIONS = frozenset({"argmax", "argmin", "argsort", "nonzero", "count_nonzero", "searchsorted", "bucketize"})
 
 
@@ -54,41 +46,23 @@ def needs_64_bits(name: str, tensors: list[Any], args: Iterable[Any]) -> bool:
     """
     if any(is_wide(t) for t in tensors):
         return True
-    if any(type(a) is int and not _LOW <= a <= _HIGH for a in args):
+    if any(type(a) is int and not bounds.fit((a, a)) for a in args):
         return True
-    if any(t.is_floating_point() or t.is_complex() for t in tensors) or all(_host(t) is not None for t in tensors):
+    if any(t.is_floating_point() or t.is_complex() for t in tensors) or all(bounds.constant(t) is not None for t in tensors):
         return False
     if any(_has_large(t) for t in tensors):
         return True
     name = name.rstrip("_") if not name.startswith("__") else name
     if name in _PRODUCTS:
-        return not _fits(*_product([limits(a) for a in args]))
+        return not bounds.fit(bounds.product(*args[:2]))
     return name in _GROWING and not any(type(a) is float for a in args)
 
 
-def limits(value: Any) -> tuple[int, int]:
-    """Integer bounds of a number or of a tensor's values; the 32-bit range for a traced tensor with unknown bounds."""
-    if isinstance(value, (int, float)):
-        return int(value), int(value)
-    if (host := _host(value)) is not None:
-        return (int(host.min()), int(host.max())) if host.numel() else (0, 0)
-    low, high = known_limits(value)
-    return (_LOW if low is None else low), (_HIGH if high is None else high)
-
-
-def known_limits(tensor: Any) -> tuple[int | None, int | None]:
-    """The known bounds of a traced tensor."""
-    low, high = _SMALL.get(tensor.dtype, (None, None))
-    known_low, known_high = getattr(tensor, "at_least", None), getattr(tensor, "at_most", None)
-    return (low if known_low is None else known_low), (high if known_high is None else known_high)
-
-
-def settled(name: str, args: Any, result: Any) -> Any:
+def settled(name: str, result: Any) -> Any:
     """Narrow the result of a call with 64-bit types: floats, and integers known to fit, go back to 32 bits.
 
     Args:
         name: name of the operation.
-        args: its positional arguments.
         result: tensors of the trace, modified in place.
     """
     second = isinstance(result, (tuple, list)) and len(result) == 2 and name not in ("split", "chunk", "unbind")
@@ -99,7 +73,7 @@ def settled(name: str, args: Any, result: Any) -> Any:
         if array.dtype in (jnp.float64, jnp.complex128):
             tensor.narrow_to(jnp.float32 if array.dtype == jnp.float64 else jnp.complex64)
         elif array.dtype == jnp.int64 and (
-            name in _POSITIONS or (second and number == 1) or _is_bounded(name.rstrip("_"), args)
+            name in _POSITIONS or (second and number == 1) or None not in bounds.known(tensor)
         ):
             tensor.narrow_to(jnp.int32)
     return result
@@ -156,38 +130,9 @@ def refusal(name: str, reason: str) -> UnsupportedModelError:
     )
 
 
-def _is_bounded(name: str, args: Any) -> bool:
-    if name in _REMAINDERS:
-        low, high = limits(args[1])
-        return _fits(low, high)
-    if name in ("bitwise_and", "__and__"):
-        return any(_is_number(a) and limits(a)[0] >= 0 and limits(a)[1] <= _HIGH for a in args[:2])
-    return name == "clamp" and len(args) == 3 and all(_is_number(a) and _fits(*limits(a)) for a in args[1:])
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int) or _host(value) is not None
-
-
-def _product(factors: list[tuple[int, int]]) -> tuple[int, int]:
-    corners = [a * b for a, b in itertools.product(*factors[:2])] if len(factors) > 1 else [_LOW - 1]
-    return min(corners), max(corners)
-
-
-def _fits(low: int, high: int) -> bool:
-    return low >= _LOW and high <= _HIGH
-
-
 def _has_large(tensor: Any) -> bool:
-    host = _host(tensor)
-    return host is not None and host.dtype == torch.int64 and not _fits(*limits(tensor))
-
-
-def _host(tensor: Any) -> torch.Tensor | None:
-    """The value of a constant."""
-    if isinstance(tensor, TraceTensor):
-        return tensor.host
-    return tensor if type(tensor) in (torch.Tensor, torch.nn.Parameter) else None
+    host = bounds.constant(tensor)
+    return host is not None and host.dtype == torch.int64 and not bounds.fit(bounds.of(tensor))
 
 
 def _trace_tensors(value: Any) -> Iterator[TraceTensor]:
