@@ -1,7 +1,9 @@
-"""Size classes for images in prompts, so that images of many sizes share few programs.
+"""Size classes for images, so that images of many sizes share few programs.
 
 Prompts are padded on the left. The images are padded there, too, by a black one, whose tokens lie in the padding, where no token
 attends to them. A padded prompt is a valid prompt: it has as many tokens for images as the model has features.
+
+In forward calls and training, the black image comes last and has no tokens: its features are left over.
 """
 
 from __future__ import annotations
@@ -72,6 +74,27 @@ def image_padding(module: Any, ids: np.ndarray, arrays: Mapping[str, np.ndarray]
         return _tile_padding(config, ids, arrays)
     if ORDER in arrays:
         return _feature_padding(module, ids, arrays)
+    return _packed_padding(config, ids, arrays, is_first=True)
+
+
+def packed_images(config: Any, ids: np.ndarray, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Packed images of a forward call, and their grids, padded to their size classes at the end.
+
+    Args:
+        config: of the model.
+        ids: [batch, length].
+        arrays: further inputs by name.
+
+    Returns:
+        By name; empty if there are no packed images, or other images than tokens for them.
+    """
+    padding = _packed_padding(config, ids, arrays, is_first=False)
+    return {} if padding is None else padding.arrays
+
+
+def _packed_padding(
+    config: Any, ids: np.ndarray, arrays: Mapping[str, np.ndarray], *, is_first: bool
+) -> ImagePadding | None:
     padded: dict[str, np.ndarray] = {}
     tokens: list[int] = []
     for patches, grids in GRIDS.items():
@@ -89,8 +112,9 @@ def image_padding(module: Any, ids: np.ndarray, arrays: Mapping[str, np.ndarray]
         rows = max(power_of_two(len(grid) + 1), _SMALLEST_IMAGES)
         black = [(1, merge, merge * missing)] if missing else []
         padded[grids] = np.zeros((rows, 3), np.int32)
-        padded[grids][: len(grid) + len(black)] = [*black, *grid]
-        padded[patches] = np.pad(pixels, [(missing * merge**2, 0), *[(0, 0)] * (pixels.ndim - 1)])
+        padded[grids][: len(grid) + len(black)] = [*black, *grid] if is_first else [*grid, *black]
+        ends = (missing * merge**2, 0)
+        padded[patches] = np.pad(pixels, [ends if is_first else ends[::-1], *[(0, 0)] * (pixels.ndim - 1)])
         tokens += [token] * missing
     return ImagePadding(arrays=padded, tokens=np.asarray(tokens, np.int32)) if padded else None
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
+from hfax.patches.control_flow import collecting_checks
 from hfax.patches.packed_images import PackedFeatures, PackedGrids, attending_within_segments
+from hfax.tracing.constants import is_host
 from hfax.tracing.geometry import GRIDS, ORDER
+from hfax.tracing.operands import is_tensor
 from hfax.tracing.torchax import constant
 
 logger = logging.getLogger(__name__)
@@ -24,19 +28,47 @@ class _TextModelReached(Exception):
 def packed(module: torch.nn.Module, arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Within the block, the arguments of a forward with traced grids as `PackedGrids`, or with an order of features.
 
+    That there are as many features as tokens for them is for the caller to know: features of a black image may be left over.
+
     Args:
         module: the model, within a trace.
-        arguments: tensors of the trace by name. Without grids or an order among them, nothing changes.
+        arguments: tensors of the trace by name. Without traced grids or an order among them, nothing changes.
     """
     found = dict(arguments)
-    for patches, grids in GRIDS.items():
-        if grids in arguments:
-            number = len(arguments[patches])
-            found[grids] = PackedGrids(arguments[grids], constant(lambda n=number: torch.tensor([n])))
-    if ORDER in arguments:
-        found[ORDER] = PackedFeatures(arguments[ORDER], len(arguments["pixel_values"]))
-    with attending_within_segments(module) if set(GRIDS.values()) & set(found) else contextlib.nullcontext():
+    traced = {patches: grids for patches, grids in GRIDS.items() if _is_traced(arguments.get(grids))}
+    for patches, grids in traced.items():
+        number = len(arguments[patches])
+        found[grids] = PackedGrids(arguments[grids], constant(lambda n=number: torch.tensor([n])))
+    order = arguments.get(ORDER)
+    if _is_traced(order) and order.ndim == 1:
+        found[ORDER] = PackedFeatures(order, len(arguments["pixel_values"]))
+    with contextlib.ExitStack() as stack:
+        if traced:
+            stack.enter_context(attending_within_segments(module))
+            stack.enter_context(_leaving_features_over(module))
         yield found
+
+
+def _is_traced(value: Any) -> bool:
+    return is_tensor(value) and not is_host(value)
+
+
+@contextlib.contextmanager
+def _leaving_features_over(module: torch.nn.Module) -> Iterator[None]:
+    """Within the block, the model does not check that it has as many features as tokens for them."""
+    parts: list[Any] = [part for part in module.modules() if hasattr(part, "get_placeholder_mask")]
+
+    def unchecked(find: Any, *args: Any, **kwargs: Any) -> Any:
+        with collecting_checks({}):
+            return find(*args, **kwargs)
+
+    for part in parts:
+        part.get_placeholder_mask = functools.partial(unchecked, part.get_placeholder_mask)
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part.get_placeholder_mask
 
 
 def takes_packed(module: Any, arguments: Mapping[str, Any]) -> bool:

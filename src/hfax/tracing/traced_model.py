@@ -7,6 +7,7 @@ engine's `run_rows`. All of them take a flat dict of arrays and return arrays; i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Mapping
@@ -122,12 +123,14 @@ class TracedModel:
         training: Training | None = None,
     ) -> tuple[Any, dict[str, jax.Array]]:
         """`apply`, and the data-dependent checks of modelling code: description mapped to a scalar bool."""
-        arrays, structure = flatten((args, self.prepare(kwargs)), is_array)
+        prepared = self.prepare(kwargs)
+        arrays, structure = flatten((args, prepared), is_array)
+        packed = packed_images.packed if self._packs(params, prepared) else _as_given
 
         def call(module: torch.nn.Module) -> Any:
             call_args, call_kwargs = unflatten(structure, tracing.wrap([_as_traced(a) for a in arrays]))
             call_kwargs = tracing.wrap_constants(call_kwargs)
-            with attention_weights(module, call_kwargs):
+            with attention_weights(module, call_kwargs), packed(module, call_kwargs) as call_kwargs:
                 outputs, out_structure = flatten(module(*call_args, **call_kwargs), tracing.is_tensor)
             return [tracing.unwrap(o) for o in outputs], out_structure
 
@@ -150,8 +153,16 @@ class TracedModel:
 
         self._call(params, call)
 
+    def _packs(self, params: Mapping[str, jax.Array], inputs: Mapping[str, Any]) -> bool:
+        """Whether images of a forward call are packed, with grids that are arguments of the program."""
+        grids = {patches: grid for patches, grid in geometry.GRIDS.items() if isinstance(inputs.get(grid), Tracer)}
+        names = ("input_ids", *grids, *grids.values())
+        if not grids or any(inputs.get(name) is None for name in (*names, "position_ids")):
+            return False
+        return self.takes_packed_images(params, {name: inputs[name] for name in names})
+
     def takes_packed_images(self, params: Mapping[str, jax.Array], inputs: Mapping[str, Any]) -> bool:
-        """Whether `prefill` can take the grids of images as arguments, so that one program reads images of many sizes.
+        """Whether programs can take the grids of images as arguments, so that one program reads images of many sizes.
 
         Args:
             params: the weights, or their shapes.
@@ -421,6 +432,10 @@ def _nothing_to_round(module: torch.nn.Module) -> UnsupportedModelError:
         "kv_cache_dtype rounds the keys and values of attention layers; recurrent states keep the model's dtype.",
         "Leave kv_cache_dtype out.",
     )
+
+
+def _as_given(module: torch.nn.Module, arguments: dict[str, Any]) -> contextlib.AbstractContextManager[dict[str, Any]]:
+    return contextlib.nullcontext(arguments)
 
 
 def _as_traced(array: Any) -> jax.Array:

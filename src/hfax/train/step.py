@@ -403,7 +403,7 @@ class TrainStep:
     ) -> tuple[list[Any], Any]:
         """A batch's arrays on the devices, [parts, rows, …], and its structure."""
         parts = self._parts if parts is None else parts
-        prepared = self.model.prepare_inputs(batch)
+        prepared = self.model.in_image_classes(self.model.prepare_inputs(batch))
         if self._labels is not None:
             self._labels.check(prepared)
             if is_step:

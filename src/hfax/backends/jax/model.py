@@ -37,6 +37,7 @@ from hfax.errors import UnsupportedOptionError
 from hfax.generation.generate import GenerationLoop
 from hfax.generation.generation_request import Prompts
 from hfax.generation.host_loop import Streamer
+from hfax.generation.image_classes import packed_images
 from hfax.generation.kept_cache import KeptCache, resumed
 from hfax.generation.layer_outputs import check_layer_outputs
 from hfax.generation.seeds import draw_seed
@@ -54,6 +55,7 @@ from hfax.programs.model_parts import ModelParts
 from hfax.programs.program_cache import ProgramCache
 from hfax.sharding.layout import Layout
 from hfax.sharding.partition import ShardingPlan
+from hfax.tracing.geometry import HostArray
 from hfax.tracing.prefixes import UnprovenError
 from hfax.tracing.structure import has_torch
 from hfax.tracing.traced_model import TracedModel
@@ -251,7 +253,7 @@ class JaxModel(AdapterMethods, BaseModel):
         """
         inputs = self._by_name(args, inputs)
         reject_traced(inputs, type(self).__name__)
-        to_torch, prepared = has_torch(inputs), self.prepare_inputs(inputs)
+        to_torch, prepared = has_torch(inputs), self.in_image_classes(self.prepare_inputs(inputs))
         parts = (self._traced, self._programs, self._layout, self._arrays())
         for call in self._size_classes.calls(prepared) if self.pads_inputs else ():
             try:
@@ -562,6 +564,22 @@ class JaxModel(AdapterMethods, BaseModel):
             for name, value in inputs.items()
         }
         return self._traced.prepare(read)
+
+    def in_image_classes(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Inputs with packed images padded to their size class, so that images of many sizes share few programs.
+
+        Args:
+            inputs: from `prepare_inputs`. They are unchanged if `pads_inputs` is off, and for a model that reads sizes of images in
+                a way of its own: it has a program for each mix of sizes.
+        """
+        ids, positions = inputs.get("input_ids"), inputs.get("position_ids")
+        if not self.pads_inputs or not isinstance(ids, np.ndarray) or positions is None:
+            return dict(inputs)
+        arrays = {n: v.array if isinstance(v, HostArray) else v for n, v in inputs.items()}
+        images = packed_images(self.config, ids, arrays)
+        if not images or not self._takes_packed_images({"input_ids": ids, **images}):
+            return dict(inputs)
+        return {**inputs, **images}
 
     def move_to(self, mesh: Any) -> None:
         """Reshard the weights over other devices.

@@ -16,7 +16,7 @@ import numpy as np
 from hfax.backends.jax.results import on_host
 from hfax.kernels.target import plainly
 from hfax.programs.buckets import length_class, size_class
-from hfax.tracing.geometry import HostArray
+from hfax.tracing.geometry import GRIDS, HostArray
 from hfax.tracing.padding_proof import Cuts, Padded, prove
 from hfax.tracing.prefixes import Fill, Mask, UnprovenError
 from hfax.tracing.structure import flatten, is_array
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
 
 _PER_TOKEN = {
     "input_ids": None, "inputs_embeds": 0, "attention_mask": 0, "token_type_ids": 0, "position_ids": 0, "bbox": 0,
-    "special_tokens_mask": 0, "langs": 0,
+    "special_tokens_mask": 0, "langs": 0, "mm_token_type_ids": 0,
 }  # fmt: skip
 """Inputs with an entry for each token, [rows, length, …], and what pads them; None: the padding token."""
 _PER_DECODER_TOKEN = {
     "decoder_input_ids": None, "decoder_inputs_embeds": 0, "decoder_attention_mask": 0, "decoder_position_ids": 0,
 }  # fmt: skip
+_IMAGES = frozenset(GRIDS) | frozenset(GRIDS.values())
+"""Inputs that have a size class of their own (`hfax.generation.image_classes`)."""
 _IGNORED = -100
 _MASKS = ("attention_mask", "decoder_attention_mask")
 
@@ -228,11 +230,16 @@ class SizeClasses:
                 continue
             role = "length" if name in _PER_TOKEN else "decoder_length" if name in _PER_DECODER_TOKEN else None
             role = of_labels if name == "labels" and np.dtype(value.dtype).kind == "i" else role
+            if name in _IMAGES:
+                found[name] = (None,) * value.ndim
+                continue
             if role is None or (role not in sizes and value.ndim > 1):
                 return None
             wanted = ("rows", role)[: value.ndim]
-            own = tuple(r if n == sizes[r] else None for r, n in zip(wanted, value.shape, strict=False))
-            if any(r is None and n != 1 for r, n in zip(own, value.shape, strict=False)) or value.ndim < 1:
+            if name == "position_ids" and value.ndim == 3:  # of several kinds, [kinds, rows, length]
+                wanted = (None, *wanted)
+            own = tuple(r if r and n == sizes[r] else None for r, n in zip(wanted, value.shape, strict=False))
+            if any(w and r is None and n != 1 for w, r, n in zip(wanted, own, value.shape, strict=False)) or value.ndim < 1:
                 return None
             found[name] = (*own, *(None,) * (value.ndim - len(own)))
         return found
@@ -249,11 +256,11 @@ class SizeClasses:
         if mask == "added":
             given["attention_mask"] = np.ones((sizes["rows"], sizes["length"]), np.int32)
             roles = {**roles, "attention_mask": ("rows", "length")}
-        fills = {n: self._fill(n) for n in roles}
+        fills = {n: self._fill(n) for n in roles if n not in _IMAGES}
         padded = {r: (n, classes[r][1]) for r, n in sizes.items()}
         proved = {r: (max(low, 2), high) for r, (low, high) in classes.items() if r != "rows"}
         return PaddedCall(
-            inputs={n: _pad(n, v, roles[n], fills[n], padded) if n in roles else v for n, v in given.items()},
+            inputs={n: _pad(n, v, roles[n], fills[n], padded) if n in fills else v for n, v in given.items()},
             roles=roles,
             fills=fills,
             sizes=padded,
