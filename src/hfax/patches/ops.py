@@ -16,6 +16,7 @@ from hfax.kernels import norms, quantized
 from hfax.kernels import target as where
 from hfax.kernels.constraints import split_by_rows
 from hfax.kernels.linear import linear
+from hfax.kernels.masked_rows import masked_rows
 from hfax.patches.patch import OpPatch, Patch
 
 
@@ -319,18 +320,7 @@ def masked_scatter(input: jax.Array, mask: jax.Array, source: jax.Array) -> jax.
         return jnp.broadcast_to(input, shape)
     is_set = jnp.broadcast_to(mask.reshape(mask.shape[:whole]), shape[:whole])
     rows = source.reshape(-1)[: source.size // width * width].reshape(-1, *shape[whole:])
-    found = jnp.take(rows, _number_before(is_set), axis=0, mode="clip").astype(input.dtype)
-    return jnp.where(is_set.reshape(*is_set.shape, *(1 for _ in shape[whole:])), found, input)
-
-
-def _number_before(is_set: jax.Array) -> jax.Array:
-    """For each place, the number of those before it that are set, int32; axis by axis, so that padding of an axis can be proved away."""
-    found, counts = jnp.zeros(is_set.shape, jnp.int32), is_set.astype(jnp.int32)
-    for axis in reversed(range(is_set.ndim)):
-        before = jnp.cumsum(counts, axis=axis) - counts
-        found += before.reshape(*before.shape, *(1 for _ in range(is_set.ndim - before.ndim)))
-        counts = counts.sum(axis=axis)
-    return found
+    return masked_rows(jnp.broadcast_to(input, shape), is_set, rows)
 
 
 @functools.lru_cache(maxsize=64)

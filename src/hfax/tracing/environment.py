@@ -333,14 +333,12 @@ class TraceEnvironment(torchax.tensor.Environment):
         if tensor.host is not None and all(is_host(t) for t in tensors_in((index, value))):
             run_on_host(torch.Tensor.__setitem__, (tensor, index, value), {}, self.wrap)
             return
-        if (
-            isinstance(value, MaskedSelection)
-            and (mask := indexing.whole_mask(indexing.static_index(index))) is not None
-        ):
-            value = value.under(mask)
-        value = as_array(value) if is_tensor(value) else value
-        old = tensor.jax()
-        tensor._elem = self._written(old, indexing.write(old, indexing.static_index(index), value))
+        old, static = tensor.jax(), indexing.static_index(index)
+        if isinstance(value, MaskedSelection) and (mask := indexing.whole_mask(static)) is not None:
+            new = value.written(old, mask)
+        else:
+            new = indexing.write(old, static, as_array(value) if is_tensor(value) else value)
+        tensor._elem = self._written(old, new)
         tensor.wrote()
 
     # Traced operations

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from jax.core import Tracer
 
+from hfax.kernels.masked_rows import masked_rows
 from hfax.kernels.target import may_be_differentiated
 from hfax.load.host_arrays import to_numpy
 from hfax.tracing.masked_selection import MaskedSelection, MaskPlaces, known_places
@@ -122,6 +123,8 @@ def _write_known(what: str, array: Array, parts: tuple[Any, ...], value: Array) 
 
 def _put(array: Array, index: Any, value: Array) -> Array:
     """`array.at[index].set(value)` with torch's gradient: where places repeat, each of their values has that of the place."""
+    if is_basic(index):
+        return _put_basic(array, index, value)
     new = array.at[index].set(value)
     has_arrays = any(isinstance(p, (jax.Array, np.ndarray)) for p in (index if isinstance(index, tuple) else (index,)))
     if not has_arrays or not may_be_differentiated() or not jnp.issubdtype(array.dtype, jnp.floating):
@@ -130,11 +133,34 @@ def _put(array: Array, index: Any, value: Array) -> Array:
     return with_value(jnp.where(is_kept, array, 0).at[index].add(value), new)
 
 
-def masked_rows(array: Array, mask: Array, rows: Array) -> Array:
-    """`array` with the entries where `mask` (over the leading axes) is True replaced in order by `rows`, [n, …]."""
-    order = jnp.cumsum(mask.reshape(-1).astype(jnp.int32)) - 1
-    picked = rows[jnp.clip(order, 0, rows.shape[0] - 1)].reshape(*mask.shape, *rows.shape[1:])
-    return jnp.where(mask.reshape(mask.shape + (1,) * (rows.ndim - 1)), picked, array)
+def _put_basic(array: Array, index: Any, value: Array) -> Array:
+    """`array.at[index].set(value)` for numbers and slices, without the scatter that JAX makes of it.
+
+    A contiguous part is updated in place; with steps, the value is spread over the array, and selected.
+    """
+    shape = jax.eval_shape(lambda a: a[index], array).shape
+    if 0 in shape:
+        return array
+    index = index if isinstance(index, tuple) else (index,)
+    cut = next((i for i, part in enumerate(index) if part is Ellipsis), len(index))
+    rest = array.ndim - sum(part is not None and part is not Ellipsis for part in index)
+    parts = [*index[:cut], *[slice(None)] * rest, *index[cut + 1 :]]
+    given = jnp.broadcast_to(value, shape)
+    given = given.squeeze([i for i, part in enumerate(p for p in parts if not isinstance(p, int)) if part is None])
+    parts = [part for part in parts if part is not None]
+    given = jnp.expand_dims(given, [i for i, part in enumerate(parts) if isinstance(part, int)])
+    places = [np.atleast_1d(np.arange(size)[part]) for size, part in zip(array.shape, parts, strict=True)]
+    starts = [int(found[0]) for found in places]
+    steps = [int(found[1] - found[0]) if len(found) > 1 else 1 for found in places]
+    if all(step == 1 for step in steps):
+        return jax.lax.dynamic_update_slice(array, given, starts)
+    sides = [size - int(found[-1]) - 1 for size, found in zip(array.shape, places, strict=True)]
+    spread = jax.lax.pad(given, jnp.zeros((), given.dtype), [*zip(starts, sides, (s - 1 for s in steps), strict=True)])
+    for axis, found in enumerate(places):
+        is_written = np.isin(np.arange(array.shape[axis]), found)
+        if not is_written.all():
+            spread = jnp.where(is_written.reshape(-1, *(1 for _ in array.shape[axis + 1 :])), spread, array)
+    return spread
 
 
 def _is_mask(part: Any) -> bool:
@@ -158,4 +184,4 @@ def whole_mask(index: Any) -> Array | None:
 
 def make_reader(index: Any) -> tuple[Callable[[Array], Array], Callable[[Array, Array], Array]]:
     """For a basic index: functions from the base array to the view's array, and back."""
-    return lambda array: array[index], lambda array, new: array.at[index].set(new)
+    return lambda array: array[index], lambda array, new: _put_basic(array, index, new)

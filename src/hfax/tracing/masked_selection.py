@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import torch
 
 from hfax.errors import running_line
+from hfax.kernels.masked_rows import masked_rows
 from hfax.patches.control_flow import note_check
 from hfax.tracing.host_reads import read
-from hfax.tracing.trace_tensor import TraceTensor, ValueReadError
+from hfax.tracing.trace_tensor import TraceTensor, ValueReadError, constant_array
 
 
 def known_places(mask: jax.Array) -> tuple[jax.Array, ...] | None:
@@ -44,10 +45,13 @@ class MaskedSelection:
         array: the array to select from, [*mask, *rest].
         mask: bool mask.
         wrap: wraps an array as a tensor of the trace.
+        number: the number of selected entries, if it is known and checked.
     """
 
-    def __init__(self, array: jax.Array, mask: jax.Array, wrap: Callable[[jax.Array], TraceTensor]) -> None:
-        self._array, self._mask, self._wrap = array, mask, wrap
+    def __init__(
+        self, array: jax.Array, mask: jax.Array, wrap: Callable[[jax.Array], TraceTensor], number: int | None = None
+    ) -> None:
+        self._array, self._mask, self._wrap, self._number = array, mask, wrap, number
         self._rest = array.shape[mask.ndim :]
         self._made_at = running_line()
         self._known: TraceTensor | None = None
@@ -58,6 +62,8 @@ class MaskedSelection:
         Raises:
             ValueReadError: values cannot be read here.
         """
+        if self._known is None and self._number is not None:
+            self._known = self._first(self._number)
         if self._known is None:
             if (places := known_places(self._mask)) is None:
                 raise self.error()
@@ -76,7 +82,8 @@ class MaskedSelection:
         dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), None)
         if dtype is None:
             return self
-        return MaskedSelection(self._wrap(self._array).to(dtype).jax(), self._mask, self._wrap)  # pyright: ignore[reportAttributeAccessIssue]
+        array = self._wrap(self._array).to(dtype).jax()  # pyright: ignore[reportAttributeAccessIssue]
+        return MaskedSelection(array, self._mask, self._wrap, self._number)
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -110,28 +117,41 @@ class MaskedSelection:
 
     def rows(self, number: int) -> TraceTensor:
         """The selected values as [number, *rest]; the program returns whether the count matches."""
-        mask = self._mask.reshape(-1)
-        note_check(self._wrap(mask.sum(dtype=jnp.int32) == number), f"a mask must select {number} places")
-        places = jnp.nonzero(mask, size=number, fill_value=0)[0]
-        return self._wrap(self._array.reshape(mask.size, *self._rest)[places])
+        self._check(number)
+        return self._first(number)
 
-    def under(self, mask: jax.Array) -> TraceTensor:
-        """The selected values with padding, to be written through `mask`; the program returns whether the counts match."""
-        if mask is not self._mask:
-            counts = self._mask.sum(dtype=jnp.int32) == mask.sum(dtype=jnp.int32)
-            note_check(self._wrap(counts), "two masks must select as many places")
-        places = jnp.nonzero(self._mask.reshape(-1), size=self._mask.size, fill_value=0)[0]
+    def _first(self, number: int) -> TraceTensor:
+        places = jnp.nonzero(self._mask.reshape(-1), size=number, fill_value=0)[0]
         return self._wrap(self._array.reshape(self._mask.size, *self._rest)[places])
+
+    def _check(self, number: int) -> None:
+        note_check(self._wrap(self._mask.sum(dtype=jnp.int32) == number), f"a mask must select {number} places")
+
+    def written(self, array: jax.Array, mask: jax.Array) -> jax.Array:
+        """`array` after the selected values were written through `mask`; the program returns whether the counts match."""
+        if mask is self._mask:
+            return jnp.where(mask.reshape(*mask.shape, *(1 for _ in self._rest)), self._array.astype(array.dtype), array)
+        counts = self._mask.sum(dtype=jnp.int32) == mask.sum(dtype=jnp.int32)
+        note_check(self._wrap(counts), "two masks must select as many places")
+        return masked_rows(array, mask, self._first(self._mask.size).jax())
 
     def _combine(self, other: Any, operation: Callable[[Any, Any], Any]) -> Any:
         if isinstance(other, MaskedSelection) and other._mask is self._mask:
             both = operation(self._wrap(self._array), other._wrap(other._array))
-            return MaskedSelection(both.jax(), self._mask, self._wrap)
-        if isinstance(other, torch.Tensor) and other.ndim == len(self._rest) + 1 and other.shape[0] != 1:
-            return operation(self.rows(other.shape[0]), other)
+            return MaskedSelection(both.jax(), self._mask, self._wrap, self._number or other._number)
+        if isinstance(other, torch.Tensor) and other.ndim == len(self._rest) + 1 and other.shape[0] > 1:
+            return self._combined_with_rows(other, operation)
         if isinstance(other, (int, float)) or (isinstance(other, torch.Tensor) and other.ndim <= len(self._rest)):
-            return MaskedSelection(operation(self._wrap(self._array), other).jax(), self._mask, self._wrap)
+            array = operation(self._wrap(self._array), other).jax()
+            return MaskedSelection(array, self._mask, self._wrap, self._number)
         return operation(self.known(), other.known() if isinstance(other, MaskedSelection) else other)
+
+    def _combined_with_rows(self, other: Any, operation: Callable[[Any, Any], Any]) -> MaskedSelection:
+        """The selection combined with a tensor [n, *rest], whose rows are placed where the mask is set."""
+        self._check(number := other.shape[0])
+        rows = other.jax() if isinstance(other, TraceTensor) else constant_array(other)
+        placed = masked_rows(jnp.zeros((*self._mask.shape, *rows.shape[1:]), rows.dtype), self._mask, rows)
+        return MaskedSelection(operation(self._wrap(self._array), self._wrap(placed)).jax(), self._mask, self._wrap, number)
 
     def __add__(self, other: Any) -> Any:
         return self._combine(other, operator.add)

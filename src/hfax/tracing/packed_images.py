@@ -20,6 +20,10 @@ from hfax.tracing.torchax import constant
 logger = logging.getLogger(__name__)
 
 
+_COUNTING = ("get_placeholder_mask", "_deepstack_process")
+"""Methods of modelling code that compare the number of features with that of tokens for them."""
+
+
 class _TextModelReached(Exception):
     pass
 
@@ -56,19 +60,19 @@ def _is_traced(value: Any) -> bool:
 @contextlib.contextmanager
 def _leaving_features_over(module: torch.nn.Module) -> Iterator[None]:
     """Within the block, the model does not check that it has as many features as tokens for them."""
-    parts: list[Any] = [part for part in module.modules() if hasattr(part, "get_placeholder_mask")]
+    parts = [(part, name) for part in module.modules() for name in _COUNTING if hasattr(part, name)]
 
-    def unchecked(find: Any, *args: Any, **kwargs: Any) -> Any:
+    def unchecked(method: Any, *args: Any, **kwargs: Any) -> Any:
         with collecting_checks({}):
-            return find(*args, **kwargs)
+            return method(*args, **kwargs)
 
-    for part in parts:
-        part.get_placeholder_mask = functools.partial(unchecked, part.get_placeholder_mask)
+    for part, name in parts:
+        setattr(part, name, functools.partial(unchecked, getattr(part, name)))
     try:
         yield
     finally:
-        for part in parts:
-            del part.get_placeholder_mask
+        for part, name in parts:
+            delattr(part, name)
 
 
 def takes_packed(module: Any, arguments: Mapping[str, Any]) -> bool:

@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from hfax.tracing.prefixes import (
     Axis,
     Facts,
@@ -18,6 +20,7 @@ from hfax.tracing.prefixes import (
     aligned,
     by_group,
     joined,
+    known_value,
     plain,
     take,
 )
@@ -230,7 +233,31 @@ def split_(equation: Any, values: list[Value], symbols: Symbols) -> list[Value]:
 
 def concatenate(equation: Any, values: list[Value], symbols: Symbols) -> list[Value]:
     """lax.concatenate: padding may be at the end of the last array only."""
-    at = equation.params["dimension"]
+    return _concatenated(equation.params["dimension"], values, symbols)
+
+
+def stack(equation: Any, values: list[Value], symbols: Symbols) -> list[Value]:
+    """lax.stack: a concatenation along a new axis."""
+    axis = equation.params["axis"]
+    return _concatenated(axis, [_with_axis(value, axis, symbols) for value in values], symbols)
+
+
+def _with_axis(value: Value, at: int, symbols: Symbols) -> Value:
+    """The value with a new axis of length 1."""
+    if value.known is not None:
+        return known_value(np.expand_dims(value.known, at), symbols)
+    place = sum(len(group) for group in value.groups[:at])
+
+    def find(kept: tuple[int, ...]) -> Facts:
+        facts = value.at((*kept[:place], *kept[place + 1 :]))
+        fills = (*facts.fills[:place], facts.const, *facts.fills[place:])
+        symbol = facts.symbol if facts.const is not None else symbols.of("axis", place, facts.symbol)
+        return dataclasses.replace(facts, symbol=symbol, fills=fills)
+
+    return Value((*value.groups[:at], (Axis(1),), *value.groups[at:]), value.dtype, find)
+
+
+def _concatenated(at: int, values: list[Value], symbols: Symbols) -> list[Value]:
     made, groups = aligned(values, symbols, apart=at)
     if any(len(v.groups[at]) > 1 for v in made):
         raise UnprovenError("merged axes are concatenated")
@@ -269,6 +296,35 @@ def concatenate(equation: Any, values: list[Value], symbols: Symbols) -> list[Va
 
     is_list = at == len(groups) - 1 and all(a == Axis(1) for a in ends)
     return [Value(groups, values[0].dtype, find, parts=tuple(made) if is_list else None)]
+
+
+def update(equation: Any, values: list[Value], symbols: Symbols) -> list[Value]:
+    """lax.dynamic_update_slice at a known place: axes are written whole, but for one without padding."""
+    base, new, *starts = values
+    shapes = [variable.aval.shape for variable in equation.invars[:2]]
+    partly = [i for i, (whole, part) in enumerate(zip(*shapes, strict=True)) if whole != part]
+    if not partly:
+        return [new]
+    if len(partly) > 1 or starts[partly[0]].known is None:
+        raise UnprovenError("an array is written in part")
+    at = partly[0]
+    if any(len(v.groups[at]) > 1 or v.groups[at][0].role is not None for v in (base, new)):
+        raise UnprovenError("a padded axis is written in part")
+    made, groups = aligned([base, new], symbols, apart=at)
+    place, size = sum(len(g) for g in groups[:at]), base.groups[at][0].size
+    start = int(starts[at].known)
+    start = max(0, min(start, size - new.groups[at][0].size))
+
+    def find(kept: tuple[int, ...]) -> Facts:
+        facts = [v.at((*kept[:place], v.groups[at][0].size, *kept[place + 1 :])) for v in made]
+        fills = [a if a == b else None for a, b in zip(*(f.fills for f in facts), strict=True)]
+        fills[place] = None
+        symbol = symbols.of("update", at, start, tuple(len(g) for g in groups), *(f.symbol for f in facts))
+        low, high = min(f.low for f in facts), max(f.high for f in facts)
+        wanted = [Axis(size) if i == place else Axis(n) for i, n in enumerate(kept)]
+        return take(Facts(symbol, tuple(fills), None, low, high), kept, wanted, symbols)
+
+    return [Value(groups, base.dtype, find)]
 
 
 def tile(equation: Any, values: list[Value], symbols: Symbols) -> list[Value]:

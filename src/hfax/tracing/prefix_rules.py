@@ -29,6 +29,8 @@ _RULES: dict[str, Rule] = {
     "squeeze": prefix_moves.reshape,
     "expand_dims": prefix_moves.reshape,
     "concatenate": prefix_moves.concatenate,
+    "stack": prefix_moves.stack,
+    "dynamic_update_slice": prefix_moves.update,
     "slice": prefix_moves.slice_,
     "split": prefix_moves.split_,
     "tile": prefix_moves.tile,
