@@ -215,9 +215,43 @@ class _Masked(transformers.BertModel):
         return {"mean": (hidden * attention_mask[..., None]).sum(1) / attention_mask.sum(1, keepdim=True)}
 
 
+class _Pairs(transformers.BertModel):
+    """Pairs of numbers stacked, and written to parts of an axis without padding, with and without steps."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None) -> Any:  # type: ignore[override]
+        hidden = super().forward(input_ids, attention_mask=attention_mask).last_hidden_state
+        rotated = torch.stack([-hidden[..., 1::2], hidden[..., ::2]], dim=-1).flatten(-2)
+        rotated[..., 1:20:3] = hidden[..., :7]
+        rotated[..., 30:] = 2 * rotated[..., 30:]
+        return {"last": rotated}
+
+
+class _Written(transformers.BertModel):
+    """A write to all tokens but the last, padding or not."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None) -> Any:  # type: ignore[override]
+        hidden = super().forward(input_ids, attention_mask=attention_mask).last_hidden_state.clone()
+        hidden[:, :-1] = 0
+        return {"last": hidden}
+
+
+class _Placed(transformers.BertModel):
+    """Features in the places of some tokens of all rows, in their order."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None) -> Any:  # type: ignore[override]
+        hidden = super().forward(input_ids, attention_mask=attention_mask).last_hidden_state
+        features, places = self.embeddings.word_embeddings.weight, (input_ids % 3 == 1) & (attention_mask == 1)
+        placed = hidden.masked_scatter(places.unsqueeze(-1).expand_as(hidden), features)
+        placed[places, :] = placed[places, :] * 2
+        return {"last": placed}
+
+
 @pytest.mark.parametrize(
     ("cls", "is_padded"),
-    [(_Pooled, False), (_Unmasked, False), (_Divided, False), (_Normed, False), (_Last, False), (_Masked, True)],
+    [
+        *[(_Pooled, False), (_Unmasked, False), (_Divided, False), (_Normed, False), (_Last, False), (_Masked, True)],
+        *[(_Pairs, True), (_Written, False), (_Placed, True)],
+    ],
     ids=lambda v: getattr(v, "__name__", ""),
 )
 def test_a_module_of_ones_own_is_padded_only_where_it_is_right(

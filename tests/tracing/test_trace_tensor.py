@@ -1,5 +1,6 @@
 """Tensors of a trace: each thing that torchax's own tensors get silently wrong, beside torch."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from traced import traced
 
 from hfax.errors import UnsupportedModelError
+from hfax.tracing import indexing
 from hfax.tracing import torchax as tracing
 
 
@@ -286,6 +288,26 @@ def test_values_kept_on_a_module_do_not_outlive_the_trace() -> None:
     module = Counter()
     jax.jit(lambda x: tracing.call_module(module, {}, lambda m: tracing.unwrap(m(tracing.wrap(x)))))(jnp.ones(3))
     assert not hasattr(module, "seen")
+
+
+# Writes
+
+
+def test_writes_to_slices_are_numpys_and_no_scatters() -> None:
+    rng, gen = np.random.default_rng(0), random.Random(0)
+    for _ in range(200):
+        array = rng.standard_normal([gen.randint(1, 6) for _ in range(gen.randint(1, 4))], dtype=np.float32)
+        index: list[Any] = []
+        for size in array.shape[: gen.randint(0, array.ndim)]:
+            ends = [gen.choice([None, gen.randint(-size, size)]) for _ in range(2)]
+            index.append(gen.choice([gen.randint(-size, size - 1), slice(*ends, gen.choice([None, 1, 2, 3]))]))
+        index.insert(gen.randint(0, len(index)), gen.choice([None, Ellipsis]))
+        value = rng.standard_normal(array[tuple(index)].shape, dtype=np.float32)
+        expected = array.copy()
+        expected[tuple(index)] = value
+        put = lambda a, v, i=tuple(index): indexing.write(a, i, v)  # noqa: E731
+        np.testing.assert_array_equal(put(jnp.asarray(array), jnp.asarray(value)), expected)
+        assert "scatter" not in str(jax.make_jaxpr(put)(array, value))
 
 
 # What masks select

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -74,26 +74,45 @@ def image_padding(module: Any, ids: np.ndarray, arrays: Mapping[str, np.ndarray]
         return _tile_padding(config, ids, arrays)
     if ORDER in arrays:
         return _feature_padding(module, ids, arrays)
-    return _packed_padding(config, ids, arrays, is_first=True)
+    return _packed_padding(config, ids, arrays, lambda number, _: _token_class(number), is_first=True)
 
 
-def packed_images(config: Any, ids: np.ndarray, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Packed images of a forward call, and their grids, padded to their size classes at the end.
+class PackedImages:
+    """Size classes of packed images in forward calls and training.
 
-    Args:
-        config: of the model.
-        ids: [batch, length].
-        arrays: further inputs by name.
-
-    Returns:
-        By name; empty if there are no packed images, or other images than tokens for them.
+    They are 96, 192, 384, … tokens of images in all, and one for the first number of tokens that is seen: where all images have one
+    size, nothing is padded.
     """
-    padding = _packed_padding(config, ids, arrays, is_first=False)
-    return {} if padding is None else padding.arrays
+
+    def __init__(self) -> None:
+        self._first: dict[str, int] = {}
+
+    def padded(self, config: Any, ids: np.ndarray, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Packed images and their grids, padded at the end.
+
+        Args:
+            config: of the model.
+            ids: [batch, length].
+            arrays: further inputs by name.
+
+        Returns:
+            By name; empty if there are no packed images, or other images than tokens for them.
+        """
+
+        def class_of(number: int, grids: str) -> int:
+            return number if number == self._first.setdefault(grids, number) else _token_class(number)
+
+        padding = _packed_padding(config, ids, arrays, class_of, is_first=False)
+        return {} if padding is None else padding.arrays
 
 
 def _packed_padding(
-    config: Any, ids: np.ndarray, arrays: Mapping[str, np.ndarray], *, is_first: bool
+    config: Any,
+    ids: np.ndarray,
+    arrays: Mapping[str, np.ndarray],
+    class_of: Callable[[int, str], int],
+    *,
+    is_first: bool,
 ) -> ImagePadding | None:
     padded: dict[str, np.ndarray] = {}
     tokens: list[int] = []
@@ -108,7 +127,7 @@ def _packed_padding(
         merge = round((len(pixels) / number) ** 0.5) if number else 0
         if not merge or number * merge**2 != len(pixels) or grid.prod(1).sum() != len(pixels) or (grid <= 0).any():
             return None
-        missing = _token_class(number) - number
+        missing = class_of(number, grids) - number
         rows = max(power_of_two(len(grid) + 1), _SMALLEST_IMAGES)
         black = [(1, merge, merge * missing)] if missing else []
         padded[grids] = np.zeros((rows, 3), np.int32)

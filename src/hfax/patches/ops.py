@@ -307,7 +307,7 @@ def masked_scatter(input: jax.Array, mask: jax.Array, source: jax.Array) -> jax.
 
     Args:
         input: of any shape.
-        mask: bool, of a shape that broadcasts with that of `input`. Where its last axes have one entry, rows are replaced as a whole.
+        mask: bool, of a shape that broadcasts with that of `input`. Where its last axes have one entry, rows are replaced.
         source: of any shape; has at least as many numbers as are replaced, which is not checked.
     """
     shape = jnp.broadcast_shapes(input.shape, mask.shape)
@@ -368,8 +368,8 @@ PATCHES: list[Patch] = [
     OpPatch(
         name="convolution",
         why=(
-            "XLA (jaxlib 0.10) computes wrong numbers where it splits one of several groups by its outputs, and libtpu takes seconds "
-            "to compile the embedding of patches of video"
+            "XLA (jaxlib 0.10) computes wrong numbers where it splits one of several groups by its outputs, and libtpu takes "
+            "seconds to compile the embedding of patches of video"
         ),
         ops=("aten.convolution",),
         lower=convolution,

@@ -10,6 +10,12 @@ import torch
 from transformers import PreTrainedModel
 
 
+def are_asked_for(config: Any, given: Mapping[str, Any]) -> bool:
+    """Whether a forward call returns attention weights, by its arguments or by the config."""
+    asked = given.get("output_attentions")
+    return bool(getattr(config, "output_attentions", False) if asked is None else asked)
+
+
 @contextlib.contextmanager
 def attention_weights(module: torch.nn.Module, given: Mapping[str, Any]) -> Iterator[None]:
     """Within a trace whose call asks for attention weights, parts that would run "sdpa" run "eager", which returns them.
@@ -21,8 +27,7 @@ def attention_weights(module: torch.nn.Module, given: Mapping[str, Any]) -> Iter
         module: the model.
         given: arguments of its forward, by name.
     """
-    asked = given.get("output_attentions")
-    if not (getattr(module.config, "output_attentions", False) if asked is None else asked):
+    if not are_asked_for(module.config, given):
         yield
         return
     parts = [part.config for part in module.modules() if isinstance(part, PreTrainedModel)]

@@ -6,6 +6,8 @@ accelerator computes 64-bit integers by many operations of 32 bits each.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -78,10 +80,15 @@ def note(result: Any, name: str, args: Any, kwargs: dict[str, Any]) -> None:
     result = result[0] if isinstance(result, (tuple, list)) and result else result
     if not isinstance(result, TraceTensor) or result.dtype not in (torch.int32, torch.int64) or result.host is not None:
         return
-    rule = _kept if name in _KEPT else _RULES.get(name)
     if not result.ndim and not result.is_wide and name not in ("max", "min"):
         return
-    if rule is None or (found := rule(result, *args, **kwargs)) is None:
+    if (rule := _kept if name in _KEPT else _RULES.get(name)) is None:
+        return
+    try:
+        given = _signature(rule).bind(result, *args, **kwargs)
+    except TypeError:  # an argument that is rarely given, such as `out`
+        return
+    if (found := rule(*given.args, **given.kwargs)) is None:
         return
     low, high = found
     result.at_least, result.at_most = (low if low >= _LOW else None), (high if high <= _HIGH else None)
@@ -91,6 +98,11 @@ def product(one: Any, other: Any) -> Bounds:
     """Bounds of a product of whole numbers."""
     corners = [a * b for a, b in itertools.product(of(one), of(other))]
     return min(corners), max(corners)
+
+
+@functools.lru_cache(maxsize=64)
+def _signature(rule: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(rule)
 
 
 def _kept(result: TraceTensor, x: Any, *_: Any, **__: Any) -> Bounds:
@@ -128,7 +140,7 @@ def _remainder_to_zero(result: TraceTensor, x: Any, other: Any) -> Bounds:
     return -largest, largest
 
 
-def _clamped(result: TraceTensor, x: Any, min: Any = None, max: Any = None) -> Bounds:  # noqa: A002
+def _clamped(result: TraceTensor, x: Any, min: Any = None, max: Any = None) -> Bounds:
     found = of(x)
     if min is not None:
         found = _larger(found, of(min))
@@ -189,7 +201,7 @@ _RULES: dict[str, Callable[..., Bounds | None]] = {
     "fmod": _remainder_to_zero,
     "clamp": _clamped,
     "clamp_min": _clamped,
-    "clamp_max": lambda result, x, max: _clamped(result, x, max=max),  # noqa: A002
+    "clamp_max": lambda result, x, max: _clamped(result, x, max=max),
     "max": _largest,
     "maximum": _largest,
     "min": _smallest,

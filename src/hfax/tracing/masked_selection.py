@@ -115,11 +115,6 @@ class MaskedSelection:
         """Return itself: it is immutable."""
         return self
 
-    def rows(self, number: int) -> TraceTensor:
-        """The selected values as [number, *rest]; the program returns whether the count matches."""
-        self._check(number)
-        return self._first(number)
-
     def _first(self, number: int) -> TraceTensor:
         places = jnp.nonzero(self._mask.reshape(-1), size=number, fill_value=0)[0]
         return self._wrap(self._array.reshape(self._mask.size, *self._rest)[places])
@@ -130,7 +125,9 @@ class MaskedSelection:
     def written(self, array: jax.Array, mask: jax.Array) -> jax.Array:
         """`array` after the selected values were written through `mask`; the program returns whether the counts match."""
         if mask is self._mask:
-            return jnp.where(mask.reshape(*mask.shape, *(1 for _ in self._rest)), self._array.astype(array.dtype), array)
+            return jnp.where(
+                mask.reshape(*mask.shape, *(1 for _ in self._rest)), self._array.astype(array.dtype), array
+            )
         counts = self._mask.sum(dtype=jnp.int32) == mask.sum(dtype=jnp.int32)
         note_check(self._wrap(counts), "two masks must select as many places")
         return masked_rows(array, mask, self._first(self._mask.size).jax())
@@ -151,7 +148,9 @@ class MaskedSelection:
         self._check(number := other.shape[0])
         rows = other.jax() if isinstance(other, TraceTensor) else constant_array(other)
         placed = masked_rows(jnp.zeros((*self._mask.shape, *rows.shape[1:]), rows.dtype), self._mask, rows)
-        return MaskedSelection(operation(self._wrap(self._array), self._wrap(placed)).jax(), self._mask, self._wrap, number)
+        return MaskedSelection(
+            operation(self._wrap(self._array), self._wrap(placed)).jax(), self._mask, self._wrap, number
+        )
 
     def __add__(self, other: Any) -> Any:
         return self._combine(other, operator.add)

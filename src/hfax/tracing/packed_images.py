@@ -43,7 +43,7 @@ def packed(module: torch.nn.Module, arguments: Mapping[str, Any]) -> Iterator[di
     for patches, grids in traced.items():
         number = len(arguments[patches])
         found[grids] = PackedGrids(arguments[grids], constant(lambda n=number: torch.tensor([n])))
-    order = arguments.get(ORDER)
+    order: Any = arguments.get(ORDER)
     if _is_traced(order) and order.ndim == 1:
         found[ORDER] = PackedFeatures(order, len(arguments["pixel_values"]))
     with contextlib.ExitStack() as stack:

@@ -305,15 +305,14 @@ def update(equation: Any, values: list[Value], symbols: Symbols) -> list[Value]:
     partly = [i for i, (whole, part) in enumerate(zip(*shapes, strict=True)) if whole != part]
     if not partly:
         return [new]
-    if len(partly) > 1 or starts[partly[0]].known is None:
+    at, written_at = partly[0], starts[partly[0]].known
+    if len(partly) > 1 or written_at is None:
         raise UnprovenError("an array is written in part")
-    at = partly[0]
     if any(len(v.groups[at]) > 1 or v.groups[at][0].role is not None for v in (base, new)):
         raise UnprovenError("a padded axis is written in part")
     made, groups = aligned([base, new], symbols, apart=at)
     place, size = sum(len(g) for g in groups[:at]), base.groups[at][0].size
-    start = int(starts[at].known)
-    start = max(0, min(start, size - new.groups[at][0].size))
+    start = max(0, min(int(written_at), size - new.groups[at][0].size))
 
     def find(kept: tuple[int, ...]) -> Facts:
         facts = [v.at((*kept[:place], v.groups[at][0].size, *kept[place + 1 :])) for v in made]

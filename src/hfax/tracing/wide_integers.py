@@ -9,7 +9,7 @@ position, a float). Sums and differences of 32-bit integers are assumed to fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -36,7 +36,7 @@ def is_wide(value: Any) -> bool:
     return isinstance(value, TraceTensor) and value.is_wide
 
 
-def needs_64_bits(name: str, tensors: list[Any], args: Iterable[Any]) -> bool:
+def needs_64_bits(name: str, tensors: list[Any], args: Sequence[Any]) -> bool:
     """Whether a call needs 64-bit types for correct integer results.
 
     Args:
@@ -48,7 +48,9 @@ def needs_64_bits(name: str, tensors: list[Any], args: Iterable[Any]) -> bool:
         return True
     if any(type(a) is int and not bounds.fit((a, a)) for a in args):
         return True
-    if any(t.is_floating_point() or t.is_complex() for t in tensors) or all(bounds.constant(t) is not None for t in tensors):
+    if any(t.is_floating_point() or t.is_complex() for t in tensors) or all(
+        bounds.constant(t) is not None for t in tensors
+    ):
         return False
     if any(_has_large(t) for t in tensors):
         return True

@@ -22,6 +22,7 @@ from hfax.backends.jax.draft_models import DraftModels
 from hfax.backends.jax.forward import reject_traced, run_forward, run_padded
 from hfax.backends.jax.generating import call_own_generate, open_request, run_request, with_drafts
 from hfax.backends.jax.mapping import map_dataset
+from hfax.backends.jax.results import without_black_images
 from hfax.backends.jax.size_classes import size_classes_of
 from hfax.backends.jax.warming import compile_generation, compile_request, reject_other_inputs
 from hfax.backends.jax.weights import (
@@ -37,7 +38,7 @@ from hfax.errors import UnsupportedOptionError
 from hfax.generation.generate import GenerationLoop
 from hfax.generation.generation_request import Prompts
 from hfax.generation.host_loop import Streamer
-from hfax.generation.image_classes import packed_images
+from hfax.generation.image_classes import PackedImages
 from hfax.generation.kept_cache import KeptCache, resumed
 from hfax.generation.layer_outputs import check_layer_outputs
 from hfax.generation.seeds import draw_seed
@@ -55,6 +56,7 @@ from hfax.programs.model_parts import ModelParts
 from hfax.programs.program_cache import ProgramCache
 from hfax.sharding.layout import Layout
 from hfax.sharding.partition import ShardingPlan
+from hfax.tracing.attention_weights import are_asked_for
 from hfax.tracing.geometry import HostArray
 from hfax.tracing.prefixes import UnprovenError
 from hfax.tracing.structure import has_torch
@@ -116,6 +118,7 @@ class JaxModel(AdapterMethods, BaseModel):
         self.patches = self._traced.patches_used
         self._programs = ProgramCache(self._traced.key_parts, layout, bundled=programs)
         self._size_classes = size_classes_of(skeleton.module, self._traced.traits)
+        self._packed_images = PackedImages()
         self._drafts = DraftModels()
 
     @property
@@ -253,7 +256,11 @@ class JaxModel(AdapterMethods, BaseModel):
         """
         inputs = self._by_name(args, inputs)
         reject_traced(inputs, type(self).__name__)
-        to_torch, prepared = has_torch(inputs), self.in_image_classes(self.prepare_inputs(inputs))
+        given = self.prepare_inputs(inputs)
+        prepared = given if are_asked_for(self.config, given) else self.in_image_classes(given)
+        return without_black_images(self._run(prepared, to_torch=has_torch(inputs)), given, prepared)
+
+    def _run(self, prepared: dict[str, Any], *, to_torch: bool) -> Any:
         parts = (self._traced, self._programs, self._layout, self._arrays())
         for call in self._size_classes.calls(prepared) if self.pads_inputs else ():
             try:
@@ -566,7 +573,7 @@ class JaxModel(AdapterMethods, BaseModel):
         return self._traced.prepare(read)
 
     def in_image_classes(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Inputs with packed images padded to their size class, so that images of many sizes share few programs.
+        """Inputs with packed images padded to a size class, so that images of many sizes share few programs.
 
         Args:
             inputs: from `prepare_inputs`. They are unchanged if `pads_inputs` is off, and for a model that reads sizes of images in
@@ -576,7 +583,7 @@ class JaxModel(AdapterMethods, BaseModel):
         if not self.pads_inputs or not isinstance(ids, np.ndarray) or positions is None:
             return dict(inputs)
         arrays = {n: v.array if isinstance(v, HostArray) else v for n, v in inputs.items()}
-        images = packed_images(self.config, ids, arrays)
+        images = self._packed_images.padded(self.config, ids, arrays)
         if not images or not self._takes_packed_images({"input_ids": ids, **images}):
             return dict(inputs)
         return {**inputs, **images}

@@ -239,7 +239,10 @@ class SizeClasses:
             if name == "position_ids" and value.ndim == 3:  # of several kinds, [kinds, rows, length]
                 wanted = (None, *wanted)
             own = tuple(r if r and n == sizes[r] else None for r, n in zip(wanted, value.shape, strict=False))
-            if any(w and r is None and n != 1 for w, r, n in zip(wanted, own, value.shape, strict=False)) or value.ndim < 1:
+            if (
+                any(w and r is None and n != 1 for w, r, n in zip(wanted, own, value.shape, strict=False))
+                or value.ndim < 1
+            ):
                 return None
             found[name] = (*own, *(None,) * (value.ndim - len(own)))
         return found
