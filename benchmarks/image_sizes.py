@@ -6,10 +6,10 @@
         --json-file benchmarks/results/image-sizes-training.json
 
 Each subject has a process of its own and works on the same images, one after another: it writes a few tokens about each, computes
-the loss of the text beside it, or takes a training step (SGD, all weights, texts padded to 256 tokens). The subjects are torch eager;
-hfax with a program for each mix of sizes, and with size classes, without programs on disk; and hfax again with them. Seconds are of
-the whole run, with tracing and compiling, but without imports and loading. The weights are random, the model has few layers, and
-images are noise.
+the loss of the text beside it, or takes a training step (SGD, all weights, texts padded to 256 tokens). The subjects are torch
+eager; hfax with a program for each mix of sizes, and with size classes, without programs on disk; and hfax again with them. Seconds
+are of the whole run, with tracing and compiling, but without imports and loading. The weights are random, the model has few layers,
+and images are noise.
 """
 
 from __future__ import annotations

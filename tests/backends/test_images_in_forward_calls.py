@@ -55,7 +55,11 @@ def _agree(found: Any, expected: Any) -> None:
                 _agree(found[name], value)
 
 
-@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5", "Glm4v", "PaddleOCRVL"])
+_OF_EACH_LENGTH = ("Qwen3_5", "Exaone4_5_")
+"""Models that have a program for each length of text: layers go through it in chunks, or the cache that is returned holds it."""
+
+
+@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Glm4v", "PaddleOCRVL", *_OF_EACH_LENGTH])
 def test_images_of_many_sizes_share_programs(tmp_path: Path, name: str) -> None:
     """All outputs, those of the part that reads images too, have the call's own sizes and values."""
     plain, ours = models(tmp_path, name)
@@ -64,9 +68,8 @@ def test_images_of_many_sizes_share_programs(tmp_path: Path, name: str) -> None:
         with torch.no_grad():
             expected = plain(**inputs, output_hidden_states=True)
         _agree(ours(**inputs, output_hidden_states=True), expected)
-    # of a length of its own each where layers go through the text in chunks (Qwen3.5)
-    assert len(ours.parts.programs.made) == (4 if name == "Qwen3_5" else 3)
-    assert len(ours.why_not_padded) == (name == "Qwen3_5")
+    assert len(ours.parts.programs.made) == (4 if name in _OF_EACH_LENGTH else 3)
+    assert len(ours.why_not_padded) == (name in _OF_EACH_LENGTH)
 
 
 def test_rows_with_several_images_and_without(tmp_path: Path) -> None:

@@ -82,6 +82,11 @@ def _is_concrete(value: Any) -> bool:
     return is_array(value) and not is_traced(value)
 
 
+def reads_grids_for_positions(module: torch.nn.Module) -> bool:
+    """Whether the model computes positions from image or video grids, unless it is given them."""
+    return any(hasattr(part, "compute_3d_position_ids") for part in module.modules())
+
+
 def forward_positions(module: torch.nn.Module, inputs: Mapping[str, Any]) -> np.ndarray | None:
     """Positions for a forward call with image or video grids, [3, batch, length] int32.
 

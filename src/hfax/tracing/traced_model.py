@@ -125,7 +125,7 @@ class TracedModel:
         """`apply`, and the data-dependent checks of modelling code: description mapped to a scalar bool."""
         prepared = self.prepare(kwargs)
         arrays, structure = flatten((args, prepared), is_array)
-        packed = packed_images.packed if self._packs(params, prepared) else _as_given
+        packed = packed_images.packed if self.packs_images(params, prepared) else _as_given
 
         def call(module: torch.nn.Module) -> Any:
             call_args, call_kwargs = unflatten(structure, tracing.wrap([_as_traced(a) for a in arrays]))
@@ -153,11 +153,18 @@ class TracedModel:
 
         self._call(params, call)
 
-    def _packs(self, params: Mapping[str, jax.Array], inputs: Mapping[str, Any]) -> bool:
-        """Whether images of a forward call are packed, with grids that are arguments of the program."""
-        grids = {patches: grid for patches, grid in geometry.GRIDS.items() if isinstance(inputs.get(grid), Tracer)}
+    def packs_images(self, params: Mapping[str, jax.Array], inputs: Mapping[str, Any]) -> bool:
+        """Whether images of a forward call are packed, with grids that are arguments of the program.
+
+        Args:
+            params: the weights, or their shapes.
+            inputs: inputs by name. Grids that are constants of the program are `HostArray`s.
+        """
+        grids = {patches: grid for patches, grid in geometry.GRIDS.items() if is_array(inputs.get(grid))}
         names = ("input_ids", *grids, *grids.values())
-        if not grids or any(inputs.get(name) is None for name in (*names, "position_ids")):
+        if not grids or any(inputs.get(name) is None for name in names):
+            return False
+        if inputs.get("position_ids") is None and geometry.reads_grids_for_positions(self.module):
             return False
         return self.takes_packed_images(params, {name: inputs[name] for name in names})
 

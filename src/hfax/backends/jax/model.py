@@ -579,14 +579,16 @@ class JaxModel(AdapterMethods, BaseModel):
             inputs: from `prepare_inputs`. They are unchanged if `pads_inputs` is off, and for a model that reads sizes of images in
                 a way of its own: it has a program for each mix of sizes.
         """
-        ids, positions = inputs.get("input_ids"), inputs.get("position_ids")
-        if not self.pads_inputs or not isinstance(ids, np.ndarray) or positions is None:
+        ids = inputs.get("input_ids")
+        if not self.pads_inputs or not isinstance(ids, np.ndarray):
             return dict(inputs)
         arrays = {n: v.array if isinstance(v, HostArray) else v for n, v in inputs.items()}
         images = self._packed_images.padded(self.config, ids, arrays)
-        if not images or not self._takes_packed_images({"input_ids": ids, **images}):
-            return dict(inputs)
-        return {**inputs, **images}
+        return (
+            {**inputs, **images}
+            if images and self._traced.packs_images(self.params, {**inputs, **images})
+            else dict(inputs)
+        )
 
     def move_to(self, mesh: Any) -> None:
         """Reshard the weights over other devices.
