@@ -128,10 +128,14 @@ def test_attention_weights_are_those_of_the_images_alone(tmp_path: Path) -> None
     _agree(found.image_outputs.last_hidden_state, expected.image_outputs.last_hidden_state)
 
 
-def test_more_tokens_than_features_are_the_models_own_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [1, 3, 5, 13])
+def test_other_tokens_than_features_are_the_models_own_error(tmp_path: Path, number: int) -> None:
+    """Also as many as there would be with other blocks of patches."""
     plain, ours = models(tmp_path, "Qwen2VL")
-    inputs = _inputs(plain.config, [(2, 3)])
-    inputs["input_ids"][0, 1] = plain.config.image_token_id
+    inputs, token = _inputs(plain.config, [(4, 3)]), plain.config.image_token_id
+    assert (inputs["input_ids"] == token).sum() == 12
+    inputs["input_ids"] = torch.where(inputs["input_ids"] == token, 20, inputs["input_ids"])
+    inputs["input_ids"][0, 1 : 1 + number] = token
     with pytest.raises(InvalidInputError, match="get_placeholder_mask"):
         ours(**inputs)
 

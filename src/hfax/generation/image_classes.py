@@ -124,7 +124,8 @@ def _packed_padding(
         if pixels is None or grid is None or grid.ndim != 2 or grid.shape[1] != 3 or token is None:
             return None
         number = int((ids == token).sum())
-        merge = round((len(pixels) / number) ** 0.5) if number else 0
+        # in prompts, whose tokens the model counts itself, the side may be told from the numbers
+        merge = _merged(config) or (round((len(pixels) / number) ** 0.5) if number and is_first else 0)
         if not merge or number * merge**2 != len(pixels) or grid.prod(1).sum() != len(pixels) or (grid <= 0).any():
             return None
         missing = class_of(number, grids) - number
@@ -178,6 +179,11 @@ def _feature_padding(module: Any, ids: np.ndarray, arrays: Mapping[str, np.ndarr
         ORDER: np.pad(order, (missing, 0)),
     }
     return ImagePadding(arrays=padded, tokens=np.full(missing, token, np.int32))
+
+
+def _merged(config: Any) -> int:
+    """The side of the blocks of patches that the model merges into a token; 0: its config does not say."""
+    return getattr(getattr(config, "vision_config", None), "spatial_merge_size", 0)
 
 
 def _token_class(number: int) -> int:
