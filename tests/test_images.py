@@ -11,6 +11,7 @@ from PIL import Image
 
 import hfax
 from hfax.errors import InvalidInputError, UnsupportedModelError
+from hfax.generation import image_classes
 from hfax.matrix.case import draw_weights
 from hfax.patches.images import _without_padding_images
 
@@ -75,8 +76,13 @@ def test_a_prompt_alone_writes_what_it_writes_in_a_batch(qwen: tuple[Any, Any]) 
     assert both[0, -8:].tolist() == alone[0, -8:].tolist()
 
 
-def test_too_few_image_tokens_are_an_error_that_names_the_check(qwen: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize("says_what_it_merges", [True, False])
+def test_too_few_image_tokens_are_an_error_that_names_the_check(
+    qwen: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, says_what_it_merges: bool
+) -> None:
     _, ours = qwen
+    if not says_what_it_merges:
+        monkeypatch.setattr(image_classes, "_merged", lambda config: 0)
     inputs = _qwen_inputs(ours, (56, 56))
     token = ours.config.image_token_id
     inputs["input_ids"] = torch.where(inputs["input_ids"] == token, 20, inputs["input_ids"])

@@ -29,14 +29,16 @@ class _TextModelReached(Exception):
 
 
 @contextlib.contextmanager
-def packed(module: torch.nn.Module, arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def packed(
+    module: torch.nn.Module, arguments: Mapping[str, Any], *, leaves_features: bool = False
+) -> Iterator[dict[str, Any]]:
     """Within the block, the arguments of a forward with traced grids as `PackedGrids`, or with an order of features.
-
-    That there are as many features as tokens for them is for the caller to know: features of a black image may be left over.
 
     Args:
         module: the model, within a trace.
         arguments: tensors of the trace by name. Without traced grids or an order among them, nothing changes.
+        leaves_features: features of a black image are left over. The caller has compared the number of the others with that of
+            tokens for them, as the model then does not.
     """
     found = dict(arguments)
     traced = {patches: grids for patches, grids in GRIDS.items() if _is_traced(arguments.get(grids))}
@@ -49,7 +51,8 @@ def packed(module: torch.nn.Module, arguments: Mapping[str, Any]) -> Iterator[di
     with contextlib.ExitStack() as stack:
         if traced:
             stack.enter_context(attending_within_segments(module))
-            stack.enter_context(_leaving_features_over(module))
+        if traced and leaves_features:
+            stack.enter_context(_leaving_features(module))
         yield found
 
 
@@ -58,7 +61,7 @@ def _is_traced(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _leaving_features_over(module: torch.nn.Module) -> Iterator[None]:
+def _leaving_features(module: torch.nn.Module) -> Iterator[None]:
     """Within the block, the model does not check that it has as many features as tokens for them."""
     parts = [(part, name) for part in module.modules() for name in _COUNTING if hasattr(part, name)]
 

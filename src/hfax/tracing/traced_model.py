@@ -125,13 +125,17 @@ class TracedModel:
         """`apply`, and the data-dependent checks of modelling code: description mapped to a scalar bool."""
         prepared = self.prepare(kwargs)
         arrays, structure = flatten((args, prepared), is_array)
-        packed = packed_images.packed if self.packs_images(params, prepared) else _as_given
+        packs = self.packs_images(params, prepared)
 
         def call(module: torch.nn.Module) -> Any:
             call_args, call_kwargs = unflatten(structure, tracing.wrap([_as_traced(a) for a in arrays]))
             call_kwargs = tracing.wrap_constants(call_kwargs)
-            with attention_weights(module, call_kwargs), packed(module, call_kwargs) as call_kwargs:
-                outputs, out_structure = flatten(module(*call_args, **call_kwargs), tracing.is_tensor)
+            images = packed_images.packed(module, call_kwargs, leaves_features=True)
+            with (
+                attention_weights(module, call_kwargs),
+                images if packs else contextlib.nullcontext(call_kwargs) as given,
+            ):
+                outputs, out_structure = flatten(module(*call_args, **given), tracing.is_tensor)
             return [tracing.unwrap(o) for o in outputs], out_structure
 
         checks: dict[str, jax.Array] = {}
@@ -439,10 +443,6 @@ def _nothing_to_round(module: torch.nn.Module) -> UnsupportedModelError:
         "kv_cache_dtype rounds the keys and values of attention layers; recurrent states keep the model's dtype.",
         "Leave kv_cache_dtype out.",
     )
-
-
-def _as_given(module: torch.nn.Module, arguments: dict[str, Any]) -> contextlib.AbstractContextManager[dict[str, Any]]:
-    return contextlib.nullcontext(arguments)
 
 
 def _as_traced(array: Any) -> jax.Array:

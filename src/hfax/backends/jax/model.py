@@ -583,12 +583,8 @@ class JaxModel(AdapterMethods, BaseModel):
         if not self.pads_inputs or not isinstance(ids, np.ndarray):
             return dict(inputs)
         arrays = {n: v.array if isinstance(v, HostArray) else v for n, v in inputs.items()}
-        images = self._packed_images.padded(self.config, ids, arrays)
-        return (
-            {**inputs, **images}
-            if images and self._traced.packs_images(self.params, {**inputs, **images})
-            else dict(inputs)
-        )
+        padded = {**inputs, **self._packed_images.padded(self.config, ids, arrays)}
+        return padded if self._traced.packs_images(self.params, padded) else dict(inputs)
 
     def move_to(self, mesh: Any) -> None:
         """Reshard the weights over other devices.
