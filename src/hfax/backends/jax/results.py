@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, MutableMapping
+import operator
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import jax
@@ -65,10 +66,10 @@ def _of_images(value: Any, sizes: list[int], whole: int) -> Any:
     if isinstance(value, (list, tuple)):
         if len(value) == 1 and (merged := _patches_each(value[0], whole)) > 1:
             ends = np.cumsum([size // merged for size in sizes]).tolist()
-            return type(value)(part_of(value[0], slice(a, b)) for a, b in itertools.pairwise([0, *ends]))
+            return type(value)(cut(value[0], operator.itemgetter(slice(*e))) for e in itertools.pairwise([0, *ends]))
         return type(value)(_of_images(item, sizes, whole) for item in value)
     merged = _patches_each(value, whole)
-    return part_of(value, slice(sum(sizes) // merged)) if merged else value
+    return cut(value, operator.itemgetter(slice(sum(sizes) // merged))) if merged else value
 
 
 def _patches_each(array: Any, whole: int) -> int:
@@ -78,11 +79,11 @@ def _patches_each(array: Any, whole: int) -> int:
     return each if each * rows == whole and math.isqrt(each) ** 2 == each else 0
 
 
-def part_of(array: Any, places: Any) -> Any:
-    """`array[places]` for slices; of an array in this process's memory, for which JAX would compile a program for each size."""
+def cut(array: Any, part: Callable[[Any], Any]) -> Any:
+    """`part(array)`, by numpy for an array in this process's memory: JAX would compile a program for each size."""
     if isinstance(array, jax.Array) and (host := on_host(array)) is not None:
-        return jax.device_put(np.ascontiguousarray(host[places]), array.sharding)
-    return array[places]
+        return jax.device_put(np.ascontiguousarray(part(host)), array.sharding)
+    return part(array)
 
 
 def give(array: np.ndarray, to_torch: bool) -> Any:

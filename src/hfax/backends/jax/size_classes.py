@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from hfax.backends.jax.results import on_host
+from hfax.backends.jax.results import cut
 from hfax.kernels.target import plainly
 from hfax.programs.buckets import length_class, size_class
 from hfax.tracing.geometry import GRIDS, HostArray
@@ -146,10 +146,7 @@ class PaddedCall:
         if isinstance(array, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(shape, array.dtype)
         places = tuple(slice(n) for n in kept)
-        if (host := on_host(array)) is not None:  # JAX would compile a program for each size
-            part = np.ascontiguousarray(host.reshape(whole)[places]).reshape(shape)
-            return jax.device_put(part, array.sharding)
-        return array.reshape(whole)[places].reshape(shape)
+        return cut(array, lambda a: a.reshape(whole)[places].reshape(shape))
 
 
 class SizeClasses:
