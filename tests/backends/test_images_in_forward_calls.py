@@ -128,6 +128,15 @@ def test_attention_weights_are_those_of_the_images_alone(tmp_path: Path) -> None
     _agree(found.image_outputs.last_hidden_state, expected.image_outputs.last_hidden_state)
 
 
+def test_outputs_without_names_have_the_sizes_of_the_call(tmp_path: Path) -> None:
+    plain, ours = models(tmp_path, "Qwen2VL")
+    for size in ((2, 3), (3, 3)):
+        inputs = _inputs(plain.config, [size])
+        with torch.no_grad():
+            expected = plain(**inputs, return_dict=False, use_cache=False)
+        _agree(ours(**inputs, return_dict=False, use_cache=False), expected)
+
+
 @pytest.mark.parametrize("number", [1, 3, 5, 13])
 def test_other_tokens_than_features_are_the_models_own_error(tmp_path: Path, number: int) -> None:
     """Also as many as there would be with other blocks of patches."""

@@ -257,7 +257,8 @@ class JaxModel(AdapterMethods, BaseModel):
         inputs = self._by_name(args, inputs)
         reject_traced(inputs, type(self).__name__)
         given = self.prepare_inputs(inputs)
-        prepared = given if are_asked_for(self.config, given) else self.in_image_classes(given)
+        is_exact = given.get("return_dict") is False or are_asked_for(self.config, given)
+        prepared = given if is_exact else self.in_image_classes(given)
         return without_black_images(self._run(prepared, to_torch=has_torch(inputs)), given, prepared)
 
     def _run(self, prepared: dict[str, Any], *, to_torch: bool) -> Any:
