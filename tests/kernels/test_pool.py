@@ -83,7 +83,7 @@ def run(case: Case, kind: str, dtype: str, held: str | None = None, **options):
         jnp.dtype(held or dtype),
     )
     if kind == "joint":
-        shapes = {"pages": (num_pages, PAGE, 2 * KV_HEADS, WIDTH)}
+        shapes = {"pages": (num_pages, KV_HEADS, PAGE, 128)}
     arrays = {name: jnp.zeros(shape, held or dtype) for name, shape in shapes.items()}
 
     def step(arrays, rows, key, value, queries):

@@ -20,7 +20,7 @@ from hfax.kernels.tpu.attention import (
     segment_attention,
     splash_attention,
 )
-from hfax.kernels.tpu.experts import grouped_linear
+from hfax.kernels.tpu.experts import fits, grouped_linear
 from hfax.tracing.traced_model import TracedModel
 
 
@@ -107,13 +107,17 @@ def test_a_window_that_no_kernel_takes_is_not_kept_in_pages():
     assert not paged.fits(96)
 
 
-@pytest.mark.parametrize(("rows", "width"), [(8, 256), (300, 128)])
-def test_grouped_product_interpreted(rows, width):
+@pytest.mark.parametrize(("rows", "width", "is_transposed"), [(8, 256, False), (300, 128, False), (40, 256, True)])
+def test_grouped_product_interpreted(rows, width, is_transposed):
     x, weight = normal(rows, width), normal(8, 128, width, seed=1)
     experts = np.sort(np.random.default_rng(2).integers(0, 8, rows))
     sizes = jnp.asarray(np.bincount(experts, minlength=8), jnp.int32)
     expected = np.einsum("ri,roi->ro", x, np.asarray(weight)[experts])
-    np.testing.assert_allclose(grouped_linear(x, weight, sizes, interpret=True), expected, atol=1e-3)
+    given = weight.swapaxes(1, 2) if is_transposed else weight
+    assert fits(x, given, is_transposed=is_transposed)
+    assert not fits(x, given, is_transposed=not is_transposed) or width == 128
+    got = grouped_linear(x, given, sizes, is_transposed=is_transposed, interpret=True)
+    np.testing.assert_allclose(got, expected, atol=1e-3)
 
 
 def test_rows_of_experts_are_put_into_tiles():

@@ -18,7 +18,6 @@ from hfax.kernels.rows import Rows
 from hfax.programs.model_parts import ModelParts
 from hfax.programs.program_cache import environment_parts
 from hfax.programs.program_files import is_enabled
-from hfax.sharding.mesh import TENSOR, size_of
 from hfax.stored.records import key_of, read_record, record_file, write_into_bundle, write_record
 from hfax.tracing.traits import why_not_pages
 
@@ -36,12 +35,12 @@ class PageLayout:
     Args:
         page_size: tokens per page.
         layers: key shape, value shape and dtype of each layer's cache for one sequence, by name.
-        tpu_shards: on TPU, number of devices that share the heads; None elsewhere.
+        is_for_tpu: the platform is TPU.
     """
 
     page_size: int
     layers: dict[str, tuple[tuple[int, ...], tuple[int, ...], Any]]
-    tpu_shards: int | None
+    is_for_tpu: bool
 
     def arrays(self, num_pages: int) -> dict[str, tuple[tuple[int, ...], Any]]:
         """Shape and dtype of each array, by name."""
@@ -49,7 +48,7 @@ class PageLayout:
             f"{layer}.{name}": (shape, dtype)
             for layer, (key, value, dtype) in self.layers.items()
             for name, shape in pool_shapes(
-                num_pages, self.page_size, key, value, dtype, tpu_shards=self.tpu_shards
+                num_pages, self.page_size, key, value, dtype, is_for_tpu=self.is_for_tpu
             ).items()
         }
 
@@ -119,7 +118,7 @@ def _as_content(layout: PageLayout | None, why: str | None) -> dict[str, Any]:
     if layout is None:
         return {"why": why}
     layers = {name: [list(key), list(value), dtype.name] for name, (key, value, dtype) in layout.layers.items()}
-    return {"page_size": layout.page_size, "layers": layers, "tpu_shards": layout.tpu_shards}
+    return {"page_size": layout.page_size, "layers": layers, "is_for_tpu": layout.is_for_tpu}
 
 
 def _from_content(content: dict[str, Any]) -> tuple[PageLayout, None] | tuple[None, str]:
@@ -128,7 +127,7 @@ def _from_content(content: dict[str, Any]) -> tuple[PageLayout, None] | tuple[No
     layers = {
         name: (tuple(key), tuple(value), jnp.dtype(dtype)) for name, (key, value, dtype) in content["layers"].items()
     }
-    return PageLayout(page_size=content["page_size"], layers=layers, tpu_shards=content["tpu_shards"]), None
+    return PageLayout(page_size=content["page_size"], layers=layers, is_for_tpu=content["is_for_tpu"]), None
 
 
 def _traced_layout(
@@ -137,14 +136,13 @@ def _traced_layout(
     """`read_page_layout` from traces."""
     if (why := why_not_pages(parts.traced.module, parts.traced.traits)) is not None:
         return None, why
-    platform, mesh = parts.layout.device.platform, parts.layout.mesh
-    shards = 1 if mesh is None else size_of(mesh, TENSOR)
+    platform = parts.layout.device.platform
     try:
         layers = {name: (key, value, dtype or own) for name, (key, value, own) in _layers(parts).items()}
         layout = PageLayout(
             page_size=page_size or _PAGE_SIZES.get(platform, _PAGE_SIZE),
             layers=layers,
-            tpu_shards=shards if platform == "tpu" else None,
+            is_for_tpu=platform == "tpu",
         )
         _trace_step(parts, limits, layout)
     except UnsupportedModelError as error:

@@ -110,7 +110,7 @@ class PagedRunner:
         def place(name: str, shape: tuple[int, ...]) -> Sharding:
             if layout.mesh is None:
                 return layout.replicated
-            return NamedSharding(layout.mesh, pool_spec(layout.mesh, name, shape))
+            return NamedSharding(layout.mesh, pool_spec(layout.mesh, shape))
 
         def make() -> dict[str, jax.Array]:
             return {name: jnp.zeros(shape, dtype) for name, (shape, dtype) in arrays.items()}

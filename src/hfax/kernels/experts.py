@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from hfax.kernels import precision as precisions
 from hfax.kernels import target
 from hfax.kernels.cpu import calls, library
 from hfax.kernels.encodings import Encoding
@@ -134,9 +135,9 @@ def _on_one_device(
             weight = weight.rows(experts)
             return jnp.einsum("ri,roi->ro", x, weight, preferred_element_type=jnp.float32)
         weight = weight.dequantize()
-    if not is_transposed and _is_for_tpu(x, weight):
+    if _is_for_tpu(x, weight, is_transposed):
         target.choose("experts: grouped product kernel (Pallas)")
-        return _on_tpu(x, weight, experts)
+        return _on_tpu(x, weight, experts, is_transposed)
     if (kernels := _gpu_kernels(x, None)) is not None and kernels.fits(x, weight, is_transposed=is_transposed):
         target.choose("experts: Triton kernel, rows in tiles of one expert")
         return kernels.grouped_linear(x, weight, experts, is_transposed=is_transposed)
@@ -160,24 +161,27 @@ def _ragged_product(
         lhs_ragged_dimensions=[0],
         rhs_group_dimensions=[0],
     )
-    out = jax.lax.ragged_dot_general(x[order], weight, sizes, numbers, precision, preferred_element_type=jnp.float32)
+    with precisions.of_kernel(x):  # libtpu has a kernel for it, too
+        out = jax.lax.ragged_dot_general(
+            x[order], weight, sizes, numbers, precision, preferred_element_type=jnp.float32
+        )
     return jnp.zeros_like(out).at[order].set(out)
 
 
-def _is_for_tpu(x: jax.Array, weight: jax.Array) -> bool:
+def _is_for_tpu(x: jax.Array, weight: jax.Array, is_transposed: bool) -> bool:
     if not target.is_for("tpu") or target.is_differentiated():
         return False
     from hfax.kernels.tpu import experts as kernels
 
-    return kernels.fits(x, weight)
+    return kernels.fits(x, weight, is_transposed=is_transposed)
 
 
-def _on_tpu(x: jax.Array, weight: jax.Array, experts: jax.Array) -> jax.Array:
+def _on_tpu(x: jax.Array, weight: jax.Array, experts: jax.Array, is_transposed: bool) -> jax.Array:
     from hfax.kernels.tpu import experts as kernels
 
     order = jnp.argsort(experts, stable=True)
     sizes = jnp.bincount(experts, length=weight.shape[0]).astype(jnp.int32)
-    out = kernels.grouped_linear(x[order], weight, sizes)
+    out = kernels.grouped_linear(x[order], weight, sizes, is_transposed=is_transposed)
     return jnp.zeros_like(out).at[order].set(out)
 
 

@@ -5,8 +5,8 @@ page table of each sequence. Two formats:
 
 - `SplitPool`, everywhere: separate keys and values, [pages, kv_heads, page_size, head_dim]. On CPU a C++ kernel writes and reads
   it, on GPU a Triton kernel reads it; elsewhere a scatter, and a loop over pages up to the longest sequence.
-- `JointPool`, on TPU for a head dimension of 128: [pages, page_size, 2 * kv_heads, head_dim], interleaved keys and values of all
-  heads, as read by JAX's ragged paged attention kernel, if it takes so many heads.
+- `JointPool`, on TPU: keys and values of a token beside each other, [pages, kv_heads, page_size, width], written and read by
+  Pallas kernels (`hfax.kernels.tpu.pages`).
 
 Page 0 is a dummy page to which padding is written. `hfax.engine` assigns pages to sequences.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,16 +23,17 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hfax.kernels import online_softmax, paged, target
+from hfax.kernels import online_softmax, precision, target
 from hfax.kernels.cache_numbers import FP8, to_cache
 from hfax.kernels.cpu import calls, library
 from hfax.kernels.online_softmax import OnlineSoftmax
 from hfax.kernels.rows import Rows
+from hfax.kernels.tiles import in_lanes, rows_of
 from hfax.sharding.mesh import HEAD_AXES, TENSOR, size_of
 
-_JOINT_WIDTH = 128
 _KERNEL_PAGE = 64
 """Maximum page size of the C++ kernel, in tokens."""
+_PAGES = P(None, TENSOR, None, None)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -82,24 +83,35 @@ class SplitPool:
 
 @dataclasses.dataclass(kw_only=True)
 class JointPool:
-    """The pages of one layer in one step, in the layout of the TPU kernel.
+    """The pages of one layer in one step, in the layout of the TPU kernels.
 
     Args:
-        pages: [pages, page_size, 2 * kv_heads, head_dim].
+        pages: [pages, kv_heads, page_size, width]: a token's key, its value, and zeros.
         rows: the rows of the step.
+        value_width: the head dimension of values; known once the step is written.
         is_read: as in `SplitPool`.
     """
 
     pages: jax.Array
     rows: Rows
+    value_width: int = 0
     is_read: bool = False
 
     def with_rows(self, key: jax.Array, value: jax.Array) -> JointPool:
         """The pool with the keys and values of the step, as in `SplitPool`."""
-        _, heads, count, width = key.shape
-        both = jnp.stack([key[0].swapaxes(0, 1), value[0].swapaxes(0, 1)], axis=2).reshape(count, 2 * heads, width)
-        page, offset = _places(self.rows, count, self.pages.shape[1])
-        return JointPool(pages=self.pages.at[page, offset].set(to_cache(both, self.pages.dtype)), rows=self.rows)
+        heads, count = key.shape[1:3]
+        new = [to_cache(array[0], self.pages.dtype) for array in (key, value)]
+        if _has_tpu_kernels(heads, key.dtype, self.pages):
+            from hfax.kernels.tpu import pages as kernels  # Pallas for TPU takes a second to import
+
+            kv = P(TENSOR, None, None)
+            call = _on_devices(kernels.pages_write, (_PAGES, kv, kv, P()), _PAGES)
+            written = call(self.pages, *new, self.rows)
+        else:
+            page, offset = _places(self.rows, count, self.pages.shape[2])
+            both = jnp.concatenate(new, axis=2).swapaxes(0, 1)
+            written = self.pages.at[page, :, offset, : both.shape[2]].set(both)
+        return JointPool(pages=written, rows=self.rows, value_width=value.shape[3])
 
     def attend(
         self,
@@ -111,16 +123,21 @@ class JointPool:
         sinks: jax.Array | None,
     ) -> jax.Array:
         """The pool's implementation of `attend`."""
-        if sinks is None and target.is_for("tpu"):
-            from hfax.kernels.tpu import attention as kernels  # Pallas for TPU takes a second to import
+        options = {"scale": scale, "softcap": softcap, "window": window}
+        if scale > 0 and _has_tpu_kernels(query.shape[1], query.dtype, self.pages):
+            from hfax.kernels.tpu import pages as kernels  # Pallas for TPU takes a second to import
 
-            target.choose("attention: ragged paged kernel (Pallas), pool of pages")
-            return kernels.ragged_pool_attention(
-                query, self.pages, self.rows, scale=scale, softcap=softcap, window=window, mesh=target.mesh()
-            )
-        keys, values = self.pages[:, :, 0::2].swapaxes(1, 2), self.pages[:, :, 1::2].swapaxes(1, 2)
-        options = {"scale": scale, "softcap": softcap, "window": window, "sinks": sinks}
-        return _attend_by_pages(query[0], keys, values, self.rows, **options)[None]
+            target.choose("attention: Pallas kernel, reads live pages of the pool")
+            options |= {"value_width": self.value_width, "is_batch_invariant": target.is_batch_invariant()}
+            heads = P(HEAD_AXES, None, None)
+            specs = (heads, _PAGES, P(), None if sinks is None else P(HEAD_AXES))
+            call = _on_devices(functools.partial(kernels.pages_attention, **options), specs, heads)
+            with precision.of_kernel(query):
+                return call(query[0], self.pages, self.rows, sinks).swapaxes(0, 1)[None]
+        target.choose("attention: live pages of the pool, gathered one after the other")
+        width = query.shape[3]
+        keys, values = self.pages[..., :width], self.pages[..., width : width + self.value_width]
+        return _attend_by_pages(query[0], keys, values, self.rows, sinks=sinks, **options)[None]
 
 
 Pool = SplitPool | JointPool
@@ -133,7 +150,7 @@ def pool_shapes(
     value: tuple[int, ...],
     dtype: jnp.dtype,
     *,
-    tpu_shards: int | None = None,
+    is_for_tpu: bool = False,
 ) -> dict[str, tuple[int, ...]]:
     """Shapes of a layer's pool arrays by name.
 
@@ -143,24 +160,19 @@ def pool_shapes(
         key: shape of its keys, [batch, kv_heads, length, head_dim].
         value: shape of its values.
         dtype: of the arrays.
-        tpu_shards: on TPU, number of devices that share the heads; None elsewhere.
+        is_for_tpu: the platform is TPU.
     """
-    heads = key[1] if not tpu_shards or key[1] % tpu_shards else key[1] // tpu_shards
-    if tpu_shards and key == value and key[3] == _JOINT_WIDTH and paged.can_tile(heads, dtype):
-        return {"pages": (num_pages, page_size, 2 * key[1], key[3])}
+    if is_for_tpu and page_size % rows_of(dtype) == 0:
+        return {"pages": (num_pages, key[1], page_size, in_lanes(key[3] + value[3]))}
     return {
         "key_pages": (num_pages, key[1], page_size, key[3]),
         "value_pages": (num_pages, value[1], page_size, value[3]),
     }
 
 
-def pool_spec(mesh: jax.sharding.Mesh, name: str, shape: tuple[int, ...]) -> P:
+def pool_spec(mesh: jax.sharding.Mesh, shape: tuple[int, ...]) -> P:
     """Sharding of a pool array over a mesh: by heads, if they divide."""
-    axis = 2 if name.endswith(".pages") or name == "pages" else 1
-    parts: list[str | None] = [None] * len(shape)
-    if shape[axis] % size_of(mesh, TENSOR) == 0:
-        parts[axis] = TENSOR
-    return P(*parts)
+    return P() if shape[1] % size_of(mesh, TENSOR) else _PAGES
 
 
 def pool_of(arrays: Mapping[str, jax.Array], rows: Rows) -> Pool:
@@ -220,15 +232,28 @@ def _on_gpu(
     if not ranges.fits(query, keys, values) or not (target.is_described(gpu) or ranges.works(query.dtype, keys.dtype)):
         return None
     target.choose("attention: Triton kernel, reads live pages of the pool")
-    call = functools.partial(ranges.pages_attention, **options)
+    specs = (P(HEAD_AXES, None, None), _PAGES, _PAGES, P(), None if sinks is None else P(HEAD_AXES))
+    call = _on_devices(functools.partial(ranges.pages_attention, **options), specs, P(None, HEAD_AXES, None))
+    return call(query, keys, values, rows, sinks)
+
+
+def _has_tpu_kernels(heads: int, dtype: jnp.dtype, pages: jax.Array) -> bool:
+    """Whether TPU kernels support pages, written in keys or read by queries of so many heads and that dtype."""
+    if (device := target.tpu()) is None or dtype not in (jnp.bfloat16, jnp.float32):
+        return False
+    shards, kv_shards = target.head_shards()
+    if heads % shards or pages.shape[1] % kv_shards or pages.dtype not in (dtype, FP8):
+        return False
+    from hfax.kernels.tpu import pages as kernels  # Pallas for TPU takes a second to import
+
+    return target.is_described(device) or kernels.works(dtype, pages.dtype)
+
+
+def _on_devices(function: Callable[..., jax.Array], in_specs: Any, out_specs: P) -> Callable[..., jax.Array]:
+    """The function of one device's arrays as one of those of all devices of the program."""
     if (mesh := target.mesh()) is None:
-        return call(query, keys, values, rows, sinks)
-    pages = P(None, TENSOR, None, None)
-    specs = (P(HEAD_AXES, None, None), pages, pages, P(), None if sinks is None else P(HEAD_AXES))
-    out = P(None, HEAD_AXES, None)
-    return jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)(
-        query, keys, values, rows, sinks
-    )
+        return function
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def _places(rows: Rows, count: int, page_size: int) -> tuple[jax.Array, jax.Array]:
@@ -248,7 +273,7 @@ def _written(pages: jax.Array, new: jax.Array, rows: Rows) -> jax.Array:
     written = pages.at[page, :, offset].set(new.swapaxes(0, 1))
     if (mesh := target.mesh()) is None:
         return written
-    return jax.lax.with_sharding_constraint(written, NamedSharding(mesh, pool_spec(mesh, "key_pages", written.shape)))
+    return jax.lax.with_sharding_constraint(written, NamedSharding(mesh, pool_spec(mesh, written.shape)))
 
 
 def _attend_by_pages(

@@ -65,6 +65,11 @@ def nvidia_gpu() -> jax.Device | None:
     return device if is_described(device) or float(device.compute_capability) >= _TRITON_CAPABILITY else None
 
 
+def tpu() -> jax.Device | None:
+    """The TPU, there or described, that the current trace's program is for; None if it is for another platform, or not known."""
+    return target.device if is_for("tpu") and (target := _target.get()) is not None else None
+
+
 def is_differentiated() -> bool:
     """Whether the current trace's program is differentiated, as far as known."""
     return (target := _target.get()) is not None and target.is_differentiated

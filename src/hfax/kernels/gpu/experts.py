@@ -20,7 +20,7 @@ from hfax.kernels.encodings import BITS, GROUPS, Encoding
 from hfax.kernels.expert_tiles import in_tiles
 from hfax.kernels.gpu.codes import UNIT, Arrangement, drawn
 from hfax.kernels.gpu.quantized import scaled_products
-from hfax.kernels.gpu.trial import agrees
+from hfax.kernels.trial import agrees
 
 _FEW, _MANY = 16, 64
 """Rows of a tile, by the average number of rows of an expert."""

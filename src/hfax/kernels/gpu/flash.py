@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from hfax.kernels.gpu.trial import agrees, drawn, expected_by_xla
+from hfax.kernels.trial import agrees, drawn, expected_by_xla
 
 _MAX_WIDTH = 256
 MASKED = -1e30

@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton
 from hfax.kernels.encodings import BITS, GROUPS, Encoding
 from hfax.kernels.gpu.codes import UNIT, Arrangement, drawn, numbers
 from hfax.kernels.gpu.one_row import multiply_row, operands
-from hfax.kernels.gpu.trial import agrees
+from hfax.kernels.trial import agrees
 
 _MAX_ROWS = {8: 128, 4: 32}
 """By bits: with more, XLA's product of the dequantized weight was faster on an H200."""

@@ -22,8 +22,8 @@ from jax.experimental.pallas import triton
 from hfax.kernels.cache_numbers import FP8
 from hfax.kernels.gpu.codes import numbers
 from hfax.kernels.gpu.flash import LOG2_E, MASKED, power, tanh
-from hfax.kernels.gpu.trial import agrees, drawn, expected_by_xla
 from hfax.kernels.rows import Rows
+from hfax.kernels.trial import agrees, drawn, expected_by_xla
 
 _MAX_WIDTH = 256
 _MAX_GROUP = 128

@@ -13,18 +13,22 @@ _TILE = 512
 _LANES = 128
 
 
-def fits(x: jax.Array, weight: jax.Array) -> bool:
-    """Whether the kernel supports these per-device shapes."""
-    return x.shape[1] % _LANES == 0 and x.shape[1] == weight.shape[2] and weight.shape[1] % _LANES == 0
+def fits(x: jax.Array, weight: jax.Array, *, is_transposed: bool) -> bool:
+    """Whether the kernel supports these per-device shapes, as in `grouped_linear`."""
+    in_features, out_features = weight.shape[1:] if is_transposed else weight.shape[:0:-1]
+    return x.shape[1] % _LANES == 0 and x.shape[1] == in_features and out_features % _LANES == 0
 
 
-def grouped_linear(x: jax.Array, weight: jax.Array, sizes: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """Multiply the rows of x, ordered by group, by the transposed matrix of their group.
+def grouped_linear(
+    x: jax.Array, weight: jax.Array, sizes: jax.Array, *, is_transposed: bool = False, interpret: bool = False
+) -> jax.Array:
+    """Multiply the rows of x, ordered by group, by the matrix of their group.
 
     Args:
         x: [rows, in_features].
         weight: [groups, out_features, in_features].
         sizes: [groups] int32, rows of each group.
+        is_transposed: weight is [groups, in_features, out_features].
         interpret: run the kernel in interpret mode, for tests.
 
     Returns:
@@ -33,7 +37,7 @@ def grouped_linear(x: jax.Array, weight: jax.Array, sizes: jax.Array, *, interpr
     rows = x.shape[0]
     tile = min(_TILE_ROWS, -(-rows // 16) * 16)
     padded = jnp.pad(x, ((0, -rows % tile), (0, 0)))
-    tiling = (tile, *(next(t for t in (_TILE, 256, _LANES) if n % t == 0) for n in (x.shape[1], weight.shape[1])))
-    is_transposed = True
+    sizes_of_product = x.shape[1], weight.shape[2 if is_transposed else 1]
+    tiling = (tile, *(next(t for t in (_TILE, 256, _LANES) if n % t == 0) for n in sizes_of_product))
     with precision.of_kernel(x):
-        return gmm(padded, weight, sizes, jnp.float32, tiling, None, None, is_transposed, interpret)[:rows]
+        return gmm(padded, weight, sizes, jnp.float32, tiling, None, None, not is_transposed, interpret)[:rows]

@@ -1,4 +1,4 @@
-"""Trial runs of Triton kernels on the GPU at hand, before programs rely on them."""
+"""Trial runs of Pallas kernels on the GPU or TPU at hand, before programs rely on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def agrees(kernel: str, run: Callable[[], tuple[np.ndarray, np.ndarray]], tolerance: float, fallback: str) -> bool:
-    """Whether a kernel gives the expected values on this process's GPU; otherwise logs a warning.
+    """Whether a kernel gives the expected values on this process's device; otherwise logs a warning.
 
     Args:
         kernel: its name, for the warning.
@@ -26,7 +26,7 @@ def agrees(kernel: str, run: Callable[[], tuple[np.ndarray, np.ndarray]], tolera
     with ThreadPoolExecutor(1) as other:  # a trace's own thread does not execute
         problem = other.submit(_problem, run, tolerance).result()
     if problem is not None:
-        logger.warning("%s: the Triton kernel %s %s", fallback, kernel, problem)
+        logger.warning("%s: the Pallas kernel %s %s", fallback, kernel, problem)
     return problem is None
 
 

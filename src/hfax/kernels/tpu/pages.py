@@ -1,0 +1,698 @@
+"""Attention to keys and values in pages on TPU, and writing to them, by Pallas kernels, for any head dimension and number of heads.
+
+A page holds the keys and values of `page_size` tokens, [kv_heads, page_size, width]: a token's key, its value and zeros up to a
+multiple of 128. So all lanes are used where a head has 64 numbers, and a head's keys are multiplied as they lie in memory.
+
+Two kernels: one writes the tokens of a step. The other attends as in vLLM (https://arxiv.org/abs/2309.06180): it reads the pages
+that are seen and no others, into two buffers in turns, and adds up by online softmax (https://arxiv.org/abs/1805.02867).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from hfax.kernels.rows import Rows
+from hfax.kernels.tiles import LANES, SUBLANES, in_lanes, rows_of
+from hfax.kernels.trial import agrees, drawn, expected_by_xla
+
+_LOG2_E = 1.4426950408889634
+_MASKED = -1e30
+"""Finite, so that the difference of two masked scores is a number, and in any unit."""
+_BLOCK = 512
+"""Tokens of a block of pages."""
+_BLOCK_BYTES = 2 << 20
+_QUERIES = 128
+"""Tokens of a block of queries."""
+_FEW_QUERIES = 16
+_STATE_BYTES = 16 << 20
+"""Of a block's queries, results and partial sums."""
+_TILES = 8
+"""Written at once."""
+_VMEM_BYTES = 64 << 20
+
+
+@functools.cache
+def works(dtype: Any, cache_dtype: Any) -> bool:
+    """Whether the kernels give the right values on this process's TPU; tested once, on a few pages.
+
+    Args:
+        dtype: of the queries.
+        cache_dtype: of the pages.
+    """
+    trial = functools.partial(_trial, dtype, cache_dtype)
+    return agrees("of pages", trial, 2.0**-6, "pages are gathered one after the other")
+
+
+def _trial(dtype: Any, cache_dtype: Any, interpret: Any = False) -> tuple[np.ndarray, np.ndarray]:
+    """The last 3 tokens of a sequence of 570 and the last one of a sequence of 700, of which 600 are seen."""
+    query, key, value = (array[0] for array in drawn(700, 700, dtype))
+    key, value = key.astype(cache_dtype), value.astype(cache_dtype)
+    tables = jnp.arange(22, dtype=jnp.int32).reshape(2, 11)
+    pages = jnp.zeros((22, 2, 64, LANES), cache_dtype)
+
+    def of_step(array: jax.Array, parts: list[tuple[int, int]]) -> jax.Array:
+        return jnp.concatenate([array[:, begin:end] for begin, end in parts], axis=1)
+
+    def rows(parts: list[tuple[int, int]]) -> Rows:
+        counts = np.cumsum([0, *(end - begin for begin, end in parts)])
+        lengths = [end for _, end in parts]
+        return Rows(
+            starts=jnp.asarray(counts, jnp.int32),
+            lengths=jnp.array(lengths, jnp.int32),
+            tables=tables,
+            count=jnp.array([2], jnp.int32),
+        )
+
+    newest = [(567, 570), (699, 700)]
+    for parts in ([(0, 567), (0, 132)], [(567, 567), (132, 699)], newest):
+        pages = pages_write(pages, of_step(key, parts), of_step(value, parts), rows(parts), interpret=interpret)
+    asked = of_step(query, newest)
+    got = pages_attention(asked, pages, rows(newest), value_width=64, scale=0.125, window=600, interpret=interpret)
+    position, seen = jnp.array([567, 568, 569, 699])[:, None], jnp.arange(700)
+    mask = (seen <= position) & (seen > position - 600)
+    expected = expected_by_xla(asked[None], key[None], value[None], mask[None, None])[0]
+    return np.asarray(got.swapaxes(0, 1), np.float32), expected
+
+
+def pages_write(pages: jax.Array, key: jax.Array, value: jax.Array, rows: Rows, *, interpret: Any = False) -> jax.Array:
+    """The pages with the keys and values of a step, in place if they are donated.
+
+    Args:
+        pages: [pages, kv_heads, page_size, width].
+        key: [kv_heads, tokens, head_dim], in the pages' dtype.
+        value: [kv_heads, tokens, value_dim].
+        rows: maps tokens to sequences.
+        interpret: interpret the kernel, for tests.
+    """
+    _, heads, page_size, width = pages.shape
+    count, tile = key.shape[1], rows_of(pages.dtype)
+    tiles = _tiles(rows, count, page_size, tile)
+    after = -count % tile + tile
+    new = jnp.concatenate(
+        [key, value, jnp.zeros((heads, count, width - key.shape[2] - value.shape[2]), key.dtype)], axis=2
+    )
+    kernel = pl.pallas_call(
+        functools.partial(_write, tile=tile),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=5,
+            grid=(tiles.page.shape[0] // _TILES,),
+            in_specs=[pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pl.ANY)],
+            out_specs=pl.BlockSpec(memory_space=pl.ANY),
+            scratch_shapes=[
+                pltpu.VMEM((_TILES, heads, tile, width), pages.dtype),
+                pltpu.VMEM((_TILES, heads, 2 * tile, width), pages.dtype),
+                pltpu.SemaphoreType.DMA((_TILES,)),
+                pltpu.SemaphoreType.DMA((_TILES,)),
+                pltpu.SemaphoreType.DMA((_TILES,)),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct(pages.shape, pages.dtype),
+        input_output_aliases={6: 0},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=_VMEM_BYTES),
+        interpret=interpret,
+        name="pages_write",
+    )
+    new = jnp.pad(new, ((0, 0), (0, after), (0, 0)))
+    return kernel(tiles.page, tiles.place, tiles.begin, tiles.end, tiles.token, new, pages)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Tiles:
+    """The parts of pages that a step writes to, [tiles] int32 each, a multiple of `_TILES` of them.
+
+    Args:
+        page: of each part.
+        place: the part's number within its page.
+        begin: the first of the part's rows that is written.
+        end: after the last one; `begin` or less for unused entries.
+        token: the step's token for the part's first row; negative if that row is of an earlier step.
+    """
+
+    page: jax.Array
+    place: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    token: jax.Array
+
+
+def _tiles(rows: Rows, count: int, page_size: int, tile: int) -> _Tiles:
+    sequences = rows.lengths.shape[0]
+    most = min(count, count // tile + 2 * sequences)
+    index = jnp.arange(-(-most // _TILES) * _TILES, dtype=jnp.int32)
+    starts, ends = rows.starts[:-1], rows.starts[1:]
+    first = rows.lengths - (ends - starts)
+    number = jnp.where(ends > starts, (rows.lengths - 1) // tile - first // tile + 1, 0)
+    after = jnp.cumsum(number)
+    found = jnp.searchsorted(after, index, side="right", method="compare_all")
+    is_used, of = found < sequences, jnp.minimum(found, sequences - 1)
+    position = (first[of] // tile + index - (after - number)[of]) * tile
+    table = jnp.clip(position // page_size, 0, rows.tables.shape[1] - 1)
+    return _Tiles(
+        page=jnp.where(is_used, rows.tables[of, table], 0),
+        place=jnp.where(is_used, position % page_size // tile, 0),
+        begin=jnp.maximum(first[of] - position, 0),
+        end=jnp.where(is_used, jnp.minimum(rows.lengths[of] - position, tile), 0),
+        token=(starts - first)[of] + position,
+    )
+
+
+def _write(
+    page: Any,
+    place: Any,
+    begin: Any,
+    end: Any,
+    token: Any,
+    new: Any,
+    _: Any,
+    pages: Any,
+    held: Any,
+    coming: Any,
+    reads: Any,
+    fetches: Any,
+    writes: Any,
+    *,
+    tile: int,
+) -> None:
+    """Insert rows of `new`, [heads, tokens, width], into parts of pages; parts that are written in part are read first."""
+    at = pl.program_id(0) * _TILES
+
+    def is_used(entry: int) -> jax.Array:
+        return end[at + entry] > begin[at + entry]
+
+    def read(entry: int) -> tuple[jax.Array, Any]:
+        copy = pltpu.make_async_copy(part(entry), held.at[entry], reads.at[entry])
+        return is_used(entry) & (end[at + entry] - begin[at + entry] < tile), copy
+
+    def part(entry: int) -> Any:
+        return pages.at[page[at + entry], :, pl.ds(pl.multiple_of(place[at + entry] * tile, tile), tile), :]
+
+    def fetch(entry: int) -> tuple[jax.Array, Any]:
+        first = pl.multiple_of(jnp.maximum(token[at + entry], 0) & -tile, tile)
+        return is_used(entry), pltpu.make_async_copy(
+            new.at[:, pl.ds(first, 2 * tile), :], coming.at[entry], fetches.at[entry]
+        )
+
+    def write(entry: int) -> tuple[jax.Array, Any]:
+        return is_used(entry), pltpu.make_async_copy(held.at[entry], part(entry), writes.at[entry])
+
+    for entry in range(_TILES):
+        for is_needed, copy in (read(entry), fetch(entry)):
+            pl.when(is_needed)(copy.start)
+    for entry in range(_TILES):
+        for is_needed, copy in (read(entry), fetch(entry)):
+            pl.when(is_needed)(copy.wait)
+
+        @pl.when(is_used(entry))
+        def _(entry: int = entry) -> None:
+            first = token[at + entry]
+            shift = jnp.where(first < 0, first, first & (tile - 1))
+            mask = _bits(held.shape[1:], held.dtype, begin[at + entry], end[at + entry])
+            rows = _shifted(coming[entry], shift, tile)
+            held[entry] = _numbers((_words(rows) & mask) | (_words(held[entry]) & ~mask), held.dtype)
+
+        is_needed, copy = write(entry)
+        pl.when(is_needed)(copy.start)
+    for entry in range(_TILES):
+        is_needed, copy = write(entry)
+        pl.when(is_needed)(copy.wait)
+
+
+def _shifted(array: jax.Array, shift: jax.Array, count: int) -> jax.Array:
+    """`count` rows from the `shift`th on, around the end, of [heads, 2 * count, width]. Only 32-bit rows can be rotated."""
+    wide = array.astype(jnp.float32)
+    turned = [pltpu.roll(wide[head], jnp.where(shift > 0, 2 * count - shift, -shift), 0) for head in range(len(wide))]
+    return jnp.stack([head[:count] for head in turned]).astype(array.dtype)
+
+
+def _words(array: jax.Array) -> jax.Array:
+    """[heads, rows, width] as 32-bit words, each of numbers of several rows: [heads, rows / numbers of a word, width] int32."""
+    heads, rows, width = array.shape
+    return pltpu.bitcast(array.reshape(heads * rows, width), jnp.int32).reshape(heads, -1, width)
+
+
+def _numbers(words: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The inverse of `_words`."""
+    heads, _, width = words.shape
+    return pltpu.bitcast(words.reshape(-1, width), dtype).reshape(heads, -1, width)
+
+
+def _bits(shape: tuple[int, ...], dtype: jnp.dtype, begin: jax.Array, end: jax.Array) -> jax.Array:
+    """The bits of rows from `begin` to `end` in the `_words` of an array of that shape, [heads, rows, width]."""
+    packed = 4 // dtype.itemsize
+    word = jax.lax.broadcasted_iota(jnp.int32, (shape[0], shape[1] // packed, shape[2]), 1)
+    found = jnp.zeros_like(word)
+    for part in range(packed):
+        bits = np.array(((1 << 32 // packed) - 1) << (32 // packed * part), np.uint32).astype(np.int32)
+        row = word * packed + part
+        found |= jnp.where((row >= begin) & (row < end), bits, 0)
+    return found
+
+
+def pages_attention(
+    query: jax.Array,
+    pages: jax.Array,
+    rows: Rows,
+    sinks: jax.Array | None = None,
+    *,
+    value_width: int,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    is_batch_invariant: bool = False,
+    interpret: Any = False,
+) -> jax.Array:
+    """Causal attention of each token of a step to its own sequence.
+
+    The tokens are divided into blocks of queries. For each sequence of a block, the grid has a step, which visits the blocks of
+    pages that the sequence's tokens see. A sequence with one token is a product of its few heads, one with several a product of
+    the whole block of queries.
+
+    Args:
+        query: [heads, tokens, head_dim].
+        pages: [pages, kv_heads, page_size, width], including the keys and values of the step.
+        rows: maps tokens to sequences.
+        sinks: [heads], the score of a key without a value; None: there is none.
+        value_width: the head dimension of values.
+        scale: multiplies the scores; positive.
+        softcap: scores become `softcap * tanh(scores / softcap)`; None: they do not.
+        window: number of tokens each token attends to, itself included; None: all.
+        is_batch_invariant: a sequence with one token is computed as one with several, which round differently.
+        interpret: interpret the kernel, for tests.
+
+    Returns:
+        [heads, tokens, value_dim] in the query's dtype; padding rows are undefined.
+    """
+    shape = _Shape.of(query, pages, rows, value_width)
+    work = _work(rows, shape, window, is_batch_invariant)
+    padded = jnp.pad(query, ((0, 0), (0, 0), (0, shape.key_width - query.shape[2])))
+    singles = padded[:, rows.starts[:-1]].reshape(shape.kv_heads, shape.groups, -1, shape.key_width)
+    singles = jnp.pad(
+        singles.transpose(2, 0, 1, 3).astype(jnp.float32), ((0, 0), (0, 0), (0, shape.rows - shape.groups), (0, 0))
+    )
+    whole = shape.blocks * shape.queries
+    several = jnp.pad(padded, ((0, 0), (0, whole - shape.tokens), (0, 0))).reshape(
+        shape.kv_heads, shape.groups, whole, -1
+    )
+
+    def of_block(lanes: int) -> pl.BlockSpec:
+        return pl.BlockSpec(
+            (shape.heads, shape.groups, shape.queries, lanes),
+            lambda heads, item, blocks, *_: (heads, 0, blocks[item], 0),
+        )
+
+    in_specs = [
+        of_block(shape.key_width),
+        pl.BlockSpec(
+            (1, shape.heads, shape.rows, shape.key_width),
+            lambda heads, item, _, sequences, *__: (sequences[item], heads, 0, 0),
+        ),
+        pl.BlockSpec(memory_space=pl.ANY),
+    ]
+    operands = [several, singles, pages]
+    options = _Options(scale=scale, softcap=softcap, window=window)
+    if sinks is not None:
+        logits = sinks.astype(jnp.float32).reshape(shape.kv_heads, -1, 1, 1) / options.unit
+        operands.append(jnp.broadcast_to(logits, (*logits.shape[:2], 1, LANES)))
+        in_specs.append(pl.BlockSpec((shape.heads, shape.groups, 1, LANES), lambda heads, *_: (heads, 0, 0, 0)))
+    state = functools.partial(pltpu.VMEM, dtype=jnp.float32)
+    kernel = pl.pallas_call(
+        functools.partial(_attend, shape=shape, options=options, has_sinks=sinks is not None),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(work) + 3,
+            grid=(shape.kv_heads // shape.heads, work[0].shape[0]),
+            in_specs=in_specs,
+            out_specs=of_block(shape.value_lanes),
+            scratch_shapes=[
+                pltpu.VMEM((2, shape.together, shape.heads, *pages.shape[2:]), pages.dtype),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.VMEM((shape.queries, shape.block), jnp.int32),
+                *(state((shape.heads, shape.rows, lanes)) for lanes in (shape.value_lanes, LANES, LANES)),
+                *(
+                    state((shape.heads, shape.groups, shape.queries, lanes))
+                    for lanes in (shape.value_lanes, LANES, LANES)
+                ),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct((shape.kv_heads, shape.groups, whole, shape.value_lanes), query.dtype),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=_VMEM_BYTES
+        ),
+        interpret=interpret,
+        name="pages_attention",
+    )
+    out = kernel(*work, rows.starts, rows.lengths, rows.tables, *operands)
+    at = slice(shape.value_at, shape.value_at + value_width)
+    return out[:, :, : shape.tokens, at].reshape(-1, shape.tokens, value_width)
+
+
+def _work(rows: Rows, shape: _Shape, window: int | None, is_batch_invariant: bool) -> list[jax.Array]:
+    """The steps of the grid, arrays of [steps] int32.
+
+    Returns:
+        The block of queries; the sequence; the first position that is seen; the one after the last, 0 if there is nothing to do;
+        the next step with something to do, from this one on; whether the sequence has one token.
+    """
+    used, sequences = rows.starts[-1], rows.lengths.shape[0]
+    row = jnp.arange(shape.blocks, dtype=jnp.int32) * shape.queries
+    first, last = (
+        jnp.searchsorted(rows.starts, jnp.minimum(at, used - 1), side="right", method="compare_all").astype(jnp.int32)
+        - 1
+        for at in (row, row + shape.queries - 1)
+    )
+    number = jnp.where(
+        row < used, last - first + 1, 1
+    )  # nothing is done for rows of padding, but their sums are written
+    after = jnp.cumsum(number)
+    item = jnp.arange(shape.blocks + sequences, dtype=jnp.int32)
+    block = jnp.searchsorted(after, item, side="right", method="compare_all").astype(jnp.int32)
+    is_used, block = item < after[-1], jnp.minimum(block, shape.blocks - 1)
+    sequence = jnp.clip(first[block] + item - (after - number)[block], 0, sequences - 1)
+    begin = jnp.maximum(rows.starts[sequence], row[block])
+    end = jnp.minimum(rows.starts[sequence + 1], row[block] + shape.queries)
+    shift = rows.lengths[sequence] - rows.starts[sequence + 1]
+    is_used &= end > begin
+    seen_from = jnp.zeros_like(begin) if window is None else jnp.maximum(begin + shift - window + 1, 0)
+    seen_to = jnp.where(is_used, end + shift, 0)
+    following = jax.lax.cummin(jnp.where(is_used, item, item.shape[0]), reverse=True)
+    following = jnp.concatenate([following, jnp.full(1, item.shape[0], jnp.int32)])
+    is_single = jnp.zeros_like(block)
+    if not is_batch_invariant:
+        is_single = (rows.starts[sequence + 1] - rows.starts[sequence] == 1).astype(jnp.int32)
+    return [block, sequence, seen_from, seen_to, following, is_single]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Options:
+    """As in `pages_attention`."""
+
+    scale: float
+    softcap: float | None
+    window: int | None
+
+    @property
+    def unit(self) -> float:
+        """What the kernel's scores are multiples of: products are scaled with the conversion to powers of two."""
+        return self.scale if self.softcap is None else 1.0
+
+    def scores(self, query: jax.Array, key: jax.Array) -> jax.Array:
+        """[rows, tokens], in multiples of `unit`."""
+        found = jax.lax.dot_general(query, key, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        return found if self.softcap is None else self.softcap * jnp.tanh(found * (self.scale / self.softcap))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """The sizes of a step's attention.
+
+    Args:
+        kv_heads: heads of keys and values.
+        groups: query heads of each.
+        tokens: of the step.
+        page_size: tokens of a page.
+        queries: tokens of a block of queries.
+        rows: `groups`, in whole registers.
+        heads: of keys and values, of a step of the grid.
+        together: pages of a block.
+        key_width: lanes that hold keys, and maybe the beginning of the values, which meet zeros.
+        value_lane: the first of the lanes whose sums are kept.
+        value_lanes: number of these.
+        value_at: the values' first number among these.
+    """
+
+    kv_heads: int
+    groups: int
+    tokens: int
+    page_size: int
+    queries: int
+    rows: int
+    heads: int
+    together: int
+    key_width: int
+    value_lane: int
+    value_lanes: int
+    value_at: int
+
+    @classmethod
+    def of(cls, query: jax.Array, pages: jax.Array, rows: Rows, value_width: int) -> _Shape:
+        num_heads, tokens, width = query.shape
+        _, kv_heads, page_size, lanes = pages.shape
+        groups = num_heads // kv_heads
+        queries = min(_QUERIES, max(_FEW_QUERIES, 1 << (tokens - 1).bit_length()))
+        value_lane = width // LANES * LANES
+        value_lanes = in_lanes(width + value_width) - value_lane
+        head_bytes = groups * queries * 4 * (2 * LANES + 2 * value_lanes + width)
+        heads = next(
+            n for n in range(kv_heads, 0, -1) if kv_heads % n == 0 and (n == 1 or n * head_bytes <= _STATE_BYTES)
+        )
+        page_bytes = heads * page_size * lanes * pages.dtype.itemsize
+        return cls(
+            kv_heads=kv_heads,
+            groups=groups,
+            tokens=tokens,
+            page_size=page_size,
+            queries=queries,
+            rows=-(-groups // SUBLANES) * SUBLANES,
+            heads=heads,
+            together=max(1, min(_BLOCK // page_size, _BLOCK_BYTES // page_bytes, rows.tables.shape[1])),
+            key_width=in_lanes(width),
+            value_lane=value_lane,
+            value_lanes=value_lanes,
+            value_at=width - value_lane,
+        )
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of queries."""
+        return -(-self.tokens // self.queries)
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block of pages."""
+        return self.together * self.page_size
+
+    def block_of(self, position: jax.Array) -> jax.Array:
+        """The number of the block that holds a position. Mosaic asks the default device how to round `//`."""
+        return jax.lax.div(position, jnp.int32(self.block))
+
+
+class _Pages:
+    """The blocks of pages of sequences, which are copied to two buffers in turns.
+
+    Args:
+        pages: all pages, in HBM: [pages, kv_heads, page_size, width].
+        tables: [sequences, pages].
+        buffers: [2, pages of a block, heads, page_size, width].
+        semaphores: [2].
+        head: the first of the heads to copy.
+    """
+
+    def __init__(self, pages: Any, tables: Any, buffers: Any, semaphores: Any, head: Any) -> None:
+        self._pages, self._tables, self._semaphores = pages, tables, semaphores
+        self.buffers = buffers
+        self._heads = pl.ds(head, buffers.shape[2])
+
+    def _each(self, sequence: Any, block: Any, slot: Any, seen: tuple[Any, Any], do: Callable[[Any], None]) -> None:
+        together, page_size = self.buffers.shape[1], self.buffers.shape[3]
+        for index in range(together):
+            number = block * together + index
+
+            @pl.when((number * page_size < seen[1]) & ((number + 1) * page_size > seen[0]))
+            def _(index: int = index, number: Any = number) -> None:
+                source = self._pages.at[self._tables[sequence, number], self._heads]
+                do(pltpu.make_async_copy(source, self.buffers.at[slot, index], self._semaphores.at[slot]))
+
+    def start(self, sequence: Any, block: Any, slot: Any, seen: tuple[Any, Any]) -> None:
+        """Start to copy the pages of a block that hold positions `seen`, from the first to before the last."""
+        self._each(sequence, block, slot, seen, lambda copy: copy.start())
+
+    def wait(self, sequence: Any, block: Any, slot: Any, seen: tuple[Any, Any]) -> None:
+        """Wait for the block, and clear what it has of other positions, which may be no numbers."""
+        self._each(sequence, block, slot, seen, lambda copy: copy.wait())
+        together, heads, page_size, width = self.buffers.shape[1:]
+        first = block * together * page_size
+
+        @pl.when((first < seen[0]) | (first + together * page_size > seen[1]))
+        def _() -> None:
+            for index in range(together):
+                at = first + index * page_size
+                mask = _bits((heads, page_size, width), self.buffers.dtype, seen[0] - at, seen[1] - at)
+                self.buffers[slot, index] = _numbers(_words(self.buffers[slot, index]) & mask, self.buffers.dtype)
+
+    def keys_and_values(self, slot: Any, head: Any, shape: _Shape, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+        """A head's keys, [tokens of a block, key_width], and values, [tokens of a block, value_lanes]."""
+        held = self.buffers[slot, :, head].reshape(shape.block, -1)
+        if held.dtype != dtype:
+            held = held.astype(jnp.float32).astype(dtype)
+        return held[:, : shape.key_width], held[:, shape.value_lane :]
+
+
+def _add(
+    scores: jax.Array, value: jax.Array, state: Sequence[Any], unit: float, is_own: jax.Array | None = None
+) -> None:
+    """Add a block to the sums of rows, by online softmax.
+
+    Args:
+        scores: [rows, tokens], multiples of `unit`.
+        value: [tokens, lanes].
+        state: sums, [rows, lanes], totals, [rows, 128], and largest scores, [rows, 128].
+        unit: as in `_Options`.
+        is_own: [rows, 1]: the values are those of the row's sequence. Others may be no numbers, which a share of 0 does not hide.
+    """
+    sums, totals, largest = state
+    before = largest[...]
+    after = jnp.maximum(before, scores.max(axis=1, keepdims=True))
+    kept = jnp.exp2((before - after) * (unit * _LOG2_E))
+    shares = jnp.exp2((scores - after[:, :1]) * (unit * _LOG2_E))
+    largest[...] = after
+    totals[...] = totals[...] * kept + shares.sum(axis=1, keepdims=True)
+    added = jnp.dot(shares.astype(value.dtype), value, preferred_element_type=jnp.float32)
+    found = sums[...] * kept[:, :1] + added
+    sums[...] = found if is_own is None else jnp.where(is_own, found, sums[...])
+
+
+def _attend(
+    block_of: Any,
+    sequence_of: Any,
+    seen_from: Any,
+    seen_to: Any,
+    following: Any,
+    is_single: Any,
+    starts: Any,
+    lengths: Any,
+    tables: Any,
+    query: Any,
+    single: Any,
+    pages: Any,
+    *rest: Any,
+    shape: _Shape,
+    options: _Options,
+    has_sinks: bool,
+) -> None:
+    """A sequence of a block of queries. The first pages of the next one are copied meanwhile."""
+    logits, rest = (rest[0], rest[1:]) if has_sinks else (None, rest)
+    out, buffers, semaphores, turn, mask, *states = rest
+    few, many = states[:3], states[3:]
+    item, items = pl.program_id(1), pl.num_programs(1)
+    block, sequence = block_of[item], sequence_of[item]
+    copies = _Pages(pages, tables, buffers, semaphores, pl.program_id(0) * shape.heads)
+
+    def start(item: Any, block: Any, slot: Any) -> None:
+        copies.start(sequence_of[item], block, slot, (seen_from[item], seen_to[item]))
+
+    @pl.when((item == 0) | (block_of[jnp.maximum(item - 1, 0)] != block))
+    def _() -> None:
+        _clear(logits, *many)
+
+    @pl.when((item == 0) & (following[0] < items))
+    def _() -> None:
+        turn[0] = 0
+        start(following[0], shape.block_of(seen_from[following[0]]), 0)
+
+    def visit_blocks(attend: Callable[[Any, Any], None]) -> None:
+        """Attend to each block of pages, given its number and its buffer."""
+        last = shape.block_of(seen_to[item] - 1)
+
+        def visit(number: Any, slot: Any) -> Any:
+            coming = jnp.where(number == last, following[item + 1], item)
+
+            @pl.when(coming < items)
+            def _() -> None:
+                start(coming, jnp.where(number == last, shape.block_of(seen_from[coming]), number + 1), 1 - slot)
+
+            copies.wait(sequence, number, slot, (seen_from[item], seen_to[item]))
+            attend(number, slot)
+            return 1 - slot
+
+        turn[0] = jax.lax.fori_loop(shape.block_of(seen_from[item]), last + 1, visit, turn[0])
+
+    @pl.when((seen_to[item] > 0) & (is_single[item] != 0))
+    def _() -> None:
+        _clear(logits, *few)
+
+        def attend(number: Any, slot: Any) -> None:
+            position = number * shape.block + jax.lax.broadcasted_iota(jnp.int32, (shape.rows, shape.block), 1)
+            is_seen = (position >= seen_from[item]) & (position < seen_to[item])
+
+            def attend_head(head: Any) -> None:
+                key, value = copies.keys_and_values(slot, head, shape, query.dtype)
+                scores = jnp.where(is_seen, options.scores(single[0, head].astype(query.dtype), key), _MASKED)
+                _add(scores, value, [part.at[head] for part in few], options.unit)
+
+            _for_heads(shape.heads, attend_head)
+
+        visit_blocks(attend)
+        row = starts[sequence] - block * shape.queries
+        for part, whole in zip(few, many, strict=True):
+            for head in range(shape.heads):
+                for group in range(shape.groups):
+                    whole[head, group, pl.ds(row, 1), :] = part[head, group : group + 1, :]
+
+    @pl.when((seen_to[item] > 0) & (is_single[item] == 0))
+    def _() -> None:
+        first = block * shape.queries
+        shift = lengths[sequence] - starts[sequence + 1]  # from a row to its position
+        own = first + jax.lax.broadcasted_iota(jnp.int32, (shape.queries, 1), 0)
+        is_own = (own >= starts[sequence]) & (own < starts[sequence + 1])
+
+        def attend(number: Any, slot: Any) -> None:
+            row = first + jax.lax.broadcasted_iota(jnp.int32, mask.shape, 0)
+            position = number * shape.block + jax.lax.broadcasted_iota(jnp.int32, mask.shape, 1)
+            is_seen = (row >= starts[sequence]) & (row < starts[sequence + 1]) & (position <= row + shift)
+            if options.window is not None:
+                is_seen &= position > row + shift - options.window
+            mask[...] = is_seen.astype(jnp.int32)
+
+            def attend_head(head: Any) -> None:
+                key, value = copies.keys_and_values(slot, head, shape, query.dtype)
+                for group in range(shape.groups):
+                    scores = jnp.where(mask[...] != 0, options.scores(query[head, group], key), _MASKED)
+                    _add(scores, value, [part.at[head, group] for part in many], options.unit, is_own)
+
+            _for_heads(shape.heads, attend_head)
+
+        visit_blocks(attend)
+
+    @pl.when((item == items - 1) | (block_of[jnp.minimum(item + 1, items - 1)] != block))
+    def _() -> None:
+        sums, totals, _ = many
+        for head in range(shape.heads):
+            for group in range(shape.groups):
+                total = totals[head, group][:, :1]
+                out[head, group] = (sums[head, group] / jnp.where(total == 0.0, 1.0, total)).astype(out.dtype)
+
+
+def _clear(logits: Any, sums: Any, totals: Any, largest: Any) -> None:
+    """Sums of nothing, or of a sink: [heads, rows of several groups, lanes] or [heads, groups, rows, lanes]."""
+    sums[...] = jnp.zeros_like(sums)
+    totals[...] = jnp.full_like(totals, 0.0 if logits is None else 1.0)
+    if logits is None:
+        largest[...] = jnp.full_like(largest, _MASKED)
+    elif len(largest.shape) == 4:
+        largest[...] = jnp.broadcast_to(logits[...], largest.shape)
+    else:
+        for group in range(logits.shape[1]):
+            largest[:, group : group + 1, :] = logits[:, group]
+
+
+def _for_heads(count: int, do: Callable[[Any], None]) -> None:
+    """For each head; few at once, that a program with many compiles soon."""
+    at_once = next(number for number in (8, 4, 2, 1) if count % number == 0)
+
+    def some(step: Any, _: None) -> None:
+        for head in range(at_once):
+            do(step * at_once + head)
+
+    if count == at_once:
+        some(0, None)
+    else:
+        jax.lax.fori_loop(0, count // at_once, some, None)
