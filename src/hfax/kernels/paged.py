@@ -47,7 +47,7 @@ class JointPages:
         batch, heads, length, width = key.shape
         whole = -(-capacity // PAGE_SIZE)
         count = whole if window is None else min(whole, -(-window // PAGE_SIZE) + 1)
-        places = jnp.arange(count)
+        places = jnp.arange(min(count, -(-length // PAGE_SIZE)))
         last = (length - padding[:, None] - 1) // PAGE_SIZE
         logical = last - (last - places) % count  # [batch, count]; negative for unused entries
         logical = jnp.where(logical < 0, places, logical)
@@ -56,7 +56,8 @@ class JointPages:
         # heads after tokens, as models compute them: avoids a transposed copy
         both = jnp.stack([key.swapaxes(1, 2), value.swapaxes(1, 2)], axis=3).reshape(batch, length, 2 * heads, width)
         rows = both[jnp.arange(batch)[:, None], tokens]
-        return cls(pages=rows.reshape(batch, count, PAGE_SIZE, 2 * heads, width), slots=length - padding - 1)
+        filled = rows.reshape(batch, -1, PAGE_SIZE, 2 * heads, width)
+        return cls(pages=_extended(filled, 1, count), slots=length - padding - 1)
 
     def with_token(self, key: jax.Array, value: jax.Array) -> JointPages:
         """The pages with one more token, at `slots`; in place if the pages are donated."""
@@ -104,13 +105,13 @@ class SeparatePages:
         batch, heads, length, width = key.shape
         count = -(-min(capacity, window or capacity) // PAGE_SIZE)
         newest = (length - padding - 1)[:, None]
-        places = jnp.arange(count * PAGE_SIZE)
+        places = jnp.arange(min(count, -(-length // PAGE_SIZE)) * PAGE_SIZE)
         slots = newest - (newest - places) % (count * PAGE_SIZE)  # [batch, places]; negative for unused entries
         tokens = jnp.clip(slots + padding[:, None], 0, length - 1)
 
         def pages(array: jax.Array) -> jax.Array:
             rows = jax.vmap(lambda of_row, order: of_row[:, order], out_axes=1)(array, tokens)
-            return rows.reshape(heads, batch, count, PAGE_SIZE, width)
+            return _extended(rows.reshape(heads, batch, -1, PAGE_SIZE, width), 2, count)
 
         return cls(key_pages=pages(key), value_pages=pages(value), slots=length - padding - 1)
 
@@ -148,6 +149,11 @@ class SeparatePages:
         batch, count = self.key_pages.shape[1:3]
         table = jnp.arange(batch * count, dtype=jnp.int32).reshape(batch, count)
         return table, jnp.minimum(self.slots + 1, count * PAGE_SIZE).astype(jnp.int32)
+
+
+def _extended(pages: jax.Array, axis: int, count: int) -> jax.Array:
+    """`count` pages on an axis: only those that a prompt fills are gathered."""
+    return jnp.pad(pages, [(0, count - n if i == axis else 0) for i, n in enumerate(pages.shape)])
 
 
 Pages = JointPages | SeparatePages

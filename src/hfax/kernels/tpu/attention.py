@@ -23,20 +23,18 @@ from jax.sharding import PartitionSpec as P
 from hfax.kernels import precision
 from hfax.kernels.cache_numbers import FP8
 from hfax.kernels.paged import JointPages, SeparatePages
-from hfax.kernels.rows import Rows
+from hfax.kernels.tiles import LANES
 from hfax.sharding.mesh import HEAD_AXES, TENSOR, batch_axes
 
-_LANES = 128
-"""Head dimensions and lengths must be multiples of it."""
 _BLOCK = 512
 _VMEM_BYTES = 64 << 20
 _PAGES_AT_ONCE = 8
 
 
 def can_splash(query: jax.Array, key: jax.Array, value: jax.Array) -> bool:
-    """Whether splash attention supports these shapes, [batch, heads, length, head_dim]."""
+    """Whether splash attention supports these shapes, [batch, heads, length, head_dim]: multiples of 128."""
     same = query.shape[2] == key.shape[2] and value.shape[3] == key.shape[3] == query.shape[3]
-    return same and query.shape[2] % _LANES == 0 and query.shape[3] % _LANES == 0
+    return same and query.shape[2] % LANES == 0 and query.shape[3] % LANES == 0
 
 
 def splash_attention(
@@ -72,7 +70,7 @@ def splash_attention(
         length = query.shape[2]
         shape = (length, length)
         one = splash_masks.CausalMask(shape) if window is None else splash_masks.LocalMask(shape, (window - 1, 0), 0)
-        block = next(b for b in (_BLOCK, 256, _LANES) if length % b == 0)
+        block = next(b for b in (_BLOCK, 256, LANES) if length % b == 0)
         options = {"scale": scale, "softcap": softcap, "block": block, "interpret": interpret}
         return _splash(query, key, value, is_real.astype(jnp.int32), one, **options)
 
@@ -85,7 +83,7 @@ def splash_attention(
 def can_splash_segments(query: jax.Array, key: jax.Array, value: jax.Array) -> bool:
     """Whether `segment_attention` supports these shapes, [1, heads, tokens, head_dim]."""
     same = query.shape[2] == key.shape[2] and value.shape[3] == key.shape[3] == query.shape[3]
-    return same and query.shape[0] == 1 and query.shape[2] >= _LANES
+    return same and query.shape[0] == 1 and query.shape[2] >= LANES
 
 
 def segment_attention(
@@ -117,8 +115,8 @@ def segment_attention(
         [1, tokens, heads, head_dim].
     """
     tokens, width = query.shape[2:]
-    block = _LANES if longest <= _LANES else min(_BLOCK, -(-tokens // _LANES) * _LANES)
-    padded = [(0, 0), (0, 0), (0, -tokens % block), (0, -width % _LANES)]
+    block = LANES if longest <= LANES else min(_BLOCK, -(-tokens // LANES) * LANES)
+    padded = [(0, 0), (0, 0), (0, -tokens % block), (0, -width % LANES)]
     whole, near = tokens + padded[2][1], longest - 1
     shape = (whole, whole)
     one = splash_masks.FullMask(shape) if longest >= tokens else splash_masks.LocalMask(shape, (near, near), 0)
@@ -186,67 +184,23 @@ def ragged_attention(
         [batch, 1, heads, head_dim].
     """
 
-    batch = query.shape[0]
-    table, lengths = pages.table()
-    starts, count = jnp.arange(batch + 1, dtype=jnp.int32), jnp.array([batch], jnp.int32)
-    # pages of all sequences form one list, as in a pool
-    out = ragged_pool_attention(
-        query.transpose(2, 1, 0, 3),
-        pages.pages.reshape(-1, *pages.pages.shape[2:]),
-        Rows(starts=starts, lengths=lengths, tables=table, count=count),
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        mesh=mesh,
-        is_reference=is_reference,
-    )
-    return out.swapaxes(0, 1)
-
-
-def ragged_pool_attention(
-    query: jax.Array,
-    pages: jax.Array,
-    rows: Rows,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    mesh: jax.sharding.Mesh | None = None,
-    is_reference: bool = False,
-) -> jax.Array:
-    """Attention of the tokens of a step, from several sequences, to the pages of their own sequence.
-
-    Args:
-        query: [1, heads, tokens, head_dim].
-        pages: [pages, page_size, 2 * kv_heads, head_dim], of a `JointPool`.
-        rows: maps tokens to sequences.
-        scale: multiplies the scores.
-        window: as in `splash_attention`.
-        softcap: as in `splash_attention`.
-        mesh: as in `splash_attention`.
-        is_reference: as in `ragged_attention`.
-
-    Returns:
-        [1, tokens, heads, head_dim].
-    """
-
-    def local(query: jax.Array, pages: jax.Array, rows: Rows) -> jax.Array:
-        flat = (query[0].swapaxes(0, 1), pages, rows.lengths, rows.tables, rows.starts, rows.count)
+    def local(query: jax.Array, pages: jax.Array, lengths: jax.Array, table: jax.Array) -> jax.Array:
+        batch = query.shape[0]
+        starts, count = jnp.arange(batch + 1, dtype=jnp.int32), jnp.array([batch], jnp.int32)
+        # pages of all sequences form one list
+        flat = query[:, :, 0], pages.reshape(-1, *pages.shape[2:]), lengths, table, starts, count
         options = {"sm_scale": scale, "sliding_window": window, "soft_cap": softcap}
         if pages.dtype == FP8:
             options |= {"k_scale": 1.0, "v_scale": 1.0}  # makes the kernel convert them to the dtype of the query
         if is_reference:
-            return ref_ragged_paged_attention(*flat, **options)[None]
+            return ref_ragged_paged_attention(*flat, **options)[:, None]
         # pass sizes explicitly: the kernel would query the default device, which may not be the compilation target
-        sizes = {
-            "num_kv_pages_per_block": min(_PAGES_AT_ONCE, rows.tables.shape[1]),
-            "num_queries_per_block": min(32, query.shape[2]),
-        }
-        return ragged_paged_attention(*flat, **options, **sizes, vmem_limit_bytes=_VMEM_BYTES)[None]
+        sizes = {"num_kv_pages_per_block": min(_PAGES_AT_ONCE, table.shape[1]), "num_queries_per_block": min(32, batch)}
+        return ragged_paged_attention(*flat, **options, **sizes, vmem_limit_bytes=_VMEM_BYTES)[:, None]
 
-    whole = Rows(starts=P(None), lengths=P(None), tables=P(None, None), count=P(None))  # pyright: ignore[reportArgumentType]
-    specs = (P(None, HEAD_AXES, None, None), P(None, None, TENSOR, None), whole)
-    return _on_devices(local, mesh, specs, P(None, None, HEAD_AXES, None))(query, pages, rows)
+    table, lengths = pages.table()
+    specs = (P(None, HEAD_AXES, None, None), P(None, None, None, TENSOR, None), P(None), P(None, None))
+    return _on_devices(local, mesh, specs, P(None, None, HEAD_AXES, None))(query, pages.pages, lengths, table)
 
 
 def paged_attention(
