@@ -2,7 +2,7 @@
 
     python benchmarks/tpu_pages.py --json-file benchmarks/results/tpu-pages.json      # three minutes, no TPU
 
-Needs hfax[tpu] and no TPU. A program writes a step of 16 sequences to pages and attends to them, with the heads of published models.
+Needs hfax[tpu] and no TPU. A program writes a step of 16 sequences to pages and attends to them, with heads of published models.
 Printed are its temporaries; and for a block of pages, how long the loop's body takes by its instruction bundles, one of which is
 issued a cycle, without waiting for memory, beside the time that reading the block takes at the chip's published bandwidth: for a
 sequence with one token, and for a block of queries of a prompt (128, or the step's tokens if these are fewer). JAX's ragged paged

@@ -13,6 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiny_models import TPU_SIZES, tiny_llama_config
 
+from hfax.engine.page_layout import page_size_for
+from hfax.engine.scheduler import Limits
+from hfax.errors import InvalidInputError
 from hfax.kernels import pool, target
 from hfax.kernels.rows import Rows
 from hfax.parallelism import plan_over
@@ -64,6 +67,19 @@ def test_a_step_reads_the_pool_where_it_is(config, topology, num_rows, dtype):
     stats = compiled.memory_analysis()
     assert stats.alias_size_in_bytes >= pool_bytes
     assert stats.temp_size_in_bytes < pool_bytes / 4
+
+
+@pytest.mark.parametrize(
+    ("platform", "sequences", "tokens", "size"),
+    [("cpu", 512, 131072, 32), ("tpu", 64, 8192, 128), ("tpu", 256, 131072, 256), ("tpu", 512, 1 << 20, 4096)],
+)
+def test_page_tables_fit_a_tpus_scalar_memory(platform, sequences, tokens, size):
+    limits = Limits(max_num_seqs=sequences, max_num_batched_tokens=2048, max_model_len=tokens)
+    assert page_size_for(platform, limits) == size
+    assert page_size_for(platform, limits, size) == size
+    if size > 128:
+        with pytest.raises(InvalidInputError, match=f"Use block_size={size}"):
+            page_size_for(platform, limits, 128)
 
 
 @pytest.mark.gpu_compile

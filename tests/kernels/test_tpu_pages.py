@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -65,10 +64,8 @@ def run(parts, heads=Heads(), dtype="float32", held=None, size=96, queries=None,
         rows, new = rows_of(step), [of_step(arrays, step, count) for arrays in (keys, values)]
         pages = kernels.pages_write(pages, *new, rows, interpret=INTERPRET)
     asked = of_step(queries or drawn_queries, parts, size)
-    with jax.default_matmul_precision("highest"):
-        out = kernels.pages_attention(
-            asked, pages, rows, value_width=heads.value_width, interpret=INTERPRET, **{"scale": 0.2} | options
-        )
+    options = {"scale": 0.2, "value_width": heads.value_width, "interpret": INTERPRET} | options
+    out = kernels.pages_attention(asked, pages, rows, **options)
     assert out.shape == (heads.query, size, heads.value_width)
     assert out.dtype == dtype
     return out, keys, values, pages
@@ -115,8 +112,10 @@ SINKS = jnp.linspace(-1, 2, 8)
         pytest.param(Heads(), {"window": 20, "sinks": SINKS}, id="window and sinks"),
         pytest.param(Heads(), {"softcap": 5.0, "window": 40}, id="softcap"),
         pytest.param(Heads(6, 2, 48, 80), {"sinks": SINKS[:6]}, id="a key and a value in the same lanes"),
-        pytest.param(Heads(3, 3, 192, 128), {}, id="heads that share nothing"),
-        pytest.param(Heads(10, 1, 128, 128), {"sinks": jnp.linspace(-1, 2, 10)}, id="ten heads of one"),
+        pytest.param(Heads(3, 3, 192, 128), {}, id="heads that share nothing", marks=pytest.mark.sweep),
+        pytest.param(
+            Heads(10, 1, 128, 128), {"sinks": jnp.linspace(-1, 2, 10)}, id="ten heads of one", marks=pytest.mark.sweep
+        ),
     ],
 )
 def test_each_token_attends_to_its_own_sequence(heads, options):
@@ -132,7 +131,9 @@ def test_heads_are_divided_where_they_take_too_much_memory(monkeypatch):
     np.testing.assert_allclose(out[:, :50], expected(parts, keys, values), atol=2e-5)
 
 
-@pytest.mark.parametrize(("dtype", "held"), [("bfloat16", "bfloat16"), ("bfloat16", "float8_e4m3fn")])
+@pytest.mark.parametrize(
+    ("dtype", "held"), [pytest.param("bfloat16", "bfloat16", marks=pytest.mark.sweep), ("bfloat16", "float8_e4m3fn")]
+)
 def test_half_precision(dtype, held):
     parts = PARTS[:4]
     out, keys, values, _ = run(parts, dtype=dtype, held=held, size=64)
@@ -180,7 +181,16 @@ def test_a_token_is_the_same_among_others_where_that_is_asked_for():
         np.testing.assert_array_equal(alone[:, :count], together[:, starts[row] : starts[row] + count])
 
 
-@pytest.mark.parametrize(("dtype", "held"), [("float32", "float32"), ("bfloat16", "float8_e4m3fn")])
+def test_without_a_tpu_that_runs_them_they_are_left_out(caplog):
+    kernels.works.cache_clear()
+    assert not kernels.works(jnp.dtype("bfloat16"), jnp.dtype("bfloat16"))
+    assert "does not work here" in caplog.text
+    kernels.works.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "held"), [pytest.param("float32", "float32", marks=pytest.mark.sweep), ("bfloat16", "float8_e4m3fn")]
+)
 def test_the_trial_finds_that_they_work(monkeypatch, dtype, held):
     monkeypatch.setattr(kernels, "_BLOCK", 512)
     found, wanted = kernels._trial(jnp.dtype(dtype), jnp.dtype(held), INTERPRET)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from hfax.engine.scheduler import Limits
-from hfax.errors import HfaxError, UnsupportedModelError
+from hfax.errors import HfaxError, InvalidInputError, UnsupportedModelError
 from hfax.kernels.pool import pool_shapes
 from hfax.kernels.rows import Rows
 from hfax.programs.model_parts import ModelParts
@@ -24,6 +24,8 @@ from hfax.tracing.traits import why_not_pages
 _KIND = "pages"
 _PAGE_SIZES = {"tpu": 128}
 _PAGE_SIZE = 32
+_TABLE_BYTES = 768 << 10
+"""Of page tables on TPU, where kernels have them in scalar memory: 1 MB on v5e and v6e, with everything else."""
 _ROWS = 8
 """Tokens of the step that is traced to see whether a model supports pages."""
 
@@ -60,6 +62,29 @@ class PageLayout:
     def pages_for(self, num_tokens: int) -> int:
         """Pages of a sequence."""
         return -(-num_tokens // self.page_size)
+
+
+def page_size_for(platform: str, limits: Limits, wanted: int | None = None) -> int:
+    """Tokens per page; on TPU larger ones where there are many long sequences, whose page tables are limited.
+
+    Args:
+        platform: "cpu", "gpu" or "tpu".
+        limits: limits of a step.
+        wanted: `block_size` of the engine's configuration.
+
+    Raises:
+        InvalidInputError: page tables for pages of the size that is wanted are too large.
+    """
+    size = wanted or _PAGE_SIZES.get(platform, _PAGE_SIZE)
+    while platform == "tpu" and 4 * limits.max_num_seqs * -(-limits.max_model_len // size) > _TABLE_BYTES:
+        size *= 2
+    if wanted is not None and size > wanted:
+        raise InvalidInputError(
+            f"block_size={wanted} is too small for {limits.max_num_seqs} sequences of {limits.max_model_len} tokens.",
+            f"On TPU their page tables must fit {_TABLE_BYTES >> 10} KB.",
+            f"Use block_size={size}, or reduce max_num_seqs or max_model_len.",
+        )
+    return size
 
 
 def read_page_layout(
@@ -140,7 +165,7 @@ def _traced_layout(
     try:
         layers = {name: (key, value, dtype or own) for name, (key, value, own) in _layers(parts).items()}
         layout = PageLayout(
-            page_size=page_size or _PAGE_SIZES.get(platform, _PAGE_SIZE),
+            page_size=page_size_for(platform, limits, page_size),
             layers=layers,
             is_for_tpu=platform == "tpu",
         )

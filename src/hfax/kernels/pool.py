@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hfax.kernels import online_softmax, precision, target
+from hfax.kernels import online_softmax, target
 from hfax.kernels.cache_numbers import FP8, to_cache
 from hfax.kernels.cpu import calls, library
 from hfax.kernels.online_softmax import OnlineSoftmax
@@ -132,8 +132,7 @@ class JointPool:
             heads = P(HEAD_AXES, None, None)
             specs = (heads, _PAGES, P(), None if sinks is None else P(HEAD_AXES))
             call = _on_devices(functools.partial(kernels.pages_attention, **options), specs, heads)
-            with precision.of_kernel(query):
-                return call(query[0], self.pages, self.rows, sinks).swapaxes(0, 1)[None]
+            return call(query[0], self.pages, self.rows, sinks).swapaxes(0, 1)[None]
         target.choose("attention: live pages of the pool, gathered one after the other")
         width = query.shape[3]
         keys, values = self.pages[..., :width], self.pages[..., width : width + self.value_width]

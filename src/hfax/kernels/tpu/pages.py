@@ -20,6 +20,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from hfax.kernels import precision
 from hfax.kernels.rows import Rows
 from hfax.kernels.tiles import LANES, SUBLANES, in_lanes, rows_of
 from hfax.kernels.trial import agrees, drawn, expected_by_xla
@@ -350,7 +351,8 @@ def pages_attention(
         interpret=interpret,
         name="pages_attention",
     )
-    out = kernel(*work, rows.starts, rows.lengths, rows.tables, *operands)
+    with precision.of_kernel(query):
+        out = kernel(*work, rows.starts, rows.lengths, rows.tables, *operands)
     at = slice(shape.value_at, shape.value_at + value_width)
     return out[:, :, : shape.tokens, at].reshape(-1, shape.tokens, value_width)
 
