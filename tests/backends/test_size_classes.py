@@ -30,6 +30,15 @@ _T5: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "n
 _DEBERTA: dict[str, Any] = {
     "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False, "position_buckets": 16,
 }  # fmt: skip
+_MIXTURE: dict[str, Any] = {
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+}
+_LATENT: dict[str, Any] = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
 _MODERN: dict[str, Any] = {"eos_token_id": 1, "cls_token_id": 1, "sep_token_id": 1, "local_attention": 8}
 
 
@@ -93,6 +102,7 @@ _PADDED = [
     ("T5EncoderModel", _config("T5", **_T5), {}),
     ("BartModel", _config("Bart", **_SEQ2SEQ), {"others": ("decoder_input_ids",)}),
     ("ModernBertModel", _config("ModernBert", **_SMALL, **_MODERN), {}),
+    ("MixtralForCausalLM", _config("Mixtral", **SIZES, num_local_experts=4), {}),
 ]
 """Models whose outputs do not depend on padding, and arguments of the call."""
 
@@ -112,6 +122,14 @@ _PADDED_TOO = [
     ("LlamaForCausalLM", tiny_llama_config(), {"others": ("labels",)}),
     ("Qwen3ForCausalLM", _config("Qwen3", **{**SIZES, "head_dim": 16}), {}),
     ("MistralForCausalLM", _config("Mistral", **{**SIZES, "sliding_window": 8}), {"use_cache": False}),
+    (
+        "DeepseekV3ForCausalLM",
+        _config("DeepseekV3", **{**SIZES, "num_key_value_heads": 4}, **_MIXTURE, n_group=2, topk_group=1, **_LATENT),
+        {},
+    ),
+    ("Glm4MoeForCausalLM", _config("Glm4Moe", **SIZES, **_MIXTURE, head_dim=8), {"has_mask": False}),
+    ("Qwen3MoeForCausalLM", _config("Qwen3Moe", **SIZES, **_MIXTURE, num_experts=8), {}),
+    ("PhimoeForCausalLM", _config("Phimoe", **SIZES, num_local_experts=4), {}),
 ]
 
 _EXACT = [

@@ -63,6 +63,14 @@ _INDEX = np.array([[0, 2, 0], [1, 1, 2]])
         (lambda t, i: t.scatter_reduce(1, i, t + 1, "amax", include_self=False), [_WHOLE, _INDEX]),
         (lambda t, i: t.scatter_reduce(1, i, ~t, "amin", include_self=False), [_TRUTHS, _INDEX]),
         (lambda t, i: t.scatter_reduce(1, i, t, "sum"), [_WHOLE, _INDEX]),
+        (lambda t: t.topk(2, dim=1, largest=False), [_BYTES]),
+        (lambda t: t.topk(1, dim=0), [_WHOLE]),
+        (lambda t: t.topk(3, dim=-1, largest=False).values + t[0].topk(1).indices, [_FLOATS]),
+        (lambda t, i: t.gather(1, i), [_WHOLE, _INDEX]),
+        (lambda t, i: t.gather(0, i[:, :2] % 2), [_TRUTHS, _INDEX]),
+        (lambda t, i: t.scatter(1, i[:, :2], -5), [_WHOLE, _INDEX]),
+        (lambda t, i: t.scatter(0, i[:, :2] % 2, 0.5), [_FLOATS, _INDEX]),
+        (lambda t, i: torch.zeros_like(t).scatter_(-1, i[:, 1:], True), [_TRUTHS, _INDEX]),
     ],
 )
 def test_lowerings_of_our_own_give_what_torch_gives(function: Callable[..., Any], arrays: list[np.ndarray]) -> None:

@@ -22,6 +22,9 @@ from hfax.kernels.encodings import Encoding
 from hfax.kernels.quantized import QuantizedArray, aligned, group_sums
 from hfax.sharding.mesh import HEAD_AXES, batch_axes, expert_axes, size_of
 
+ROWS_BY_EXPERT = "rows_by_expert"
+"""The name, in traces without a target, of the function of rows, their experts and the weight: a row depends on no other."""
+
 
 def grouped_linear(
     x: jax.Array,
@@ -120,6 +123,18 @@ def _on_one_device(
     x: jax.Array, weight: jax.Array | QuantizedArray, experts: jax.Array, is_transposed: bool
 ) -> jax.Array:
     """The products in float32 or the dtype of `x`; rows without an expert on this device are undefined."""
+    if target.current() is not None:
+        return _by_kernels(x, weight, experts, is_transposed)
+
+    def multiply(x: jax.Array, experts: jax.Array, weight: jax.Array | QuantizedArray) -> jax.Array:
+        return _by_kernels(x, weight, experts, is_transposed)
+
+    multiply.__name__ = ROWS_BY_EXPERT
+    return jax.jit(multiply)(x, experts, weight)  # a function of its own, so that JAX does not keep the trace
+
+
+def _by_kernels(x: jax.Array, weight: jax.Array | QuantizedArray, experts: jax.Array, is_transposed: bool) -> jax.Array:
+    """`_on_one_device`."""
     rows, num_experts = x.shape[0], weight.shape[0]
     if _has_kernel(x, weight) and not is_transposed:
         target.choose("experts: C++ kernel, each chosen matrix read once")

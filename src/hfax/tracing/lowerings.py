@@ -21,6 +21,9 @@ from hfax.tracing import subgradients
 _aten = torch.ops.aten
 
 
+_FEW_PLACES, _SHORT_AXIS = 64, 4096
+
+
 def _is_whole(value: Any) -> bool:
     """Whether a Python value or an array is integer or bool."""
     if isinstance(value, (jax.Array, np.ndarray)):
@@ -152,6 +155,39 @@ def _sort(input: jax.Array, dim: int = -1, descending: bool = False, stable: boo
     return jnp.take_along_axis(input, order, axis=dim), order
 
 
+def _topk(
+    input: jax.Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[jax.Array, jax.Array]:
+    """XLA's, which is sorted; torchax sorts twice more."""
+    if not input.ndim:
+        return input, jnp.zeros((), jnp.int32)
+    reverse = (lambda array: array) if largest else jnp.invert if _is_whole(input) else jnp.negative
+    values, order = jax.lax.top_k(reverse(jnp.moveaxis(input, dim, -1)), k)
+    return jnp.moveaxis(reverse(values), -1, dim), jnp.moveaxis(order, -1, dim)
+
+
+def _gather(input: jax.Array, dim: int, index: jax.Array, sparse_grad: bool = False) -> jax.Array:
+    """Along one axis, where a place of the others reads its own. Of torchax's places, on all axes, that cannot be proved."""
+    if not input.ndim or not index.size or not _is_along(input, dim, index):
+        return _torchax(_aten.gather)(input, dim, index)
+    return jnp.take_along_axis(input, index, axis=dim, mode="clip")
+
+
+def _is_along(input: jax.Array, dim: int, index: jax.Array) -> bool:
+    """Whether an index has the same axes as an array, but for the one that is indexed."""
+    axes = zip(input.shape, index.shape, strict=True)
+    return all(n == m for i, (n, m) in enumerate(axes) if i != dim % input.ndim)
+
+
+def _scatter_value(input: jax.Array, dim: int, index: jax.Array, value: Any) -> jax.Array:
+    """One value at few places of a short axis, such as a token's groups of experts, is a comparison: TPUs are slow at scatters."""
+    is_short = input.ndim and index.shape[dim] <= _FEW_PLACES and input.shape[dim] <= _SHORT_AXIS
+    if not is_short or not _is_along(input, dim, index):
+        return _torchax(_aten.scatter.value)(input, dim, index, value)
+    places = jnp.moveaxis(index, dim, -1)[..., None] == jnp.arange(input.shape[dim], dtype=index.dtype)
+    return jnp.where(jnp.moveaxis(places.any(axis=-2), -1, dim), jnp.asarray(value, input.dtype), input)
+
+
 def _scatter_reduce(
     input: jax.Array, dim: int, index: jax.Array, src: Any, reduce: str, *, include_self: bool = True
 ) -> jax.Array:
@@ -229,7 +265,10 @@ LOWERINGS: dict[Any, Callable[..., Any]] = {
     _aten.pow: _pow,
     _aten.hardtanh: _hardtanh,
     _aten.linalg_vector_norm: _vector_norm,
+    _aten.gather: _gather,
     _aten.sort: _sort,
+    _aten.topk: _topk,
+    _aten.scatter.value: _scatter_value,
     _aten.scatter_reduce: _scatter_reduce,
     _aten._linalg_eigh: _eigh,
     _aten.linalg_pinv.atol_rtol_tensor: _pinv,

@@ -189,6 +189,48 @@ def reduce(equation: Any, values: list[Value], symbols: Symbols) -> list[Value]:
     return [Value(groups, dtype, find)]
 
 
+def largest(equation: Any, values: list[Value], symbols: Symbols) -> list[Value]:
+    """lax.top_k: on the last axis."""
+    (value,), count = values, equation.params["k"]
+    if equation.params.get("axis", len(value.groups) - 1) % len(value.groups) != len(value.groups) - 1:
+        raise UnprovenError("top_k of another axis than the last")
+    ((last,), *_), *_ = (value.groups[-1:], ())
+    if len(value.groups[-1]) > 1 or last.role is not None:
+        raise UnprovenError("top_k reads padding")
+
+    def make(index: int, dtype: Any) -> Value:
+        def find(kept: tuple[int, ...]) -> Facts:
+            facts = value.at((*kept[:-1], last.size))
+            low, high = (facts.low, facts.high) if index == 0 else (0.0, float(last.size - 1))
+            found = Facts(
+                symbols.of("top_k", index, count, last.size, facts.symbol), (None,) * len(kept), None, low, high
+            )
+            return take(found, kept, [*(Axis(n) for n in kept[:-1]), Axis(count)], symbols)
+
+        return Value((*value.groups[:-1], (Axis(count),)), dtype, find)
+
+    return [make(index, variable.aval.dtype) for index, variable in enumerate(equation.outvars)]
+
+
+def rows_by_expert(equation: Any, values: list[Value], symbols: Symbols) -> list[Value]:
+    """`hfax.kernels.experts`: each row is multiplied by the matrix of its expert, whatever rows there are besides."""
+    rows, experts = alike(values[0], 0, values[1], 0, symbols)
+    weights = values[2:]
+    if any(v.is_padded for v in weights) or any(a.role is not None for a in rows.groups[1]):
+        raise UnprovenError("experts sum over padding")
+    width = tuple(a.size for a in rows.groups[1])
+    shaped = equation.outvars[0].aval
+    groups = (tuple(join(p) for p in zip(rows.groups[0], experts.groups[0], strict=True)), (Axis(shaped.shape[1]),))
+
+    def find(kept: tuple[int, ...]) -> Facts:
+        own = kept[:-1]
+        read = rows.at((*own, *width)).symbol, experts.at(own).symbol, *(v.at().symbol for v in weights)
+        found = Facts(symbols.of("rows_by_expert", len(own), read), (None,) * len(kept))
+        return take(found, kept, [*(Axis(n) for n in own), Axis(shaped.shape[1])], symbols)
+
+    return [Value(groups, shaped.dtype, find)]
+
+
 def convolve(equation: Any, values: list[Value], symbols: Symbols) -> list[Value]:
     """lax.conv_general_dilated: it may read zeros after the end, be they the convolution's own or padding."""
     params, (value, kernel) = equation.params, values

@@ -13,6 +13,7 @@ import numpy as np
 from jax._src import source_info_util
 from jax.extend.core import ClosedJaxpr, Literal
 
+from hfax.kernels.experts import ROWS_BY_EXPERT
 from hfax.tracing import prefix_arithmetic, prefix_moves
 from hfax.tracing.prefix_gather import gather
 from hfax.tracing.prefixes import Facts, Symbols, UnprovenError, Value, cut_from_whole, flexible, known_value
@@ -38,11 +39,16 @@ _RULES: dict[str, Rule] = {
     "gather": gather,
     "dot_general": prefix_arithmetic.dot,
     "conv_general_dilated": prefix_arithmetic.convolve,
+    "top_k": prefix_arithmetic.largest,
     "optimization_barrier": lambda equation, values, symbols: list(values),
     **dict.fromkeys(prefix_arithmetic.ELEMENTWISE, prefix_arithmetic.elementwise),
     **dict.fromkeys(prefix_arithmetic.REDUCTIONS, prefix_arithmetic.reduce),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), prefix_moves.cumulative),
 }
+
+
+_FUNCTIONS: dict[str, Rule] = {ROWS_BY_EXPERT: prefix_arithmetic.rows_by_expert}
+"""Of hfax's own functions that are one operation, by their names in traces."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +84,7 @@ def read_program(closed: Any, inputs: Sequence[Value | Broken], symbols: Symbols
 
 def _read(equation: Any, inputs: list[Value | Broken], symbols: Symbols) -> Sequence[Value | Broken]:
     name, params = equation.primitive.name, equation.params
-    if name in _CALLS:
+    if name in _CALLS and params.get("name") not in _FUNCTIONS:
         inner = next(v for n in ("jaxpr", "call_jaxpr", "fun_jaxpr") if (v := params.get(n)) is not None)
         return read_program(inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ()), inputs, symbols)
     if (broken := next((v for v in inputs if isinstance(v, Broken)), None)) is not None:
@@ -94,7 +100,8 @@ def _apply(equation: Any, values: list[Value], symbols: Symbols) -> list[Value]:
     arrays = [v.known for v in values if v.known is not None]
     if len(arrays) == len(values) and (array := prefix_arithmetic.computed(equation, arrays)) is not None:
         return [known_value(array, symbols)]
-    if (rule := _RULES.get(equation.primitive.name)) is not None:
+    name = equation.primitive.name
+    if (rule := _FUNCTIONS.get(equation.params["name"]) if name in _CALLS else _RULES.get(name)) is not None:
         return rule(equation, values, symbols)
     if any(v.is_padded for v in values):
         raise UnprovenError(f"hfax does not know what {equation.primitive.name} reads")
