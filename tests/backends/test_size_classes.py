@@ -130,6 +130,7 @@ _PADDED_TOO = [
     ("Glm4MoeForCausalLM", _config("Glm4Moe", **SIZES, **_MIXTURE, head_dim=8), {"has_mask": False}),
     ("Qwen3MoeForCausalLM", _config("Qwen3Moe", **SIZES, **_MIXTURE, num_experts=8), {}),
     ("PhimoeForCausalLM", _config("Phimoe", **SIZES, num_local_experts=4), {}),
+    ("GptOssForCausalLM", _config("GptOss", **SIZES, num_local_experts=4, head_dim=16), {}),
 ]
 
 _EXACT = [
@@ -285,6 +286,21 @@ def test_a_module_of_ones_own_is_padded_only_where_it_is_right(
 def test_the_doctor_says_whether_sizes_share_programs() -> None:
     assert hfax.diagnose(_config("Bert", **_SMALL)).why_not_padded is None
     assert "fft" in (hfax.diagnose(_config("FNet", **_SMALL)).why_not_padded or "")
+
+
+def test_lengths_among_the_outputs_are_those_of_the_call(tmp_path: Path) -> None:
+    """A layer with a window counts the tokens that it has seen, in a number that is not an array."""
+    config = _config("Mistral", **SIZES, sliding_window=24)
+    theirs, ours = _load(tmp_path, "MistralForCausalLM", config)
+    for length in (5, 11, 9, 31):
+        given = _inputs(2, length, has_mask=True)
+        with torch.no_grad():
+            expected = theirs(**given).past_key_values.layers[0]
+        found = ours(**given).past_key_values.layers[0]
+        assert type(found) is type(expected)
+        assert found.cumulative_length == expected.cumulative_length == length
+        _compare((found.keys, found.values), (expected.keys, expected.values))
+    assert len(ours.parts.programs.made) == 2  # longer texts than the window are not proved: their last keys are kept
 
 
 def test_padding_can_be_turned_off(tmp_path: Path) -> None:

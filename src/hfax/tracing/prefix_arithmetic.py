@@ -44,7 +44,7 @@ ELEMENTWISE = frozenset(_NUMPY) | {
     "div", "rem", "pow", "integer_pow", "exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "erf", "erfc", "erf_inv",
     "sqrt", "rsqrt", "cbrt", "square", "sign", "floor", "ceil", "round", "sin", "cos", "tan", "asin", "acos", "atan", "atan2",
     "sinh", "cosh", "asinh", "acosh", "atanh", "is_finite", "reduce_precision", "nextafter", "shift_left", "clz", "real", "imag",
-    "shift_right_logical", "shift_right_arithmetic", "population_count", "conj",
+    "shift_right_logical", "shift_right_arithmetic", "population_count", "conj", "complex",
 }  # fmt: skip
 _SAME = ("stop_gradient", "copy", "copy_p")
 _REDUCING: dict[str, Callable[..., Any]] = {

@@ -62,9 +62,9 @@ def run_padded(
     """
 
     def forward(structure: Structure, params: dict[str, jax.Array], arrays: list[jax.Array]) -> tuple[list[Any], Any]:
-        cuts = call.prove(model, weights)
+        cuts, lengths = call.prove(model, weights)
         outputs, note = flatten(model.apply_checked(params, (), unflatten(structure, arrays)), is_array)
-        return outputs, (note, cuts)
+        return outputs, (note, cuts, lengths)
 
     return _result(*padded_outputs(programs, layout, weights, call, forward), to_torch=to_torch)
 
@@ -84,8 +84,8 @@ def padded_outputs(
     arrays, structure = flatten(call.inputs, is_array)
     args = (weights, layout.put_rows(arrays))
     program = programs.get(_name(arrays), (structure, call.key), functools.partial(forward, structure), args)
-    note, cuts = program.note
-    return call.cut(program.run(*args), cuts), note
+    note, cuts, lengths = program.note
+    return call.cut(program.run(*args), cuts), call.structure(note, lengths)
 
 
 def exact_outputs(

@@ -19,7 +19,7 @@ from hfax.programs.buckets import length_class, size_class
 from hfax.tracing.geometry import GRIDS, HostArray
 from hfax.tracing.padding_proof import Cuts, Padded, prove
 from hfax.tracing.prefixes import Fill, Mask, UnprovenError
-from hfax.tracing.structure import flatten, is_array
+from hfax.tracing.structure import Node, Static, Structure, flatten, is_array
 from hfax.tracing.traits import ModelTraits
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ _PER_DECODER_TOKEN = {
 _IMAGES = frozenset(GRIDS) | frozenset(GRIDS.values())
 """Inputs that have a size class of their own (`hfax.generation.image_classes`)."""
 _IGNORED = -100
+Lengths = tuple[tuple[tuple[int, ...], str, int], ...]
+"""Numbers in a structure that are lengths: the place of each, the role of the size, and by how much it is more than that."""
 _MASKS = ("attention_mask", "decoder_attention_mask")
 
 
@@ -70,8 +72,8 @@ class PaddedCall:
         """Equal for calls of which all or none can be padded: names and options of the call."""
         return repr((flatten(self.inputs, is_array)[1], self.mask))
 
-    def prove(self, model: TracedModel, weights: Mapping[str, Any]) -> list[Cuts]:
-        """The axes of each output, flattened.
+    def prove(self, model: TracedModel, weights: Mapping[str, Any]) -> tuple[list[Cuts], Lengths]:
+        """The axes of each output, flattened, and the numbers among the outputs that are lengths.
 
         Raises:
             UnprovenError: an output may depend on padding.
@@ -86,9 +88,9 @@ class PaddedCall:
                 f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
             ) from error
 
-    def _prove(self, model: TracedModel, weights: Mapping[str, Any]) -> list[Cuts]:
+    def _prove(self, model: TracedModel, weights: Mapping[str, Any]) -> tuple[list[Cuts], Lengths]:
         names = [n for n, v in self.inputs.items() if is_array(v)]
-        structures: list[str] = []
+        structures: list[Structure] = []
         abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), dict(weights))
 
         def trace(which: int, names: list[str]) -> Any:
@@ -99,17 +101,16 @@ class PaddedCall:
                 places = dict(zip(names, arrays, strict=True))
                 result = model.apply_checked(params, (), {n: places.get(n, v) for n, v in given.items()})
                 outputs, structure = flatten(result, is_array)
-                structures.append(repr(structure))
+                structures.append(structure)
                 return outputs
 
             return jax.make_jaxpr(forward)(abstract, arrays)
 
         exact = trace(0, names[:-1] if self.mask == "added" else names)
         padded = trace(1, names)
-        if structures[0] != structures[1]:
-            raise UnprovenError("an output holds its length")
+        lengths = tuple(_lengths(structures[0], structures[1], self.proved))
         leaves = [(jax.tree_util.keystr(path), None) for path, _ in jax.tree_util.tree_leaves_with_path(abstract)]
-        return prove(exact, padded, [*leaves, *((n, self._padding(n)) for n in names)], self.proved)
+        return prove(exact, padded, [*leaves, *((n, self._padding(n)) for n in names)], self.proved), lengths
 
     def _shaped(self, name: str, which: int) -> jax.ShapeDtypeStruct:
         """An input of the proof, without (0) or with padding (1)."""
@@ -132,6 +133,12 @@ class PaddedCall:
             known = exact, padded
         return Padded(roles=roles, fills=tuple(fills), low=low, known=known)
 
+    def structure(self, structure: Structure, lengths: Lengths) -> Structure:
+        """The outputs' structure with the lengths of the call in place of the padded program's."""
+        for place, role, more in lengths:
+            structure = _replaced(structure, place, Static(self.sizes[role][0] + more))
+        return structure
+
     def cut(self, outputs: list[Any], cuts: list[Cuts]) -> list[Any]:
         """The outputs in the sizes of the call."""
         return [self._cut(a, c) for a, c in zip(outputs, cuts, strict=True)]
@@ -147,6 +154,39 @@ class PaddedCall:
             return jax.ShapeDtypeStruct(shape, array.dtype)
         places = tuple(slice(n) for n in kept)
         return cut(array, lambda a: a.reshape(whole)[places].reshape(shape))
+
+
+def _lengths(
+    exact: Structure, padded: Structure, sizes: Mapping[str, tuple[int, int]], place: tuple[int, ...] = ()
+) -> Iterator[tuple[tuple[int, ...], str, int]]:
+    """The numbers that exceed a size by the same number without and with padding.
+
+    Raises:
+        UnprovenError: something else differs.
+    """
+    if isinstance(exact, Node) and isinstance(padded, Node):
+        if (exact.cls, exact.keys, len(exact.children)) == (padded.cls, padded.keys, len(padded.children)):
+            for index, (one, other) in enumerate(zip(exact.children, padded.children, strict=True)):
+                yield from _lengths(one, other, sizes, (*place, index))
+            return
+    elif repr(exact) == repr(padded):
+        return
+    elif isinstance(exact, Static) and isinstance(padded, Static) and type(exact.value) is type(padded.value) is int:
+        more = {role: exact.value - n for role, (n, m) in sizes.items() if exact.value - n == padded.value - m}
+        if len(more) == 1:
+            ((role, number),) = more.items()
+            yield place, role, number
+            return
+    raise UnprovenError("an output has another structure with padding")
+
+
+def _replaced(structure: Structure, place: tuple[int, ...], by: Structure) -> Structure:
+    if not place:
+        return by
+    assert isinstance(structure, Node)
+    children = list(structure.children)
+    children[place[0]] = _replaced(children[place[0]], place[1:], by)
+    return dataclasses.replace(structure, children=tuple(children))
 
 
 class SizeClasses:
