@@ -54,7 +54,7 @@ class Case:
 
 
 def compile_case(case: Case) -> dict[str, Any]:
-    """Compile in this process; the program's temporaries, and the tokens of a block of pages and of one of queries."""
+    """Compile in this process; the program's temporaries, and a block's heads of keys and values, tokens and queries."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -86,7 +86,7 @@ def compile_case(case: Case) -> dict[str, Any]:
 
         with jax.sharding.use_abstract_mesh(Mesh(np.array([device]), ("device",)).abstract_mesh):
             compiled = jax.jit(by_jax).lower(query, pages, rows).compile()
-        sizes_of_blocks = {"block": 8 * PAGE_SIZE, "queries": block["num_queries_per_block"]}
+        sizes_of_blocks = {"heads": kv_heads, "block": 8 * PAGE_SIZE, "queries": block["num_queries_per_block"]}
     else:
         pages = given(PAGES, kv_heads, PAGE_SIZE, in_lanes(2 * width))
         query = given(heads, case.rows, width)
@@ -97,7 +97,7 @@ def compile_case(case: Case) -> dict[str, Any]:
 
         compiled = jax.jit(step, donate_argnums=3).lower(query, key, key, pages, rows).compile()
         shape = kernels._Shape.of(query, pages, rows, width)
-        sizes_of_blocks = {"block": shape.block, "queries": shape.queries}
+        sizes_of_blocks = {"heads": shape.heads, "block": shape.block, "queries": shape.queries}
     return sizes_of_blocks | {"temporary_bytes": compiled.memory_analysis().temp_size_in_bytes}
 
 
@@ -131,9 +131,9 @@ def measure(case: Case) -> dict[str, Any]:
         kernel = "ragged_paged_attention" if case.by_jax else "pages_attention"
         (path,) = (p for p in Path(folder).glob(f"*{kernel}*-final_bundles.txt") if "schedule" not in p.name)
         cycles = loop_cycles(path)
-    _, kv_heads, width = MODELS[case.model]
+    _, _, width = MODELS[case.model]
     bandwidth = PUBLISHED[case.chip].bandwidth / CORES.get(case.chip, 1)
-    memory_ns = found["block"] * kv_heads * max(128, 2 * width) * 2 / bandwidth * 1e9
+    memory_ns = found["block"] * found["heads"] * max(128, 2 * width) * 2 / bandwidth * 1e9
     names = ("all",) if case.by_jax else ("one", "several")
     return {
         **dataclasses.asdict(case),
