@@ -371,9 +371,8 @@ def _work(rows: Rows, shape: _Shape, window: int | None, is_batch_invariant: boo
         - 1
         for at in (row, row + shape.queries - 1)
     )
-    number = jnp.where(
-        row < used, last - first + 1, 1
-    )  # nothing is done for rows of padding, but their sums are written
+    # nothing is done for rows of padding, but their sums are written
+    number = jnp.where(row < used, last - first + 1, 1)
     after = jnp.cumsum(number)
     item = jnp.arange(shape.blocks + sequences, dtype=jnp.int32)
     block = jnp.searchsorted(after, item, side="right", method="compare_all").astype(jnp.int32)
