@@ -97,31 +97,42 @@ def compile_case(case: Case) -> tuple[int, int, str]:
     return (*tiles, way)
 
 
+def bundles_of(folder: Path, kernel: str) -> list[tuple[str | None, int]]:
+    """The label ("LB": a loop begins) and the number of loops around each bundle of a kernel, from the compiler's output."""
+    (path,) = (p for p in folder.glob(f"*{kernel}*-final_bundles.txt") if "schedule" not in p.name)
+    return [(m[1], m[2].count(">")) for line in path.read_text().splitlines() if (m := _BUNDLE.match(line))]
+
+
 def loop_cycles(folder: Path, kernel: str) -> int:
     """Bundles of the loop of a kernel, of which the compiler's output is in this folder."""
-    (path,) = (p for p in folder.glob(f"*{kernel}*-final_bundles.txt") if "schedule" not in p.name)
-    count, loops = 0, 0
-    for line in path.read_text().splitlines():
-        if (found := _BUNDLE.match(line)) is not None:
-            count, loops = count + (">" in found.group(2)), loops + (found.group(1) == "LB")
-    if loops != 1:
-        raise RuntimeError(f"{path.name} has {loops} loops; cycles are counted for one.")
-    return count
+    bundles = bundles_of(folder, kernel)
+    if (loops := sum(label == "LB" for label, _ in bundles)) != 1:
+        raise RuntimeError(f"{kernel} has {loops} loops; cycles are counted for one.")
+    return sum(depth > 0 for _, depth in bundles)
+
+
+def compiled_apart(script: str, case: Any, folder: str) -> Any:
+    """What `script --case` prints of a case, in a process of its own, which leaves the compiler's output in the folder.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script, "--case", json.dumps(dataclasses.asdict(case))],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": _FLAGS.format(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def measure(case: Case) -> dict[str, Any]:
     """The schedule of a case, compiled in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", __file__, "--case", json.dumps(dataclasses.asdict(case))],
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": _FLAGS.format(folder)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(done.stderr[-2000:])
-        columns, depth, way = json.loads(done.stdout.splitlines()[-1])
+        columns, depth, way = compiled_apart(__file__, case, folder)
         cycles = loop_cycles(Path(folder), f"{case.encoding}_linear")
     from hfax.planning.chips import CHIPS as PUBLISHED
 

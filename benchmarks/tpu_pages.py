@@ -14,15 +14,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from tpu_kernels import CHIPS, CORES, GIGAHERTZ
+from tpu_kernels import CHIPS, CORES, GIGAHERTZ, bundles_of, compiled_apart
 
 MODELS = {
     # query heads, heads of keys and values, head dimension
@@ -32,8 +28,6 @@ MODELS = {
     "gpt-oss-20b": (64, 8, 64),
 }
 PAGES, PAGE_SIZE, SEQUENCES, TABLE = 1024, 128, 16, 64
-_FLAGS = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true"
-_BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+(LB|\w\w)?\s*:\s*((?:> ?)*)\{")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +66,7 @@ def compile_case(case: Case) -> dict[str, Any]:
     def given(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
 
-    sizes = {"starts": (SEQUENCES + 1,), "lengths": (SEQUENCES,), "tables": (SEQUENCES, TABLE), "count": (1,)}
+    sizes = {"starts": (SEQUENCES + 1,), "lengths": (SEQUENCES,), "tables": (SEQUENCES, TABLE)}
     rows: Any = Rows(**{name: given(*shape, dtype=jnp.int32) for name, shape in sizes.items()})
     key = given(kv_heads, case.rows, width)
     if case.by_jax:
@@ -81,7 +75,8 @@ def compile_case(case: Case) -> dict[str, Any]:
         block = {"num_kv_pages_per_block": 8, "num_queries_per_block": min(32, case.rows)}
 
         def by_jax(query: Any, pages: Any, rows: Any) -> Any:
-            flat = query, pages, rows.lengths, rows.tables, rows.starts, rows.count
+            count = jnp.full(1, SEQUENCES, jnp.int32)
+            flat = query, pages, rows.lengths, rows.tables, rows.starts, count
             return ragged_paged_attention(*flat, **block, vmem_limit_bytes=64 << 20)
 
         with jax.sharding.use_abstract_mesh(Mesh(np.array([device]), ("device",)).abstract_mesh):
@@ -101,11 +96,10 @@ def compile_case(case: Case) -> dict[str, Any]:
     return sizes_of_blocks | {"temporary_bytes": compiled.memory_analysis().temp_size_in_bytes}
 
 
-def loop_cycles(path: Path) -> list[int]:
+def innermost_cycles(bundles: list[tuple[str | None, int]]) -> list[int]:
     """Bundles of each innermost loop of a kernel, in order."""
-    found = [(m[1], m[2].count(">")) for line in path.read_text().splitlines() if (m := _BUNDLE.match(line))]
-    deepest, loops = max(depth for _, depth in found), []
-    for label, depth in found:
+    deepest, loops = max(depth for _, depth in bundles), []
+    for label, depth in bundles:
         if depth == deepest:
             if label == "LB":
                 loops.append(0)
@@ -118,19 +112,9 @@ def measure(case: Case) -> dict[str, Any]:
     from hfax.planning.chips import CHIPS as PUBLISHED
 
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", __file__, "--case", json.dumps(dataclasses.asdict(case))],
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": _FLAGS.format(folder)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(done.stderr[-2000:])
-        found = json.loads(done.stdout.splitlines()[-1])
+        found = compiled_apart(__file__, case, folder)
         kernel = "ragged_paged_attention" if case.by_jax else "pages_attention"
-        (path,) = (p for p in Path(folder).glob(f"*{kernel}*-final_bundles.txt") if "schedule" not in p.name)
-        cycles = loop_cycles(path)
+        cycles = innermost_cycles(bundles_of(Path(folder), kernel))
     _, _, width = MODELS[case.model]
     bandwidth = PUBLISHED[case.chip].bandwidth / CORES.get(case.chip, 1)
     memory_ns = found["block"] * found["heads"] * max(128, 2 * width) * 2 / bandwidth * 1e9
