@@ -118,7 +118,7 @@ def compiled_step(config, topology, num_rows, dtype):
         for layer in range(2)
         for name, shape in shapes.items()
     }
-    counts = {"starts": (17,), "lengths": (16,), "tables": (16, 16), "count": (1,)}
+    counts = {"starts": (17,), "lengths": (16,), "tables": (16, 16)}
     rows = Rows(**{name: there(shape, jnp.int32, P()) for name, shape in counts.items()})
     tokens, wanted = there((num_rows,), jnp.int32, P()), there((16,), jnp.int32, P())
     with target.compiling_for(devices[0], mesh=plan.mesh) as where:

@@ -38,8 +38,7 @@ class Case:
         starts = np.full(len(tables) + 1, sum(self.new), np.int32)
         starts[: len(self.new) + 1] = np.concatenate([[0], np.cumsum(self.new)])
         lengths = np.array([*self.lengths, 0, 0], np.int32)
-        count = np.array([len(self.lengths)], np.int32)
-        return Rows(starts=starts, lengths=lengths, tables=tables, count=count), 64  # pyright: ignore
+        return Rows(starts=starts, lengths=lengths, tables=tables), 64  # pyright: ignore
 
 
 CASES = {

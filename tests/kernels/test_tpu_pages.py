@@ -35,7 +35,7 @@ def rows_of(parts, unused=2) -> Rows:
     starts = np.cumsum([0, *(end - begin for begin, end in parts)])
     starts = np.append(starts, [starts[-1]] * unused)
     lengths = [end for _, end in parts] + [0] * unused
-    arrays = {"starts": starts, "lengths": lengths, "tables": tables, "count": [len(parts)]}
+    arrays = {"starts": starts, "lengths": lengths, "tables": tables}
     return Rows(**{name: jnp.asarray(array, jnp.int32) for name, array in arrays.items()})
 
 

@@ -189,7 +189,7 @@ def test_the_kernel_of_steps_compiles_for_each_generation(machine, widths, dtype
 )
 def test_the_kernel_of_pages_compiles_for_each_generation(machine, tokens, dtype, cache_dtype):
     def attend(query, keys, values, starts, lengths, tables):
-        rows = Rows(starts=starts, lengths=lengths, tables=tables, count=lengths[:1])
+        rows = Rows(starts=starts, lengths=lengths, tables=tables)
         return ranges.pages_attention(query, keys, values, rows, scale=0.1, window=1000)
 
     pages = (1000, 8, 32, 128), jnp.dtype(cache_dtype)

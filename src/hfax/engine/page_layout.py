@@ -207,7 +207,6 @@ def _trace_step(parts: ModelParts, limits: Limits, layout: PageLayout) -> None:
         starts=ints(sequences + 1),
         lengths=ints(sequences),
         tables=ints(sequences, layout.pages_for(limits.max_model_len)),
-        count=ints(1),
     )
     pools = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in layout.arrays(2).items()}
     jax.eval_shape(parts.traced.run_rows, dict(parts.weights), pools, ints(_ROWS), rows, ints(sequences))

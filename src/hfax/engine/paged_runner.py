@@ -164,7 +164,7 @@ class PagedRunner:
                 wanted[len(owners)] = row + offset
                 owners.append((part, part.start + offset))
             row += part.count
-        rows_of = Rows(starts=starts, lengths=lengths, tables=tables, count=np.array([len(parts)], np.int32))  # pyright: ignore[reportArgumentType]
+        rows_of = Rows(starts=starts, lengths=lengths, tables=tables)  # pyright: ignore[reportArgumentType]
         return {"tokens": tokens, "slots": slots, "rows": rows_of, "wanted": wanted}, owners
 
     def _run(self, num_rows: int, step: dict[str, Any], newest: jax.Array) -> jax.Array:

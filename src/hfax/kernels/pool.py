@@ -102,10 +102,10 @@ class JointPool:
         heads, count = key.shape[1:3]
         new = [to_cache(array[0], self.pages.dtype) for array in (key, value)]
         if _has_tpu_kernels(heads, key.dtype, self.pages):
-            from hfax.kernels.tpu import pages as kernels  # Pallas for TPU takes a second to import
+            from hfax.kernels.tpu.pages_write import pages_write  # Pallas for TPU takes a second to import
 
             kv = P(TENSOR, None, None)
-            call = _on_devices(kernels.pages_write, (_PAGES, kv, kv, P()), _PAGES)
+            call = _on_devices(pages_write, (_PAGES, kv, kv, P()), _PAGES)
             written = call(self.pages, *new, self.rows)
         else:
             page, offset = _places(self.rows, count, self.pages.shape[2])

@@ -17,13 +17,11 @@ class Rows:
         starts: [sequences + 1] int32, first row of each sequence; for unused ones, and at the end, the number of rows in use.
         lengths: [sequences] int32, length of each sequence, including the tokens of the step; 0 for unused ones.
         tables: [sequences, pages] int32, page tables: the page of each block of `page_size` tokens.
-        count: [1] int32, number of sequences in use.
     """
 
     starts: jax.Array
     lengths: jax.Array
     tables: jax.Array
-    count: jax.Array
 
     def sequences(self, num_rows: int) -> jax.Array:
         """[num_rows] int32: the sequence of each row; the last one for padding."""

@@ -67,7 +67,7 @@ def nvidia_gpu() -> jax.Device | None:
 
 def tpu() -> jax.Device | None:
     """The TPU, there or described, that the current trace's program is for; None if it is for another platform, or not known."""
-    return target.device if is_for("tpu") and (target := _target.get()) is not None else None
+    return None if (target := _target.get()) is None or target.platform != "tpu" else target.device
 
 
 def is_differentiated() -> bool:

@@ -194,7 +194,7 @@ def largest(equation: Any, values: list[Value], symbols: Symbols) -> list[Value]
     (value,), count = values, equation.params["k"]
     if equation.params.get("axis", len(value.groups) - 1) % len(value.groups) != len(value.groups) - 1:
         raise UnprovenError("top_k of another axis than the last")
-    ((last,), *_), *_ = (value.groups[-1:], ())
+    last = value.axes[-1]
     if len(value.groups[-1]) > 1 or last.role is not None:
         raise UnprovenError("top_k reads padding")
 

@@ -83,7 +83,6 @@ def _trial(dtype: Any, cache_dtype: Any) -> tuple[np.ndarray, np.ndarray]:
         starts=jnp.array([0, 1, 2]),
         lengths=jnp.array([600, 600]),
         tables=jnp.arange(38).reshape(2, 19),
-        count=jnp.array([2]),
     )
     pages = [array.reshape(38, 2, 32, 64) for array in pages]
     of_pages = pages_attention(query[:, :, 0].swapaxes(0, 1), *pages, rows, scale=0.125, window=200)

@@ -20,12 +20,10 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from hfax.kernels.encodings import BITS, Encoding
+from hfax.kernels.tiles import LANES, SUBLANES
 
 Way = Literal["digits", "numbers", "weights"]
 
-LANES = 128
-_SUBLANES = 8
-"""Rows of a tile of 32-bit values; twice as many of 16-bit ones."""
 _NUM_DIGITS = 3
 _FIRST_BIT = 22
 """Fixed-point activations are below 2 ** 22, a third digit more than the significand of bfloat16 needs."""
@@ -93,7 +91,7 @@ class Product:
     @property
     def height(self) -> int:
         """Rows of a block of results: of whole tiles, except a single one."""
-        tile = 2 * _SUBLANES if self.way == "weights" else _SUBLANES
+        tile = 2 * SUBLANES if self.way == "weights" else SUBLANES
         return 1 if self.rows == 1 and self.way != "weights" else _in_tiles(self.rows, tile)
 
     @property
@@ -108,7 +106,7 @@ class Product:
     @property
     def sums_height(self) -> int:
         """Rows of a block of sums, which `finish` makes results."""
-        return self.height if self.way == "weights" else _in_tiles(self._parts * self._stride, _SUBLANES)
+        return self.height if self.way == "weights" else _in_tiles(self._parts * self._stride, SUBLANES)
 
     @property
     def _unit(self) -> int:
@@ -149,10 +147,10 @@ class Product:
             x = self._in_order_of_nibbles(x)
         if self.way == "weights":
             return x, None
-        factor, tile = jnp.full((1, 1, 1), self._factor, jnp.float32), 2 * _SUBLANES
+        factor, tile = jnp.full((1, 1, 1), self._factor, jnp.float32), 2 * SUBLANES
         if self.way == "digits":
             x, unit = _fixed_point(x)
-            factor, tile = factor * unit, 4 * _SUBLANES
+            factor, tile = factor * unit, 4 * SUBLANES
         blocks, rows, width = x.shape
         # one operation over all rows of the result, since each costs about a microsecond: a copy of x for each part and digit
         copy = np.arange(_in_tiles(self._parts * self._stride, tile) // rows)[:, None, None]
@@ -248,12 +246,12 @@ class Product:
     def _scales_of_rows(self, scales: jax.Array) -> jax.Array:
         """Scales of a unit's groups, [parts, columns], for the rows of sums, [sums_height, columns]."""
         columns = scales.shape[1]
-        if self._stride >= _SUBLANES:
+        if self._stride >= SUBLANES:
             return jnp.concatenate([jnp.broadcast_to(s[None], (self._stride, columns)) for s in scales])
-        row = jax.lax.broadcasted_iota(jnp.int32, (_SUBLANES, columns), 0) >> self._stride.bit_length() - 1
-        tiles, together = [], _SUBLANES // self._stride
+        row = jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, columns), 0) >> self._stride.bit_length() - 1
+        tiles, together = [], SUBLANES // self._stride
         for first in range(0, self._parts, together):
-            tile = jnp.broadcast_to(scales[first : first + 1], (_SUBLANES, columns))
+            tile = jnp.broadcast_to(scales[first : first + 1], (SUBLANES, columns))
             for p in range(1, min(together, self._parts - first)):
                 tile = jnp.where(row >= p, scales[first + p : first + p + 1], tile)
             tiles.append(tile)
