@@ -6,20 +6,13 @@ import numpy as np
 import pytest
 import transformers
 from jax.experimental.pallas import tpu as pallas_tpu
-from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as ragged_kernel
 
 from hfax import AutoModelForTPU
 from hfax.kernels import paged
 from hfax.kernels.attention import attention, causal_positions
 from hfax.kernels.expert_tiles import in_tiles
 from hfax.kernels.target import compiling_for
-from hfax.kernels.tpu.attention import (
-    can_splash_segments,
-    paged_attention,
-    ragged_attention,
-    segment_attention,
-    splash_attention,
-)
+from hfax.kernels.tpu.attention import can_splash, segment_attention, splash_attention
 from hfax.kernels.tpu.experts import fits, grouped_linear
 from hfax.tracing.traced_model import TracedModel
 
@@ -28,30 +21,46 @@ def normal(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn"])
-def test_heads_that_the_ragged_kernel_takes(dtype):
-    """Of other numbers of heads, such as Phi-4's ten, the kernel raises while it is traced."""
-    for heads in range(1, 65):
-        try:
-            ragged_kernel.get_min_heads_per_blk(4 * heads, 2 * heads, jnp.bfloat16, jnp.dtype(dtype))
-            takes = True
-        except ValueError:
-            takes = False
-        assert paged.can_tile(heads, jnp.dtype(dtype)) == takes, heads
+def seen_by(length, *, padding=(0, 0), window=None):
+    """The causal mask of two rows, [2, 1, length, length]."""
+    places = jnp.arange(length)
+    mask = causal_positions(length, length) & (places >= jnp.array(padding)[:, None])[:, None, None]
+    return mask if window is None else mask & (places[None, :] > places[:, None] - window)
 
 
-@pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("softcap", [None, 4.0])
-def test_splash_attention_interpreted(window, softcap):
-    length = 256
-    query, key, value = normal(2, 4, length, 128), normal(2, 2, length, 128, seed=1), normal(2, 2, length, 128, seed=2)
+@pytest.mark.parametrize(
+    ("widths", "length", "window", "softcap", "has_sinks"),
+    [
+        ((128, 128), 256, None, None, False),
+        ((128, 128), 256, 100, 4.0, False),
+        ((64, 64), 256, 100, None, True),
+        ((80, 80), 200, None, None, False),
+        ((192, 128), 300, None, None, False),
+    ],
+)
+def test_splash_attention_interpreted(widths, length, window, softcap, has_sinks):
+    query, key = normal(2, 4, length, widths[0]), normal(2, 2, length, widths[0], seed=1)
+    value, sinks = normal(2, 2, length, widths[1], seed=2), normal(4, seed=3) if has_sinks else None
     is_real = jnp.arange(length)[None] >= jnp.array([[0], [37]])
-    mask = causal_positions(length, length) & is_real[:, None, None, :]
-    if window is not None:
-        mask = mask & (jnp.arange(length)[None, :] > jnp.arange(length)[:, None] - window)
-    expected, _ = attention(query, key, value, mask, scale=0.1, softcap=softcap)
-    got = splash_attention(query, key, value, is_real, scale=0.1, window=window, softcap=softcap, interpret=True)
-    np.testing.assert_allclose(got * is_real[:, :, None, None], expected * is_real[:, :, None, None], atol=1e-5)
+    mask = seen_by(length, padding=(0, 37), window=window)
+
+    def by_kernel(query, key, value, sinks):
+        options = {"scale": 0.1, "window": window, "softcap": softcap}
+        return splash_attention(query, key, value, is_real, sinks, **options, interpret=True) * is_real[:, :, None, None]
+
+    def plainly(query, key, value, sinks):
+        out, _ = attention(query, key, value, mask, scale=0.1, softcap=softcap, sinks=sinks)
+        return out * is_real[:, :, None, None]
+
+    given = query, key, value, sinks
+    np.testing.assert_allclose(by_kernel(*given), plainly(*given), atol=1e-5)
+    weights = normal(2, length, 4, widths[1], seed=4)
+    wanted = (0, 1, 2, 3)[: 3 + has_sinks]
+    got, expected = (
+        jax.grad(lambda *given, call=call: (call(*given) * weights).sum(), wanted)(*given) for call in (by_kernel, plainly)
+    )
+    for of_kernel, of_plain in zip(got, expected, strict=True):
+        np.testing.assert_allclose(of_kernel, of_plain, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -62,49 +71,55 @@ def test_segments_by_splash_attention_interpreted(lengths, longest):
     tokens = len(ids)
     query, key, value = (normal(1, heads, tokens, 80, seed=heads) for heads in (4, 2, 2))
     expected, _ = attention(query, key, value, (ids[:, None] == ids)[None, None], scale=0.1)
-    assert can_splash_segments(query, key, value)
+    assert can_splash(query, key)
     got = segment_attention(query, key, value, ids, scale=0.1, longest=longest, softcap=None, interpret=True)
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("softcap", [None, 4.0])
 @pytest.mark.parametrize(
-    ("width", "window"), [(128, None), (128, 100), (128, 256), (256, None), (256, 128), (256, 256), (256, 512)]
+    ("widths", "window", "softcap", "has_sinks"),
+    [
+        ((64, 64), None, None, False),
+        ((64, 64), 100, None, True),
+        ((128, 128), 256, 4.0, False),
+        ((192, 128), None, None, False),
+        ((80, 80), 512, None, False),
+    ],
 )
-def test_paged_attention_reads_what_the_pages_stand_for(width, window, softcap):
-    """The ragged kernel by its own reference, since it cannot be interpreted: that it compiles is tested for a TPU topology."""
+@pytest.mark.parametrize("is_by_kernels", [False, True])
+def test_attention_reads_what_the_pages_stand_for(monkeypatch, widths, window, softcap, has_sinks, is_by_kernels):
     capacity, length, padding = 512, 300, jnp.array([0, 77], jnp.int32)
-    key, value = normal(2, 2, length, width), normal(2, 2, length, width, seed=1)
-    assert paged.fits(width, window, capacity)
-    arrays = paged.after_prompt(key, value, padding, capacity, window)
-    for step in range(3):
-        new_key, new_value = normal(2, 2, 1, width, seed=3 + step), normal(2, 2, 1, width, seed=9 + step)
-        pages = paged.pages_of(arrays, length - padding).with_token(new_key, new_value)
-        arrays = paged.arrays_of(pages)
+    key, value = normal(2, 2, length, widths[0]), normal(2, 2, length, widths[1], seed=1)
+    monkeypatch.setattr(paged, "has_tpu_kernels", lambda *_: is_by_kernels)
+    sinks = normal(4, seed=5) if has_sinks else None
+    array = paged.after_prompt(key, value, padding, capacity, window)
+    assert array.shape[1] == (4 if window is None or window > 256 else -(-window // 128) + 1)
+    assert paged.holds_all(array, capacity) == (array.shape[1] == 4)
+    for step, count in enumerate((1, 3, 1) if paged.holds_all(array, capacity) else (1, 1, 1)):
+        new_key, new_value = normal(2, 2, count, widths[0], seed=3 + step), normal(2, 2, count, widths[1], seed=9 + step)
         key, value = jnp.concatenate([key, new_key], axis=2), jnp.concatenate([value, new_value], axis=2)
-        length += 1
-    query = normal(2, 4, 1, width, seed=2)
-    if width == 128:
-        got = ragged_attention(query, pages, scale=0.1, window=window, softcap=softcap, is_reference=True)
-    else:
+        length += count
+        query = normal(2, 4, count, widths[0], seed=2)
         with pallas_tpu.force_tpu_interpret_mode():
-            got = paged_attention(query, pages, scale=0.1, softcap=softcap)
-    places = jnp.arange(length)
-    mask = places[None] >= padding[:, None]
-    if window is not None:
-        mask = mask & (places[None] >= length - window)
-    expected, _ = attention(query, key, value, mask[:, None, None], scale=0.1, softcap=softcap)
-    np.testing.assert_allclose(got, expected, atol=1e-5 if width == 128 else 2e-2)  # interpreted with rounded products
-    keys, values = pages.read(padding, capacity)
-    seen = np.asarray(mask)
+            pages = paged.Pages(pages=array, slots=length - 1 - padding, capacity=capacity, widths=widths)
+            pages = pages.with_tokens(new_key, new_value)
+            got = pages.attend(query, scale=0.1, window=window, softcap=softcap, sinks=sinks)
+        array = pages.pages
+        mask = seen_by(length, padding=(0, 77), window=window)[:, :, -count:]
+        expected, _ = attention(query, key, value, mask, scale=0.1, softcap=softcap, sinks=sinks)
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+    keys, values = pages.read(padding)
     for row in range(2):
-        np.testing.assert_array_equal(keys[row, :, :length][:, seen[row]], key[row][:, seen[row]])
-        np.testing.assert_array_equal(values[row, :, :length][:, seen[row]], value[row][:, seen[row]])
+        seen = np.asarray(mask[row, 0, -1])
+        np.testing.assert_array_equal(keys[row, :, :length][:, seen], key[row][:, seen])
+        np.testing.assert_array_equal(values[row, :, :length][:, seen], value[row][:, seen])
 
 
-def test_a_window_that_no_kernel_takes_is_not_kept_in_pages():
-    assert not paged.fits(256, window=100, capacity=512)
-    assert not paged.fits(96)
+def test_a_window_in_pages_takes_one_token_at_a_time():
+    array = paged.after_prompt(*[normal(1, 2, 300, 64)] * 2, jnp.zeros(1, jnp.int32), 512, 100)
+    pages = paged.Pages(pages=array, slots=jnp.array([301]), capacity=512, widths=(64, 64))
+    with pytest.raises(NotImplementedError, match="several tokens"):
+        pages.with_tokens(*[normal(1, 2, 2, 64)] * 2)
 
 
 @pytest.mark.parametrize(("rows", "width", "is_transposed"), [(8, 256, False), (300, 128, False), (40, 256, True)])

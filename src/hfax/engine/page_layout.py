@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from hfax.engine.scheduler import Limits
 from hfax.errors import HfaxError, InvalidInputError, UnsupportedModelError
 from hfax.kernels.pool import pool_shapes
-from hfax.kernels.rows import Rows
+from hfax.kernels.rows import TABLE_BYTES, Rows, size_of_pages
 from hfax.programs.model_parts import ModelParts
 from hfax.programs.program_cache import environment_parts
 from hfax.programs.program_files import is_enabled
@@ -24,8 +24,6 @@ from hfax.tracing.traits import why_not_pages
 _KIND = "pages"
 _PAGE_SIZES = {"tpu": 128}
 _PAGE_SIZE = 32
-_TABLE_BYTES = 768 << 10
-"""Of page tables on TPU, where kernels have them in scalar memory: 1 MB on v5e and v6e, with everything else."""
 _ROWS = 8
 """Tokens of the step that is traced to see whether a model supports pages."""
 
@@ -76,12 +74,12 @@ def page_size_for(platform: str, limits: Limits, wanted: int | None = None) -> i
         InvalidInputError: page tables for pages of the size that is wanted are too large.
     """
     size = wanted or _PAGE_SIZES.get(platform, _PAGE_SIZE)
-    while platform == "tpu" and 4 * limits.max_num_seqs * -(-limits.max_model_len // size) > _TABLE_BYTES:
-        size *= 2
+    if platform == "tpu":
+        size = size_of_pages(size, limits.max_num_seqs, limits.max_model_len)
     if wanted is not None and size > wanted:
         raise InvalidInputError(
             f"block_size={wanted} is too small for {limits.max_num_seqs} sequences of {limits.max_model_len} tokens.",
-            f"On TPU their page tables must fit {_TABLE_BYTES >> 10} KB.",
+            f"On TPU their page tables must fit {TABLE_BYTES >> 10} KB.",
             f"Use block_size={size}, or reduce max_num_seqs or max_model_len.",
         )
     return size

@@ -17,6 +17,8 @@ import numpy as np
 from hfax.errors import InvalidInputError, UnsupportedOptionError
 from hfax.generation.decoding import LoopSpec, State, begin
 from hfax.generation.generation_request import Prompts
+from hfax.kernels import paged
+from hfax.kv_cache.axes import is_paged
 from hfax.programs.buckets import prompt_bucket
 from hfax.sharding.layout import to_host
 
@@ -65,8 +67,11 @@ class KeptCache:
 
 
 def can_roll_back(cache: Mapping[str, Any], capacity: int) -> bool:
-    """Whether every array of a cache has a place for every token, of axis -2."""
-    return all(array.ndim == 4 and array.shape[-2] == capacity for array in cache.values())
+    """Whether every array of a cache has a place for every token: of axis -2, or in pages."""
+    return all(
+        paged.holds_all(array, capacity) if is_paged(name) else array.ndim == 4 and array.shape[-2] == capacity
+        for name, array in cache.items()
+    )
 
 
 def keep(state: State, ids: np.ndarray, *, padding: int, model_key: str) -> KeptCache | None:
@@ -234,9 +239,11 @@ def _last(read: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
 def _grown(cache: Mapping[str, jax.Array], old: int, new: int) -> dict[str, jax.Array]:
     """The arrays with places for `new` tokens: those with a place for each of `old`."""
 
-    def grow(array: jax.Array) -> jax.Array:
+    def grow(name: str, array: jax.Array) -> jax.Array:
+        if is_paged(name):
+            return paged.grown(array, old, new)
         if array.ndim != 4 or array.shape[-2] != old:
             return array
         return jnp.pad(array, ((0, 0), (0, 0), (0, new - old), (0, 0)))
 
-    return {name: grow(array) for name, array in cache.items()}
+    return {name: grow(name, array) for name, array in cache.items()}

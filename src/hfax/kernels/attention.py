@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from hfax.kernels import online_softmax, target
-from hfax.kernels.cache_numbers import FP8
 from hfax.kernels.cpu import calls, library
 from hfax.kernels.online_softmax import OnlineSoftmax
-from hfax.kernels.paged import JointPages, Pages, SeparatePages
+from hfax.kernels.paged import Pages
+from hfax.kernels.pool import has_tpu_kernels
 from hfax.sharding.mesh import HEAD_AXES, TENSOR, batch_axes
 
 OWN_MASK = -1e30
@@ -163,8 +163,8 @@ def attention(
         return calls.prompt_attention(query, key, value, seen, scale, softcap, by_token), probabilities
     if given is None:
         return out, probabilities
-    if sinks is None and target.is_for("tpu"):
-        on_tpu = _on_tpu(query, key, value, given, pages, scale=scale, softcap=softcap)
+    if target.is_for("tpu"):
+        on_tpu = _on_tpu(query, key, value, given, pages, scale=scale, softcap=softcap, sinks=sinks)
         if on_tpu is not None:
             return on_tpu, probabilities
     on_gpu = _on_gpu(query, key, value, given, scale=scale, softcap=softcap, sinks=sinks, held=held)
@@ -193,32 +193,31 @@ def _on_tpu(
     *,
     scale: float,
     softcap: float | None,
+    sinks: jax.Array | None,
 ) -> jax.Array | None:
     """By a Pallas kernel; None if none supports these shapes."""
     from hfax.kernels.tpu import attention as kernels  # Pallas for TPU takes a second to import
 
-    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "mesh": target.mesh()}
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap}
     shards, kv_shards = target.head_shards()
     if query.shape[1] % shards or key.shape[1] % kv_shards:
         return None
-    if mask.segments is not None and kernels.can_splash_segments(query, key, value):
+    if pages is not None:
+        if mask.causal is None or not has_tpu_kernels(query.dtype, pages.pages.dtype):
+            return None
+        target.choose("attention: Pallas kernel, reads live pages of the cache")
+        return pages.attend(query, window=mask.causal.window, sinks=sinks, **options)
+    if not kernels.can_splash(query, key):
+        return None
+    options["mesh"] = target.mesh()
+    if (segments := mask.segments) is not None and query.shape[0] == 1 and sinks is None:
         target.choose("attention: splash kernel (Pallas), packed images")
-        return kernels.segment_attention(query, key, value, mask.segments.ids, longest=mask.segments.longest, **options)
+        return kernels.segment_attention(query, key, value, segments.ids, longest=segments.longest, **options)
     if (causal := mask.causal) is None:
         return None
-    options["window"] = causal.window
-    if isinstance(pages, JointPages) and query.shape[2] == 1 and pages.pages.dtype in (query.dtype, FP8):
-        target.choose("attention: ragged paged kernel (Pallas)")
-        return kernels.ragged_attention(query, pages, **options)
-    if isinstance(pages, SeparatePages) and query.shape[2] == 1 and query.dtype == pages.key_pages.dtype:
-        target.choose("attention: paged kernel (Pallas)")
-        del options["window"]  # the pages hold only the window
-        return kernels.paged_attention(query, pages, **options)
-    if pages is None and kernels.can_splash(query, key, value):
-        target.choose("attention: splash kernel (Pallas)")
-        is_real = jnp.ones((query.shape[0], query.shape[2]), jnp.int32) if causal.is_real is None else causal.is_real
-        return kernels.splash_attention(query, key, value, is_real, **options)
-    return None
+    target.choose("attention: splash kernel (Pallas)")
+    is_real = jnp.ones((query.shape[0], query.shape[2]), jnp.int32) if causal.is_real is None else causal.is_real
+    return kernels.splash_attention(query, key, value, is_real, sinks, window=causal.window, **options)
 
 
 def _on_gpu(

@@ -22,11 +22,10 @@ def cache_spec(mesh: jax.sharding.Mesh, name: str, shape: tuple[int, ...]) -> P:
     """
     kind = name.rpartition(".")[2]
     parts: list[tuple[str, ...] | None] = [None] * len(shape)
-    of_pages = paged.heads_axis(kind)
-    heads = 1 if kind in _HEADS_SECOND and len(shape) == 4 else of_pages
+    heads = {"pages": paged.HEADS}.get(kind, 1 if kind in _HEADS_SECOND and len(shape) == 4 else None)
     if heads is not None and shape[heads] % size_of(mesh, TENSOR) == 0:
         parts[heads] = (TENSOR,)
-    if of_pages is None and shape:  # TPU kernels read the pages of all rows
+    if shape:
         parts[0] = batch_axes(mesh, shape[0])
     return P(*parts)
 

@@ -1,12 +1,8 @@
-"""A paged KV cache in the layout of the TPU decoding attention kernels.
+"""A KV cache in pages on TPU, for `generate`: each sequence of a batch has pages of its own.
 
-A page holds `PAGE_SIZE` tokens of one sequence. The tokens of a sequence fill "slots" from its first page, without the padding
-before its prompt. There are two formats, for the two kernels that ship with JAX:
-
-- `JointPages`, head dimension 128: interleaved keys and values of all heads, [batch, pages, page_size, 2 * kv_heads, head_dim]. A
-  sliding-window layer keeps the pages its window touches, as a ring: logical page l is at index l modulo their number.
-- `SeparatePages`, other multiples of 128: keys and values, each [kv_heads, batch, pages, page_size, head_dim]. The kernel does not
-  support windows, so a sliding-window layer keeps exactly its window, in a ring of slots; the window is a multiple of `PAGE_SIZE`.
+A page holds the keys and values of some consecutive tokens of one sequence, in the layout of the TPU kernels
+(`hfax.kernels.tpu.pages`). The tokens of a sequence fill "slots" from its first page, without the padding before its prompt. A
+sliding-window layer keeps the pages its window touches, as a ring: logical page l is at index l modulo their number.
 
 This module has the array functions; `hfax.kv_cache` decides which layers use pages.
 """
@@ -14,216 +10,218 @@ This module has the array functions; `hfax.kv_cache` decides which layers use pa
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from hfax.kernels.cache_numbers import FP8, to_cache
+from hfax.kernels import target
+from hfax.kernels.cache_numbers import to_cache
+from hfax.kernels.pool import has_tpu_kernels, on_devices
+from hfax.kernels.rows import Rows, size_of_pages
+from hfax.kernels.tiles import in_lanes
+from hfax.sharding.mesh import HEAD_AXES, TENSOR, batch_axes, size_of
 
-PAGE_SIZE = 128
-_JOINT_WIDTH = 128
-_MAX_WRITES = 64
-"""Maximum sequences written by unrolled code; more would compile slowly, and are written by a loop."""
+_PAGE_SIZE = 128
+HEADS = 2
+"""The axis of heads."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class JointPages:
-    """The pages of one layer in a decoding step.
+class Pages:
+    """The pages of one layer in a step of decoding, or of reading a few tokens.
 
     Args:
-        pages: [batch, pages, page_size, 2 * kv_heads, head_dim].
+        pages: [batch, pages, kv_heads, page_size, width]: a token's key, its value, and zeros.
         slots: [batch] int32, slot of the newest token of each sequence.
+        capacity: of the cache, in tokens.
+        widths: the head dimensions of keys and of values.
     """
 
     pages: jax.Array
     slots: jax.Array
+    capacity: int
+    widths: tuple[int, int]
 
-    @classmethod
-    def after_prompt(
-        cls, key: jax.Array, value: jax.Array, padding: jax.Array, capacity: int, window: int | None
-    ) -> JointPages:
-        """The implementation of `after_prompt` for this format."""
-        batch, heads, length, width = key.shape
-        whole = -(-capacity // PAGE_SIZE)
-        count = whole if window is None else min(whole, -(-window // PAGE_SIZE) + 1)
-        places = jnp.arange(min(count, -(-length // PAGE_SIZE)))
-        last = (length - padding[:, None] - 1) // PAGE_SIZE
-        logical = last - (last - places) % count  # [batch, count]; negative for unused entries
-        logical = jnp.where(logical < 0, places, logical)
-        slots = (logical[:, :, None] * PAGE_SIZE + jnp.arange(PAGE_SIZE)).reshape(batch, -1)
-        tokens = jnp.clip(slots + padding[:, None], 0, length - 1)
-        # heads after tokens, as models compute them: avoids a transposed copy
-        both = jnp.stack([key.swapaxes(1, 2), value.swapaxes(1, 2)], axis=3).reshape(batch, length, 2 * heads, width)
-        rows = both[jnp.arange(batch)[:, None], tokens]
-        filled = rows.reshape(batch, -1, PAGE_SIZE, 2 * heads, width)
-        return cls(pages=_extended(filled, 1, count), slots=length - padding - 1)
+    def with_tokens(self, key: jax.Array, value: jax.Array) -> Pages:
+        """The pages with the next tokens, [batch, kv_heads, tokens, head_dim], the last at `slots`; in place if they are donated.
 
-    def with_token(self, key: jax.Array, value: jax.Array) -> JointPages:
-        """The pages with one more token, at `slots`; in place if the pages are donated."""
-        batch, count = self.pages.shape[:2]
-        both = jnp.stack([key[:, :, 0], value[:, :, 0]], axis=2).reshape(batch, -1, key.shape[3])
-        at = self.pages.at[jnp.arange(batch), self.slots // PAGE_SIZE % count, self.slots % PAGE_SIZE]
-        return dataclasses.replace(self, pages=at.set(to_cache(both, self.pages.dtype)))
+        Raises:
+            NotImplementedError: several tokens at once, where the pages are a ring.
+        """
+        batch, count, _, size, _ = self.pages.shape
+        if key.shape[2] > 1 and not holds_all(self.pages, self.capacity):
+            raise NotImplementedError("several tokens at once onto a window in pages")
+        new = [to_cache(array, self.pages.dtype) for array in (key, value)]
+        if has_tpu_kernels(key.dtype, self.pages.dtype):
+            rows = self._rows_axes()
+            of_pages, of_new = P(rows, None, TENSOR, None, None), P(rows, TENSOR, None, None)
+            write = on_devices(self._write, (of_pages, of_new, of_new, P(rows)), of_pages)
+            return dataclasses.replace(self, pages=write(self.pages, *new, self.slots))
+        slots = self.slots[:, None] + jnp.arange(1 - key.shape[2], 1)
+        both = jnp.concatenate(new, axis=3).swapaxes(1, 2)
+        at = self.pages.at[
+            jnp.arange(batch)[:, None], slots // size % count, :, slots % size, : both.shape[3]
+        ]
+        return dataclasses.replace(self, pages=at.set(both))
 
-    def read(self, padding: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-        """The dense keys and values of `capacity` tokens, after `padding` tokens."""
-        batch, count = self.pages.shape[:2]
-        slots = jnp.maximum(jnp.arange(capacity) - padding[:, None], 0)
-        # [batch, capacity, 2 * kv_heads, head_dim]
-        rows = self.pages[jnp.arange(batch)[:, None], slots // PAGE_SIZE % count, slots % PAGE_SIZE]
-        return rows[:, :, 0::2].swapaxes(1, 2), rows[:, :, 1::2].swapaxes(1, 2)
+    def read(self, padding: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The dense keys and values of `capacity` tokens, [batch, kv_heads, capacity, head_dim], after `padding` tokens."""
+        batch, count, _, size, _ = self.pages.shape
+        slots = jnp.maximum(jnp.arange(self.capacity) - padding[:, None], 0)
+        # [batch, capacity, kv_heads, width]
+        found = self.pages[jnp.arange(batch)[:, None], slots // size % count, :, slots % size].swapaxes(1, 2)
+        of_key, of_value = self.widths
+        return found[..., :of_key], found[..., of_key : of_key + of_value]
 
-    def table(self) -> tuple[jax.Array, jax.Array]:
-        """The page table of each sequence, [batch, pages] int32, and the number of tokens in its pages, [batch] int32."""
-        batch, count = self.pages.shape[:2]
-        first = jnp.maximum(self.slots // PAGE_SIZE - count + 1, 0)
-        places = (first[:, None] + jnp.arange(count, dtype=jnp.int32)) % count
-        table = jnp.arange(batch, dtype=jnp.int32)[:, None] * count + places
-        return table.astype(jnp.int32), (self.slots + 1 - first * PAGE_SIZE).astype(jnp.int32)
+    def attend(
+        self,
+        query: jax.Array,
+        *,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
+        sinks: jax.Array | None,
+    ) -> jax.Array:
+        """Causal attention of each sequence's newest tokens to its pages, of which only those that are seen are read.
 
+        Args:
+            query: [batch, heads, tokens, head_dim].
+            scale: multiplies the scores.
+            softcap: as in `hfax.kernels.attention`.
+            window: number of tokens each token attends to, itself included; None: all.
+            sinks: [heads], as in `hfax.kernels.attention`.
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SeparatePages:
-    """The pages of one layer in a decoding step.
-
-    Args:
-        key_pages: [kv_heads, batch, pages, page_size, head_dim].
-        value_pages: as `key_pages`.
-        slots: [batch] int32, slot of the newest token of each sequence, before wrapping around the ring.
-    """
-
-    key_pages: jax.Array
-    value_pages: jax.Array
-    slots: jax.Array
-
-    @classmethod
-    def after_prompt(
-        cls, key: jax.Array, value: jax.Array, padding: jax.Array, capacity: int, window: int | None
-    ) -> SeparatePages:
-        """The implementation of `after_prompt` for this format."""
-        batch, heads, length, width = key.shape
-        count = -(-min(capacity, window or capacity) // PAGE_SIZE)
-        newest = (length - padding - 1)[:, None]
-        places = jnp.arange(min(count, -(-length // PAGE_SIZE)) * PAGE_SIZE)
-        slots = newest - (newest - places) % (count * PAGE_SIZE)  # [batch, places]; negative for unused entries
-        tokens = jnp.clip(slots + padding[:, None], 0, length - 1)
-
-        def pages(array: jax.Array) -> jax.Array:
-            rows = jax.vmap(lambda of_row, order: of_row[:, order], out_axes=1)(array, tokens)
-            return _extended(rows.reshape(heads, batch, -1, PAGE_SIZE, width), 2, count)
-
-        return cls(key_pages=pages(key), value_pages=pages(value), slots=length - padding - 1)
-
-    def with_token(self, key: jax.Array, value: jax.Array) -> SeparatePages:
-        """The pages with one more token, at `slots`; in place if the pages are donated."""
-        batch, count = self.key_pages.shape[1:3]
-
-        def written(pages: jax.Array, new: jax.Array) -> jax.Array:
-            # row by row: XLA:TPU copies all pages to another layout for a scatter or a loop
-            def write(row: int | jax.Array, pages: jax.Array) -> jax.Array:
-                token = jax.lax.dynamic_index_in_dim(new, row, keepdims=False)[:, None, None]
-                slot = jax.lax.dynamic_index_in_dim(self.slots, row, keepdims=False)
-                place = (0, row, slot // PAGE_SIZE % count, slot % PAGE_SIZE, 0)
-                return jax.lax.dynamic_update_slice(pages, to_cache(token, pages.dtype), place)
-
-            if batch > _MAX_WRITES:
-                return jax.lax.fori_loop(0, batch, write, pages)
-            for row in range(batch):
-                pages = write(row, pages)
-            return pages
-
-        return dataclasses.replace(
-            self, key_pages=written(self.key_pages, key), value_pages=written(self.value_pages, value)
+        Returns:
+            [batch, tokens, heads, value_dim].
+        """
+        rows = self._rows_axes()
+        specs = (
+            P(rows, HEAD_AXES, None, None),
+            P(rows, None, TENSOR, None, None),
+            P(rows),
+            None if sinks is None else P(HEAD_AXES),
         )
+        local = functools.partial(self._attend, scale=scale, softcap=softcap, window=window)
+        call = on_devices(local, specs, P(rows, None, HEAD_AXES, None))
+        return call(query, self.pages, self.slots, sinks)
 
-    def read(self, padding: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-        """The dense keys and values of `capacity` tokens, after `padding` tokens."""
-        batch, count = self.key_pages.shape[1:3]
-        slots = jnp.maximum(jnp.arange(capacity) - padding[:, None], 0)
-        place = (jnp.arange(batch)[:, None], slots // PAGE_SIZE % count, slots % PAGE_SIZE)
-        return self.key_pages[:, *place].swapaxes(0, 1), self.value_pages[:, *place].swapaxes(0, 1)
+    def _rows_axes(self) -> tuple[str, ...] | None:
+        mesh = target.mesh()
+        return None if mesh is None else batch_axes(mesh, self.pages.shape[0])
 
-    def table(self) -> tuple[jax.Array, jax.Array]:
-        """The page table of each sequence, [batch, pages] int32, and the number of tokens in its pages, [batch] int32."""
-        batch, count = self.key_pages.shape[1:3]
-        table = jnp.arange(batch * count, dtype=jnp.int32).reshape(batch, count)
-        return table, jnp.minimum(self.slots + 1, count * PAGE_SIZE).astype(jnp.int32)
+    def _rows(self, pages: jax.Array, slots: jax.Array, tokens: int) -> Rows:
+        """The rows of a step of so many tokens of each sequence, for the sequences of one device."""
+        batch, count, _, size, _ = pages.shape
+        sequence, logical = jnp.arange(batch + 1, dtype=jnp.int32), jnp.arange(-(-self.capacity // size), dtype=jnp.int32)
+        tables = sequence[:batch, None] * count + logical % count
+        return Rows(starts=sequence * tokens, lengths=slots.astype(jnp.int32) + 1, tables=tables)
+
+    def _write(self, pages: jax.Array, key: jax.Array, value: jax.Array, slots: jax.Array) -> jax.Array:
+        from hfax.kernels.tpu.pages_write import pages_write  # Pallas for TPU takes a second to import
+
+        new = _packed(key), _packed(value)
+        return pages_write(_flat(pages), *new, self._rows(pages, slots, key.shape[2])).reshape(pages.shape)
+
+    def _attend(
+        self, query: jax.Array, pages: jax.Array, slots: jax.Array, sinks: jax.Array | None, **options: float | None
+    ) -> jax.Array:
+        from hfax.kernels.tpu.pages import pages_attention  # Pallas for TPU takes a second to import
+
+        out = pages_attention(
+            _packed(query),
+            _flat(pages),
+            self._rows(pages, slots, query.shape[2]),
+            sinks,
+            value_width=self.widths[1],
+            is_batch_invariant=target.is_batch_invariant(),
+            **options,  # pyright: ignore[reportArgumentType]
+        )
+        return out.swapaxes(0, 1).reshape(len(query), -1, *out.shape[::2])
 
 
-def _extended(pages: jax.Array, axis: int, count: int) -> jax.Array:
-    """`count` pages on an axis: only those that a prompt fills are gathered."""
-    return jnp.pad(pages, [(0, count - n if i == axis else 0) for i, n in enumerate(pages.shape)])
-
-
-Pages = JointPages | SeparatePages
-
-
-def fits(
-    width: int | None,
-    window: int | None = None,
-    capacity: int | None = None,
-    *,
-    kv_heads: int | None = None,
-    dtype: jnp.dtype | None = None,
-) -> bool:
-    """Whether a kernel supports a layer.
+@dataclasses.dataclass(kw_only=True)
+class PromptKeys:
+    """What attention in a prompt says about its keys: whether attention in decoding can read pages in place of them.
 
     Args:
-        width: head dimension; None if it varies.
-        window: of a sliding-window layer.
-        capacity: of the cache, in tokens.
-        kv_heads: heads of keys and values on one device; None: not known yet.
-        dtype: of the cache.
+        reads: of each call of attention, whether it was causal attention of a kind that the kernel supports.
     """
-    if width is None or width % 128 or (dtype == FP8 and width != _JOINT_WIDTH):
-        return False
-    if width == _JOINT_WIDTH and kv_heads is not None and dtype is not None:
-        return can_tile(kv_heads, dtype)
-    if width == _JOINT_WIDTH or window is None or capacity is None:
-        return True
-    return window >= capacity or window % PAGE_SIZE == 0
+
+    reads: list[bool] = dataclasses.field(default_factory=list)
+
+    @property
+    def can_be_read(self) -> bool:
+        """Whether pages can replace the keys."""
+        return bool(self.reads) and all(self.reads)
 
 
-def can_tile(kv_heads: int, dtype: jnp.dtype) -> bool:
-    """Whether the ragged paged kernel can lay out a token's keys and values of so many heads, those of one device.
+def are_kept(dtype: jnp.dtype, cache_dtype: jnp.dtype | None) -> bool:
+    """Whether caches of the current trace's program are in pages.
 
-    The kernel packs them in 32-bit words, and takes 1, 2, 4 or a multiple of 8 of these: not the 10 heads of Phi-4, say.
+    Args:
+        dtype: of the model.
+        cache_dtype: of the cache; None: the model's.
     """
-    words, rest = divmod(2 * kv_heads * dtype.itemsize, 4)
-    return rest == 0 and (words in (1, 2, 4) or words % 8 == 0)
+    where = target.current()
+    return where is not None and where.pages and (has_tpu_kernels(dtype, cache_dtype or dtype) or not target.is_for("tpu"))
 
 
-def after_prompt(
-    key: jax.Array, value: jax.Array, padding: jax.Array, capacity: int, window: int | None
-) -> dict[str, jax.Array]:
-    """The pages after a prompt, by name; `pages_of` turns them into an object.
+def can_attend(heads: int, kv_heads: int, *, scale: float) -> bool:
+    """Whether the kernel supports these numbers of heads of queries and of keys, and the factor of scores."""
+    shards, kv_shards = target.head_shards()
+    return scale > 0 and heads % shards == 0 and kv_heads % kv_shards == 0
+
+
+def after_prompt(key: jax.Array, value: jax.Array, padding: jax.Array, capacity: int, window: int | None) -> jax.Array:
+    """The pages after a prompt, as in `Pages`.
 
     Args:
         key: [batch, kv_heads, length, head_dim].
-        value: as `key`.
+        value: as `key`, perhaps of another head dimension.
         padding: [batch] int32, padding tokens before each prompt.
         capacity: capacity in tokens, padding included.
         window: number of tokens a query attends to; None: all.
 
     Returns:
-        Arrays; entries beyond the prompt are undefined.
+        Pages; slots after the prompt are undefined.
     """
-    kind = JointPages if key.shape[3] == _JOINT_WIDTH else SeparatePages
-    return arrays_of(kind.after_prompt(key, value, padding, capacity, window))
+    batch, heads, length, _ = key.shape
+    mesh = target.mesh()
+    rows = 1 if mesh is None or (axes := batch_axes(mesh, batch)) is None else size_of(mesh, axes)
+    size = size_of_pages(_PAGE_SIZE, batch // rows, capacity)
+    whole = -(-capacity // size)
+    count = whole if window is None else min(whole, -(-window // size) + 1)
+    places = jnp.arange(min(count, -(-length // size)))
+    last = (length - padding[:, None] - 1) // size
+    logical = last - (last - places) % count  # [batch, places]; negative for unused entries
+    logical = jnp.where(logical < 0, places, logical)
+    slots = (logical[:, :, None] * size + jnp.arange(size)).reshape(batch, -1)
+    tokens = jnp.clip(slots + padding[:, None], 0, length - 1)
+    # heads after tokens, as models compute them: avoids a transposed copy
+    both = jnp.concatenate([key, value], axis=3).swapaxes(1, 2)
+    found = both[jnp.arange(batch)[:, None], tokens].reshape(batch, -1, size, heads, both.shape[3])
+    further = (0, count - found.shape[1]), (0, in_lanes(both.shape[3]) - both.shape[3])
+    return jnp.pad(found.swapaxes(2, 3), ((0, 0), further[0], (0, 0), (0, 0), further[1]))
 
 
-def pages_of(arrays: Mapping[str, jax.Array], slots: jax.Array) -> Pages:
-    """The inverse of `arrays_of`, with the slots of a step, [batch]."""
-    kind = JointPages if "pages" in arrays else SeparatePages
-    return kind(**arrays, slots=slots)
+def holds_all(pages: jax.Array, capacity: int) -> bool:
+    """Whether pages, as in `Pages`, have a place for every token, not only for those of a window."""
+    return pages.shape[1] * pages.shape[3] >= capacity
 
 
-def arrays_of(pages: Pages) -> dict[str, jax.Array]:
-    """The arrays of pages that are kept between steps, by name."""
-    return {f.name: getattr(pages, f.name) for f in dataclasses.fields(pages) if f.name != "slots"}
+def grown(pages: jax.Array, capacity: int, new: int) -> jax.Array:
+    """The pages of a cache that becomes larger: with places for `new` tokens if they have one for each of `capacity`."""
+    more = -(-new // pages.shape[3]) - pages.shape[1]
+    return jnp.pad(pages, ((0, 0), (0, more), *[(0, 0)] * 3)) if holds_all(pages, capacity) and more > 0 else pages
 
 
-def heads_axis(name: str) -> int | None:
-    """The heads axis of the array of that name; None if it is not a page array."""
-    return {"pages": 3, "key_pages": 0, "value_pages": 0}.get(name)
+def _packed(new: jax.Array) -> jax.Array:
+    """[batch, heads, tokens, width] as [heads, batch * tokens, width]."""
+    return new.swapaxes(0, 1).reshape(new.shape[1], -1, new.shape[3])
+
+
+def _flat(pages: jax.Array) -> jax.Array:
+    """The pages of all sequences as one list."""
+    return pages.reshape(-1, *pages.shape[2:])

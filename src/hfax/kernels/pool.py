@@ -101,11 +101,11 @@ class JointPool:
         """The pool with the keys and values of the step, as in `SplitPool`."""
         heads, count = key.shape[1:3]
         new = [to_cache(array[0], self.pages.dtype) for array in (key, value)]
-        if _has_tpu_kernels(heads, key.dtype, self.pages):
+        if self._has_kernels(heads, target.head_shards()[1], key.dtype):
             from hfax.kernels.tpu.pages_write import pages_write  # Pallas for TPU takes a second to import
 
             kv = P(TENSOR, None, None)
-            call = _on_devices(pages_write, (_PAGES, kv, kv, P()), _PAGES)
+            call = on_devices(pages_write, (_PAGES, kv, kv, P()), _PAGES)
             written = call(self.pages, *new, self.rows)
         else:
             page, offset = _places(self.rows, count, self.pages.shape[2])
@@ -124,19 +124,23 @@ class JointPool:
     ) -> jax.Array:
         """The pool's implementation of `attend`."""
         options = {"scale": scale, "softcap": softcap, "window": window}
-        if scale > 0 and _has_tpu_kernels(query.shape[1], query.dtype, self.pages):
+        if scale > 0 and self._has_kernels(query.shape[1], target.head_shards()[0], query.dtype):
             from hfax.kernels.tpu import pages as kernels  # Pallas for TPU takes a second to import
 
             target.choose("attention: Pallas kernel, reads live pages of the pool")
             options |= {"value_width": self.value_width, "is_batch_invariant": target.is_batch_invariant()}
             heads = P(HEAD_AXES, None, None)
             specs = (heads, _PAGES, P(), None if sinks is None else P(HEAD_AXES))
-            call = _on_devices(functools.partial(kernels.pages_attention, **options), specs, heads)
+            call = on_devices(functools.partial(kernels.pages_attention, **options), specs, heads)
             return call(query[0], self.pages, self.rows, sinks).swapaxes(0, 1)[None]
         target.choose("attention: live pages of the pool, gathered one after the other")
         width = query.shape[3]
         keys, values = self.pages[..., :width], self.pages[..., width : width + self.value_width]
         return _attend_by_pages(query[0], keys, values, self.rows, sinks=sinks, **options)[None]
+
+    def _has_kernels(self, heads: int, shards: int, dtype: jnp.dtype) -> bool:
+        is_split = heads % shards == 0 and self.pages.shape[1] % target.head_shards()[1] == 0
+        return is_split and has_tpu_kernels(dtype, self.pages.dtype)
 
 
 Pool = SplitPool | JointPool
@@ -232,23 +236,20 @@ def _on_gpu(
         return None
     target.choose("attention: Triton kernel, reads live pages of the pool")
     specs = (P(HEAD_AXES, None, None), _PAGES, _PAGES, P(), None if sinks is None else P(HEAD_AXES))
-    call = _on_devices(functools.partial(ranges.pages_attention, **options), specs, P(None, HEAD_AXES, None))
+    call = on_devices(functools.partial(ranges.pages_attention, **options), specs, P(None, HEAD_AXES, None))
     return call(query, keys, values, rows, sinks)
 
 
-def _has_tpu_kernels(heads: int, dtype: jnp.dtype, pages: jax.Array) -> bool:
-    """Whether TPU kernels support pages, written in keys or read by queries of so many heads and that dtype."""
-    if (device := target.tpu()) is None or dtype not in (jnp.bfloat16, jnp.float32):
-        return False
-    shards, kv_shards = target.head_shards()
-    if heads % shards or pages.shape[1] % kv_shards or pages.dtype not in (dtype, FP8):
+def has_tpu_kernels(dtype: jnp.dtype, cache_dtype: jnp.dtype) -> bool:
+    """Whether the current trace's program is for a TPU whose kernels support pages of `cache_dtype` in a model of `dtype`."""
+    if (device := target.tpu()) is None or dtype not in (jnp.bfloat16, jnp.float32) or cache_dtype not in (dtype, FP8):
         return False
     from hfax.kernels.tpu import pages as kernels  # Pallas for TPU takes a second to import
 
-    return target.is_described(device) or kernels.works(dtype, pages.dtype)
+    return target.is_described(device) or kernels.works(dtype, cache_dtype)
 
 
-def _on_devices(function: Callable[..., jax.Array], in_specs: Any, out_specs: P) -> Callable[..., jax.Array]:
+def on_devices(function: Callable[..., jax.Array], in_specs: Any, out_specs: P) -> Callable[..., jax.Array]:
     """The function of one device's arrays as one of those of all devices of the program."""
     if (mesh := target.mesh()) is None:
         return function

@@ -7,6 +7,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+TABLE_BYTES = 768 << 10
+"""Of page tables on TPU, where kernels have them in scalar memory: 1 MB on v5e and v6e, with everything else."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,3 +38,16 @@ class Rows:
         of = self.sequences(num_rows)
         index = jnp.arange(num_rows, dtype=jnp.int32)
         return jnp.where(index < self.starts[-1], self.lengths[of] - self.starts[of + 1] + index, -1)
+
+
+def size_of_pages(size: int, sequences: int, tokens: int) -> int:
+    """Tokens of a page on TPU: `size`, or so many times 2 as much that page tables of long sequences fit its scalar memory.
+
+    Args:
+        size: a power of two.
+        sequences: rows of page tables.
+        tokens: of the longest sequence.
+    """
+    while 4 * sequences * -(-tokens // size) > TABLE_BYTES:
+        size *= 2
+    return size

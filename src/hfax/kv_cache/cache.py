@@ -25,7 +25,7 @@ from hfax.kv_cache.layers import (
     SlidingWindowLayer,
     Tensor,
 )
-from hfax.kv_cache.paged import PagedLayer
+from hfax.kv_cache.paged import PagedLayer, PagedSlidingLayer
 from hfax.kv_cache.scales import scales_of
 
 
@@ -64,7 +64,7 @@ def make_cache(
         has_encoder: the model is an encoder-decoder whose cross-attention is cached too.
         prompt_length: prompt tokens that fill an empty cache; further entries precede them.
         keeps_windows: sliding-window layers hold only their window; False: all tokens.
-        padding: [batch], padding tokens before each prompt; required for paged attention.
+        padding: [batch], padding tokens before each prompt; None: no layer is paged.
 
     Raises:
         UnsupportedModelError: hfax has no cache for a kind of layer in the config.
@@ -106,9 +106,10 @@ def cache_arrays(cache: Cache | EncoderDecoderCache) -> dict[str, Tensor]:
 def _make_layer(
     kind: str, kwargs: dict[str, Any], ops: Any, capacity: int, length: Tensor | None, padding: Tensor | None
 ) -> Any:
-    if padding is not None and kind in ("full_attention", "sliding_attention"):
-        window = kwargs["sliding_window"] if kind == "sliding_attention" else None
-        return PagedLayer(ops, capacity, length, padding=padding, window=window)
+    if padding is not None and kind == "full_attention":
+        return PagedLayer(ops, capacity, length, padding=padding)
+    if padding is not None and kind == "sliding_attention":
+        return PagedSlidingLayer(ops, capacity, length, padding=padding, window=kwargs["sliding_window"])
     if kind == "full_attention":
         return FullAttentionLayer(ops, capacity, length)
     if kind == "cross_attention":
@@ -136,6 +137,8 @@ def _make_layer(
 def _collect(cache: Cache, prefix: str) -> dict[str, Tensor]:
     arrays: dict[str, Tensor] = {}
     for index, layer in enumerate(cache.layers):
+        if isinstance(layer, PagedLayer):
+            layer.settle()
         if isinstance(layer, FullAttentionLayer):
             held = {name: getattr(layer, name) for name in layer.state_names}
             arrays |= {f"{prefix}.{index}.{name}": array for name, array in held.items() if array is not None}

@@ -26,8 +26,8 @@ class PoolOps(Protocol):
 
     def write_rows(
         self, arrays: dict[str, Tensor], key: Tensor, value: Tensor, scales: tuple[float, float]
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """The pool arrays with the keys and values of the step, and the keys as a tensor that carries the pool."""
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """The pool arrays with the keys and values of the step, and these as tensors that carry the pool."""
         ...
 
     def is_read(self, key: Tensor) -> bool:
@@ -69,14 +69,14 @@ class PoolLayer(CacheLayerMixin):
         """No-op: the pool exists already."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the keys and values of the step; return them, the keys carrying the pool."""
+        """Write the keys and values of the step; return them, carrying the pool."""
         if self.carrier is not None:
             raise UnsupportedModelError(
                 "A layer's cache is filled twice in one step.", "Its pages hold each token once.", "Use slots."
             )
         self.is_initialized = True
-        self.arrays, self.carrier = self.ops.write_rows(self.arrays, key_states, value_states, self.scales)
-        return self.carrier, value_states
+        self.arrays, self.carrier, values = self.ops.write_rows(self.arrays, key_states, value_states, self.scales)
+        return self.carrier, values
 
     def get_seq_length(self) -> int:
         """0: there is no single length."""

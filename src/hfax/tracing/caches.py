@@ -13,9 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from torchax.ops import mappings
 from transformers.cache_utils import Cache
 
-from hfax.kernels import paged, target
+from hfax.kernels import paged
+from hfax.kv_cache.axes import is_paged
 from hfax.kv_cache.cache import cache_arrays, make_cache
 from hfax.tracing import torchax as tracing
 from hfax.tracing.traits import ModelTraits
@@ -57,9 +59,8 @@ def open_cache(
     if length is not None:
         traced_length = tracing.wrap(length)
         traced_length.at_least = 1  # a prompt has at least one token, so code that checks for an empty cache gets False
-    where, padding = target.current(), None
-    is_wanted = where is not None and where.pages and keeps_windows and attention_mask is not None
-    if is_wanted and paged.fits(_head_dim(config)):
+    padding = None
+    if attention_mask is not None and _is_paged(module, arrays, dtype):
         padding = tracing.wrap((attention_mask == 0).sum(axis=1, dtype=jnp.int32))
     return make_cache(
         config,
@@ -110,14 +111,11 @@ def take_texts(array: jax.Array, order: jax.Array, axis: int) -> jax.Array:
     return jax.vmap(take, in_axes=(axis, 0), out_axes=axis)(split, order).reshape(array.shape)
 
 
-def _head_dim(config: Any) -> int | None:
-    """Head dimension of the text model; None if it varies."""
-    text: Any = config.get_text_config(decoder=True)
-    try:
-        heads = getattr(text, "num_attention_heads", None)
-        return getattr(text, "head_dim", None) or (text.hidden_size // heads if isinstance(heads, int) else None)
-    except RuntimeError:  # transformers' error for values that differ between layers
-        return None
+def _is_paged(module: Any, arrays: Arrays | None, dtype: jnp.dtype | None) -> bool:
+    """Whether a cache has layers in pages: a new one of `dtype` if the target wants it, another one if it has."""
+    if arrays is not None:
+        return any(is_paged(name) for name in arrays)
+    return paged.are_kept(mappings.t2j_dtype(module.dtype), dtype)
 
 
 class _RnnStates:

@@ -388,36 +388,37 @@ class JaxCacheOps:
         """See `CacheOps.ring_slot`."""
         return call_jax(lambda length: jnp.mod(length.astype(jnp.int32), window), length)
 
-    def fits_pages(self, key: Any, value: Any, capacity: int, window: int | None) -> bool:
-        """See `PagedCacheOps.fits_pages`."""
-        heads, shards, dtype = key.shape[1], target.head_shards()[1], self._dtype or unwrap(key).dtype
-        fits = value.shape == key.shape and heads % shards == 0
-        return fits and paged.fits(key.shape[3], window, capacity, kv_heads=heads // shards, dtype=dtype)
+    def watch(self, keys: Any, values: Any) -> None:
+        """See `PagedCacheOps.watch`."""
+        keys.pages = values.pages = paged.PromptKeys()
 
-    def fill_pages(self, key: Any, value: Any, padding: Any, capacity: int, window: int | None) -> dict[str, Any]:
+    def can_be_read(self, keys: Any) -> bool:
+        """See `PagedCacheOps.can_be_read`."""
+        return keys.pages is not None and keys.pages.can_be_read
+
+    def fill_pages(self, key: Any, value: Any, padding: Any, capacity: int, window: int | None) -> Any:
         """See `PagedCacheOps.fill_pages`."""
-        filled = paged.after_prompt(unwrap(key), unwrap(value), unwrap(padding), capacity, window)
-        return {name: wrap(array) for name, array in filled.items()}
+        return wrap(paged.after_prompt(unwrap(key), unwrap(value), unwrap(padding), capacity, window))
 
-    def write_page(
+    def write_pages(
         self,
-        pages: dict[str, Any],
+        pages: Any,
         key: Any,
         value: Any,
         padding: Any,
         position: Any,
         capacity: int,
         scales: tuple[float, float],
-    ) -> tuple[dict[str, Any], Any, Any]:
-        """See `PagedCacheOps.write_page`."""
-        arrays = {n: unwrap(a) for n, a in pages.items()}
-        dtype = next(iter(arrays.values())).dtype
-        before = paged.pages_of(arrays, unwrap(position) - unwrap(padding))
-        written = before.with_token(*_divided((key, value), dtype, scales))
-        dense = [a.astype(unwrap(key).dtype) for a in written.read(unwrap(padding), capacity)]
-        keys, values = _scaled(dense, scales if dtype == FP8 else (1.0, 1.0))
-        keys.pages = written
-        return {name: wrap(array) for name, array in paged.arrays_of(written).items()}, keys, values
+    ) -> tuple[Any, Any, Any]:
+        """See `PagedCacheOps.write_pages`."""
+        newest = unwrap(position) + key.shape[2] - 1 - unwrap(padding)
+        widths = key.shape[3], value.shape[3]
+        before = paged.Pages(pages=unwrap(pages), slots=newest, capacity=capacity, widths=widths)
+        written = before.with_tokens(*_divided((key, value), before.pages.dtype, scales))
+        dense = [a.astype(unwrap(key).dtype) for a in written.read(unwrap(padding))]
+        keys, values = _scaled(dense, scales if before.pages.dtype == FP8 else (1.0, 1.0))
+        keys.pages = values.pages = written
+        return wrap(written.pages), keys, values
 
 
 class JaxPoolOps:
@@ -432,15 +433,15 @@ class JaxPoolOps:
 
     def write_rows(
         self, arrays: dict[str, Any], key: Any, value: Any, scales: tuple[float, float]
-    ) -> tuple[dict[str, Any], Any]:
+    ) -> tuple[dict[str, Any], Any, Any]:
         """See `PoolOps.write_rows`."""
         dtype = unwrap(next(iter(arrays.values()))).dtype
         before = pools.pool_of({n: unwrap(a) for n, a in arrays.items()}, self._rows)
         written = before.with_rows(*_divided((key, value), dtype, scales))
-        carrier = wrap(unwrap(key))
-        carrier.pool = written
-        carrier.scales = scales if dtype == FP8 and scales != (1.0, 1.0) else None
-        return {name: wrap(array) for name, array in pools.arrays_of(written).items()}, carrier
+        keys, values = wrap(unwrap(key)), wrap(unwrap(value))
+        keys.pool = values.pool = written
+        keys.scales = scales if dtype == FP8 and scales != (1.0, 1.0) else None
+        return {name: wrap(array) for name, array in pools.arrays_of(written).items()}, keys, values
 
     def is_read(self, key: Any) -> bool:
         """See `PoolOps.is_read`."""
@@ -531,13 +532,16 @@ def _attention_forward(
     if (pool := key.pool) is not None:
         if not causal:
             raise _not_pooled("no causal mask")
+        if value.pool is not pool:
+            raise _not_pooled("values other than the cache's")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         of_keys, of_values = key.scales or (1.0, 1.0)
         out, probabilities = _attend_pool(
             pool, query, attention_mask, scale=scale * of_keys, softcap=softcap, sinks=s_aux, bias=position_bias
         )
         return (out if of_values == 1 else call_jax(_times, out, of_values)), probabilities
-    pages, of_keys, of_values = key.pages, 1.0, 1.0
+    of_layer, of_keys, of_values = key.pages, 1.0, 1.0
+    pages = of_layer if of_layer is value.pages else None
     held = None if key.held is None or value.held is None else (key.held, value.held)
     if key.scales is not None and value.unscaled is not None:
         of_keys, of_values = key.scales
@@ -550,6 +554,11 @@ def _attention_forward(
         drops = attention_math.Dropout(rate=dropout, key=_environment().get_and_rotate_prng_key())
     num_queries, num_keys = query.shape[2], key.shape[2]
     scale = (query.shape[-1] ** -0.5 if scaling is None else scaling) * of_keys
+    if isinstance(of_layer, paged.PromptKeys):
+        is_plain = position_bias is None and drops is None and (structure.is_causal or (attention_mask is None and causal))
+        fits = paged.can_attend(query.shape[1], key.shape[1], scale=scale)
+        of_layer.reads.append(is_plain and fits and pages is of_layer)
+        pages = None
 
     def compute(query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, bias: Any, sinks: Any) -> Any:
         if mask is None and causal and num_queries > 1:

@@ -32,7 +32,7 @@ from hfax.tracing import host_reads
 
 if TYPE_CHECKING:
     from hfax.kernels.latents import Latents
-    from hfax.kernels.paged import Pages
+    from hfax.kernels.paged import Pages, PromptKeys
     from hfax.kernels.pool import Pool
     from hfax.patches.masks import MaskStructure
 
@@ -91,8 +91,8 @@ class TraceTensor(torchax.tensor.Tensor):
         self.at_most: int | None = None
         self.mask_structure: MaskStructure | None = None
         """What is known about a mask besides its values."""
-        self.pages: Pages | None = None
-        """The paged cache that these keys stand for."""
+        self.pages: Pages | PromptKeys | None = None
+        """The paged cache that these keys or values stand for; of a prompt's, what attention tells of them."""
         self.held: jax.Array | None = None
         """The cache's own numbers, of a smaller dtype, that these keys or values were made of."""
         self.scales: tuple[float, float] | None = None
