@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from hfax.kernels import target
@@ -111,33 +113,33 @@ class Pages:
         mesh = target.mesh()
         return None if mesh is None else batch_axes(mesh, self.pages.shape[0])
 
-    def _rows(self, pages: jax.Array, slots: jax.Array, tokens: int) -> Rows:
-        """The rows of a step of so many tokens of each sequence, for the sequences of one device."""
+    def _tables(self, pages: jax.Array) -> jax.Array:
+        """[batch, pages] int32: the page of each `page_size` tokens, for the sequences of one device."""
         batch, count, _, size, _ = pages.shape
-        sequence, logical = jnp.arange(batch + 1, dtype=jnp.int32), jnp.arange(-(-self.capacity // size), dtype=jnp.int32)
-        tables = sequence[:batch, None] * count + logical % count
-        return Rows(starts=sequence * tokens, lengths=slots.astype(jnp.int32) + 1, tables=tables)
+        logical = np.arange(-(-self.capacity // size))
+        return jnp.asarray(np.arange(batch)[:, None] * count + logical % count, jnp.int32)
 
     def _write(self, pages: jax.Array, key: jax.Array, value: jax.Array, slots: jax.Array) -> jax.Array:
-        from hfax.kernels.tpu.pages_write import pages_write  # Pallas for TPU takes a second to import
+        from hfax.kernels.tpu.pages_write import pages_write, pages_write_newest  # Pallas for TPU takes a second to import
 
-        new = _packed(key), _packed(value)
-        return pages_write(_flat(pages), *new, self._rows(pages, slots, key.shape[2])).reshape(pages.shape)
+        new, (batch, count, _, size, _) = (_packed(key), _packed(value)), pages.shape
+        if key.shape[2] == 1:
+            page = jnp.arange(batch, dtype=jnp.int32) * count + slots // size % count
+            return pages_write_newest(_flat(pages), *new, page, slots % size).reshape(pages.shape)
+        rows = Rows(starts=_starts(batch, key.shape[2]), lengths=slots + 1, tables=self._tables(pages))
+        return pages_write(_flat(pages), *new, rows).reshape(pages.shape)
 
     def _attend(
-        self, query: jax.Array, pages: jax.Array, slots: jax.Array, sinks: jax.Array | None, **options: float | None
+        self, query: jax.Array, pages: jax.Array, slots: jax.Array, sinks: jax.Array | None, **options: Any
     ) -> jax.Array:
         from hfax.kernels.tpu.pages import pages_attention  # Pallas for TPU takes a second to import
+        from hfax.kernels.tpu.pages_decode import decode_attention
 
-        out = pages_attention(
-            _packed(query),
-            _flat(pages),
-            self._rows(pages, slots, query.shape[2]),
-            sinks,
-            value_width=self.widths[1],
-            is_batch_invariant=target.is_batch_invariant(),
-            **options,  # pyright: ignore[reportArgumentType]
-        )
+        flat, tables, options = _flat(pages), self._tables(pages), {"value_width": self.widths[1], **options}
+        if query.shape[2] == 1:
+            return decode_attention(query[:, :, 0], flat, slots + 1, tables, sinks, **options)[:, None]
+        rows = Rows(starts=_starts(len(query), query.shape[2]), lengths=slots + 1, tables=tables)
+        out = pages_attention(_packed(query), flat, rows, sinks, **options)
         return out.swapaxes(0, 1).reshape(len(query), -1, *out.shape[::2])
 
 
@@ -215,6 +217,10 @@ def grown(pages: jax.Array, capacity: int, new: int) -> jax.Array:
     """The pages of a cache that becomes larger: with places for `new` tokens if they have one for each of `capacity`."""
     more = -(-new // pages.shape[3]) - pages.shape[1]
     return jnp.pad(pages, ((0, 0), (0, more), *[(0, 0)] * 3)) if holds_all(pages, capacity) and more > 0 else pages
+
+
+def _starts(batch: int, tokens: int) -> jax.Array:
+    return jnp.arange(batch + 1, dtype=jnp.int32) * tokens
 
 
 def _packed(new: jax.Array) -> jax.Array:

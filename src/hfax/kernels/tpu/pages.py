@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,16 +22,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from hfax.kernels import precision
 from hfax.kernels.rows import Rows
-from hfax.kernels.tiles import LANES, SUBLANES, in_lanes
-from hfax.kernels.tpu.pages_write import VMEM_BYTES, bits_of_rows, pages_write, rows_of_words, words_of_rows
+from hfax.kernels.tiles import LANES, SUBLANES
+from hfax.kernels.tpu.page_blocks import MASKED, Copies, Item, Lanes, Options, add, for_heads, pages_together, visit_blocks
+from hfax.kernels.tpu.pages_write import VMEM_BYTES, pages_write
 from hfax.kernels.trial import agrees, drawn, expected_by_xla
 
-_LOG2_E = 1.4426950408889634
-_MASKED = -1e30
-"""Finite, so that the difference of two masked scores is a number, and in any unit."""
-_BLOCK = 512
-"""Tokens of a block of pages."""
-_BLOCK_BYTES = 2 << 20
 _QUERIES = 128
 """Tokens of a block of queries."""
 _FEW_QUERIES = 16
@@ -117,8 +112,8 @@ def pages_attention(
     """
     shape = _Shape.of(query, pages, rows, value_width)
     work = _work(rows, shape, window, is_batch_invariant)
-    padded = jnp.pad(query, ((0, 0), (0, 0), (0, shape.key_width - query.shape[2])))
-    singles = padded[:, rows.starts[:-1]].reshape(shape.kv_heads, shape.groups, -1, shape.key_width)
+    padded = jnp.pad(query, ((0, 0), (0, 0), (0, shape.lanes.keys - query.shape[2])))
+    singles = padded[:, rows.starts[:-1]].reshape(shape.kv_heads, shape.groups, -1, shape.lanes.keys)
     singles = jnp.pad(
         singles.transpose(2, 0, 1, 3).astype(jnp.float32), ((0, 0), (0, 0), (0, shape.rows - shape.groups), (0, 0))
     )
@@ -134,15 +129,15 @@ def pages_attention(
         )
 
     in_specs = [
-        of_block(shape.key_width),
+        of_block(shape.lanes.keys),
         pl.BlockSpec(
-            (1, shape.heads, shape.rows, shape.key_width),
+            (1, shape.heads, shape.rows, shape.lanes.keys),
             lambda heads, item, _, sequences, *__: (sequences[item], heads, 0, 0),
         ),
         pl.BlockSpec(memory_space=pl.ANY),
     ]
     operands = [several, singles, pages]
-    options = _Options(scale=scale, softcap=softcap, window=window)
+    options = Options(scale=scale, softcap=softcap, window=window)
     if sinks is not None:
         logits = sinks.astype(jnp.float32).reshape(shape.kv_heads, -1, 1, 1) / options.unit
         operands.append(jnp.broadcast_to(logits, (*logits.shape[:2], 1, LANES)))
@@ -154,20 +149,20 @@ def pages_attention(
             num_scalar_prefetch=len(work) + 3,
             grid=(shape.kv_heads // shape.heads, work[0].shape[0]),
             in_specs=in_specs,
-            out_specs=of_block(shape.value_lanes),
+            out_specs=of_block(shape.lanes.values),
             scratch_shapes=[
                 pltpu.VMEM((2, shape.together, shape.heads, *pages.shape[2:]), pages.dtype),
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SMEM((1,), jnp.int32),
                 pltpu.VMEM((shape.queries, shape.block), jnp.int32),
-                *(state((shape.heads, shape.rows, lanes)) for lanes in (shape.value_lanes, LANES, LANES)),
+                *(state((shape.heads, shape.rows, lanes)) for lanes in (shape.lanes.values, LANES, LANES)),
                 *(
                     state((shape.heads, shape.groups, shape.queries, lanes))
-                    for lanes in (shape.value_lanes, LANES, LANES)
+                    for lanes in (shape.lanes.values, LANES, LANES)
                 ),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct((shape.kv_heads, shape.groups, whole, shape.value_lanes), query.dtype),
+        out_shape=jax.ShapeDtypeStruct((shape.kv_heads, shape.groups, whole, shape.lanes.values), query.dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
         ),
@@ -176,7 +171,7 @@ def pages_attention(
     )
     with precision.of_kernel(query):
         out = kernel(*work, rows.starts, rows.lengths, rows.tables, *operands)
-    at = slice(shape.value_at, shape.value_at + value_width)
+    at = slice(shape.lanes.at, shape.lanes.at + value_width)
     return out[:, :, : shape.tokens, at].reshape(-1, shape.tokens, value_width)
 
 
@@ -216,25 +211,6 @@ def _work(rows: Rows, shape: _Shape, window: int | None, is_batch_invariant: boo
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Options:
-    """As in `pages_attention`."""
-
-    scale: float
-    softcap: float | None
-    window: int | None
-
-    @property
-    def unit(self) -> float:
-        """What the kernel's scores are multiples of: products are scaled with the conversion to powers of two."""
-        return self.scale if self.softcap is None else 1.0
-
-    def scores(self, query: jax.Array, key: jax.Array) -> jax.Array:
-        """[rows, tokens], in multiples of `unit`."""
-        found = jax.lax.dot_general(query, key, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        return found if self.softcap is None else self.softcap * jnp.tanh(found * (self.scale / self.softcap))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Shape:
     """The sizes of a step's attention.
 
@@ -247,10 +223,7 @@ class _Shape:
         rows: `groups`, in whole registers.
         heads: of keys and values, of a step of the grid.
         together: pages of a block.
-        key_width: lanes that hold keys, and maybe the beginning of the values, which meet zeros.
-        value_lane: the first of the lanes whose sums are kept.
-        value_lanes: number of these.
-        value_at: the values' first number among these.
+        lanes: of a row of a page.
     """
 
     kv_heads: int
@@ -261,10 +234,7 @@ class _Shape:
     rows: int
     heads: int
     together: int
-    key_width: int
-    value_lane: int
-    value_lanes: int
-    value_at: int
+    lanes: Lanes
 
     @classmethod
     def of(cls, query: jax.Array, pages: jax.Array, rows: Rows, value_width: int) -> _Shape:
@@ -272,9 +242,8 @@ class _Shape:
         _, kv_heads, page_size, lanes = pages.shape
         groups = num_heads // kv_heads
         queries = min(_QUERIES, max(_FEW_QUERIES, 1 << (tokens - 1).bit_length()))
-        value_lane = width // LANES * LANES
-        value_lanes = in_lanes(width + value_width) - value_lane
-        head_bytes = groups * queries * 4 * (2 * LANES + 2 * value_lanes + width)
+        of_row = Lanes.of(width, value_width)
+        head_bytes = groups * queries * 4 * (2 * LANES + 2 * of_row.values + width)
         heads = next(
             n for n in range(kv_heads, 0, -1) if kv_heads % n == 0 and (n == 1 or n * head_bytes <= _STATE_BYTES)
         )
@@ -287,11 +256,8 @@ class _Shape:
             queries=queries,
             rows=-(-groups // SUBLANES) * SUBLANES,
             heads=heads,
-            together=max(1, min(_BLOCK // page_size, _BLOCK_BYTES // page_bytes, rows.tables.shape[1])),
-            key_width=in_lanes(width),
-            value_lane=value_lane,
-            value_lanes=value_lanes,
-            value_at=width - value_lane,
+            together=pages_together(page_size, page_bytes, rows.tables.shape[1]),
+            lanes=of_row,
         )
 
     @property
@@ -303,86 +269,6 @@ class _Shape:
     def block(self) -> int:
         """Tokens of a block of pages."""
         return self.together * self.page_size
-
-    def block_of(self, position: jax.Array) -> jax.Array:
-        """The number of the block that holds a position. Mosaic asks the default device how to round `//`."""
-        return jax.lax.div(position, jnp.int32(self.block))
-
-
-class _Pages:
-    """The blocks of pages of sequences, which are copied to two buffers in turns.
-
-    Args:
-        pages: all pages, in HBM: [pages, kv_heads, page_size, width].
-        tables: [sequences, pages].
-        buffers: [2, pages of a block, heads, page_size, width].
-        semaphores: [2].
-        head: the first of the heads to copy.
-    """
-
-    def __init__(self, pages: Any, tables: Any, buffers: Any, semaphores: Any, head: Any) -> None:
-        self._pages, self._tables, self._semaphores = pages, tables, semaphores
-        self.buffers = buffers
-        self._heads = pl.ds(head, buffers.shape[2])
-
-    def _each(self, sequence: Any, block: Any, slot: Any, seen: tuple[Any, Any], do: Callable[[Any], None]) -> None:
-        together, page_size = self.buffers.shape[1], self.buffers.shape[3]
-        for index in range(together):
-            number = block * together + index
-
-            @pl.when((number * page_size < seen[1]) & ((number + 1) * page_size > seen[0]))
-            def _(index: int = index, number: Any = number) -> None:
-                source = self._pages.at[self._tables[sequence, number], self._heads]
-                do(pltpu.make_async_copy(source, self.buffers.at[slot, index], self._semaphores.at[slot]))
-
-    def start(self, sequence: Any, block: Any, slot: Any, seen: tuple[Any, Any]) -> None:
-        """Start to copy the pages of a block that hold positions `seen`, from the first to before the last."""
-        self._each(sequence, block, slot, seen, lambda copy: copy.start())
-
-    def wait(self, sequence: Any, block: Any, slot: Any, seen: tuple[Any, Any]) -> None:
-        """Wait for the block, and clear what it has of other positions, which may be no numbers."""
-        self._each(sequence, block, slot, seen, lambda copy: copy.wait())
-        together, heads, page_size, width = self.buffers.shape[1:]
-        first = block * together * page_size
-
-        @pl.when((first < seen[0]) | (first + together * page_size > seen[1]))
-        def _() -> None:
-            for index in range(together):
-                at = first + index * page_size
-                mask = bits_of_rows((heads, page_size, width), self.buffers.dtype, seen[0] - at, seen[1] - at)
-                kept = words_of_rows(self.buffers[slot, index]) & mask
-                self.buffers[slot, index] = rows_of_words(kept, self.buffers.dtype)
-
-    def keys_and_values(self, slot: Any, head: Any, shape: _Shape, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-        """A head's keys, [tokens of a block, key_width], and values, [tokens of a block, value_lanes]."""
-        held = self.buffers[slot, :, head].reshape(shape.block, -1)
-        if held.dtype != dtype:
-            held = held.astype(jnp.float32).astype(dtype)
-        return held[:, : shape.key_width], held[:, shape.value_lane :]
-
-
-def _add(
-    scores: jax.Array, value: jax.Array, state: Sequence[Any], unit: float, is_own: jax.Array | None = None
-) -> None:
-    """Add a block to the sums of rows, by online softmax.
-
-    Args:
-        scores: [rows, tokens], multiples of `unit`.
-        value: [tokens, lanes].
-        state: sums, [rows, lanes], totals, [rows, 128], and largest scores, [rows, 128].
-        unit: as in `_Options`.
-        is_own: [rows, 1]: the values are those of the row's sequence. Others may be no numbers, which a share of 0 does not hide.
-    """
-    sums, totals, largest = state
-    before = largest[...]
-    after = jnp.maximum(before, scores.max(axis=1, keepdims=True))
-    kept = jnp.exp2((before - after) * (unit * _LOG2_E))
-    shares = jnp.exp2((scores - after[:, :1]) * (unit * _LOG2_E))
-    largest[...] = after
-    totals[...] = totals[...] * kept + shares.sum(axis=1, keepdims=True)
-    added = jnp.dot(shares.astype(value.dtype), value, preferred_element_type=jnp.float32)
-    found = sums[...] * kept[:, :1] + added
-    sums[...] = found if is_own is None else jnp.where(is_own, found, sums[...])
 
 
 def _attend(
@@ -400,7 +286,7 @@ def _attend(
     pages: Any,
     *rest: Any,
     shape: _Shape,
-    options: _Options,
+    options: Options,
     has_sinks: bool,
 ) -> None:
     """A sequence of a block of queries. The first pages of the next one are copied meanwhile."""
@@ -409,10 +295,10 @@ def _attend(
     few, many = states[:3], states[3:]
     item, items = pl.program_id(1), pl.num_programs(1)
     block, sequence = block_of[item], sequence_of[item]
-    copies = _Pages(pages, tables, buffers, semaphores, pl.program_id(0) * shape.heads)
+    copies = Copies(pages, tables, buffers, semaphores, pl.program_id(0) * shape.heads)
 
-    def start(item: Any, block: Any, slot: Any) -> None:
-        copies.start(sequence_of[item], block, slot, (seen_from[item], seen_to[item]))
+    def at(item: Any) -> Item:
+        return Item(sequence=sequence_of[item], seen=(seen_from[item], seen_to[item]))
 
     @pl.when((item == 0) | (block_of[jnp.maximum(item - 1, 0)] != block))
     def _() -> None:
@@ -421,24 +307,11 @@ def _attend(
     @pl.when((item == 0) & (following[0] < items))
     def _() -> None:
         turn[0] = 0
-        start(following[0], shape.block_of(seen_from[following[0]]), 0)
+        first = at(following[0])
+        copies.start(first.sequence, copies.block_of(first.seen[0]), 0, first.seen)
 
-    def visit_blocks(attend: Callable[[Any, Any], None]) -> None:
-        """Attend to each block of pages, given its number and its buffer."""
-        last = shape.block_of(seen_to[item] - 1)
-
-        def visit(number: Any, slot: Any) -> Any:
-            coming = jnp.where(number == last, following[item + 1], item)
-
-            @pl.when(coming < items)
-            def _() -> None:
-                start(coming, jnp.where(number == last, shape.block_of(seen_from[coming]), number + 1), 1 - slot)
-
-            copies.wait(sequence, number, slot, (seen_from[item], seen_to[item]))
-            attend(number, slot)
-            return 1 - slot
-
-        turn[0] = jax.lax.fori_loop(shape.block_of(seen_from[item]), last + 1, visit, turn[0])
+    def visit(attend: Callable[[Any, Any], None]) -> None:
+        visit_blocks(copies, turn, item, following[item + 1], items, at, attend)
 
     @pl.when((seen_to[item] > 0) & (is_single[item] != 0))
     def _() -> None:
@@ -449,13 +322,13 @@ def _attend(
             is_seen = (position >= seen_from[item]) & (position < seen_to[item])
 
             def attend_head(head: Any) -> None:
-                key, value = copies.keys_and_values(slot, head, shape, query.dtype)
-                scores = jnp.where(is_seen, options.scores(single[0, head].astype(query.dtype), key), _MASKED)
-                _add(scores, value, [part.at[head] for part in few], options.unit)
+                key, value = copies.keys_and_values(slot, head, shape.lanes, query.dtype)
+                scores = jnp.where(is_seen, options.scores(single[0, head].astype(query.dtype), key), MASKED)
+                add(scores, value, [part.at[head] for part in few], options.unit)
 
-            _for_heads(shape.heads, attend_head)
+            for_heads(shape.heads, attend_head)
 
-        visit_blocks(attend)
+        visit(attend)
         row = starts[sequence] - block * shape.queries
         for part, whole in zip(few, many, strict=True):
             for head in range(shape.heads):
@@ -478,14 +351,14 @@ def _attend(
             mask[...] = is_seen.astype(jnp.int32)
 
             def attend_head(head: Any) -> None:
-                key, value = copies.keys_and_values(slot, head, shape, query.dtype)
+                key, value = copies.keys_and_values(slot, head, shape.lanes, query.dtype)
                 for group in range(shape.groups):
-                    scores = jnp.where(mask[...] != 0, options.scores(query[head, group], key), _MASKED)
-                    _add(scores, value, [part.at[head, group] for part in many], options.unit, is_own)
+                    scores = jnp.where(mask[...] != 0, options.scores(query[head, group], key), MASKED)
+                    add(scores, value, [part.at[head, group] for part in many], options.unit, is_own)
 
-            _for_heads(shape.heads, attend_head)
+            for_heads(shape.heads, attend_head)
 
-        visit_blocks(attend)
+        visit(attend)
 
     @pl.when((item == items - 1) | (block_of[jnp.minimum(item + 1, items - 1)] != block))
     def _() -> None:
@@ -501,23 +374,9 @@ def _clear(logits: Any, sums: Any, totals: Any, largest: Any) -> None:
     sums[...] = jnp.zeros_like(sums)
     totals[...] = jnp.full_like(totals, 0.0 if logits is None else 1.0)
     if logits is None:
-        largest[...] = jnp.full_like(largest, _MASKED)
+        largest[...] = jnp.full_like(largest, MASKED)
     elif len(largest.shape) == 4:
         largest[...] = jnp.broadcast_to(logits[...], largest.shape)
     else:
         for group in range(logits.shape[1]):
             largest[:, group : group + 1, :] = logits[:, group]
-
-
-def _for_heads(count: int, do: Callable[[Any], None]) -> None:
-    """For each head; few at once, that a program with many compiles soon."""
-    at_once = next(number for number in (8, 4, 2, 1) if count % number == 0)
-
-    def some(step: Any, _: None) -> None:
-        for head in range(at_once):
-            do(step * at_once + head)
-
-    if count == at_once:
-        some(0, None)
-    else:
-        jax.lax.fori_loop(0, count // at_once, some, None)

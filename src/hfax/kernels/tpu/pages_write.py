@@ -33,9 +33,43 @@ def pages_write(pages: jax.Array, key: jax.Array, value: jax.Array, rows: Rows, 
         rows: maps tokens to sequences.
         interpret: interpret the kernel, for tests.
     """
-    _, heads, page_size, width = pages.shape
+    tiles = _tiles(rows, key.shape[1], pages.shape[2], rows_of(pages.dtype))
+    return _written(pages, key, value, tiles, interpret)
+
+
+def pages_write_newest(
+    pages: jax.Array, key: jax.Array, value: jax.Array, page: jax.Array, offset: jax.Array, *, interpret: Any = False
+) -> jax.Array:
+    """`pages_write` for one token of each sequence.
+
+    Args:
+        pages: as there.
+        key: [kv_heads, sequences, head_dim], in the pages' dtype.
+        value: [kv_heads, sequences, value_dim].
+        page: [sequences] int32, the page of each token, another one for each.
+        offset: [sequences] int32, its place within the page.
+        interpret: as there.
+    """
+    tile, count = rows_of(pages.dtype), len(page)
+
+    def of_parts(array: jax.Array) -> jax.Array:
+        return jnp.pad(array, (0, -count % _TILES))
+
+    begin = offset % tile
+    tiles = _Tiles(
+        page=of_parts(page),
+        place=of_parts(offset // tile),
+        begin=of_parts(begin),
+        end=of_parts(begin + 1),
+        token=of_parts(jnp.arange(count, dtype=jnp.int32) - begin),
+    )
+    return _written(pages, key, value, tiles, interpret)
+
+
+def _written(pages: jax.Array, key: jax.Array, value: jax.Array, tiles: _Tiles, interpret: Any) -> jax.Array:
+    """The pages with the tokens of a step in these parts of theirs."""
+    _, heads, _, width = pages.shape
     count, tile = key.shape[1], rows_of(pages.dtype)
-    tiles = _tiles(rows, count, page_size, tile)
     after = -count % tile + tile
     new = jnp.concatenate(
         [key, value, jnp.zeros((heads, count, width - key.shape[2] - value.shape[2]), key.dtype)], axis=2
