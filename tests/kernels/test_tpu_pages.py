@@ -10,6 +10,7 @@ from jax.experimental.pallas import tpu as pallas_tpu
 from hfax.kernels.attention import attention
 from hfax.kernels.rows import Rows
 from hfax.kernels.tiles import in_lanes
+from hfax.kernels.tpu import page_blocks, pages_decode
 from hfax.kernels.tpu import pages as kernels
 
 INTERPRET = pallas_tpu.InterpretParams(detect_races=True)
@@ -91,7 +92,7 @@ def expected(parts, keys, values, heads=Heads(), dtype="float32", **options):  #
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Sequences have several blocks of pages, and steps several blocks of queries, which begin and end within sequences."""
-    monkeypatch.setattr(kernels, "_BLOCK", 2 * PAGE)
+    monkeypatch.setattr(page_blocks, "_BLOCK", 2 * PAGE)
     monkeypatch.setattr(kernels, "_QUERIES", 32)
 
 
@@ -122,6 +123,27 @@ def test_each_token_attends_to_its_own_sequence(heads, options):
     out, keys, values, _ = run(PARTS, heads, **options)
     count = sum(end - begin for begin, end in PARTS)
     np.testing.assert_allclose(out[:, :count], expected(PARTS, keys, values, heads, **options), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "held", "options"),
+    [
+        pytest.param(Heads(), "float32", "float32", {"window": 20, "sinks": SINKS}, id="window and sinks"),
+        pytest.param(Heads(6, 2, 48, 80), "float32", "float32", {"softcap": 5.0}, id="a key and a value in the same lanes"),
+        pytest.param(Heads(3, 3, 192, 128), "bfloat16", "float8_e4m3fn", {}, id="float8"),
+    ],
+)
+def test_the_newest_token_of_each_sequence(heads, dtype, held, options):
+    parts = [(end - 1, end) for end in (1, 70, 33, 100, 64)]
+    out, keys, values, pages = run(parts, heads, dtype=dtype, held=held, size=len(parts), **options)
+    wanted = expected(parts, keys, values, heads, dtype=dtype, **options)
+    rows, (queries, *_) = rows_of(parts, unused=0), draws(parts, heads, dtype)
+    asked = of_step(queries, parts, len(parts)).swapaxes(0, 1)
+    given = {"scale": 0.2, "value_width": heads.value_width, "interpret": INTERPRET} | options
+    got = pages_decode.decode_attention(asked, pages, rows.lengths, rows.tables, **given)
+    assert got.dtype == dtype
+    found = [array.astype(jnp.float32) for array in (got.swapaxes(0, 1), wanted)]
+    np.testing.assert_allclose(*found, atol=2e-5 if dtype == "float32" else 0.03)
 
 
 def test_heads_are_divided_where_they_take_too_much_memory(monkeypatch):
@@ -192,6 +214,6 @@ def test_without_a_tpu_that_runs_them_they_are_left_out(caplog):
     ("dtype", "held"), [pytest.param("float32", "float32", marks=pytest.mark.sweep), ("bfloat16", "float8_e4m3fn")]
 )
 def test_the_trial_finds_that_they_work(monkeypatch, dtype, held):
-    monkeypatch.setattr(kernels, "_BLOCK", 512)
+    monkeypatch.setattr(page_blocks, "_BLOCK", 512)
     found, wanted = kernels._trial(jnp.dtype(dtype), jnp.dtype(held), INTERPRET)
     np.testing.assert_allclose(found, wanted, atol=0.01 if dtype == "bfloat16" else 1e-5)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 
 from hfax.kernels.encodings import BITS
+from hfax.kernels.tiles import LANES, in_lanes
 from hfax.planning.hlo import Array, Computation, Instruction, Program, bits_of, kernel_name
 
 
@@ -56,6 +57,7 @@ def _in_memory(arrays: Sequence[Array]) -> int:
 
 
 _PARTS = ("dynamic-slice", "slice", "gather")
+_REGISTER_BYTES = 4096
 
 
 def _read_bytes(program: Program, inner: Computation, parameter: Instruction, whole: float) -> float:
@@ -177,7 +179,9 @@ def _kernel_cost(
     if "flash_attention" in kernel or "splash" in kernel or kernel == "segment_attention":
         query = max((a for a in arrays if len(a.shape) >= 3), key=lambda a: a.size)
         keys = max(a.shape[-2] for a in arrays if len(a.shape) >= 3 and a.shape[-1] == query.shape[-1])
-        return Cost(moved, 4.0 * query.size * keys * _share_of_pairs(kernel, arrays))  # two products
+        # a TPU multiplies whole registers
+        numbers = (a.size // a.shape[-1] * (in_lanes(a.shape[-1]) if "splash" in kernel else a.shape[-1]) for a in (query, out))
+        return Cost(moved, 2.0 * sum(numbers) * keys * _share_of_pairs(kernel, arrays))  # two products
     bits = BITS.get(kernel.partition("_")[0])  # pyright: ignore[reportArgumentType]
     if kernel.endswith("_experts") or "gmm" in kernel or "grouped_linear" in kernel:
         weight = max((a for a in arrays if len(a.shape) >= 3), key=lambda a: a.num_bytes)
@@ -191,4 +195,8 @@ def _kernel_cost(
     if kernel.endswith("_linear") and bits is not None:
         codes = arrays[1]  # after the activations
         return Cost(moved, 2.0 * codes.num_bytes * 8 / bits * out.size / codes.shape[0])
+    if kernel == "pages_write":  # of each part, a register's rows of all heads, four are read or written
+        pages, parts = max(arrays, key=lambda a: a.num_bytes), arrays[0].size
+        rows = _REGISTER_BYTES // (LANES * bits_of(pages.dtype) // 8)
+        return Cost(4.0 * parts * rows * pages.num_bytes / (pages.shape[0] * pages.shape[2]))
     return Cost(moved)  # attention of decoding steps: it reads the cache

@@ -24,7 +24,8 @@ from hfax.kernels import precision
 from hfax.kernels.rows import Rows
 from hfax.kernels.tiles import LANES, SUBLANES
 from hfax.kernels.tpu.page_blocks import MASKED, Copies, Item, Lanes, Options, add, for_heads, pages_together, visit_blocks
-from hfax.kernels.tpu.pages_write import VMEM_BYTES, pages_write
+from hfax.kernels.tpu.pages_decode import decode_attention
+from hfax.kernels.tpu.pages_write import VMEM_BYTES, pages_write, pages_write_newest
 from hfax.kernels.trial import agrees, drawn, expected_by_xla
 
 _QUERIES = 128
@@ -65,15 +66,19 @@ def _trial(dtype: Any, cache_dtype: Any, interpret: Any = False) -> tuple[np.nda
             tables=tables,
         )
 
-    newest = [(567, 570), (699, 700)]
-    for parts in ([(0, 567), (0, 132)], [(567, 567), (132, 699)], newest):
+    newest, last = [(567, 570), (699, 700)], jnp.array([569, 699], jnp.int32)
+    for parts in ([(0, 567), (0, 132)], [(567, 569), (132, 699)]):
         pages = pages_write(pages, of_step(key, parts), of_step(value, parts), rows(parts), interpret=interpret)
-    asked = of_step(query, newest)
-    got = pages_attention(asked, pages, rows(newest), value_width=64, scale=0.125, window=600, interpret=interpret)
+    page = jnp.take_along_axis(tables, last[:, None] // 64, axis=1)[:, 0]
+    pages = pages_write_newest(pages, key[:, last], value[:, last], page, last % 64, interpret=interpret)
+    options: dict[str, Any] = {"value_width": 64, "scale": 0.125, "window": 600, "interpret": interpret}
+    got = pages_attention(of_step(query, newest), pages, rows(newest), **options).swapaxes(0, 1)
+    of_last = decode_attention(query[:, last].swapaxes(0, 1), pages, last + 1, tables, **options)
     position, seen = jnp.array([567, 568, 569, 699])[:, None], jnp.arange(700)
     mask = (seen <= position) & (seen > position - 600)
-    expected = expected_by_xla(asked[None], key[None], value[None], mask[None, None])[0]
-    return np.asarray(got.swapaxes(0, 1), np.float32), expected
+    asked = of_step(query, newest)[None]
+    expected = expected_by_xla(asked, key[None], value[None], mask[None, None])[0]
+    return np.asarray(jnp.concatenate([got, of_last]), np.float32), np.concatenate([expected, expected[2:]])
 
 
 def pages_attention(
