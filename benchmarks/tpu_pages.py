@@ -1,12 +1,13 @@
-"""The engine's attention on TPU as its compiler sees it: cycles of the kernels' loops beside the time that memory needs.
+"""Attention to pages on TPU as its compiler sees it: cycles of the kernels' loops beside the time that memory needs.
 
     python benchmarks/tpu_pages.py --json-file benchmarks/results/tpu-pages.json      # three minutes, no TPU
 
 Needs hfax[tpu] and no TPU. A program writes a step of 16 sequences to pages and attends to them, with heads of published models.
 Printed are its temporaries; and for a block of pages, how long the loop's body takes by its instruction bundles, one of which is
 issued a cycle, without waiting for memory, beside the time that reading the block takes at the chip's published bandwidth: for a
-sequence with one token, and for a block of queries of a prompt (128, or the step's tokens if these are fewer). JAX's ragged paged
-attention kernel, which takes head dimensions of 128, is counted likewise, for 32 tokens of any sequences.
+sequence with one token, and for a block of queries of a prompt (128, or the step's tokens if these are fewer). "newest" are the
+kernels of `generate`, which takes one token of each sequence. JAX's ragged paged attention kernel, which takes head dimensions of
+128, is counted likewise, for 32 tokens of any sequences.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ class Case:
         model: one of `MODELS`.
         rows: tokens of the step.
         by_jax: compile JAX's kernel.
+        is_newest: compile the kernels of a batch's decoding, one token of each sequence.
     """
 
     chip: str
     model: str
     rows: int
     by_jax: bool = False
+    is_newest: bool = False
 
 
 def compile_case(case: Case) -> dict[str, Any]:
@@ -58,6 +61,8 @@ def compile_case(case: Case) -> dict[str, Any]:
     from hfax.kernels.rows import Rows
     from hfax.kernels.tiles import in_lanes
     from hfax.kernels.tpu import pages as kernels
+    from hfax.kernels.tpu.pages_decode import decode_attention
+    from hfax.kernels.tpu.pages_write import pages_write_newest
     from hfax.planning.devices import topology_devices
 
     device = topology_devices(CHIPS[case.chip])[0]
@@ -87,6 +92,11 @@ def compile_case(case: Case) -> dict[str, Any]:
         query = given(heads, case.rows, width)
 
         def step(query: Any, key: Any, value: Any, pages: Any, rows: Any) -> Any:
+            if case.is_newest:
+                page, offset = rows.tables[:, 0], rows.lengths & (PAGE_SIZE - 1)
+                pages = pages_write_newest(pages, key, value, page, offset)
+                options = {"value_width": width, "scale": width**-0.5}
+                return decode_attention(query.swapaxes(0, 1), pages, rows.lengths, rows.tables, **options), pages
             pages = kernels.pages_write(pages, key, value, rows)
             return kernels.pages_attention(query, pages, rows, value_width=width, scale=width**-0.5), pages
 
@@ -113,12 +123,13 @@ def measure(case: Case) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         found = compiled_apart(__file__, case, folder)
-        kernel = "ragged_paged_attention" if case.by_jax else "pages_attention"
+        kernel = "pages_decode_attention" if case.is_newest else "pages_attention"
+        kernel = "ragged_paged_attention" if case.by_jax else kernel
         cycles = innermost_cycles(bundles_of(Path(folder), kernel))
     _, _, width = MODELS[case.model]
     bandwidth = PUBLISHED[case.chip].bandwidth / CORES.get(case.chip, 1)
     memory_ns = found["block"] * found["heads"] * max(128, 2 * width) * 2 / bandwidth * 1e9
-    names = ("all",) if case.by_jax else ("one", "several")
+    names = ("all",) if case.by_jax else ("one",) if case.is_newest else ("one", "several")
     return {
         **dataclasses.asdict(case),
         **found,
@@ -144,12 +155,17 @@ def main() -> None:
     for chip in arguments.chips.split(","):
         for model in arguments.models.split(","):
             for rows in map(int, arguments.rows.split(",")):
-                for by_jax in (False, True) if MODELS[model][2] == 128 else (False,):
-                    found = measure(Case(chip=chip, model=model, rows=rows, by_jax=by_jax))
+                kinds: dict[str, dict[str, bool]] = {"hfax": {}}
+                if rows == SEQUENCES:
+                    kinds["newest"] = {"is_newest": True}
+                if MODELS[model][2] == 128:
+                    kinds["JAX"] = {"by_jax": True}
+                for name, kind in kinds.items():
+                    found = measure(Case(chip=chip, model=model, rows=rows, **kind))
                     results.append(found)
                     cycles = ", ".join(f"{name} {ns}" for name, ns in found["cycles_ns"].items())
                     print(
-                        f"{chip:6} {model:13} {rows:4}  {'JAX' if by_jax else 'hfax':6} {found['temporary_bytes'] / 1e6:17.1f} "
+                        f"{chip:6} {model:13} {rows:4}  {name:6} {found['temporary_bytes'] / 1e6:17.1f} "
                         f"{found['block']:18} {found['memory_ns']:10}  {cycles}",
                         flush=True,
                     )

@@ -46,7 +46,9 @@ def test_splash_attention_interpreted(widths, length, window, softcap, has_sinks
 
     def by_kernel(query, key, value, sinks):
         options = {"scale": 0.1, "window": window, "softcap": softcap}
-        return splash_attention(query, key, value, is_real, sinks, **options, interpret=True) * is_real[:, :, None, None]
+        return (
+            splash_attention(query, key, value, is_real, sinks, **options, interpret=True) * is_real[:, :, None, None]
+        )
 
     def plainly(query, key, value, sinks):
         out, _ = attention(query, key, value, mask, scale=0.1, softcap=softcap, sinks=sinks)
@@ -57,7 +59,8 @@ def test_splash_attention_interpreted(widths, length, window, softcap, has_sinks
     weights = normal(2, length, 4, widths[1], seed=4)
     wanted = (0, 1, 2, 3)[: 3 + has_sinks]
     got, expected = (
-        jax.grad(lambda *given, call=call: (call(*given) * weights).sum(), wanted)(*given) for call in (by_kernel, plainly)
+        jax.grad(lambda *given, call=call: (call(*given) * weights).sum(), wanted)(*given)
+        for call in (by_kernel, plainly)
     )
     for of_kernel, of_plain in zip(got, expected, strict=True):
         np.testing.assert_allclose(of_kernel, of_plain, atol=1e-4)
@@ -96,7 +99,10 @@ def test_attention_reads_what_the_pages_stand_for(monkeypatch, widths, window, s
     assert array.shape[1] == (4 if window is None or window > 256 else -(-window // 128) + 1)
     assert paged.holds_all(array, capacity) == (array.shape[1] == 4)
     for step, count in enumerate((1, 3, 1) if paged.holds_all(array, capacity) else (1, 1, 1)):
-        new_key, new_value = normal(2, 2, count, widths[0], seed=3 + step), normal(2, 2, count, widths[1], seed=9 + step)
+        new_key, new_value = (
+            normal(2, 2, count, widths[0], seed=3 + step),
+            normal(2, 2, count, widths[1], seed=9 + step),
+        )
         key, value = jnp.concatenate([key, new_key], axis=2), jnp.concatenate([value, new_value], axis=2)
         length += count
         query = normal(2, 4, count, widths[0], seed=2)

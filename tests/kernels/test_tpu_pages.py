@@ -129,13 +129,15 @@ def test_each_token_attends_to_its_own_sequence(heads, options):
     ("heads", "dtype", "held", "options"),
     [
         pytest.param(Heads(), "float32", "float32", {"window": 20, "sinks": SINKS}, id="window and sinks"),
-        pytest.param(Heads(6, 2, 48, 80), "float32", "float32", {"softcap": 5.0}, id="a key and a value in the same lanes"),
+        pytest.param(
+            Heads(6, 2, 48, 80), "float32", "float32", {"softcap": 5.0}, id="a key and a value in the same lanes"
+        ),
         pytest.param(Heads(3, 3, 192, 128), "bfloat16", "float8_e4m3fn", {}, id="float8"),
     ],
 )
 def test_the_newest_token_of_each_sequence(heads, dtype, held, options):
     parts = [(end - 1, end) for end in (1, 70, 33, 100, 64)]
-    out, keys, values, pages = run(parts, heads, dtype=dtype, held=held, size=len(parts), **options)
+    _, keys, values, pages = run(parts, heads, dtype=dtype, held=held, size=len(parts), **options)
     wanted = expected(parts, keys, values, heads, dtype=dtype, **options)
     rows, (queries, *_) = rows_of(parts, unused=0), draws(parts, heads, dtype)
     asked = of_step(queries, parts, len(parts)).swapaxes(0, 1)

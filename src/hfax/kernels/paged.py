@@ -63,9 +63,7 @@ class Pages:
             return dataclasses.replace(self, pages=write(self.pages, *new, self.slots))
         slots = self.slots[:, None] + jnp.arange(1 - key.shape[2], 1)
         both = jnp.concatenate(new, axis=3).swapaxes(1, 2)
-        at = self.pages.at[
-            jnp.arange(batch)[:, None], slots // size % count, :, slots % size, : both.shape[3]
-        ]
+        at = self.pages.at[jnp.arange(batch)[:, None], slots // size % count, :, slots % size, : both.shape[3]]
         return dataclasses.replace(self, pages=at.set(both))
 
     def read(self, padding: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -120,7 +118,10 @@ class Pages:
         return jnp.asarray(np.arange(batch)[:, None] * count + logical % count, jnp.int32)
 
     def _write(self, pages: jax.Array, key: jax.Array, value: jax.Array, slots: jax.Array) -> jax.Array:
-        from hfax.kernels.tpu.pages_write import pages_write, pages_write_newest  # Pallas for TPU takes a second to import
+        from hfax.kernels.tpu.pages_write import (
+            pages_write,
+            pages_write_newest,
+        )  # Pallas for TPU takes a second to import
 
         new, (batch, count, _, size, _) = (_packed(key), _packed(value)), pages.shape
         if key.shape[2] == 1:
@@ -167,7 +168,9 @@ def are_kept(dtype: jnp.dtype, cache_dtype: jnp.dtype | None) -> bool:
         cache_dtype: of the cache; None: the model's.
     """
     where = target.current()
-    return where is not None and where.pages and (has_tpu_kernels(dtype, cache_dtype or dtype) or not target.is_for("tpu"))
+    return (
+        where is not None and where.pages and (has_tpu_kernels(dtype, cache_dtype or dtype) or not target.is_for("tpu"))
+    )
 
 
 def can_attend(heads: int, kv_heads: int, *, scale: float) -> bool:

@@ -54,7 +54,9 @@ class PagedLayer(FullAttentionLayer):
     state_names = ("keys", "values", "pages")
     window: int | None = None
 
-    def __init__(self, ops: PagedCacheOps, capacity: int, length: Tensor | None, *, padding: Tensor, **of_kind: Any) -> None:
+    def __init__(
+        self, ops: PagedCacheOps, capacity: int, length: Tensor | None, *, padding: Tensor, **of_kind: Any
+    ) -> None:
         super().__init__(ops, capacity, length, **of_kind)
         self.paged_ops, self.padding = ops, padding
         self.pages: Tensor = None

@@ -180,7 +180,9 @@ def _kernel_cost(
         query = max((a for a in arrays if len(a.shape) >= 3), key=lambda a: a.size)
         keys = max(a.shape[-2] for a in arrays if len(a.shape) >= 3 and a.shape[-1] == query.shape[-1])
         # a TPU multiplies whole registers
-        numbers = (a.size // a.shape[-1] * (in_lanes(a.shape[-1]) if "splash" in kernel else a.shape[-1]) for a in (query, out))
+        numbers = (
+            a.size // a.shape[-1] * (in_lanes(a.shape[-1]) if "splash" in kernel else a.shape[-1]) for a in (query, out)
+        )
         return Cost(moved, 2.0 * sum(numbers) * keys * _share_of_pairs(kernel, arrays))  # two products
     bits = BITS.get(kernel.partition("_")[0])  # pyright: ignore[reportArgumentType]
     if kernel.endswith("_experts") or "gmm" in kernel or "grouped_linear" in kernel:

@@ -555,7 +555,9 @@ def _attention_forward(
     num_queries, num_keys = query.shape[2], key.shape[2]
     scale = (query.shape[-1] ** -0.5 if scaling is None else scaling) * of_keys
     if isinstance(of_layer, paged.PromptKeys):
-        is_plain = position_bias is None and drops is None and (structure.is_causal or (attention_mask is None and causal))
+        is_plain = (
+            position_bias is None and drops is None and (structure.is_causal or (attention_mask is None and causal))
+        )
         fits = paged.can_attend(query.shape[1], key.shape[1], scale=scale)
         of_layer.reads.append(is_plain and fits and pages is of_layer)
         pages = None

@@ -155,7 +155,13 @@ class Item:
 
 
 def visit_blocks(
-    copies: Copies, turn: Any, item: Any, following: Any, items: Any, at: Callable[[Any], Item], attend: Callable[[Any, Any], None]
+    copies: Copies,
+    turn: Any,
+    item: Any,
+    following: Any,
+    items: Any,
+    at: Callable[[Any], Item],
+    attend: Callable[[Any, Any], None],
 ) -> None:
     """Attend to each block of pages of an item, given its number and its buffer; the next one is copied meanwhile.
 

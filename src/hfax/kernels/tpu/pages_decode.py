@@ -15,7 +15,17 @@ from jax.experimental.pallas import tpu as pltpu
 
 from hfax.kernels import precision
 from hfax.kernels.tiles import LANES, SUBLANES
-from hfax.kernels.tpu.page_blocks import MASKED, Copies, Item, Lanes, Options, add, for_heads, pages_together, visit_blocks
+from hfax.kernels.tpu.page_blocks import (
+    MASKED,
+    Copies,
+    Item,
+    Lanes,
+    Options,
+    add,
+    for_heads,
+    pages_together,
+    visit_blocks,
+)
 from hfax.kernels.tpu.pages_write import VMEM_BYTES
 
 
