@@ -37,8 +37,9 @@ GPT_OSS = transformers.GptOssConfig(
 )
 
 
-def of_heads(kv_heads: int, head_dim: int = 128, dtype: str = "bfloat16"):
-    return tiny_llama_config(**TPU_SIZES | {"num_key_value_heads": kv_heads, "head_dim": head_dim, "dtype": dtype})
+def of_heads(kv_heads: int, head_dim: int = 128, dtype: str = "bfloat16", **more):
+    sizes = TPU_SIZES | {"num_key_value_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
+    return tiny_llama_config(**sizes, **more)
 
 
 @pytest.mark.tpu_compile
@@ -49,6 +50,9 @@ def of_heads(kv_heads: int, head_dim: int = 128, dtype: str = "bfloat16"):
         pytest.param(of_heads(4), "v5e:2x2", 16, "bfloat16", id="decoding"),
         pytest.param(of_heads(4), "v6e:2x2", 512, "bfloat16", id="prompts"),
         pytest.param(of_heads(8), "v5e:2x2", 128, "float8_e4m3fn", id="float8"),
+        pytest.param(
+            of_heads(4, kv_cache_scales=[[0.5, 0.25]] * 2), "v5e:1x1", 16, "float8_e4m3fn", id="float8 with scales"
+        ),
         pytest.param(of_heads(4, 64), "tpu7x:1x1x1", 128, "bfloat16", id="64"),
         pytest.param(of_heads(4, 80), "v5p:1x1x1", 128, "bfloat16", id="80"),
         pytest.param(of_heads(4, 256), "v5e:1x1", 512, "bfloat16", id="256"),

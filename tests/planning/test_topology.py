@@ -105,6 +105,15 @@ def test_a_batch_writes_into_its_pages_where_they_are():
 
 
 @pytest.mark.tpu_compile
+@pytest.mark.parametrize("scales", [[], [[0.5, 0.25]] * 2])
+def test_float8_is_written_and_read_by_the_kernels(scales):
+    config = tiny_llama_config(**TPU_SIZES, kv_cache_scales=scales)
+    sizes = {"prompt_length": 256, "capacity": 1024, "kv_cache_dtype": "fp8"}
+    _, decode = compile_for(config, "v5e:1x1", batch_size=4, **sizes)
+    assert decode.kernels["pages_write"] == decode.kernels["pages_decode_attention"] == 2
+
+
+@pytest.mark.tpu_compile
 @pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2}, {"fsdp": 4}])
 def test_devices_have_the_pages_of_their_own_rows(sizes):
     skeleton, devices = open_skeleton(CONFIGS["dense"]), topology_devices("v6e:2x2")

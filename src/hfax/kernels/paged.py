@@ -118,17 +118,14 @@ class Pages:
         return jnp.asarray(np.arange(batch)[:, None] * count + logical % count, jnp.int32)
 
     def _write(self, pages: jax.Array, key: jax.Array, value: jax.Array, slots: jax.Array) -> jax.Array:
-        from hfax.kernels.tpu.pages_write import (
-            pages_write,
-            pages_write_newest,
-        )  # Pallas for TPU takes a second to import
+        from hfax.kernels.tpu import pages_write as kernels  # Pallas for TPU takes a second to import
 
         new, (batch, count, _, size, _) = (_packed(key), _packed(value)), pages.shape
         if key.shape[2] == 1:
             page = jnp.arange(batch, dtype=jnp.int32) * count + slots // size % count
-            return pages_write_newest(_flat(pages), *new, page, slots % size).reshape(pages.shape)
+            return kernels.pages_write_newest(_flat(pages), *new, page, slots % size).reshape(pages.shape)
         rows = Rows(starts=_starts(batch, key.shape[2]), lengths=slots + 1, tables=self._tables(pages))
-        return pages_write(_flat(pages), *new, rows).reshape(pages.shape)
+        return kernels.pages_write(_flat(pages), *new, rows).reshape(pages.shape)
 
     def _attend(
         self, query: jax.Array, pages: jax.Array, slots: jax.Array, sinks: jax.Array | None, **options: Any
@@ -167,10 +164,9 @@ def are_kept(dtype: jnp.dtype, cache_dtype: jnp.dtype | None) -> bool:
         dtype: of the model.
         cache_dtype: of the cache; None: the model's.
     """
-    where = target.current()
-    return (
-        where is not None and where.pages and (has_tpu_kernels(dtype, cache_dtype or dtype) or not target.is_for("tpu"))
-    )
+    if (where := target.current()) is None or not where.pages:
+        return False
+    return where.platform != "tpu" or has_tpu_kernels(dtype, cache_dtype or dtype)
 
 
 def can_attend(heads: int, kv_heads: int, *, scale: float) -> bool:

@@ -241,7 +241,13 @@ def _on_gpu(
 
 
 def has_tpu_kernels(dtype: jnp.dtype, cache_dtype: jnp.dtype) -> bool:
-    """Whether the current trace's program is for a TPU whose kernels support pages of `cache_dtype` in a model of `dtype`."""
+    """Whether the current trace's program is for a TPU whose kernels support pages.
+
+    Args:
+        dtype: of the queries, or of the keys and values that are written, which may be rounded to float8 already.
+        cache_dtype: of the pages.
+    """
+    dtype = jnp.dtype(jnp.bfloat16) if dtype == FP8 else dtype
     if (device := target.tpu()) is None or dtype not in (jnp.bfloat16, jnp.float32) or cache_dtype not in (dtype, FP8):
         return False
     from hfax.kernels.tpu import pages as kernels  # Pallas for TPU takes a second to import
