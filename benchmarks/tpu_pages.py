@@ -61,6 +61,7 @@ def compile_case(case: Case) -> dict[str, Any]:
     from hfax.kernels.rows import Rows
     from hfax.kernels.tiles import in_lanes
     from hfax.kernels.tpu import pages as kernels
+    from hfax.kernels.tpu.page_blocks import Lanes
     from hfax.kernels.tpu.pages_decode import decode_attention
     from hfax.kernels.tpu.pages_write import pages_write_newest
     from hfax.planning.devices import topology_devices
@@ -101,7 +102,7 @@ def compile_case(case: Case) -> dict[str, Any]:
             return kernels.pages_attention(query, pages, rows, value_width=width, scale=width**-0.5), pages
 
         compiled = jax.jit(step, donate_argnums=3).lower(query, key, key, pages, rows).compile()
-        shape = kernels._Shape.of(query, pages, rows, width)
+        shape = kernels._Shape.of(query, pages, rows, Lanes.of(width, width))
         sizes_of_blocks = {"heads": shape.heads, "block": shape.block, "queries": shape.queries}
     return sizes_of_blocks | {"temporary_bytes": compiled.memory_analysis().temp_size_in_bytes}
 

@@ -1,12 +1,15 @@
 """`generate` with caches in pages, as on TPU: the same text as with dense ones, however it is generated."""
 
+import functools
+
 import numpy as np
 import pytest
 import transformers
 from tiny_models import tiny_llama_config
 
-from hfax import AutoModelForTPU
-from hfax.kernels import paged
+from hfax import AutoModelForTPU, Engine, EngineConfig, SamplingParams
+from hfax.kernels.target import compiling_for
+from hfax.programs import program_cache
 
 SIZES = {
     "vocab_size": 64,
@@ -45,7 +48,6 @@ CONFIGS = {
         activation_sparsity_pattern=[0.0] * 4,
     ),
 }
-IS_PAGED = dict.fromkeys(CONFIGS, True) | {"biases": False, "latents": False}
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
@@ -58,10 +60,10 @@ def models(monkeypatch, request):
     def run(call):
         dense = call(made[0])
         with monkeypatch.context() as patched:
-            patched.setattr(paged, "are_kept", lambda *_: True)
+            patched.setattr(program_cache, "compiling_for", functools.partial(compiling_for, pages=True))
             return dense, call(made[1])
 
-    run.is_paged = IS_PAGED[request.param]
+    run.is_paged = request.param != "biases"
     return run
 
 
@@ -111,3 +113,18 @@ def test_several_tokens_or_texts_at_once(models, options):
     options = GREEDY | options | {"max_new_tokens": 24}
     dense, in_pages = models(lambda model: model.generate(ids, **options))
     np.testing.assert_array_equal(in_pages, dense)
+
+
+@pytest.mark.parametrize("models", ["latents"], indirect=True)
+def test_slots_are_not_paged(models):
+    """The engine maps a step over its slots, which kernels do not support; a prompt's pages had no place in them."""
+    ids = prompts()[0][0, :40].tolist()
+
+    def serve(model):
+        with Engine(model, config=EngineConfig(max_num_seqs=2, max_model_len=128)) as engine:
+            assert not engine.is_paged
+            (output,) = engine.generate([ids], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
+            return output.outputs[0].token_ids
+
+    dense, in_pages = models(serve)
+    assert in_pages == dense

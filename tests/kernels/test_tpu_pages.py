@@ -148,6 +148,31 @@ def test_the_newest_token_of_each_sequence(heads, dtype, held, options):
     np.testing.assert_allclose(*found, atol=2e-5 if dtype == "float32" else 0.03)
 
 
+def test_the_beginning_of_a_key_is_its_value():
+    """As in attention over latents, whose rows are a latent and what only keys have."""
+    parts, heads = [(69, 70), (30, 33), (99, 100)], Heads(8, 1, 48, 16)
+    _, latents, rotated, pages = run(parts, heads, size=16)
+    keys = [jnp.concatenate(both, axis=3) for both in zip(latents, rotated, strict=True)]
+    of_query = dataclasses.replace(heads, key_width=64)
+    wanted = expected(parts, keys, latents, of_query)
+    queries, rows = of_step(draws(parts, of_query, "float32")[0], parts, 16), rows_of(parts)
+    options = {"scale": 0.2, "value_width": 48, "value_at": 0, "interpret": INTERPRET}
+    out = kernels.pages_attention(queries, pages, rows, **options)
+    np.testing.assert_allclose(out[:, :5], wanted, atol=2e-5)
+    last = jnp.array([0, 3, 4])
+    newest = pages_decode.decode_attention(
+        queries[:, last].swapaxes(0, 1), pages, rows.lengths[:3], rows.tables[:3], **options
+    )
+    np.testing.assert_allclose(newest.swapaxes(0, 1), wanted[:, last], atol=2e-5)
+
+
+def test_a_block_of_queries_fits_the_memory(monkeypatch):
+    monkeypatch.setattr(kernels, "_STATE_BYTES", 300_000)
+    parts = [(60, 90), (0, 12)]
+    out, keys, values, _ = run(parts, Heads(16, 2), size=64)
+    np.testing.assert_allclose(out[:, :42], expected(parts, keys, values, Heads(16, 2)), atol=2e-5)
+
+
 def test_heads_are_divided_where_they_take_too_much_memory(monkeypatch):
     monkeypatch.setattr(kernels, "_STATE_BYTES", 1)
     parts = PARTS[:3]

@@ -45,6 +45,16 @@ CONFIGS = {
         layer_types=["sliding_attention", "full_attention"],
         **TPU_SIZES | {"head_dim": 64, "intermediate_size": 720},
     ),
+    "latents": transformers.DeepseekV3Config(
+        architectures=["DeepseekV3ForCausalLM"],
+        q_lora_rank=128,
+        kv_lora_rank=256,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        first_k_dense_replace=2,
+        **TPU_SIZES | {"num_key_value_heads": 8, "head_dim": 64},
+    ),
     "ten heads": tiny_llama_config(
         **TPU_SIZES | {"hidden_size": 1280, "num_attention_heads": 20, "num_key_value_heads": 10, "head_dim": 96}
     ),
@@ -76,6 +86,7 @@ def test_options_of_the_compiler(topology, is_packed, expected):
         pytest.param("wide", "v6e:1x1", marks=pytest.mark.tpu_compile),
         pytest.param("sinks", "v6e:2x2", marks=pytest.mark.tpu_compile),
         pytest.param("ten heads", "v5e:1x1", marks=pytest.mark.tpu_compile),
+        pytest.param("latents", "v6e:2x2", marks=pytest.mark.tpu_compile),
     ],
 )
 def test_programs_have_pallas_kernels_and_copy_nothing_large(name, topology):

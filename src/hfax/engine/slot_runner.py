@@ -142,9 +142,10 @@ class SlotRunner:
 
     def _begin(self, params: Any, inputs: Any, static: Any) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
         checks: dict[str, jax.Array] = {}
-        logits, state = read_prompts(
-            self._parts.traced, params, inputs, static, self._capacity, checks, cache_dtype=self._cache_dtype
-        )
+        with target.without_pages():  # kernels do not support vmap
+            logits, state = read_prompts(
+                self._parts.traced, params, inputs, static, self._capacity, checks, cache_dtype=self._cache_dtype
+            )
         main = inputs.get("decoder_input_ids", inputs.get("input_ids"))
         return logits, state | {"length": jnp.int32(main.shape[1])}, checks
 

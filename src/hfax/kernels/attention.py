@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from hfax.kernels import online_softmax, target
 from hfax.kernels.cpu import calls, library
 from hfax.kernels.online_softmax import OnlineSoftmax
-from hfax.kernels.paged import Pages
+from hfax.kernels.paged import Pages, can_attend
 from hfax.kernels.pool import has_tpu_kernels
 from hfax.sharding.mesh import HEAD_AXES, TENSOR, batch_axes
 
@@ -199,15 +199,14 @@ def _on_tpu(
     from hfax.kernels.tpu import attention as kernels  # Pallas for TPU takes a second to import
 
     options: dict[str, Any] = {"scale": scale, "softcap": softcap}
-    shards, kv_shards = target.head_shards()
-    if query.shape[1] % shards or key.shape[1] % kv_shards:
-        return None
     if pages is not None:
-        if mask.causal is None or not has_tpu_kernels(query.dtype, pages.pages.dtype):
+        fits = can_attend(query.shape[1], key.shape[1], scale=scale) and has_tpu_kernels(query.dtype, pages.pages.dtype)
+        if mask.causal is None or not fits:
             return None
         target.choose("attention: Pallas kernel, reads live pages of the cache")
         return pages.attend(query, window=mask.causal.window, sinks=sinks, **options)
-    if not kernels.can_splash(query, key):
+    shards, kv_shards = target.head_shards()
+    if query.shape[1] % shards or key.shape[1] % kv_shards or not kernels.can_splash(query, key):
         return None
     options["mesh"] = target.mesh()
     if (segments := mask.segments) is not None and query.shape[0] == 1 and sinks is None:

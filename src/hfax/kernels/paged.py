@@ -39,12 +39,15 @@ class Pages:
         slots: [batch] int32, slot of the newest token of each sequence.
         capacity: of the cache, in tokens.
         widths: the head dimensions of keys and of values.
+        are_latents: the keys are latents and the values what follows them (`hfax.kernels.latents`): attention has both as keys, and
+            the latents as values.
     """
 
     pages: jax.Array
     slots: jax.Array
     capacity: int
     widths: tuple[int, int]
+    are_latents: bool = False
 
     def with_tokens(self, key: jax.Array, value: jax.Array) -> Pages:
         """The pages with the next tokens, [batch, kv_heads, tokens, head_dim], the last at `slots`; in place if they are donated.
@@ -57,8 +60,8 @@ class Pages:
             raise NotImplementedError("several tokens at once onto a window in pages")
         new = [to_cache(array, self.pages.dtype) for array in (key, value)]
         if has_tpu_kernels(key.dtype, self.pages.dtype):
-            rows = self._rows_axes()
-            of_pages, of_new = P(rows, None, TENSOR, None, None), P(rows, TENSOR, None, None)
+            rows, heads = self._axes()
+            of_pages, of_new = P(rows, None, heads, None, None), P(rows, heads, None, None)
             write = on_devices(self._write, (of_pages, of_new, of_new, P(rows)), of_pages)
             return dataclasses.replace(self, pages=write(self.pages, *new, self.slots))
         slots = self.slots[:, None] + jnp.arange(1 - key.shape[2], 1)
@@ -87,19 +90,19 @@ class Pages:
         """Causal attention of each sequence's newest tokens to its pages, of which only those that are seen are read.
 
         Args:
-            query: [batch, heads, tokens, head_dim].
+            query: [batch, heads, tokens, head_dim]; for latents as wide as both.
             scale: multiplies the scores.
             softcap: as in `hfax.kernels.attention`.
             window: number of tokens each token attends to, itself included; None: all.
             sinks: [heads], as in `hfax.kernels.attention`.
 
         Returns:
-            [batch, tokens, heads, value_dim].
+            [batch, tokens, heads, value_dim]; for latents as wide as these.
         """
-        rows = self._rows_axes()
+        rows, heads = self._axes()
         specs = (
             P(rows, HEAD_AXES, None, None),
-            P(rows, None, TENSOR, None, None),
+            P(rows, None, heads, None, None),
             P(rows),
             None if sinks is None else P(HEAD_AXES),
         )
@@ -107,9 +110,11 @@ class Pages:
         call = on_devices(local, specs, P(rows, None, HEAD_AXES, None))
         return call(query, self.pages, self.slots, sinks)
 
-    def _rows_axes(self) -> tuple[str, ...] | None:
+    def _axes(self) -> tuple[tuple[str, ...] | None, str | None]:
+        """The axes of sequences and of heads: a single head is that of all devices."""
         mesh = target.mesh()
-        return None if mesh is None else batch_axes(mesh, self.pages.shape[0])
+        rows = None if mesh is None else batch_axes(mesh, self.pages.shape[0])
+        return rows, None if self.pages.shape[HEADS] == 1 else TENSOR
 
     def _tables(self, pages: jax.Array) -> jax.Array:
         """[batch, pages] int32: the page of each `page_size` tokens, for the sequences of one device."""
@@ -133,7 +138,10 @@ class Pages:
         from hfax.kernels.tpu.pages import pages_attention  # Pallas for TPU takes a second to import
         from hfax.kernels.tpu.pages_decode import decode_attention
 
-        flat, tables, options = _flat(pages), self._tables(pages), {"value_width": self.widths[1], **options}
+        flat, tables = _flat(pages), self._tables(pages)
+        options |= (
+            {"value_width": self.widths[0], "value_at": 0} if self.are_latents else {"value_width": self.widths[1]}
+        )
         if query.shape[2] == 1:
             return decode_attention(query[:, :, 0], flat, slots + 1, tables, sinks, **options)[:, None]
         rows = Rows(starts=_starts(len(query), query.shape[2]), lengths=slots + 1, tables=tables)
@@ -172,7 +180,7 @@ def are_kept(dtype: jnp.dtype, cache_dtype: jnp.dtype | None) -> bool:
 def can_attend(heads: int, kv_heads: int, *, scale: float) -> bool:
     """Whether the kernel supports these numbers of heads of queries and of keys, and the factor of scores."""
     shards, kv_shards = target.head_shards()
-    return scale > 0 and heads % shards == 0 and kv_heads % kv_shards == 0
+    return scale > 0 and heads % shards == 0 and (kv_heads == 1 or kv_heads % kv_shards == 0)
 
 
 def after_prompt(key: jax.Array, value: jax.Array, padding: jax.Array, capacity: int, window: int | None) -> jax.Array:

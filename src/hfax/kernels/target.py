@@ -168,6 +168,17 @@ def plainly() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def without_pages() -> Iterator[None]:
+    """Within the block caches are not paged."""
+    target = _target.get()
+    token = _target.set(None if target is None else dataclasses.replace(target, pages=False))
+    try:
+        yield
+    finally:
+        _target.reset(token)
+
+
+@contextlib.contextmanager
 def compiling_for(
     device: jax.Device | str,
     *,

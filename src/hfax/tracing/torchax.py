@@ -8,6 +8,7 @@ functions that hfax registers with transformers are connected here; their implem
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import sys
@@ -518,6 +519,8 @@ def _attention_forward(
             kwargs |= {**options, "scaling": scaling, "s_aux": s_aux}
             return _attention_over_latents(module, query, latents, attention_mask, **kwargs)
         key, value = latents.expand()
+        if isinstance(told := _pages_of(latents), paged.PromptKeys):
+            key.pages = value.pages = told
     if s_aux is None:  # some modules pass sinks as an argument, under either name, others as an attribute
         s_aux = kwargs.get("sinks", getattr(module, "sinks", None))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -600,8 +603,17 @@ def _attention_over_latents(
     query = call_jax(functools.partial(queries_of_latents, **sizes), query, latents.weight)
     keys = torch.cat((latents.compressed, latents.rotated), dim=-1)
     values = latents.compressed.view(latents.compressed.shape)
+    keys.pages = values.pages = _pages_of(latents)
     out, probabilities = _attention_forward(module, query, keys, values, attention_mask, **kwargs)
     return call_jax(functools.partial(values_of_latents, **sizes), out, latents.weight), probabilities
+
+
+def _pages_of(latents: Latents) -> paged.Pages | paged.PromptKeys | None:
+    """The pages that latents stand for, or what attention to a prompt's tells of them; None if the cache scales them."""
+    pages = latents.compressed.pages
+    if pages is not latents.rotated.pages or latents.compressed.scales is not None:
+        return None
+    return dataclasses.replace(pages, are_latents=True) if isinstance(pages, paged.Pages) else pages
 
 
 def _attention_within_segments(

@@ -69,14 +69,12 @@ class Lanes:
     at: int
 
     @classmethod
-    def of(cls, key_width: int, value_width: int) -> Lanes:
-        """For these head dimensions of keys and values."""
-        first = key_width // LANES * LANES
+    def of(cls, key_width: int, value_width: int, value_at: int | None = None) -> Lanes:
+        """For these head dimensions of keys and values, of which these are at `value_at`; None: after the keys."""
+        begin = key_width if value_at is None else value_at
+        first = begin // LANES * LANES
         return cls(
-            keys=in_lanes(key_width),
-            first=first,
-            values=in_lanes(key_width + value_width) - first,
-            at=key_width - first,
+            keys=in_lanes(key_width), first=first, values=in_lanes(begin + value_width) - first, at=begin - first
         )
 
 
@@ -129,7 +127,7 @@ class Copies:
         held = self.buffers[slot, :, head].reshape(self.tokens, -1)
         if held.dtype != dtype:
             held = held.astype(jnp.float32).astype(dtype)
-        return held[:, : lanes.keys], held[:, lanes.first :]
+        return held[:, : lanes.keys], held[:, lanes.first : lanes.first + lanes.values]
 
     @property
     def tokens(self) -> int:

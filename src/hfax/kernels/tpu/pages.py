@@ -98,6 +98,7 @@ def pages_attention(
     sinks: jax.Array | None = None,
     *,
     value_width: int,
+    value_at: int | None = None,
     scale: float,
     softcap: float | None = None,
     window: int | None = None,
@@ -116,6 +117,7 @@ def pages_attention(
         rows: maps tokens to sequences.
         sinks: [heads], the score of a key without a value; None: there is none.
         value_width: the head dimension of values.
+        value_at: where a row of a page has the value; None: after the key. At 0 it is a part of the key.
         scale: multiplies the scores; positive.
         softcap: scores become `softcap * tanh(scores / softcap)`; None: they do not.
         window: number of tokens each token attends to, itself included; None: all.
@@ -125,7 +127,7 @@ def pages_attention(
     Returns:
         [heads, tokens, value_dim] in the query's dtype; padding rows are undefined.
     """
-    shape = _Shape.of(query, pages, rows, value_width)
+    shape = _Shape.of(query, pages, rows, Lanes.of(query.shape[2], value_width, value_at))
     work = _work(rows, shape, window, is_batch_invariant)
     padded = jnp.pad(query, ((0, 0), (0, 0), (0, shape.lanes.keys - query.shape[2])))
     singles = padded[:, rows.starts[:-1]].reshape(shape.kv_heads, shape.groups, -1, shape.lanes.keys)
@@ -252,17 +254,19 @@ class _Shape:
     lanes: Lanes
 
     @classmethod
-    def of(cls, query: jax.Array, pages: jax.Array, rows: Rows, value_width: int) -> _Shape:
+    def of(cls, query: jax.Array, pages: jax.Array, rows: Rows, lanes: Lanes) -> _Shape:
         num_heads, tokens, width = query.shape
-        _, kv_heads, page_size, lanes = pages.shape
+        _, kv_heads, page_size, row = pages.shape
         groups = num_heads // kv_heads
+        query_bytes = groups * 4 * (2 * LANES + 2 * lanes.values + width)
         queries = min(_QUERIES, max(_FEW_QUERIES, 1 << (tokens - 1).bit_length()))
-        of_row = Lanes.of(width, value_width)
-        head_bytes = groups * queries * 4 * (2 * LANES + 2 * of_row.values + width)
+        while queries > _FEW_QUERIES and queries * query_bytes > _STATE_BYTES:
+            queries //= 2
+        head_bytes = queries * query_bytes
         heads = next(
             n for n in range(kv_heads, 0, -1) if kv_heads % n == 0 and (n == 1 or n * head_bytes <= _STATE_BYTES)
         )
-        page_bytes = heads * page_size * lanes * pages.dtype.itemsize
+        page_bytes = heads * page_size * row * pages.dtype.itemsize
         return cls(
             kv_heads=kv_heads,
             groups=groups,
@@ -272,7 +276,7 @@ class _Shape:
             rows=-(-groups // SUBLANES) * SUBLANES,
             heads=heads,
             together=pages_together(page_size, page_bytes, rows.tables.shape[1]),
-            lanes=of_row,
+            lanes=lanes,
         )
 
     @property

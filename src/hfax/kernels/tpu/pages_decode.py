@@ -37,6 +37,7 @@ def decode_attention(
     sinks: jax.Array | None = None,
     *,
     value_width: int,
+    value_at: int | None = None,
     scale: float,
     softcap: float | None = None,
     window: int | None = None,
@@ -51,6 +52,7 @@ def decode_attention(
         tables: [sequences, pages] int32, the page of each block of `page_size` tokens.
         sinks: [heads], the score of a key without a value; None: there is none.
         value_width: the head dimension of values.
+        value_at: where a row of a page has the value; None: after the key. At 0 it is a part of the key.
         scale: multiplies the scores; positive.
         softcap: scores become `softcap * tanh(scores / softcap)`; None: they do not.
         window: number of tokens each token attends to, itself included; None: all.
@@ -61,7 +63,7 @@ def decode_attention(
     """
     sequences, num_heads, width = query.shape
     _, kv_heads, page_size, row = pages.shape
-    groups, lanes = num_heads // kv_heads, Lanes.of(width, value_width)
+    groups, lanes = num_heads // kv_heads, Lanes.of(width, value_width, value_at)
     rows = -(-groups // SUBLANES) * SUBLANES
     together = pages_together(page_size, kv_heads * page_size * row * pages.dtype.itemsize, tables.shape[1])
     options = Options(scale=scale, softcap=softcap, window=window)
