@@ -563,7 +563,6 @@ def _attention_forward(
         )
         fits = paged.can_attend(query.shape[1], key.shape[1], scale=scale)
         of_layer.reads.append(is_plain and fits and pages is of_layer)
-        pages = None
 
     def compute(query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, bias: Any, sinks: Any) -> Any:
         if mask is None and causal and num_queries > 1:
@@ -585,7 +584,7 @@ def _attention_forward(
             softcap=softcap,
             position_bias=bias,
             sinks=sinks,
-            pages=pages,
+            pages=pages if isinstance(pages, paged.Pages) else None,
             held=held,
             dropout=drops,
         )
@@ -601,7 +600,7 @@ def _attention_over_latents(
     target.choose("attention: over latents, not expanded")
     sizes = {"nope": latents.nope, "width": latents.width}
     query = call_jax(functools.partial(queries_of_latents, **sizes), query, latents.weight)
-    keys = torch.cat((latents.compressed, latents.rotated), dim=-1)
+    keys: Any = torch.cat((latents.compressed, latents.rotated), dim=-1)
     values = latents.compressed.view(latents.compressed.shape)
     keys.pages = values.pages = _pages_of(latents)
     out, probabilities = _attention_forward(module, query, keys, values, attention_mask, **kwargs)
