@@ -80,20 +80,21 @@ def test_segments_by_splash_attention_interpreted(lengths, longest):
 
 
 @pytest.mark.parametrize(
-    ("widths", "window", "softcap", "has_sinks"),
+    ("widths", "window", "softcap", "has_sinks", "is_written_by_kernel"),
     [
-        ((64, 64), None, None, False),
-        ((64, 64), 100, None, True),
-        ((128, 128), 256, 4.0, False),
-        ((192, 128), None, None, False),
-        ((80, 80), 512, None, False),
+        ((64, 64), None, None, False, True),
+        ((64, 64), 100, None, True, True),
+        ((128, 128), 256, 4.0, False, False),
+        ((192, 128), None, None, False, False),
+        pytest.param((80, 80), 512, None, False, True, marks=pytest.mark.sweep),
     ],
 )
-@pytest.mark.parametrize("is_by_kernels", [False, True])
-def test_attention_reads_what_the_pages_stand_for(monkeypatch, widths, window, softcap, has_sinks, is_by_kernels):
+def test_attention_reads_what_the_pages_stand_for(
+    monkeypatch, widths, window, softcap, has_sinks, is_written_by_kernel
+):
     capacity, length, padding = 512, 300, jnp.array([0, 77], jnp.int32)
     key, value = normal(2, 2, length, widths[0]), normal(2, 2, length, widths[1], seed=1)
-    monkeypatch.setattr(paged, "has_tpu_kernels", lambda *_: is_by_kernels)
+    monkeypatch.setattr(paged, "has_tpu_kernels", lambda *_: is_written_by_kernel)
     sinks = normal(4, seed=5) if has_sinks else None
     array = paged.after_prompt(key, value, padding, capacity, window)
     assert array.shape[1] == (4 if window is None or window > 256 else -(-window // 128) + 1)
