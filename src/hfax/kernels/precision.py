@@ -27,9 +27,20 @@ def setting() -> str:
 
 def as_torch() -> AbstractContextManager[Any]:
     """Within the block float32 products of a trace have the precision of `setting`. On CPU they always are float32 products."""
+    return nullcontext() if _platform() == "cpu" else jax.default_matmul_precision(setting())
+
+
+def of_half() -> AbstractContextManager[Any]:
+    """Within the block a product of arrays of half precision is traced.
+
+    It has one precision. Asked for that of float32, libtpu fails where it makes a kernel of a batched product.
+    """
+    return nullcontext() if _platform() == "cpu" else jax.default_matmul_precision("default")
+
+
+def _platform() -> str:
     where = target.current()
-    platform = jax.default_backend() if where is None else where.platform
-    return nullcontext() if platform == "cpu" else jax.default_matmul_precision(setting())
+    return jax.default_backend() if where is None else where.platform
 
 
 def of_kernel(*operands: jax.Array) -> AbstractContextManager[Any]:

@@ -19,6 +19,7 @@ import torch.utils._mode_utils as mode_utils
 import torchax.tensor
 from torchax.ops import mappings
 
+from hfax.kernels import precision
 from hfax.kernels.target import may_be_differentiated
 from hfax.tracing import bounds, indexing, wide_integers
 from hfax.tracing.constants import TOO_LARGE, is_host, run_on_host, to_host
@@ -44,6 +45,7 @@ from hfax.tracing.subgradients import with_value
 from hfax.tracing.torch_functions import (
     CONSTRUCTORS,
     COPY,
+    PRODUCTS,
     RESHAPED_IN_PLACE,
     TO,
     functional_form,
@@ -143,6 +145,9 @@ class TraceEnvironment(torchax.tensor.Environment):
             result = run_on_host(func, args, kwargs, self.wrap)
             if result is not TOO_LARGE:
                 return result
+        if name in PRODUCTS and any(t.dtype in (torch.bfloat16, torch.float16) for t in tensors):
+            with precision.of_half():
+                return self._traced(func, name, args, kwargs)
         return self._traced(func, name, args, kwargs)
 
     def _with_values(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:

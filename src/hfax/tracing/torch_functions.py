@@ -36,6 +36,11 @@ TO = frozenset(
 """Conversions of dtype and device."""
 COPY = frozenset({torch.Tensor.copy_, torch.ops.aten.copy_, torch.ops.aten.copy_.default})
 _RANDOM_NAMES = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential", "poisson")
+PRODUCTS = frozenset(
+    {"addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "einsum", "inner", "linear", "matmul", "mm", "mv", "tensordot"}
+    | {"__matmul__", "__rmatmul__"}
+)
+"""Operations that multiply matrices."""
 RESHAPED_IN_PLACE = frozenset({"unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_"})
 """Operations in place that change only a tensor's shape."""
 
