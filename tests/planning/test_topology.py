@@ -55,6 +55,17 @@ CONFIGS = {
         first_k_dense_replace=2,
         **TPU_SIZES | {"num_key_value_heads": 8, "head_dim": 64},
     ),
+    # its class does not say that it uses transformers' attention interface
+    "linear attention": transformers.Qwen3NextConfig(
+        architectures=["Qwen3NextForCausalLM"],
+        layer_types=["linear_attention", "full_attention", "full_attention"],
+        mlp_only_layers=[0, 1, 2],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        **TPU_SIZES | {"num_hidden_layers": 3, "head_dim": 256},
+    ),
     "ten heads": tiny_llama_config(
         **TPU_SIZES | {"hidden_size": 1280, "num_attention_heads": 20, "num_key_value_heads": 10, "head_dim": 96}
     ),
@@ -87,6 +98,7 @@ def test_options_of_the_compiler(topology, is_packed, expected):
         pytest.param("sinks", "v6e:2x2", marks=pytest.mark.tpu_compile),
         pytest.param("ten heads", "v5e:1x1", marks=pytest.mark.tpu_compile),
         pytest.param("latents", "v6e:2x2", marks=pytest.mark.tpu_compile),
+        pytest.param("linear attention", "v5e:1x1", marks=pytest.mark.tpu_compile),
     ],
 )
 def test_programs_have_pallas_kernels_and_copy_nothing_large(name, topology):
@@ -105,6 +117,16 @@ def test_programs_have_pallas_kernels_and_copy_nothing_large(name, topology):
     # one sum over devices after attention and one after the feed-forward part, at least
     assert decode.collectives.get("all-reduce", 0) >= (0 if topology.endswith(":1x1") else 4)
     assert "model/layers.1/self_attn/o_proj" in decode.text  # scopes carry the modules' names
+
+
+@pytest.mark.tpu_compile
+def test_attention_to_a_prompt_in_the_models_own_code():
+    """Of bfloat16 products with the precision of float32, libtpu could not make its kernel."""
+    config = transformers.BloomConfig(
+        architectures=["BloomForCausalLM"], vocab_size=1024, hidden_size=512, n_layer=2, n_head=8, dtype="bfloat16"
+    )
+    _, decode = compile_for(config, "v5e:1x1", batch_size=2, prompt_length=128, capacity=512)
+    assert not decode.kernels
 
 
 @pytest.mark.tpu_compile

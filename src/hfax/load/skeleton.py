@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -259,10 +260,13 @@ def with_dtype(skeleton: Skeleton, dtype: torch.dtype) -> Skeleton:
 def _rename_attention(module: PreTrainedModel, names: Mapping[str, str]) -> None:
     """Replace the attention function of each part that uses transformers' attention interface.
 
-    Classes outside the interface look up transformers' names themselves, so they keep them.
+    Classes outside the interface look up transformers' names themselves, so they keep them. Many that use it do not say so
+    (`_supports_attention_backend`): their module imports the interface.
     """
     for part in module.modules():
-        if isinstance(part, PreTrainedModel) and part._supports_attention_backend:
+        if not isinstance(part, PreTrainedModel):
+            continue
+        if part._supports_attention_backend or hasattr(sys.modules[type(part).__module__], "ALL_ATTENTION_FUNCTIONS"):
             config = part.config
             chosen = config._attn_implementation
             config._attn_implementation_internal = names.get(chosen or "", chosen)

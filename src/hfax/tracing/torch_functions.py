@@ -37,7 +37,21 @@ TO = frozenset(
 COPY = frozenset({torch.Tensor.copy_, torch.ops.aten.copy_, torch.ops.aten.copy_.default})
 _RANDOM_NAMES = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential", "poisson")
 PRODUCTS = frozenset(
-    {"addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "einsum", "inner", "linear", "matmul", "mm", "mv", "tensordot"}
+    {
+        "addbmm",
+        "addmm",
+        "addmv",
+        "baddbmm",
+        "bmm",
+        "dot",
+        "einsum",
+        "inner",
+        "linear",
+        "matmul",
+        "mm",
+        "mv",
+        "tensordot",
+    }
     | {"__matmul__", "__rmatmul__"}
 )
 """Operations that multiply matrices."""
