@@ -145,10 +145,9 @@ class TraceEnvironment(torchax.tensor.Environment):
             result = run_on_host(func, args, kwargs, self.wrap)
             if result is not TOO_LARGE:
                 return result
-        if name in PRODUCTS and any(t.dtype in (torch.bfloat16, torch.float16) for t in tensors):
-            with precision.of_half():
-                return self._traced(func, name, args, kwargs)
-        return self._traced(func, name, args, kwargs)
+        is_half = name in PRODUCTS and all(t.dtype in (torch.bfloat16, torch.float16) for t in tensors)
+        with precision.of_half() if is_half else contextlib.nullcontext():
+            return self._traced(func, name, args, kwargs)
 
     def _with_values(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
         """A call whose result has a size that depends on values, which are read: those of scalars, or else all.
