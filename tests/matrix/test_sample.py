@@ -34,6 +34,7 @@ SAMPLE = {
         "recurrent_gemma",  # states on modules
         "rwkv",  # a list of states
         "gpt_neo",  # a table of windows
+        "falcon",  # calls torch's attention itself
         "zamba2",  # shared attention
         "bart",  # positions that count padding
         "xglm",
