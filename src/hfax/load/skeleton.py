@@ -266,7 +266,9 @@ def _rename_attention(module: PreTrainedModel, names: Mapping[str, str]) -> None
     for part in module.modules():
         if not isinstance(part, PreTrainedModel):
             continue
-        if part._supports_attention_backend or hasattr(sys.modules[type(part).__module__], "ALL_ATTENTION_FUNCTIONS"):
+        if part._supports_attention_backend or hasattr(
+            sys.modules.get(type(part).__module__), "ALL_ATTENTION_FUNCTIONS"
+        ):
             config = part.config
             chosen = config._attn_implementation
             config._attn_implementation_internal = names.get(chosen or "", chosen)
