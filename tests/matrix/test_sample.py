@@ -31,6 +31,7 @@ SAMPLE = {
         "qwen3_next",  # gated delta rule beside attention
         "falcon_h1",  # attention and states in one layer
         "inkling_text",  # a window and states in one layer
+        "inkling2_text",  # sinks of each token, in attention of its own
         "recurrent_gemma",  # states on modules
         "rwkv",  # a list of states
         "gpt_neo",  # a table of windows

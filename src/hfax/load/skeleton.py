@@ -260,18 +260,26 @@ def with_dtype(skeleton: Skeleton, dtype: torch.dtype) -> Skeleton:
 def _rename_attention(module: PreTrainedModel, names: Mapping[str, str]) -> None:
     """Replace the attention function of each part that uses transformers' attention interface.
 
-    Classes outside the interface look up transformers' names themselves, so they keep them. Many that use it do not say so
-    (`_supports_attention_backend`): their module imports the interface.
+    Classes outside the interface look up transformers' names themselves, so they keep them.
     """
     for part in module.modules():
-        if not isinstance(part, PreTrainedModel):
-            continue
-        if part._supports_attention_backend or hasattr(
-            sys.modules.get(type(part).__module__), "ALL_ATTENTION_FUNCTIONS"
-        ):
+        if isinstance(part, PreTrainedModel) and _uses_interface(type(part)):
             config = part.config
             chosen = config._attn_implementation
             config._attn_implementation_internal = names.get(chosen or "", chosen)
+
+
+def _uses_interface(model_class: type[PreTrainedModel]) -> bool:
+    """Whether a class asks transformers' attention interface for a function, and takes any.
+
+    Many that do have no `_supports_attention_backend`: their module imports the interface. Those that set it to False need what no
+    other function has (Inkling 2's sinks, one for each token).
+    """
+    own = model_class.__mro__[: model_class.__mro__.index(PreTrainedModel)]
+    told = next((vars(c)["_supports_attention_backend"] for c in own if "_supports_attention_backend" in vars(c)), None)
+    if told is not None:
+        return bool(told)
+    return hasattr(sys.modules.get(model_class.__module__), "ALL_ATTENTION_FUNCTIONS")
 
 
 def _tied_names(module: PreTrainedModel) -> dict[str, str]:
