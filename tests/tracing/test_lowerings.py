@@ -46,6 +46,10 @@ _INDEX = np.array([[0, 2, 0], [1, 1, 2]])
         (lambda t: t.bfloat16().sum(1, dtype=torch.float32), [_FLOATS * 1.01]),
         (lambda t: t.bfloat16().mean(dtype=torch.float32), [_FLOATS * 1.01]),
         (lambda t: t.bfloat16().nansum(0, dtype=torch.float32), [_FLOATS * 1.01]),
+        (
+            lambda t: torch.nn.functional.batch_norm(t.bfloat16(), t[0].abs(), t[1].abs() + 0.3, t[0], t[1]).float(),
+            [_FLOATS],
+        ),
         (lambda t: t.sum(1, dtype=torch.uint8), [_BYTES]),
         (lambda t: t.sum(0, dtype=torch.float32) / 7, [_WHOLE]),
         (lambda t: t.mean(1, dtype=torch.float32), [_TRUTHS]),

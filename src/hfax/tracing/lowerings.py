@@ -213,6 +213,11 @@ def _in_its_dtype(op: Any, input: jax.Array, *args: Any, **kwargs: Any) -> jax.A
     return _torchax(op)(input.astype(jnp.float32), *args, **kwargs).astype(dtype)
 
 
+def _batch_norm(op: Any, input: jax.Array, *args: Any, **kwargs: Any) -> tuple[jax.Array, ...]:
+    """The result has the input's dtype, beside weights and statistics of float32, too; half precision is computed in float32."""
+    return tuple(a.astype(input.dtype) for a in _torchax(op)(input.astype(jnp.float32), *args, **kwargs))
+
+
 def _of_triangle(input: jax.Array, is_lower: bool) -> jax.Array:
     """The Hermitian matrix with the given triangle."""
     triangle = jnp.tril(input, -1) if is_lower else jnp.triu(input, 1)
@@ -257,6 +262,11 @@ _SPECIAL = (
     _aten.special_chebyshev_polynomial_u,
     _aten.special_hermite_polynomial_h,
 )
+_BATCH_NORMS = (
+    _aten.native_batch_norm,
+    _aten._native_batch_norm_legit.default,
+    _aten._native_batch_norm_legit_no_training,
+)
 LOWERINGS: dict[Any, Callable[..., Any]] = {
     _aten.add.Tensor: _add,
     _aten.add.Scalar: _add,
@@ -273,6 +283,7 @@ LOWERINGS: dict[Any, Callable[..., Any]] = {
     _aten._linalg_eigh: _eigh,
     _aten.linalg_pinv.atol_rtol_tensor: _pinv,
     **{op: functools.partial(_in_its_dtype, op) for op in (_aten.lgamma, _aten.digamma, _aten.mvlgamma, _aten.logit)},
+    **{op: functools.partial(_batch_norm, op) for op in _BATCH_NORMS},
     **{op: functools.partial(_reduced, op) for op in (_aten.sum, _aten.mean, _aten.cumsum, _aten.cumprod, _aten.prod)},
     _aten.any: _any,
     _aten.cholesky_inverse: _cholesky_inverse,
