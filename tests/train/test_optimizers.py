@@ -11,14 +11,18 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaForCaus
 from transformers.optimization import Adafactor
 
 from hfax import InvalidInputError, Trainer, TrainingArguments, UnsupportedOptionError
-from hfax.train.optimizers import Weights, choose_hidden, make_optimizer
+from hfax.train.optimizers import Weights, make_optimizer
 
 from .small_models import CONFIGS, make, rows
 
 SHAPES = {"layer.weight": (12, 8), "wide.weight": (6, 20), "embed.weight": (30, 8), "norm.bias": (8,)}
 RNG = np.random.default_rng(0)
 START, *GRADIENTS = ({n: RNG.normal(size=s).astype(np.float32) for n, s in SHAPES.items()} for _ in range(3))
-WEIGHTS = Weights(decays=lambda name: "bias" not in name, is_hidden=lambda name: not name.startswith("embed"))
+WEIGHTS = Weights(
+    decays=lambda name: "bias" not in name,
+    is_hidden=lambda name: not name.startswith("embed"),
+    is_embedding=lambda name: name.startswith("embed"),
+)
 RATE, DECAY = 0.02, 0.1
 
 
@@ -108,10 +112,10 @@ def test_hidden_weights_are_neither_embeddings_nor_heads():
         llama = LlamaForCausalLM(CONFIGS["llama"]())
         sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
         bert = BertForSequenceClassification(BertConfig(**sizes))
-    is_hidden = choose_hidden(llama)
+    is_hidden = Weights.of(llama).is_hidden
     assert not any(map(is_hidden, ("model.embed_tokens.weight", "lm_head.weight")))
     assert all(map(is_hidden, ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.lora_A.weight")))
-    is_hidden = choose_hidden(bert)
+    is_hidden = Weights.of(bert).is_hidden
     assert not any(map(is_hidden, ("bert.embeddings.position_embeddings.weight", "classifier.weight")))
     assert is_hidden("bert.encoder.layer.0.output.dense.weight")
 
@@ -119,8 +123,8 @@ def test_hidden_weights_are_neither_embeddings_nor_heads():
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"optim": "adamw_bnb_8bit"}, UnsupportedOptionError, "8-bit or 4-bit moments"),
-        ({"optim": "paged_lion_8bit"}, UnsupportedOptionError, "8-bit or 4-bit moments"),
+        ({"optim": "paged_adamw_8bit"}, UnsupportedOptionError, "hfax has AdamW and Lion with 8"),
+        ({"optim": "adamw_torch_4bit"}, UnsupportedOptionError, "Use adamw_8bit or lion_8bit"),
         ({"optim": "galore_adamw"}, InvalidInputError, "'galore_adamw' is unknown"),
         ({"optim": "chain"}, InvalidInputError, "'chain' is unknown"),
         ({"optim": "sgd", "optim_args": {"beta": 1}}, InvalidInputError, "'beta', which sgd does not take"),

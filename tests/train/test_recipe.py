@@ -242,7 +242,7 @@ def test_the_other_kinds_train(fields, metric, write, tiny, pairs, tmp_path, cap
         ({"recipe": "dpo"}, "Row 1 has no chosen, rejected"),
         ({"learning_rates": 1}, "has an unknown field 'learning_rates'"),
         ({"lora": {"rank": 4}}, "has an unknown field 'lora.rank'"),
-        ({"optim": "adamw_bnb_8bit"}, "no optimizer with 8-bit or 4-bit moments"),
+        ({"optim": "ademamix_8bit"}, "hfax has AdamW and Lion with 8"),
         ({"lr_scheduler_type": "cosin"}, "lr_scheduler_type: Input should be 'linear', 'cosine'"),
         ({"max_steps": "many"}, "max_steps: Input should be a valid integer"),
         ({"model": None}, "model: "),

@@ -57,6 +57,10 @@ def plan(
         str | None,
         typer.Option(help="Plan fine-tuning with --batch rows of --context tokens: full, lora, or full,lora."),
     ] = None,
+    optim: Annotated[
+        str | None,
+        typer.Option(help="Optimizer of --train, such as adamw_torch (the default), adamw_8bit, lion or muon."),
+    ] = None,
     no_compile: Annotated[bool, typer.Option("--no-compile", help="Estimate without the machines' compilers.")] = False,
     json_file: Annotated[
         Path | None, typer.Option(help="Write the plans to this JSON file, for from_pretrained(plan=…).")
@@ -87,6 +91,12 @@ def plan(
         from hfax.planning import program_time
         from hfax.planning.plan import ASSUMPTIONS, make_plans
 
+        if optim is not None and train is None:
+            raise UnsupportedOptionError(
+                f"--optim {optim} has no effect without --train.",
+                "Serving has no optimizer.",
+                "Add --train full or --train lora, or leave it out.",
+            )
         config = read_any_config(model, trust_remote_code)
         stored = stored_weights(model, config) if quantization is None else None
         console = Console(stderr=True)
@@ -106,6 +116,7 @@ def plan(
                 batches,
                 context,
                 sizes,
+                optim or "adamw_torch",
                 None if quantization is None else quantization.value,
                 stored,
                 not no_compile,
@@ -162,6 +173,7 @@ def _plan_training(
     rows: list[int],
     length: int,
     mesh: Any,
+    optim: str,
     quantization: Any,
     stored: Any,
     compiles: bool,
@@ -183,6 +195,7 @@ def _plan_training(
                 rows=count,
                 length=length,
                 mesh=mesh,
+                optim=optim,
                 quantization=quantization,
                 stored=stored,
                 compiles=compiles,

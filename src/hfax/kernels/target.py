@@ -110,12 +110,13 @@ def product_dtype(dtype: jnp.dtype, *, is_added: bool = False, is_forward: bool 
         is_added: something is added before the result is rounded; on one GPU it then is float32.
         is_forward: it is a layer's product in a pass that is not differentiated.
     """
-    is_half, is_one = dtype in (jnp.bfloat16, jnp.float16), _is_one_device()
+    is_half, is_one = dtype in (jnp.bfloat16, jnp.float16), is_one_device()
     is_rounded = not (is_added and is_one) if is_for("gpu") else is_for("tpu") and is_forward and not is_one
     return jnp.dtype(jnp.float32) if is_half and not is_rounded else dtype
 
 
-def _is_one_device() -> bool:
+def is_one_device() -> bool:
+    """Whether the current trace's program is for one device."""
     devices = mesh()
     return devices is None or devices.size == 1
 

@@ -17,6 +17,7 @@ from hfax.train.occasions import check_strategies
 from hfax.train.optimizers import Weights, check_optimizer, make_optimizer, optim_args
 from hfax.train.schedules import check_schedule, depends_on_end, make_schedule
 from hfax.train.trackers import TRACKERS, installed_trackers
+from hfax.train.updates import ByWeight
 
 _REPORTERS = ("jsonl", "tensorboard", *TRACKERS)
 
@@ -35,7 +36,8 @@ class TrainingArguments:
         gradient_accumulation_steps: forward passes per step.
         learning_rate: peak learning rate.
         optim: "adamw_torch", "adafactor", "lion", "sgd" or "muon", as in transformers (Muon for the matrices of hidden layers,
-            AdamW for other weights); or the name of an optimizer of optax, such as "lamb".
+            AdamW for other weights); "adamw_8bit" or "lion_8bit", with moments in 8 bits but for those of embeddings, on one
+            device; or the name of an optimizer of optax, such as "lamb".
         optim_args: its options: for "sgd" `momentum` and `nesterov`, for "adafactor" `decay_rate` and `clip_threshold`, for "muon"
             `momentum`, `nesterov`, `ns_steps` and `adjust_lr_fn`; for others those of optax's function.
         lr_scheduler_type: schedule of the learning rate, as in transformers: "linear", "cosine", "cosine_with_restarts",
@@ -222,6 +224,6 @@ class TrainingArguments:
             **({"max_steps": steps} if depends_on_end(self.lr_scheduler_type, options) else {}),
         }
 
-    def optimizer(self, steps: int, weights: Weights) -> optax.GradientTransformation:
+    def optimizer(self, steps: int, weights: Weights) -> optax.GradientTransformation | ByWeight:
         """The optimizer with the schedule for `steps` steps, after gradient clipping."""
         return make_optimizer(self, self.schedule(steps), weights)

@@ -15,6 +15,7 @@ from hfax.train.ignored import IGNORED
 from hfax.train.labels import labels_of
 from hfax.train.losses import Apply, Loss
 from hfax.train.step import TrainStep
+from hfax.train.updates import ByWeight
 
 
 class SmoothedTrainStep(TrainStep):
@@ -28,7 +29,7 @@ class SmoothedTrainStep(TrainStep):
     """
 
     def __init__(
-        self, model: JaxModel, optimizer: optax.GradientTransformation, *, factor: float, **options: Any
+        self, model: JaxModel, optimizer: optax.GradientTransformation | ByWeight, *, factor: float, **options: Any
     ) -> None:
         super().__init__(model, optimizer, make_smoothed_loss(model, factor), **options)
         self._labels = labels_of(model)

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import NamedSharding
 from transformers import GenerationConfig, PretrainedConfig
 
@@ -31,14 +30,16 @@ from hfax.planning.program_time import ProgramTime, estimate
 from hfax.planning.topology import described_weights
 from hfax.sharding.layout import Layout
 from hfax.sharding.mesh import FSDP, TENSOR, attention_heads, make_mesh, num_experts
+from hfax.train.arguments import TrainingArguments
+from hfax.train.optimizers import Weights
 from hfax.train.step import TrainStep
 
 Kind = Literal["full", "lora"]
 ASSUMPTIONS = (
-    "Training uses AdamW and recomputes each layer in the backward pass. Trained weights, gradients and both Adam moments are "
-    "float32, split over the mesh; frozen weights and computation are bfloat16. The time of a step that was not compiled is a "
-    "lower bound: the matrix products of the forward pass, the recomputation and the backward pass at the chip's published peak. "
-    "6% of a chip's memory is reserved for the runtime."
+    "Training recomputes each layer in the backward pass. Trained weights, gradients and the optimizer's moments are float32 (8 "
+    "bits with adamw_8bit and lion_8bit, on one device), split over the mesh; frozen weights and computation are bfloat16. The "
+    "time of a step that was not compiled is a lower bound: the matrix products of the forward pass, the recomputation and the "
+    "backward pass at the chip's published peak. 6% of a chip's memory is reserved for the runtime."
 )
 _LORA = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
 
@@ -52,6 +53,7 @@ class TrainPlan:
         machine: a TPU topology, or a chip kind and a count.
         num_devices: number of devices.
         kind: "full" or "lora" (rank 16 on all linear layers).
+        optim: the optimizer.
         mesh: mesh sizes by axis.
         rows: rows per step, over all devices.
         length: row length, in tokens.
@@ -74,6 +76,7 @@ class TrainPlan:
     machine: str
     num_devices: int
     kind: Kind
+    optim: str
     mesh: dict[str, int]
     rows: int
     length: int
@@ -99,6 +102,7 @@ def make_train_plans(
     rows: int = 8,
     length: int = 2048,
     mesh: dict[str, int] | None = None,
+    optim: str = "adamw_torch",
     quantization: Quantization | None = None,
     stored: StoredWeights | None = None,
     compiles: bool = True,
@@ -113,14 +117,16 @@ def make_train_plans(
         rows: rows per step.
         length: row length, in tokens.
         mesh: mesh sizes by axis; None: fsdp over as many devices as divide the rows, tensor over the rest.
+        optim: the optimizer's name, as in `TrainingArguments`.
         quantization: weight quantization, for "lora".
         stored: the weights of a quantized checkpoint, for `quantization=None`; None: all are bfloat16.
         compiles: compile with the machine's compiler, if it is installed; otherwise only estimate.
 
     Raises:
-        UnsupportedOptionError: not a decoder of token ids.
-        InvalidInputError: an unknown machine, or an impossible shape.
+        UnsupportedOptionError: not a decoder of token ids, or an optimizer with 8-bit moments over several devices.
+        InvalidInputError: an unknown machine or optimizer, or an impossible shape.
     """
+    TrainingArguments("", optim=optim)
     if rows < 1 or length < 2 or not set(kinds) <= {"full", "lora"}:
         raise InvalidInputError(
             f"Training {list(kinds)} with {rows} rows of {length} tokens cannot be planned.",
@@ -136,7 +142,7 @@ def make_train_plans(
     for machine in machines:
         chip, (devices, problem) = chip_of(machine), devices_of(machine, compiles)
         for kind in kinds:
-            how = (kind, rows, length, mesh, quantization, stored, compiles)
+            how = (kind, optim, rows, length, mesh, quantization, stored, compiles)
             yield _plan(name, config, machine, chip, devices, problem, *how)
 
 
@@ -148,6 +154,7 @@ def _plan(
     devices: list[Any],
     problem: str,
     kind: Kind,
+    optim: str,
     rows: int,
     length: int,
     sizes: dict[str, int] | None,
@@ -159,7 +166,8 @@ def _plan(
     model = _described(config, devices, sizes, quantization, stored)
     if kind == "lora":
         model.params = model.adapters.describe("default", _LORA, model.params)
-    step = TrainStep(model, optax.adamw(1e-4), remat=True)
+    optimizer = TrainingArguments("", optim=optim, max_grad_norm=None).optimizer(1, Weights.of(model.module))
+    step = TrainStep(model, optimizer, remat=True)
     state = step.described_state()
     state_bytes, trained = _bytes(state), sum(a.size for a in state.params.values())
     frozen_bytes = _bytes({n: a for n, a in model.params.items() if n not in set(step.trainable)})
@@ -195,6 +203,7 @@ def _plan(
         machine=machine,
         num_devices=len(devices),
         kind=kind,
+        optim=optim,
         mesh={axis: size for axis, size in sizes.items() if size > 1} or {FSDP: 1},
         rows=rows,
         length=length,

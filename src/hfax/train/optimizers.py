@@ -1,6 +1,7 @@
 """Optimizers by transformers' names, or optax's, from the options of `TrainingArguments`.
 
-AdamW, Adafactor and SGD compute what transformers' Trainer computes with torch's classes; Lion and Muon what their authors' do.
+AdamW, Adafactor and SGD compute what transformers' Trainer computes with torch's classes; Lion and Muon what their authors' do. The
+8-bit ones follow bitsandbytes (`hfax.train.eight_bit`).
 """
 
 from __future__ import annotations
@@ -16,18 +17,28 @@ import optax
 import torch
 
 from hfax.errors import InvalidInputError, UnsupportedOptionError
+from hfax.train.eight_bit import with_eight_bit_moments
+from hfax.train.updates import ByWeight, choose_decay
 
 Schedule = Callable[[Any], Any]
-_ALIASES = {"adamw": "adamw_torch", "adamw_torch_fused": "adamw_torch", "lion_32bit": "lion"}
+_ALIASES = {
+    "adamw": "adamw_torch",
+    "adamw_torch_fused": "adamw_torch",
+    "lion_32bit": "lion",
+    "adamw_8bit": "adamw_bnb_8bit",
+    "adamw_torch_8bit": "adamw_bnb_8bit",
+}
 _ARGS: dict[str, tuple[str, ...]] = {
     "adamw_torch": (),
     "adafactor": ("decay_rate", "clip_threshold"),
+    "adamw_bnb_8bit": (),
     "lion": (),
+    "lion_8bit": (),
     "sgd": ("momentum", "nesterov"),
     "muon": ("momentum", "nesterov", "ns_steps", "adjust_lr_fn"),
 }
 """By name, the options of `optim_args`."""
-_WITH_BETAS = ("adamw_torch", "lion", "muon")
+_WITH_BETAS = ("adamw_torch", "adamw_bnb_8bit", "lion", "lion_8bit", "muon")
 _FACTORS: dict[str, Callable[[int, int], float]] = {
     "match_rms_adamw": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
     "original": lambda rows, columns: max(1.0, rows / columns) ** 0.5,
@@ -44,22 +55,28 @@ class Weights:
     Args:
         decays: whether weight decay applies to a weight of this name.
         is_hidden: whether it is in a hidden layer: neither an embedding nor in a head.
+        is_embedding: whether it is an embedding's table.
     """
 
     decays: Callable[[str], bool]
     is_hidden: Callable[[str], bool]
+    is_embedding: Callable[[str], bool]
 
+    @staticmethod
+    def of(module: torch.nn.Module) -> Weights:
+        """The answers for the weights of a transformers model."""
+        tables = {path for path, part in module.named_modules() if isinstance(part, torch.nn.Embedding)}
+        prefix = str(getattr(module, "base_model_prefix", "") or "")
+        inner = f"{prefix}." if prefix and hasattr(module, prefix) else ""
 
-def choose_hidden(module: torch.nn.Module) -> Callable[[str], bool]:
-    """Whether a weight of this name belongs to a hidden layer of a transformers model.
+        def is_embedding(name: str) -> bool:
+            return name.rpartition(".")[0] in tables
 
-    Args:
-        module: the module that the weights are of.
-    """
-    tables = {path for path, part in module.named_modules() if isinstance(part, torch.nn.Embedding)}
-    prefix = str(getattr(module, "base_model_prefix", "") or "")
-    inner = f"{prefix}." if prefix and hasattr(module, prefix) else ""
-    return lambda name: name.startswith(inner) and name.rpartition(".")[0] not in tables
+        return Weights(
+            decays=choose_decay(module),
+            is_hidden=lambda name: name.startswith(inner) and not is_embedding(name),
+            is_embedding=is_embedding,
+        )
 
 
 def check_optimizer(args: Any) -> None:
@@ -85,7 +102,7 @@ def check_optimizer(args: Any) -> None:
         )
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
     unused = [] if name in _WITH_BETAS else ["adam_beta1", "adam_beta2", "adam_epsilon"]
-    unused += ["adam_epsilon"] if name == "lion" else []
+    unused += ["adam_epsilon"] if name in ("lion", "lion_8bit") else []
     unused += [] if name in _ARGS else ["weight_decay"]
     for option in unused:
         if getattr(args, option) != defaults[option]:
@@ -121,7 +138,7 @@ def optim_args(args: Any) -> dict[str, Any]:
         ) from error
 
 
-def make_optimizer(args: Any, schedule: Schedule, weights: Weights) -> optax.GradientTransformation:
+def make_optimizer(args: Any, schedule: Schedule, weights: Weights) -> optax.GradientTransformation | ByWeight:
     """The optimizer that `args.optim` names, after gradient clipping.
 
     Args:
@@ -135,11 +152,24 @@ def make_optimizer(args: Any, schedule: Schedule, weights: Weights) -> optax.Gra
     def mask(params: Any) -> Any:
         return {each: weights.decays(each) for each in params}
 
+    clip = optax.identity() if args.max_grad_norm is None else optax.clip_by_global_norm(args.max_grad_norm)
     decay: dict[str, Any] = {"weight_decay": args.weight_decay, "mask": mask}
     adamw = optax.adamw(schedule, **betas, eps=args.adam_epsilon, **decay)
     match name:
         case "adamw_torch":
             made = adamw
+        case "adamw_bnb_8bit" | "lion_8bit":
+            scaled = (
+                optax.scale_by_lion(**betas)
+                if name == "lion_8bit"
+                else optax.scale_by_adam(**betas, eps=args.adam_epsilon)
+            )
+            each = optax.chain(
+                with_eight_bit_moments(scaled, weights.is_embedding),
+                optax.add_decayed_weights(**decay),
+                optax.scale_by_learning_rate(schedule),
+            )
+            return ByWeight(clip, each)
         case "lion":
             made = optax.lion(schedule, **betas, **decay)
         case "sgd":
@@ -162,7 +192,7 @@ def make_optimizer(args: Any, schedule: Schedule, weights: Weights) -> optax.Gra
             made = optax.partition({"muon": muon, "adamw": adamw}, label)
         case _:
             made = _of_optax(name)(schedule, **given)  # pyright: ignore[reportOptionalCall]
-    return made if args.max_grad_norm is None else optax.chain(optax.clip_by_global_norm(args.max_grad_norm), made)
+    return made if args.max_grad_norm is None else optax.chain(clip, made)
 
 
 def scale_by_muon(
@@ -219,7 +249,9 @@ def _unknown(optim: Any) -> InvalidInputError | UnsupportedOptionError:
     others = f"Use {', '.join(_ARGS)}, the name of an optimizer of optax, or pass Trainer an optax optimizer."
     if "bit" in str(optim):
         return UnsupportedOptionError(
-            f"optim={str(optim)!r} is not supported.", "optax has no optimizer with 8-bit or 4-bit moments.", others
+            f"optim={str(optim)!r} is not supported.",
+            "Of the optimizers with moments in few bits, hfax has AdamW and Lion with 8, on the device.",
+            "Use adamw_8bit or lion_8bit, or one with float32 moments.",
         )
     return InvalidInputError(
         f"optim={str(optim)!r} is unknown.", "Optimizers have transformers' or optax's names.", others

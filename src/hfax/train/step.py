@@ -36,7 +36,7 @@ from hfax.train.labels import labels_of
 from hfax.train.losses import Apply, Loss, models_own_loss
 from hfax.train.neftune import noisy_embeddings
 from hfax.train.reference import check_reference, weights_of_reference
-from hfax.train.updates import apply_optimizer
+from hfax.train.updates import ByWeight, apply_optimizer
 
 Params = dict[str, jax.Array]
 Trainable = Callable[[str], bool] | Iterable[str] | None
@@ -81,7 +81,7 @@ class TrainStep:
     def __init__(
         self,
         model: JaxModel,
-        optimizer: optax.GradientTransformation,
+        optimizer: optax.GradientTransformation | ByWeight,
         loss: Loss | None = None,
         *,
         trainable: Trainable = None,
@@ -103,6 +103,12 @@ class TrainStep:
                 f"gradient_accumulation_steps={gradient_accumulation_steps} is too small.",
                 "A step needs at least one micro-batch.",
                 "Pass 1 or more.",
+            )
+        if isinstance(optimizer, ByWeight) and model.mesh is not None and model.mesh.size > 1:
+            raise UnsupportedOptionError(
+                f"Optimizers with 8-bit moments run on one device, and the model is on {model.mesh.size}.",
+                "XLA would gather whole weights on each device to round blocks of their moments.",
+                "Use one with float32 moments, which are split over devices like the weights.",
             )
         self.model = model
         weights = {n: a for n, a in model.params.items() if n not in model.skeleton.untrained}
@@ -513,7 +519,7 @@ class TrainStep:
 
 def make_train_step(
     model: JaxModel,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | ByWeight,
     loss: Loss | None = None,
     *,
     trainable: Trainable = None,

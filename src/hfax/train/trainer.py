@@ -24,14 +24,14 @@ from hfax.train.label_smoothing import SmoothedTrainStep
 from hfax.train.logs import MetricsLog
 from hfax.train.losses import Loss
 from hfax.train.occasions import BestEvaluation, evaluations, saves
-from hfax.train.optimizers import Weights, choose_hidden
+from hfax.train.optimizers import Weights
 from hfax.train.packing import check_packing
 from hfax.train.predictions import ComputeMetrics, Predictor
 from hfax.train.resumption import check_unchanged, described, fingerprint
 from hfax.train.speed import Speed
 from hfax.train.step import Trainable, TrainState, TrainStep
 from hfax.train.streaming import Position, StreamOrder, make_order
-from hfax.train.updates import choose_decay
+from hfax.train.updates import ByWeight
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class Trainer:
         self._position: Position | None = None
         self._total = self._count_steps()
         self._rate = None if optimizer is not None else args.schedule(self._total)
-        weights = Weights(decays=choose_decay(model.module), is_hidden=choose_hidden(model.module))
+        weights = Weights.of(model.module)
         self._step = self._make_step(optimizer or args.optimizer(self._total, weights), trainable)
         self.state: TrainState | None = None
         self._best = BestEvaluation(args.metric_for_best_model, args.greater_is_better)
@@ -310,7 +310,7 @@ class Trainer:
             "adapter": self.model.adapters.configs[adapters[0]] if adapters else None,
         }
 
-    def _make_step(self, optimizer: optax.GradientTransformation, trainable: Trainable) -> TrainStep:
+    def _make_step(self, optimizer: optax.GradientTransformation | ByWeight, trainable: Trainable) -> TrainStep:
         args = self.args
         options: dict[str, Any] = {
             "trainable": trainable,

@@ -41,8 +41,51 @@ def choose_decay(module: torch.nn.Module) -> Callable[[str], bool]:
     return decays
 
 
+class ByWeight:
+    """An optimizer that finishes one weight before it begins the next, so that what an update needs is in memory for one weight.
+
+    It is used like an optax optimizer; `apply_optimizer` then keeps this order.
+
+    Args:
+        clip: what all gradients together go through before; `optax.identity()` if there is nothing.
+        each: the rest, in which a weight's update depends on no other weight. Arrays of its state are in dicts by weight name.
+    """
+
+    def __init__(self, clip: optax.GradientTransformation, each: optax.GradientTransformation) -> None:
+        self._clip, self._each = clip, each
+        whole = optax.chain(clip, each)
+        self.init, self.update = whole.init, whole.update
+
+    def apply(self, grads: Any, state: Any, params: Any, keep: Any) -> tuple[Any, Any]:
+        """Weights and state after a step, see `apply_optimizer`."""
+        clip, whole = state
+        grads, clip = self._clip.update(grads, clip, params)
+        names = set(params)
+
+        def is_by_weight(node: Any) -> bool:
+            return isinstance(node, dict) and set(node) <= names
+
+        def of(name: str) -> Any:
+            return jax.tree.map(lambda n: {name: n[name]} if is_by_weight(n) else n, whole, is_leaf=is_by_weight)
+
+        def joined(*nodes: Any) -> Any:
+            return {n: a for node in nodes for n, a in node.items()} if is_by_weight(nodes[0]) else nodes[-1]
+
+        done: list[tuple[Any, Any]] = []
+        for name in params:
+            old, gradient = ({name: params[name]}, of(name)), {name: grads[name]}
+            if done:
+                old, gradient, done[-1] = jax.lax.optimization_barrier((old, gradient, done[-1]))
+            weight, own = old
+            update, new = self._each.update(gradient, own, weight)
+            done.append(jax.tree.map(keep, (optax.apply_updates(weight, update), new), old))
+        weights = {n: a for weight, _ in done for n, a in weight.items()}
+        parts = [part for _, part in done]
+        return weights, (jax.tree.map(keep, clip, state[0]), jax.tree.map(joined, *parts, is_leaf=is_by_weight))
+
+
 def apply_optimizer(
-    optimizer: optax.GradientTransformation, grads: Any, state: Any, params: Any, is_finite: jax.Array
+    optimizer: optax.GradientTransformation | ByWeight, grads: Any, state: Any, params: Any, is_finite: jax.Array
 ) -> tuple[Any, Any]:
     """Weights and optimizer state after a step; unchanged if `is_finite` is False.
 
@@ -57,6 +100,8 @@ def apply_optimizer(
     def keep(new: Any, old: Any) -> Any:
         return jnp.where(is_finite, new, old)
 
+    if isinstance(optimizer, ByWeight):
+        return optimizer.apply(grads, state, params, keep)
     if target.is_for("cpu"):
         updates, state = _update_in_order(optimizer, grads, state, params, keep)
     else:
