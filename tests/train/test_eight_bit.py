@@ -9,7 +9,9 @@ import optax
 import pytest
 
 from hfax import Trainer, TrainingArguments, UnsupportedOptionError
-from hfax.train.eight_bit import EightBitMoment, block_of, decode, encode
+from hfax.kernels.target import compiling_for
+from hfax.train import eight_bit
+from hfax.train.eight_bit import EightBitMoment, block_of, decode, encode, with_eight_bit_moments
 from hfax.train.memory_plan import make_train_plans
 from hfax.train.optimizers import Weights, make_optimizer
 
@@ -120,6 +122,26 @@ def test_updates_are_those_of_moments_that_are_rounded_after_each(optim):
         assert is_equal.mean() > (0.998 if name in CODED else 0.9999), name
     coded = [a for a in jax.tree.leaves(state) if a.dtype == jnp.uint8]
     assert sorted(a.shape for a in coded) == sorted([SHAPES[n] for n in CODED] * (1 if optim == "lion_8bit" else 2))
+
+
+def test_large_weights_on_one_tpu_are_updated_block_by_block_with_the_same_numbers(monkeypatch):
+    optimizer = with_eight_bit_moments(optax.scale_by_adam(), keeps_float32=lambda _: False)
+    gradients = {
+        "stack": jnp.asarray(values((3, 512, 8), has_sign=True)),
+        "odd": jnp.asarray(values((96, 64), has_sign=True)),
+    }
+
+    def two_steps(name):
+        with compiling_for(name):
+            state, found = optimizer.init(gradients), gradients
+            for _ in range(2):
+                found, state = jax.jit(lambda g, s: optimizer.update(g, s))(found, state)
+        return jax.tree.leaves((found, state))
+
+    expected = two_steps("cpu")
+    monkeypatch.setattr(eight_bit, "_LARGE", 0)
+    for ours, theirs in zip(two_steps("tpu"), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
 def test_a_run_learns_as_with_float32_moments_and_goes_on_bit_for_bit(tmp_path):
