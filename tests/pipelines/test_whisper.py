@@ -11,6 +11,7 @@ import transformers
 
 import hfax
 from hfax.errors import UnsupportedModelError
+from hfax.load.host_arrays import to_numpy
 
 from .checkpoints import RATE, save_whisper, sound
 
@@ -143,6 +144,15 @@ def test_arrays_in_give_arrays_back(ours: Any, processor: Any) -> None:
     inputs = {n: np.asarray(v) for n, v in _features(processor, 0.9).items()}
     found = ours.generate(**inputs, max_new_tokens=4, language="en")
     assert isinstance(found, jax.Array)
+
+
+def test_features_of_half_precision(folder: Path, processor: Any) -> None:
+    """numpy has no bfloat16, in which arrays reach the class's own code."""
+    model = hfax.AutoModelForTPU.from_pretrained(folder, dtype="bfloat16")
+    features = _features(processor, 0.9)["input_features"].bfloat16()
+    found = model.generate(features, max_new_tokens=4, language="en")
+    of_array = model.generate(jax.numpy.asarray(to_numpy(features)), max_new_tokens=4, language="en")
+    assert found.tolist() == of_array.tolist()
 
 
 def test_the_skeleton_is_left_alone(ours: Any, theirs: Any, processor: Any) -> None:

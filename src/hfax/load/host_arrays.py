@@ -34,6 +34,15 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     return narrow(array if _fits(array) else np.clip(array, *_limits(array)))
 
 
+def from_numpy(array: np.ndarray) -> torch.Tensor:
+    """A numpy array as a host tensor that shares its memory, see `to_numpy`."""
+    import torch
+
+    if (name := array.dtype.name) in _NUMPY_VIEWS:
+        return torch.as_tensor(array.view(_NUMPY_VIEWS[name])).view(getattr(torch, name))
+    return torch.as_tensor(array)
+
+
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """An uninitialised array whose memory XLA's CPU platform takes as it is."""
     num_bytes = math.prod(shape) * dtype.itemsize

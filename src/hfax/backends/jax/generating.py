@@ -21,6 +21,7 @@ from hfax.generation.layer_outputs import layer_outputs
 from hfax.generation.outputs import as_sequences
 from hfax.generation.overrides import GenerateFunction, run_own_generate
 from hfax.generation.speculation import Speculation
+from hfax.load.host_arrays import from_numpy
 from hfax.programs.buckets import Buckets
 from hfax.programs.model_parts import ModelParts
 from hfax.tracing.structure import flatten, has_torch, is_array, unflatten
@@ -174,7 +175,7 @@ def call_own_generate(
     """
     to_torch = has_torch([prompt, options])
     arrays, structure = flatten((prompt, options), is_array)
-    prompt, options = unflatten(structure, [torch.as_tensor(as_host("inputs", a)) for a in arrays])
+    prompt, options = unflatten(structure, [from_numpy(as_host("inputs", a)) for a in arrays])
     outputs = run_own_generate(module, prompt, options, generation_config=generation_config, forward=forward, loop=loop)
     if to_torch:
         return outputs
