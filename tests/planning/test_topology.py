@@ -2,12 +2,16 @@
 
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 import transformers
 from tiny_models import TPU_SIZES, tiny_llama_config
 
 from hfax.errors import BackendNotAvailableError
-from hfax.kernels.target import compiler_options
+from hfax.kernels import precision
+from hfax.kernels.attention import attention
+from hfax.kernels.target import compiler_options, compiling_for
 from hfax.parallelism import plan_over
 from hfax.planning.devices import topology_devices
 from hfax.planning.topology import compile_for, compile_programs
@@ -117,6 +121,21 @@ def test_programs_have_pallas_kernels_and_copy_nothing_large(name, topology):
     # one sum over devices after attention and one after the feed-forward part, at least
     assert decode.collectives.get("all-reduce", 0) >= (0 if topology.endswith(":1x1") else 4)
     assert "model/layers.1/self_attn/o_proj" in decode.text  # scopes carry the modules' names
+
+
+@pytest.mark.tpu_compile
+def test_an_encoders_attention_with_a_soft_cap():
+    """VideoPrism's: of bfloat16 products with the precision of float32, libtpu could not make its kernel."""
+    (device,) = topology_devices("v5e:1x1")
+    array = jax.ShapeDtypeStruct((1, 4, 256, 64), jnp.bfloat16, sharding=jax.sharding.SingleDeviceSharding(device))
+
+    def attend(query, key, value):
+        with precision.as_torch():
+            return attention(query, key, value, None, scale=0.1, softcap=50.0)[0]
+
+    with compiling_for(device):
+        compiled = jax.jit(attend).lower(array, array, array).compile()
+    assert "bf16[1,256,4,64]" in compiled.as_text()
 
 
 @pytest.mark.tpu_compile

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from hfax.kernels import online_softmax, target
+from hfax.kernels import online_softmax, precision, target
 from hfax.kernels.cpu import calls, library
 from hfax.kernels.online_softmax import OnlineSoftmax
 from hfax.kernels.paged import Pages, can_attend
@@ -142,17 +142,18 @@ def attention(
     """
     given = mask if isinstance(mask, Mask) or mask is None else Mask(array=mask)
     array = None if given is None else given.array
-    out, probabilities = _all_at_once(
-        query,
-        key,
-        value,
-        array,
-        scale=scale,
-        softcap=softcap,
-        position_bias=position_bias,
-        sinks=sinks,
-        dropout=dropout,
-    )
+    with precision.of_products(query.dtype):
+        out, probabilities = _all_at_once(
+            query,
+            key,
+            value,
+            array,
+            scale=scale,
+            softcap=softcap,
+            position_bias=position_bias,
+            sinks=sinks,
+            dropout=dropout,
+        )
     if position_bias is not None or dropout is not None:
         return out, probabilities
     if sinks is None and _fits_prompt_kernel(query, key, value, array):
@@ -180,7 +181,8 @@ def attention(
         and 4 * query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] > _MAX_SCORES_BYTES
     ):
         target.choose("attention: blocks of queries and keys")
-        out = _in_blocks(query, key, value, given.block, scale=scale, softcap=softcap, sinks=sinks)
+        with precision.of_products(query.dtype):
+            out = _in_blocks(query, key, value, given.block, scale=scale, softcap=softcap, sinks=sinks)
     return out, probabilities
 
 

@@ -38,6 +38,11 @@ def of_half() -> AbstractContextManager[Any]:
     return nullcontext() if _platform() == "cpu" else jax.default_matmul_precision("default")
 
 
+def of_products(dtype: jnp.dtype) -> AbstractContextManager[Any]:
+    """Within the block products of arrays of a dtype are traced, see `of_half`."""
+    return of_half() if dtype in (jnp.bfloat16, jnp.float16) else nullcontext()
+
+
 def _platform() -> str:
     where = target.current()
     return jax.default_backend() if where is None else where.platform
